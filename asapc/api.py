@@ -20,12 +20,14 @@ from asapc.device import CPU, chosen_device, running_on
 from asapc.errors import FewExamplesWarning, InputError
 from asapc.inputs.data import DataSource, data_of
 from asapc.inputs.load import load_teacher
+from asapc.inputs.reading import Reading
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import fingerprint
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.program.summary import Summary, shown_by
 from asapc.report import document, markdown, write_report
+from asapc.report.evaluate import Measuring
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
 from asapc.stages.analyse import analysed_once, forward_signature
@@ -181,9 +183,9 @@ def _compiled(
         manifest = read_manifest(artifact)
         around = copy.deepcopy(untouched) if manifest["capture"] == "module" else None
         measured = pipeline.report(
-            artifact, source, limits, model=around, examples=examples, trust=True, progress=progress,
-            device=device,
-        )
+            artifact, source, limits, model=around, reading=Reading(trust=True, device=str(device)),
+            measuring=Measuring(examples), progress=progress,
+        )  # fmt: skip
         report = MeasuredReport(measured)
         if out is not None:
             report.save(artifact)

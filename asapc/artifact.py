@@ -48,9 +48,10 @@ from asapc.formats import places
 from asapc.formats.atomic import read_whole
 from asapc.formats.json_text import read_json
 from asapc.formats.records import read
-from asapc.inputs.load import build_factory, load_teacher
+from asapc.inputs.load import build_factory
 from asapc.inputs.paths import check_artifact
 from asapc.inputs.pt2 import load_program, save_program
+from asapc.inputs.reading import Reading
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.settings import list_of
 from asapc.inputs.weights import read_safetensors
@@ -840,11 +841,7 @@ def around(artifact: Artifact, model: nn.Module) -> None:
 
 
 def surrounding_model(
-    artifact: Artifact,
-    model: str | nn.Module | None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    remote_code: bool = False,
+    artifact: Artifact, model: str | nn.Module | None, reading: Reading
 ) -> nn.Module | None:
     """The model around captured modules: of --model or this one, with the artefact's weights."""
     if artifact.capture == "whole":
@@ -862,10 +859,10 @@ def surrounding_model(
     if isinstance(model, nn.Module):
         around(artifact, model)
         return model.eval()
-    if weights or Path(model).is_dir():
-        built = load_teacher(model, weights=weights, kwargs=kwargs, remote_code=remote_code).model
+    if reading.weights or Path(model).is_dir():
+        built = reading.teacher(model).model
     else:
-        built = build_factory(model, kwargs)
+        built = build_factory(model, reading.kwargs)
     assert built is not None
     around(artifact, built)
     return built.eval()

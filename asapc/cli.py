@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asapc import commands, session
-from asapc.commands import AUTO, NO_OPTIONS, Reading
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
 from asapc.inputs.paths import check_artifact, check_data, check_file, check_model, is_array_file
+from asapc.inputs.reading import AUTO, NO_OPTIONS, Reading
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
 from asapc.session import EXIT_INTERRUPTED, Session
@@ -417,8 +417,8 @@ def refresh(
     has_onnx = (Path(artifact) / MODEL).exists()
     with joined() as processes:
         entry = pipeline.refresh(
-            artifact, data, settings, out, **reading.around(model), progress=run.progress,
-            processes=processes, device=reading.place(),
+            artifact, data, settings, out, model=model, reading=reading, progress=run.progress,
+            processes=processes,
         )  # fmt: skip
     written = out or artifact
     run.present({"artifact": written, **entry}, "refresh")
@@ -500,8 +500,8 @@ def bench(
     from asapc import pipeline
 
     result = pipeline.bench(
-        artifact, data, **reading.around(model), repeats=repeats, explain=explain,
-        torch_compile=torch_compile, progress=run.progress, device=reading.place(),
+        artifact, data, model=model, reading=reading, repeats=repeats, explain=explain,
+        torch_compile=torch_compile, progress=run.progress,
     )  # fmt: skip
     run.present(result, "bench")
     _note_unverified(run, artifact, data)

@@ -6,63 +6,22 @@ torch takes seconds to import, so what needs it is imported after what can be re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asapc.errors import InputError
 from asapc.inputs.paths import check_artifact, check_calibration, check_data, check_file, check_model
+from asapc.inputs.reading import NO_OPTIONS, Reading
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
 from asapc.session import Session
 from asapc.terminal.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    import torch
-
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
-    from asapc.inputs.teacher import Teacher
     from asapc.report import Report
-
-AUTO = "auto"  # of --device
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a model that the user names is read, and where it runs: the options that commands share."""
-
-    weights: str | None = None
-    kwargs: str | None = None
-    trust: bool = False
-    trust_remote_code: bool = False
-    device: str = AUTO
-
-    def teacher(self, model: str) -> Teacher:
-        from asapc.inputs.load import load_teacher
-
-        return load_teacher(
-            model, weights=self.weights, kwargs=self.kwargs, trust=self.trust,
-            remote_code=self.trust_remote_code,
-        )  # fmt: skip
-
-    def place(self) -> torch.device:
-        from asapc.device import chosen_device
-
-        return chosen_device(self.device)
-
-    def around(self, model: str | None) -> dict[str, Any]:
-        """The pipeline's arguments for the model around an artefact's modules."""
-        return {"model": model, "weights": self.weights, "kwargs": self.kwargs, "trust": self.trust,
-                "remote_code": self.trust_remote_code}  # fmt: skip
-
-    def options(self) -> dict[str, Any]:
-        """For the line of a command that reads the same model."""
-        return {key: value for key, value in asdict(self).items() if key != "device"}
-
-
-NO_OPTIONS = Reading()
-
 
 def inspect_model(
     model: str, data: str | None, reading: Reading = NO_OPTIONS, progress: Progress = SILENT
@@ -169,16 +128,16 @@ def report_artifact(
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
     limit = _size(max_memory)
-    place = reading.place()
     if junit is not None:
         make_parent(junit)  # before minutes of measuring, not after
     from asapc import pipeline
+    from asapc.report.evaluate import Measuring
 
+    measuring = Measuring(examples, fast, limit, torch_compile)
     with joined() as processes:
         result = pipeline.report(
-            artifact, data, limits, earlier, **reading.around(model), examples=examples, fast=fast,
-            max_memory=limit, torch_compile=torch_compile, progress=run.progress, processes=processes,
-            device=place,
+            artifact, data, limits, earlier, model=model, reading=reading, measuring=measuring,
+            progress=run.progress, processes=processes,
         )  # fmt: skip
         if processes.first:
             with run.progress.phase("drawing the page"):
@@ -219,6 +178,7 @@ def run_all(
     place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
+    from asapc.report.evaluate import Measuring
     from asapc.stages.analyse import analysed_once
 
     analyse = analysed_once()
@@ -233,12 +193,10 @@ def run_all(
         device=place,
     )  # fmt: skip
     run.note("3 of 3: measuring")
-    own = Reading(trust=True, trust_remote_code=reading.trust_remote_code).around(None)
-    if manifest["capture"] == "module":
-        own |= {"model": model, "weights": reading.weights, "kwargs": reading.kwargs}
     result = pipeline.report(
-        out, data, limits, **own, examples=examples, fast=fast, max_memory=limit, progress=run.progress,
-        device=place,
+        out, data, limits, model=model if manifest["capture"] == "module" else None,
+        reading=replace(reading, trust=True), measuring=Measuring(examples, fast, limit),
+        progress=run.progress,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)

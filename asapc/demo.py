@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from asapc import commands
 from asapc.errors import InputError, VerificationError
+from asapc.inputs.reading import AUTO, Reading
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.report import Report
 from asapc.report.advice import NEARLY
@@ -50,7 +51,7 @@ EXAMPLES = {
 
 
 def run_demo(
-    run: Session, out: str, example: str = "code", device: str = commands.AUTO
+    run: Session, out: str, example: str = "code", device: str = AUTO
 ) -> dict[str, Any]:
     """Inspect, calibrate, compile and report in folder `out`; returns what --json prints.
 
@@ -62,7 +63,7 @@ def run_demo(
     folder = Path(out)
     _place(folder, example)
     teacher, data, calibration = (str(folder / name) for name in ("teacher", f"{example}.npz", "calib"))
-    reading, steps = commands.Reading(device=device), list[dict[str, Any]]()
+    reading, steps = Reading(device=device), list[dict[str, Any]]()
 
     def step(command: str, kind: str, action: Callable[[], T]) -> T:
         run.note(f"\n$ {command}")

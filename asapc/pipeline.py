@@ -24,6 +24,7 @@ from asapc.formats import places
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.inputs.data import DataSource, open_data, recorded_data
 from asapc.inputs.onnx.settings import OnnxSettings, require_extra
+from asapc.inputs.reading import ON_CPU, Reading
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.memory import MemoryLimit
@@ -192,22 +193,19 @@ def refresh(
     out: str | Path | None = None,
     *,
     model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    trust: bool = False,
-    remote_code: bool = False,
+    reading: Reading = ON_CPU,
     progress: Progress,
     processes: Processes = ALONE,
-    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry.
 
-    processes: share every batch; the first one writes.  device: to train on.
+    model, reading: see evaluate.report.  processes: share every batch; the first one writes.
     """
+    device = reading.place()
     target = artifact_path if out is None else out
     check_replaceable(target, _paths(data))
-    artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
+    artifact = read_artifact(artifact_path, trust=reading.trust)
+    surrounding = surrounding_model(artifact, model, reading)
     source = open_data(data, artifact.signature()).on(device)
 
     def there() -> Refreshed:

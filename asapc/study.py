@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,18 +39,19 @@ from asapc.inputs.data import Batch, DataSource, open_data, split_of
 from asapc.inputs.recipe import TYPES, Recipe, combinations
 from asapc.inputs.settings import Place, checked, parse
 from asapc.inputs.teacher import Teacher
-from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
-from asapc.measure.differences import tensor_outputs
-from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
+from asapc.ir import Convention, Distilled, OutputFactor, SiteTensors
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES, METRICS
-from asapc.operators.sinkhorn import clean_values, sinkhorn
+from asapc.operators.sinkhorn import clean_values, loop_of, sinkhorn
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import shortened_programs
+from asapc.passes.select import WholeModel
 from asapc.processes import ALONE, Part, Processes
 from asapc.program.apply import apply_lossless, apply_replacement, predict
-from asapc.program.runner import Runner, Tap
+from asapc.program.runner import Tap
 from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
@@ -75,6 +76,10 @@ COLUMNS = (
     "ridge_mode", "examples", *(metric.key for metric in METRICS if metric.study),
     "site_ms", "predict_ms", "fit_converged", "pareto",
 )  # fmt: skip
+
+
+Fits = Sequence[AnySiteCalibration]
+Apply = Callable[[Convention, SiteTensors, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,10 @@ def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:
 
 @dataclass(eq=False)
 class _Bench:
-    """What the blocks share: the model, its data, and the teacher's side of every comparison."""
+    """What the blocks share: the model, its data, and the teacher's side of every comparison.
+
+    model: the whole one, on the batches that are measured on.  seen: by the sites, on the first of them.
+    """
 
     analysis: Analysis
     source: DataSource
@@ -226,15 +234,11 @@ class _Bench:
 
     def __post_init__(self) -> None:
         self.tap = Tap(self.analysis.model, self.analysis.lifted, self.analysis.names)
-        self.batches, self.teacher_out, self.seen = self._tested()
-        self.examples = sum(len(batch) for batch in self.batches)
-        fidelity = OutputFidelity()
-        for batch, output in zip(self.batches, self.teacher_out, strict=True):
-            fidelity.update(output, output, batch.labels)
-        self.baseline = {
-            "accuracy_teacher": fidelity.metrics().get("accuracy_teacher"),
-            **self._site_times(),
-        }
+        batches, outputs, self.seen = self._tested()
+        self.examples = sum(map(len, batches))
+        self.model = WholeModel(self.analysis, batches, Recipe(budget={}), outputs)
+        accuracy = self.model.measure({}).get("accuracy_teacher")
+        self.baseline = {"accuracy_teacher": accuracy, **self._site_times()}
 
     def facts(self) -> dict[str, Any]:
         """What all rows have in common."""
@@ -264,7 +268,7 @@ class _Bench:
         ):  # fmt: skip
             output, tensors = self.tap(batch)
             batches.append(batch)
-            outputs.append(_first_output(output))
+            outputs.append(comparable(output))
             if examples < MAP_EXAMPLES:
                 seen.append(tensors)
             examples += len(batch)
@@ -290,7 +294,9 @@ class _Bench:
             convention = site.loop
             times = interleaved_medians(
                 {
-                    "usual_loop_ms": partial(_usual_loop, convention, t),
+                    "usual_loop_ms": partial(
+                        sinkhorn, t.q, t.k, t.k, t.keep, t.bias, **loop_of(convention)[1]
+                    ),
                     "lossless_ms": partial(apply_lossless, convention, t, t.k),
                     "softmax_ms": partial(_softmax, convention, t),
                 },
@@ -301,36 +307,26 @@ class _Bench:
         return totals
 
     def block(self, rows: Sequence[Row], label: str) -> list[dict[str, Any]]:
-        distilled = [row for row in rows if row.recipe and row.recipe.operator in DISTILLED]
-        fitted = self._fit([row for row in rows if row.recipe and row not in distilled], label)
-        for row in distilled:  # alone: each keeps its activations
-            fitted |= self._fit([row], label)
+        """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
+        keeps its activations."""
+        together: dict[tuple[int, int], list[Row]] = {}
+        for row in rows:
+            if row.recipe is not None:
+                alone = id(row) if row.recipe.operator in DISTILLED else 0
+                together.setdefault((alone, row.recipe.max_examples), []).append(row)
+        fitted: dict[int, Fits] = {}
+        for _, alike in sorted(together.items()):
+            fitted |= self._fit_pass(alike, label)
 
         def measure(row: Row) -> Part:
             start = {**dict.fromkeys(COLUMNS), **row.describe()}
-            if row.recipe is None:
-                assert row.half_steps is not None
-                return {}, {**start, **self._cut_short(row.half_steps)}
-            return {}, {**start, **self._measure(*fitted[id(row)])}
+            return {}, {**start, **self._measure(row, fitted.get(id(row), ()))}
 
         tracked = self.progress.track(rows, f"{label}: measuring", len(rows))
         return [found for _, (_, found) in self.processes.dealt(tracked, measure)]
 
-    def _fit(
-        self, rows: Sequence[Row], label: str
-    ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
-        """One pass over the calibration split for each number of examples, for all rows with it."""
-        fitted: dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]] = {}
-        limits = sorted({row.recipe.max_examples for row in rows if row.recipe is not None})
-        for most in limits:
-            together = [row for row in rows if row.recipe and row.recipe.max_examples == most]
-            fitted |= self._fit_pass(together, label)
-        return fitted
-
-    def _fit_pass(
-        self, rows: Sequence[Row], label: str
-    ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
-        """Rows that are fitted on the same examples."""
+    def _fit_pass(self, rows: Sequence[Row], label: str) -> dict[int, Fits]:
+        """The fits of rows that are fitted on the same examples, one a site."""
         asked = [row.recipe for row in rows if row.recipe is not None]
         recipes: list[Recipe] = []
         for recipe in map(_fitted_as, asked):
@@ -355,39 +351,39 @@ class _Bench:
         for row, recipe in zip(rows, asked, strict=True):
             number = recipes.index(_fitted_as(recipe))
             pairs = zip(self.analysis.sites, (p for p in pending if p.candidate == number), strict=True)
-            sites = [_planned(fits[p.key], site, recipe) for site, p in pairs]
-            fitted[id(row)] = ([site.replacement for site in sites], _facts(sites))
+            fitted[id(row)] = [_planned(fits[p.key], site, recipe) for site, p in pairs]
         return fitted
 
-    def _measure(
-        self, replacements: Sequence[Amortised | Distilled], facts: dict[str, Any]
-    ) -> dict[str, Any]:
-        sites = self.analysis.sites
-        there = [moved(replacement, self.source.device) for replacement in replacements]
-        per_site = [
-            {
-                **self._maps(site, index, lambda c, t, v, a=a: apply_replacement(c, _in_units(a), t, v)),
-                **self._times(site.loop, a, self.seen[0][index]),
-            }
-            for index, (site, a) in enumerate(zip(sites, there, strict=True))
-        ]
-        chosen = dict(zip(self.analysis.names, replacements, strict=True))
-        programs = self.analysis.rewritten(chosen)
-        return {**facts, **_mean(per_site), **self._outputs(programs)}
-
-    def _cut_short(self, half_steps: int) -> dict[str, Any]:
-        sites = self.analysis.sites
-        per_site = []
-        for index, site in enumerate(sites):
-            short = replace(site.loop, half_steps=half_steps)
-            measured = self._maps(site, index, lambda c, t, v, s=short: apply_lossless(s, t, v))
+    def _measure(self, row: Row, fits: Fits) -> dict[str, Any]:
+        """What a row does at every site, and the whole model.  fits: one a site; none of a loop that is
+        cut short."""
+        analysis, per_site = self.analysis, []
+        for index, site in enumerate(analysis.sites):
+            calls: dict[str, Any] = {}
             t = self.seen[0][index]
-            times = interleaved_medians({"": partial(apply_lossless, short, t, t.k)}, repeats=5)
-            per_site.append({**measured, "site_ms": times[""]["median_ms"]})
-        programs = shortened_programs(self.analysis.lifted, half_steps)
-        return {**_mean(per_site), **self._outputs(programs)}
+            if fits:
+                there = moved(fits[index].replacement, self.source.device)
+                apply: Apply = partial(_replaced, _in_units(there))
+                calls["site_ms"] = partial(apply_replacement, site.loop, there, t, t.k)
+                if isinstance(there, Amortised):
+                    calls["predict_ms"] = partial(_predict_all, site.loop, there, t)
+            else:
+                apply = partial(_cut_short, row.half_steps)
+                calls["site_ms"] = partial(apply, site.loop, t, t.k)
+            times = interleaved_medians(calls, repeats=5)
+            taken = {name: value["median_ms"] for name, value in times.items()}
+            per_site.append({**self._maps(site, index, apply), **taken})
+        if fits:
+            chosen = zip(analysis.names, fits, strict=True)
+            programs = analysis.rewritten({name: fit.replacement for name, fit in chosen})
+        else:
+            assert row.half_steps is not None
+            programs = shortened_programs(analysis.lifted, row.half_steps)
+        metrics = self.model.of_programs(programs)
+        known = [metric.key for metric in METRICS if metric.study and metric.scope == "model"]
+        return {**_facts(fits), **_mean(per_site), **{key: metrics.get(key) for key in known}}
 
-    def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
+    def _maps(self, site: Site, index: int, apply: Apply) -> dict[str, float]:
         """Attention in units where rows sum to about 1; the output error is that of A V, with the layer's
         own values, or the keys where the model returns its maps and multiplies them with nothing."""
         units = replace(site.loop, output_factor=OutputFactor(queries=1))
@@ -403,25 +399,6 @@ class _Bench:
             **attention.metrics(),
             **{key: output.metrics()[key] for key in ("output_rmse", "output_rel_l2")},
         }
-
-    def _times(
-        self, convention: Convention, replacement: Amortised | Distilled, t: SiteTensors
-    ) -> dict[str, float]:
-        """Milliseconds of the site with its prediction, and of the prediction alone."""
-        calls: dict[str, Any] = {"site_ms": lambda: apply_replacement(convention, replacement, t, t.k)}
-        if isinstance(replacement, Amortised):
-            calls["predict_ms"] = lambda: [predict(convention, p, t) for p in replacement.predictors]
-        times = interleaved_medians(calls, repeats=5)
-        return {name: value["median_ms"] for name, value in times.items()}
-
-    def _outputs(self, programs: Sequence[Program]) -> dict[str, Any]:
-        runner, fidelity = Runner(self.analysis.model, programs), OutputFidelity()
-        for batch, exact in zip(self.batches, self.teacher_out, strict=True):
-            fidelity.update(exact, _first_output(runner(batch)), batch.labels)
-        metrics = fidelity.metrics()
-        names = [metric.key for metric in METRICS if metric.study and metric.scope == "model"]
-        return {name: metrics.get(name) for name in names}
-
 
 def _fitted_as(recipe: Recipe) -> Recipe:
     """The recipe whose fit this one takes: where c-transforms go on from the last dual, one for all."""
@@ -450,11 +427,11 @@ def _collector(site: Site, recipe: Recipe) -> Collector:
     return collector
 
 
-def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+def _facts(sites: Fits) -> dict[str, Any]:
+    facts: dict[str, Any] = {} if not sites else {
         "fit_seconds": sum(site.fit_seconds for site in sites),
         "examples": sites[0].examples,
-    }
+    }  # fmt: skip
     amortised = [site for site in sites if isinstance(site, SiteCalibration)]
     if amortised:
         facts |= {
@@ -475,13 +452,18 @@ def _in_units(replacement: Amortised | Distilled) -> Amortised | Distilled:
     return replace(replacement, settings={**replacement.settings, "output_factor": factor})
 
 
-def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:
-    terms = [1.0, 1.0, 0.0, 0.0]
-    rows_first = convention.first_side == "row"
-    return sinkhorn(
-        t.q, t.k, t.k, t.keep, t.bias, convention.score_multiplier, convention.half_steps,
-        rows_first, terms,
-    )  # fmt: skip
+def _replaced(
+    replacement: Amortised | Distilled, convention: Convention, t: SiteTensors, v: Tensor | None
+) -> Tensor:
+    return apply_replacement(convention, replacement, t, v)
+
+
+def _cut_short(half_steps: int, convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
+    return apply_lossless(replace(convention, half_steps=half_steps), t, v)
+
+
+def _predict_all(convention: Convention, replacement: Amortised, t: SiteTensors) -> list[Tensor]:
+    return [predict(convention, predictor, t) for predictor in replacement.predictors]
 
 
 def _softmax(convention: Convention, t: SiteTensors) -> Tensor:
@@ -492,10 +474,6 @@ def _softmax(convention: Convention, t: SiteTensors) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         t.q, t.k, t.k, attn_mask=mask, scale=convention.score_multiplier
     )
-
-
-def _first_output(output: Any) -> Tensor:
-    return next(tensor for tensor in tensor_outputs(output) if tensor.numel())
 
 
 def _mean(sites: Sequence[Mapping[str, float]]) -> dict[str, float]:

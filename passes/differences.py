@@ -17,9 +17,9 @@ Source: Differential Transformer (arXiv 2410.05258), as compared with in ESPForm
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +52,15 @@ RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
+LAYOUTS = {
+    aten.permute.default, aten.transpose.int, aten.neg.default, aten.select.int, aten.slice.Tensor,
+    *RESHAPES,
+}  # fmt: skip
 SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 PARTS = {
     aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.unbind.int: 1,
 }  # the place of their axis
-
-
-Pushed = Callable[[Node, Node], Node]
-"""Of a map and values: the product with them, and of all that the map is made of."""
 
 
 class _Stuck(Exception):
@@ -204,18 +204,13 @@ def _total(node: Node) -> Node | None:
 
 def _through(node: Node) -> Node | None:
     """The map that a node scales or lays out anew; None where it does something else to one."""
-    if _is_copy(node) or node.target in RESHAPES or node.target in (
-        aten.permute.default, aten.transpose.int, aten.neg.default, aten.select.int, aten.slice.Tensor
-    ):  # fmt: skip
+    if _is_copy(node) or node.target in LAYOUTS:
         source = _args(node)[0]
     elif node.target is operator.getitem:
         parts = _args(node)[0]
         source = _args(parts)[0] if isinstance(parts, Node) and parts.target in PARTS else None
-    elif node.target in SCALINGS:
-        scaled = _scaled(node)
-        source = None if scaled is None else scaled[0]
     else:
-        source = None
+        source = _scaled(node) if node.target in SCALINGS else None
     return source if isinstance(source, Node) and is_tensor(source) else None
 
 
@@ -223,8 +218,14 @@ def _args(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
+def _shape(node: Node) -> Sequence[Any]:
+    shape: Sequence[Any] = node.meta["val"].shape
+    return shape
+
+
 def _is_copy(node: Node) -> bool:
-    return node.target in COPIES or gives_its_input(node)
+    whole = node.target is aten.slice.Tensor and _is_shape(node, _shape(_args(node)[0]))
+    return whole or node.target in COPIES or gives_its_input(node)
 
 
 def _operands(node: Node) -> list[Node]:
@@ -237,15 +238,13 @@ def _operands(node: Node) -> list[Node]:
         if isinstance(weight, Node) and not all(_is_free(weight, x) for x in maps if isinstance(x, Node)):
             return []
     elif node.target is aten.addcmul.default:
-        scaled = _scaled(node, 1)
-        maps = [] if scaled is None else [_args(node)[0], scaled[0]]
+        maps = [_args(node)[0], _scaled(node, 1)]
     elif node.target is aten.sum.dim_IntList and _summed_axis(node) is not None:
         return [_args(node)[0]]
     else:
         return []
-    shape = node.meta["val"].shape
-    alike = [x for x in maps if isinstance(x, Node) and is_tensor(x) and _is_shape(x, shape)]
-    return alike if maps and len(alike) == len(maps) else []
+    alike = [x for x in maps if isinstance(x, Node) and is_tensor(x) and _is_shape(x, _shape(node))]
+    return alike if len(alike) == len(maps) else []
 
 
 def _summed_axis(node: Node) -> int | None:
@@ -260,26 +259,49 @@ def _summed_axis(node: Node) -> int | None:
     return axis if axis < rank_of(source) - 2 else None
 
 
-def _scaled(node: Node, first: int = 0) -> tuple[Node, Any, bool] | None:
-    """(map, coefficient, whether the map stands first) of a product of two arguments, the first at
-    `first`; None where no argument is a coefficient."""
-    one, other = _args(node)[first], _args(node)[first + 1]
-    shape = node.meta["val"].shape
-    pairs = [(one, other, True)]
+def _scaled(node: Node, first: int = 0) -> Node | None:
+    """The map in a product of two arguments, the first at `first`; None where none is a coefficient."""
+    one, other = _args(node)[first : first + 2]
+    shape = _shape(node)
+    pairs = [(one, other)]
     if node.target not in (aten.div.Tensor, aten.div.Scalar):
-        pairs.append((other, one, False))
-    for scaled, by, leads in pairs:
+        pairs.append((other, one))
+    for scaled, by in pairs:
         if not isinstance(scaled, Node) or not is_tensor(scaled) or not _is_shape(scaled, shape):
             continue
         if not isinstance(by, Node) or not is_tensor(by) or _is_free(by, scaled):
-            return scaled, by, leads
+            return scaled
     return None
+
+
+def _taken(node: Node) -> tuple[int, slice | None] | None:
+    """The axis of its source that a node takes a part of, and the range: None for one place alone; None
+    where it takes no part.
+
+    x.select(axis, i), x.unbind(axis)[i], x.chunk(n, axis)[i], x[:, start:stop]
+    """
+    args = _args(node)
+    if node.target is aten.select.int:
+        return int(args[1]) % rank_of(args[0]), None
+    if node.target is aten.slice.Tensor:
+        _, axis, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]
+        return axis % rank_of(args[0]), slice(start, stop, step)
+    if node.target is not operator.getitem:
+        return None
+    parts, index = args
+    given = [*_args(parts), *parts.kwargs.values()]
+    place = PARTS[parts.target]
+    axis = int(given[place]) % rank_of(given[0]) if len(given) > place else 0
+    if parts.target is aten.unbind.int:
+        return axis, None
+    sizes = [value.shape[axis] for value in parts.meta["val"]]
+    start = sum(sizes[:index])
+    return axis, slice(start, start + sizes[index], 1)
 
 
 def _is_shape(node: Node, shape: Sequence[Any]) -> bool:
     """Of a map: at least three axes, all of these sizes."""
-    mine = node.meta["val"].shape
-    return len(mine) == len(shape) >= 3 and all(same(a, b) for a, b in zip(mine, shape, strict=True))
+    return len(_shape(node)) == len(shape) >= 3 and all(map(same, _shape(node), shape))
 
 
 def _is_free(coefficient: Node, scaled: Node) -> bool:
@@ -287,13 +309,11 @@ def _is_free(coefficient: Node, scaled: Node) -> bool:
     by its potentials, too."""
     if varies(coefficient, -1):
         return False
-    shape = scaled.meta["val"].shape[-2:]
     matrices = {
-        node for node in ancestors(scaled, until=BARRIERS)
-        if is_tensor(node) and rank_of(node) >= 2
-        and all(same(a, b) for a, b in zip(node.meta["val"].shape[-2:], shape, strict=True))
-    }  # fmt: skip
-    return not matrices & ancestors(coefficient, until=BARRIERS)
+        node for node in ancestors(scaled, until=BARRIERS) if is_tensor(node) and rank_of(node) >= 2
+    }
+    alike = {node for node in matrices if all(map(same, _shape(node)[-2:], _shape(scaled)[-2:]))}
+    return not alike & ancestors(coefficient, until=BARRIERS)
 
 
 # Splitting
@@ -335,15 +355,12 @@ def _splits(program: Program, node: Node, totals: frozenset[Node]) -> bool:
 def _count(total: Node) -> int:
     """How many maps are added."""
     axis = _summed_axis(total) if total.target is aten.sum.dim_IntList else None
-    return 2 if axis is None else _hint(_operands(total)[0].meta["val"].shape[axis])
+    return 2 if axis is None else _hint(_shape(_operands(total)[0])[axis])
 
 
 def _matrices(node: Node) -> int:
     """How many are multiplied in the captured example."""
-    count = 1
-    for size in node.meta["val"].shape[:-2]:
-        count *= _hint(size)
-    return count
+    return math.prod(map(_hint, _shape(node)[:-2]))
 
 
 def _hint(size: Any) -> int:
@@ -388,62 +405,39 @@ class _Writer:
         order = product.left_order
         if order is not None and list(order) != sorted(order):
             raise _Stuck
-        with self.before():
+        with self.graph.graph.inserting_before(self.nodes[node]):
             values = self.nodes[product.right]
             turned = product.values.order
             if turned is not None and list(turned) != sorted(turned):
                 values = self.call(aten.permute.default, values, list(turned))
-            leads = [*product.left.meta["val"].shape[:-2]]
-            values = self.spread(values, leads)
+            values = self.spread(values, _shape(product.left)[:-2])
             result = self.pushed(product.left, values, frozenset())
             back = product.out_order
             if back is not None and list(back) != sorted(back):
                 inverse = [back.index(axis) for axis in range(len(back))]
                 result = self.call(aten.permute.default, result, inverse)
-        for passed in self.passed:
-            for user in passed.users:
-                if user is not node and user not in self.passed and not _is_inert(user):
-                    raise _Stuck  # a sum that is read otherwise, too
-        for term in self.terms:
-            if any(u not in self.passed and u is not node and not _is_inert(u) for u in term.map.users):
-                raise _Stuck  # a map that is
+        for source in (*self.passed, *(term.map for term in self.terms)):
+            if any(u not in self.passed and u is not node and not _is_inert(u) for u in source.users):
+                raise _Stuck  # a sum or a map that is read otherwise, too
         self.nodes[node].replace_all_uses_with(result)
         return result
 
-    def before(self) -> AbstractContextManager[object]:
-        return self.graph.graph.inserting_before(self.nodes[self.product.node])
-
     def pushed(self, node: Node, values: Node, within: frozenset[Node]) -> Node:
         """node @ values, of values with all the axes before the last two that the node has."""
-        def go_on(source: Node, values: Node) -> Node:
-            self.passed.add(node)
-            return self.pushed(source, values, within | ({node} & self.totals))
-
+        sources: Sequence[Node | None] = [_through(node)]
+        taken = _taken(node)
         if node in self.totals:
-            return self._total(node, values, go_on)
-        source = _through(node)
-        if source is None or (within and node.target in SCALINGS and self._is_whole(node)):
+            sources, within = _operands(node), within | {node}
+        elif sources == [None] or (within and node.target in SCALINGS and self._is_whole(node)):
             return self._map(node, values, within)
-        taken = node.target in (aten.select.int, aten.slice.Tensor, operator.getitem)
-        if taken or node in self._parted:
-            self._parted.add(source)
-        if _is_copy(node):
-            return go_on(source, values)
-        if node.target in SCALINGS:
-            scaled = _scaled(node)
-            assert scaled is not None
-            made = go_on(source, values)
-            pair = [made, self.coefficient(scaled[1])]
-            return self.call(node.target, *(pair if scaled[2] else pair[::-1]))
-        if node.target is aten.neg.default:
-            return self.call(aten.neg.default, go_on(source, values))
-        if node.target is aten.select.int or node.target is operator.getitem:
-            return self._part(node, source, values, go_on)
-        if node.target is aten.slice.Tensor:
-            return self._slice(node, source, values, go_on)
-        if node.target in RESHAPES:
-            return self._reshaped(node, source, values, go_on)
-        return self._permuted(node, source, values, go_on)
+        elif taken is not None or node in self._parted:
+            self._parted.update(x for x in sources if x is not None)
+        self.passed |= {node, *(x for x in node.all_input_nodes if x.target in PARTS)}
+        made: dict[Node, Node] = {}
+        for source in sources:
+            assert source is not None
+            made[source] = self.pushed(source, self._before(node, source, values), within)
+        return self._again(node, made)
 
     def _map(self, node: Node, values: Node, within: frozenset[Node]) -> Node:
         if not within or rank_of(node) not in (3, 4):
@@ -456,80 +450,69 @@ class _Writer:
         """Whether a scaling is of a map whose heads are taken apart later, and not of one of them."""
         return node in self._parted and not ancestors(node, until=BARRIERS) & self.totals
 
-    def _total(self, node: Node, values: Node, go_on: Pushed) -> Node:
+    def _before(self, node: Node, source: Node, values: Node) -> Node:
+        """The values of a map's source, of those of the map: every head has those of the head that it
+        becomes."""
+        shape, rank = _shape(source), rank_of(source)
+        if _is_copy(node):
+            return values
+        taken = _taken(node)
+        if taken is not None:
+            return self._spread(values, *taken, shape)
         if node.target is aten.sum.dim_IntList:
             axis = _summed_axis(node)
-            (source,) = _operands(node)
             assert axis is not None
-            made = go_on(source, self._repeated(values, axis, source.meta["val"].shape[axis]))
-            return self.call(aten.sum.dim_IntList, made, [axis])
-        first, second, *rest = _args(node)
-        if node.target is aten.addcmul.default:
-            scaled = _scaled(node, 1)
-            assert scaled is not None
-            made, by = go_on(scaled[0], values), self.coefficient(scaled[1])
-            pair = (made, by) if scaled[2] else (by, made)
-            return self.call(node.target, go_on(first, values), *pair, **node.kwargs)
-        rest = [self.coefficient(x) for x in rest]
-        return self.call(node.target, go_on(first, values), go_on(second, values), *rest, **node.kwargs)
-
-    def _part(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
-        """x.select(axis, i), x.unbind(axis)[i], x.chunk(n, axis)[i]"""
-        shape = source.meta["val"].shape
-        if node.target is aten.select.int:
-            axis, index = int(_args(node)[1]) % len(shape), int(_args(node)[2])
-            return self._selected(source, axis, index, values, go_on)
-        parts, index = _args(node)[0], int(_args(node)[1])
-        self.passed.add(parts)
-        given = [*_args(parts), *parts.kwargs.values()]
-        place = PARTS[parts.target]
-        axis = int(given[place]) % len(shape) if len(given) > place else 0
-        if parts.target is aten.unbind.int:
-            return self._selected(source, axis, index, values, go_on)
-        sizes = [value.shape[axis] for value in parts.meta["val"]]
-        if axis >= len(shape) - 2 or not all(isinstance(size, int) for size in sizes):
+            return self._repeated(values, axis, shape[axis])
+        if node.target in RESHAPES:
+            if rank < 3 or not all(map(same, _shape(node)[-2:], shape[-2:])):
+                raise _Stuck
+            return self.shaped(values, shape[:-2])
+        if node.target not in (aten.permute.default, aten.transpose.int):
+            return values
+        order = [axis % rank for axis in _args(node)[1]] if node.target is aten.permute.default else None
+        if order is None:
+            order = [*range(rank)]
+            one, other = (axis % rank for axis in _args(node)[1:])
+            order[one], order[other] = other, one
+        if order[-2:] != [rank - 2, rank - 1]:
             raise _Stuck
-        start = sum(sizes[:index])
-        return self._cut(source, axis, (start, start + sizes[index], 1), values, go_on)
+        return self.call(aten.permute.default, values, [order.index(axis) for axis in range(rank)])
 
-    def _selected(self, source: Node, axis: int, index: int, values: Node, go_on: Pushed) -> Node:
-        shape = source.meta["val"].shape
+    def _again(self, node: Node, made: Mapping[Node, Node]) -> Node:
+        """What a node does, done to products.  made: those of its maps."""
+        if _is_copy(node):
+            return made[_args(node)[0]]
+        if node.target in RESHAPES:
+            return self.shaped(made[_args(node)[0]], _shape(node)[:-2])
+        if node.target is operator.getitem:
+            parts, index = _args(node)
+            return self.call(operator.getitem, self._again(parts, made), index)
+
+        def now(argument: Any) -> Any:
+            is_map = isinstance(argument, Node) and argument in made
+            return made[argument] if is_map else self.coefficient(argument)
+
+        return self.call(node.target, *map(now, _args(node)), **node.kwargs)
+
+    def _spread(self, values: Node, axis: int, part: slice | None, shape: Sequence[Any]) -> Node:
+        """Values of a part of a map's heads, for all of them: one of several parts next to each other, or
+        every second or third."""
+        size = shape[axis]
         if axis >= len(shape) - 2:
             raise _Stuck
-        made = go_on(source, self._repeated(values, axis, shape[axis]))
-        return self.call(aten.select.int, made, axis, index)
-
-    def _slice(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
-        shape = source.meta["val"].shape
-        if _is_shape(node, shape):
-            return go_on(source, values)
-        defaults: tuple[Any, ...] = (None, 0, None, None, 1)
-        _, axis, start, stop, step = _args(node) + defaults[len(_args(node)) :]
-        size = shape[axis]
-        numbers = all(x is None or isinstance(x, int) for x in (start, stop, step))
-        if axis % len(shape) >= len(shape) - 2 or not isinstance(size, int) or not numbers:
+        if part is None:
+            return self._repeated(values, axis, size)
+        ends = (size, part.start, part.stop, part.step)
+        if not all(end is None or isinstance(end, int) for end in ends):
             raise _Stuck
-        bounds = slice(start, stop, step).indices(size)
-        return self._cut(source, axis % len(shape), bounds, values, go_on)
-
-    def _cut(
-        self, source: Node, axis: int, bounds: tuple[int, int, int], values: Node, go_on: Pushed
-    ) -> Node:
-        """A part of a map's heads: one of several next to each other, or every second or third."""
-        size = source.meta["val"].shape[axis]
-        start, stop, step = bounds
+        start, stop, step = part.indices(size)
         length = len(range(start, stop, step))
-        if not isinstance(size, int) or length * (size // length) != size:
-            raise _Stuck
         count = size // length
-        if step == 1 and start % length == 0:
-            spread = self._repeated(values, axis, count)
-        elif step == count:
-            spread = self._repeated(values, axis + 1, count)
-        else:
+        together = step == 1 and start % length == 0
+        if length * count != size or not (together or step == count):
             raise _Stuck
-        made = go_on(source, self.call(aten.flatten.using_ints, spread, axis, axis + 1))
-        return self.call(aten.slice.Tensor, made, axis, start, stop, step)
+        spread = self._repeated(values, axis if together else axis + 1, count)
+        return self.call(aten.flatten.using_ints, spread, axis, axis + 1)
 
     def _repeated(self, values: Node, axis: int, count: Any) -> Node:
         """With a new axis, the same along it."""
@@ -537,28 +520,6 @@ class _Writer:
         sizes = [-1] * rank_of(wider)
         sizes[axis] = self.size(count)
         return self.call(aten.expand.default, wider, sizes)
-
-    def _reshaped(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
-        """Between the same rows and columns: heads split off, merged, or put in another order."""
-        shape, before = node.meta["val"].shape, source.meta["val"].shape
-        if len(before) < 3 or not all(same(a, b) for a, b in zip(shape[-2:], before[-2:], strict=True)):
-            raise _Stuck
-        given = self.shaped(values, before[:-2])
-        return self.shaped(go_on(source, given), shape[:-2])
-
-    def _permuted(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
-        rank = rank_of(node)
-        if node.target is aten.permute.default:
-            order = [axis % rank for axis in _args(node)[1]]
-        else:
-            order = [*range(rank)]
-            one, other = (axis % rank for axis in _args(node)[1:])
-            order[one], order[other] = other, one
-        if order[-2:] != [rank - 2, rank - 1]:
-            raise _Stuck
-        back = [order.index(axis) for axis in range(rank)]
-        made = go_on(source, self.call(aten.permute.default, values, back))
-        return self.call(aten.permute.default, made, order)
 
     # Writing
 
@@ -594,13 +555,11 @@ class _Writer:
 
     def shaped(self, tensor: Node, leads: Sequence[Any]) -> Node:
         """[*leads, X, Y] of a tensor whose other axes are others."""
-        shape = tensor.meta["val"].shape
-        if len(shape) == len(leads) + 2 and all(same(a, b) for a, b in zip(shape, leads, strict=False)):
+        shape = _shape(tensor)
+        if len(shape) == len(leads) + 2 and all(map(same, shape, leads)):
             return tensor
-        sizes: list[Any] = []
-        for lead in leads:
-            size = self._known_size(lead)
-            sizes.append(-1 if size is None else size)
+        known = map(self._known_size, leads)
+        sizes = [-1 if size is None else size for size in known]
         if sizes.count(-1) > 1:
             raise _Stuck
         last = [

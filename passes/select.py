@@ -33,7 +33,7 @@ from asapc.errors import InputError
 from asapc.features.predictor import Amortised
 from asapc.inputs.data import Batch
 from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
-from asapc.ir import Convention, Distilled, SiteTensors
+from asapc.ir import Convention, Distilled, Program, SiteTensors
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
@@ -284,10 +284,14 @@ class WholeModel:
         for known, metrics in self._known:
             if known.keys() == replacements.keys() and all(known[i] is replacements[i] for i in known):
                 return metrics
-        runner = Runner(self.analysis.model, self.analysis.rewritten(replacements))
-        metrics = self._metrics(comparable(runner(batch)) for batch in self.batches)
+        metrics = self.of_programs(self.analysis.rewritten(replacements))
         self._known.append((replacements, metrics))
         return metrics
+
+    def of_programs(self, programs: Sequence[Program]) -> dict[str, float]:
+        """Metrics of the model with these programs."""
+        runner = Runner(self.analysis.model, programs)
+        return self._metrics(comparable(runner(batch)) for batch in self.batches)
 
 
 def _measure_prices(

@@ -69,8 +69,10 @@ def run(*arguments: object) -> None:
     assert main([*map(str, arguments), "--quiet", "--debug"]) == 0
 
 
-def report(folder: Path, **options: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    found = evaluate.report(folder, progress=Progress(), **options)
+def report(
+    folder: Path, data: str | None = None, **options: Any
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    found = evaluate.report(folder, data, measuring=evaluate.Measuring(**options), progress=Progress())
     return found.to_json(), found.pictures
 
 

@@ -30,7 +30,7 @@ from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.candidates import chosen_programs
 from asapc.passes.price import Price
 from asapc.program.runner import Runner
-from asapc.report.evaluate import bench, report
+from asapc.report.evaluate import Measuring, bench, report
 from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 from asapc.training import refresh
@@ -310,7 +310,7 @@ def test_what_is_slower_than_the_teacher_is_never_chosen(
 
 
 def reported(out: Path, ground: Ground) -> dict[str, Any]:
-    return report(out, ground.data, examples=16, progress=QUIET).to_json()
+    return report(out, ground.data, measuring=Measuring(16), progress=QUIET).to_json()
 
 
 def test_one_site_may_stay_with_the_teacher(

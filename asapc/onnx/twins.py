@@ -2,11 +2,11 @@
 
 Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
 they run in PyTorch, where tests hold them against operators/. A reference that translates well, such as
-products of one kernel, has no twin. A loop takes its first two half-steps
-in the log domain, as the meaning does. The plan is closed on one side then, so that no later factor is
-further from 1 than the number of rows or columns: what is left are products with a kernel, where the
-log domain takes an exponential of every entry at every step. Factors of many steps multiply, and an
-entry too small for the kernel may become the whole row, so every KERNEL_STEPS it is formed anew.
+products of one kernel, has no twin. A loop takes its first two half-steps in the log domain, as the
+meaning does. The plan is closed on one side then, so that no later factor is further from 1 than the
+number of rows or columns: what is left are products with a kernel, where the log domain takes an
+exponential of every entry at every step. Factors of many steps multiply, and an entry too small for
+the kernel may become the whole row, so every KERNEL_STEPS it is formed anew.
 
 Sizes are read from shapes and nothing branches on a value, so that one body serves every batch and
 length.
@@ -14,9 +14,11 @@ length.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.nn import functional
 from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import coarse_problem
-from asapc.ir import Coupling, Side, Ties
+from asapc.ir import Coupling, Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
@@ -34,11 +36,11 @@ from asapc.operators import lot as lot_meaning
 from asapc.operators import plan as plan_meaning
 from asapc.operators import ranks as esp_ranks
 from asapc.operators.banded import in_band, seen_keys
+from asapc.operators.catalogue import reference_named
 from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
 from asapc.operators.masks import FINE
 from asapc.operators.matching import rank_partners
-from asapc.operators.pair import pair
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
     clean_values,
@@ -156,45 +158,53 @@ def _scaling(mass: Tensor, total: Tensor) -> Tensor:
     return mass / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-LoopOf = Callable[..., tuple[Loop, float | Tensor, Tensor | None]]
+Twin = Callable[[SimpleNamespace], Tensor]
 
 
-def _both(loop_of: LoopOf) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """(operator, operator_attention), with the arguments and results of their references.
+def _called_as(name: str, compute: Twin) -> Callable[..., Tensor]:
+    """A function with the arguments of the reference of that name, which `compute` has by their names."""
+    signature = inspect.signature(reference_named(name))
 
-    loop_of: q, k and what follows the values, to the loop, the factor of its plan, and the mask.
+    def call(*given: Any, **by_name: Any) -> Tensor:
+        bound = signature.bind(*given, **by_name)
+        bound.apply_defaults()
+        return compute(SimpleNamespace(**bound.arguments))
+
+    return call
+
+
+def _both(name: str, compute: Twin) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(<name>, <name>_attention), with the results of their references.
+
+    compute: A v or, where v is None, A.
     """
 
-    def values(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-        loop, factor, keep = loop_of(q, k, *settings)
-        return (loop.apply(widen(clean_values(v, keep))) * factor).to(v.dtype)
+    def rounded(a: SimpleNamespace) -> Tensor:
+        a.v = vars(a).get("v")
+        return compute(a).to(a.q.dtype if a.v is None else a.v.dtype)
 
-    def attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
-        loop, factor, _ = loop_of(q, k, *settings)
-        return (loop.plan() * factor).to(q.dtype)
-
-    return values, attention
+    return _called_as(name, rounded), _called_as(f"{name}_attention", rounded)
 
 
-def _asap_loop(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    output_factor: Sequence[float],
-    first_side: Side | None = None,
-) -> tuple[Loop, float | Tensor, Tensor | None]:
-    """The mask has one key opened where none was active.  first_side: what the duals ask for, unless
-    there are none."""
-    side = first_side or asap_meaning.first_c_transform(source_dual, target_dual, half_steps)
-    duals = [None if dual is None else asap_meaning.open_dual(dual, keep)
-             for dual in (source_dual, target_dual)]  # fmt: skip
-    q, opened, bias = open_empty(q, keep, bias)
-    scores = score_matrix(widen(q), widen(k), opened, widen(bias), score_multiplier)
+def _applied(a: SimpleNamespace, loop: Loop, keep: Tensor | None) -> Tensor:
+    """The plan of a loop times the factor and the values, if there are any."""
+    result = loop.plan() if a.v is None else loop.apply(widen(clean_values(a.v, keep)))
+    factor = factor_value(a.output_factor, a.q.shape[2], a.k.shape[2], keep)
+    return result * (factor.to(result.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _side(rows_first: bool) -> Side:
+    return "row" if rows_first else "column"
+
+
+def _from_duals(
+    a: SimpleNamespace, duals: Sequence[Tensor | None], half_steps: int, first_side: Side
+) -> Tensor:
+    """What a loop from these duals gives, 0 where there is none. The mask has one key opened where none
+    was active."""
+    duals = [None if dual is None else asap_meaning.open_dual(dual, a.keep) for dual in duals]
+    q, opened, bias = open_empty(a.q, a.keep, a.bias)
+    scores = score_matrix(widen(q), widen(a.k), opened, widen(bias), a.score_multiplier)
     f, g = initial_duals(scores, opened)
     if duals[0] is not None:
         f = duals[0].to(scores.dtype)
@@ -205,116 +215,61 @@ def _asap_loop(
     log_mu, log_nu = _log_uniform(f), _log_uniform(g)
     if opened is not None:
         log_nu = torch.where(opened[:, None, :], log_nu, -math.inf)
-    loop = run_loop(scores, f, g, log_mu, log_nu, half_steps, side)
-    factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], opened)
-    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, opened
+    return _applied(a, run_loop(scores, f, g, log_mu, log_nu, half_steps, first_side), opened)
 
 
-def _sinkhorn_loop(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    *_of_gradients: Any,
-) -> tuple[Loop, float | Tensor, Tensor | None]:
-    side: Side = "row" if rows_first else "column"
-    return _asap_loop(q, k, keep, bias, None, None, score_multiplier, half_steps, output_factor, side)
+def _sinkhorn(a: SimpleNamespace) -> Tensor:
+    return _from_duals(a, (None, None), a.half_steps, _side(a.rows_first))
 
 
-sinkhorn, sinkhorn_attention = _both(_sinkhorn_loop)
+def _fitted_sinkhorn(a: SimpleNamespace) -> Tensor:
+    a.q, a.bias = scaled(a.q, a.bias, a.head_multiplier)
+    return _sinkhorn(a)
 
 
-def _banded_loop(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    low: int,
-    high: int,
-) -> tuple[Loop, float | Tensor, Tensor | None]:
-    """The loop on all N x M scores, and the factor of its plan. In a band scalings may spread without
-    end: every half-step is taken in the log domain."""
-    scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
-    queries, keys = scores.shape[-2:]
-    shown, seen = (make(queries, keys, low, high, scores) for make in (in_band, seen_keys))
-    if keep is not None:
-        shown, seen = shown & keep[:, None, None, :], seen & keep[:, None, :]
+def _banded_sinkhorn(a: SimpleNamespace) -> Tensor:
+    """The loop on all N x M scores. In a band scalings may spread without end: every half-step is taken
+    in the log domain."""
+    scores = score_matrix(widen(a.q), widen(clean_values(a.k, a.keep)), None, None, a.score_multiplier)
+    band = (*scores.shape[-2:], a.low, a.high, scores)
+    shown, seen = in_band(*band), seen_keys(*band)
+    if a.keep is not None:
+        shown, seen = shown & a.keep[:, None, None, :], seen & a.keep[:, None, :]
     f, g = initial_duals(scores, None)
     g = torch.where(seen, g, -math.inf)
     log_nu = torch.where(seen, _log_uniform(g), -math.inf)
-    side: Side = "row" if rows_first else "column"
-    scores = torch.where(shown, scores, -math.inf)
-    loop = run_loop(scores, f, g, _log_uniform(f), log_nu, half_steps, side, log_steps=half_steps)
-    factor = factor_value(output_factor, queries, keys, keep)
-    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, keep
+    scores, side = torch.where(shown, scores, -math.inf), _side(a.rows_first)
+    loop = run_loop(scores, f, g, _log_uniform(f), log_nu, a.half_steps, side, log_steps=a.half_steps)
+    return _applied(a, loop, a.keep)
 
 
-banded_sinkhorn, banded_sinkhorn_attention = _both(_banded_loop)
+sinkhorn, sinkhorn_attention = _both("sinkhorn", _sinkhorn)
+fitted_sinkhorn, fitted_sinkhorn_attention = _both("fitted_sinkhorn", _fitted_sinkhorn)
+banded_sinkhorn, banded_sinkhorn_attention = _both("banded_sinkhorn", _banded_sinkhorn)
 
 
-def plan(
-    scores: Tensor,
-    log_mu: Tensor | None,
-    log_nu: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    log: bool = False,
-    by_head: Sequence[float] | None = None,
-    constant: float | None = None,
-    form: str = "plan",
-    kind: str = "clamp",
-    start: str = "plain",
-    shares: bool = False,
-    start_share: bool = False,
-    damping: Sequence[float] | None = None,
-) -> Tensor:
-    """Arguments and result as operators.plan.plan."""
-    if constant is not None:
-        return plan_meaning.plan(
-            scores, log_mu, log_nu, score_multiplier, half_steps, rows_first, output_factor, log, by_head,
-            constant, form, kind, start, shares, start_share, damping,
-        )  # fmt: skip
-    if form != "plan":
-        log_plan = plan_meaning.written_log_plan(
-            plan_meaning.scaled(scores, score_multiplier, by_head), log_mu, log_nu, half_steps,
-            rows_first, form, shares, damping,
-        )  # fmt: skip
-        return _with_factor(log_plan, output_factor, log).to(scores.dtype)
-    s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
-    if damping is None:
-        top = s.amax(-1 if rows_first else -2, keepdim=True)
-        s = s - torch.where(top == -math.inf, 0.0, top)
+def _plan(a: SimpleNamespace) -> Tensor:
+    """Loops whose masses are given, which may be tiny, stay in the log domain: the reference has them."""
+    if a.constant is not None:
+        return plan_meaning.plan(**vars(a))
+    given = a.log_mu is not None or a.log_nu is not None
+    factor, scores = a.output_factor, a.scores
+    if a.form != "plan" or a.log or a.damping is not None or given:
+        if a.form == "plan":
+            a.scores = widen(scores)
+            a.log_mu = _log_uniform(a.scores[..., 0]) if a.log_mu is None else a.log_mu
+            a.log_nu = _log_uniform(a.scores[..., 0, :]) if a.log_nu is None else a.log_nu
+        log, a.log, a.output_factor = a.log, True, [1.0, 0.0, 0.0, 0.0]
+        return _with_factor(plan_meaning.plan(**vars(a)), factor, log).to(scores.dtype)
+    s = plan_meaning.scaled(widen(scores), a.score_multiplier, a.by_head)
+    top = s.amax(-1 if a.rows_first else -2, keepdim=True)
+    s = s - torch.where(top == -math.inf, 0.0, top)
     f, g = initial_duals(s, None)
-    uniform = log_mu is None and log_nu is None
-    mu, nu = (
-        _log_uniform(dual) if given is None else widen(given)
-        for dual, given in ((f, log_mu), (g, log_nu))
-    )
-    side: Side = "row" if rows_first else "column"
-    if damping is None:
-        # Masses that are given may be tiny: every half-step is taken in the log domain then.
-        loop = run_loop(s, f, g, mu, nu, half_steps, side, log_steps=LOG_STEPS if uniform else half_steps)
-        if not log:
-            factor = factor_value(output_factor, s.shape[-2], s.shape[-1], None)
-            return (loop.plan() * factor).to(scores.dtype)
-        f, g = loop.f + loop.u[..., 0].log(), loop.g + loop.v[..., 0].log()
-    else:
-        for step in range(half_steps):
-            if (step % 2 == 0) == rows_first:
-                f = damping[0] * _closed(mu, log_sum_exp(s + g[..., None, :], -1))
-            else:
-                g = damping[1] * _closed(nu, log_sum_exp(s + f[..., :, None], -2))
-    log_plan = s + f[..., :, None] + g[..., None, :]
-    return _with_factor(log_plan, output_factor, log).to(scores.dtype)
+    loop = run_loop(s, f, g, _log_uniform(f), _log_uniform(g), a.half_steps, _side(a.rows_first))
+    return (loop.plan() * factor_value(factor, s.shape[-2], s.shape[-1], None)).to(scores.dtype)
+
+
+plan = _called_as("plan", _plan)
 
 
 def _with_factor(log_plan: Tensor, output_factor: Sequence[float], log: bool) -> Tensor:
@@ -325,45 +280,35 @@ def _with_factor(log_plan: Tensor, output_factor: Sequence[float], log: bool) ->
     return log_plan + factor.log() if log else log_plan.exp() * factor
 
 
-_asap, asap_attention = _both(_asap_loop)
-
-
-def asap(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
-) -> Tensor:
-    """Arguments and result as operators.asap.asap.
-
-    One c-transform of the keys' dual is softmax attention, in the one pattern that runtimes have a kernel
-    for. The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
+def _asap(a: SimpleNamespace) -> Tensor:
+    """One c-transform of the keys' dual is softmax attention, in the one pattern that runtimes have a
+    kernel for. The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is
+    made.
     """
-    if c_transforms != 1 or target_dual is None:
-        settings = (source_dual, target_dual, score_multiplier, c_transforms, output_factor)
-        return _asap(q, k, v, keep, bias, *settings)
-    dual = asap_meaning.open_dual(target_dual, keep)
-    q, opened, bias = open_empty(q, keep, bias)
-    wide = torch.promote_types(widen(q).dtype, widen(v).dtype)
+    if a.v is None or a.c_transforms != 1 or a.target_dual is None:
+        duals = (a.source_dual, a.target_dual)
+        return _from_duals(
+            a, duals, a.c_transforms, asap_meaning.first_c_transform(*duals, a.c_transforms)
+        )
+    dual = asap_meaning.open_dual(a.target_dual, a.keep)
+    q, opened, bias = open_empty(a.q, a.keep, a.bias)
+    wide = torch.promote_types(widen(q).dtype, widen(a.v).dtype)
     dual = dual.to(wide)[..., None]
     if opened is not None:
         dual = dual.masked_fill(~opened[:, None, :, None], -math.inf)
-    queries = q.to(wide) * score_multiplier
+    queries = q.to(wide) * a.score_multiplier
     queries = torch.cat([queries, torch.ones_like(queries[..., :1])], -1)
-    keys = torch.cat([clean_values(k, opened).to(wide), dual], -1)
-    mask = None if bias is None else bias.to(wide).expand(*q.shape[:3], k.shape[2])
+    keys = torch.cat([clean_values(a.k, opened).to(wide), dual], -1)
+    mask = None if bias is None else bias.to(wide).expand(*q.shape[:3], a.k.shape[2])
     out = functional.scaled_dot_product_attention(
-        queries, keys, clean_values(v, opened).to(wide), attn_mask=mask, scale=1.0
+        queries, keys, clean_values(a.v, opened).to(wide), attn_mask=mask, scale=1.0
     )
-    factor = factor_value(output_factor, q.shape[2], k.shape[2], opened)
+    factor = factor_value(a.output_factor, q.shape[2], a.k.shape[2], opened)
     factor = factor.to(wide) if isinstance(factor, Tensor) else factor
-    return (out * (factor / q.shape[2])).to(v.dtype)
+    return out * (factor / q.shape[2])
+
+
+asap, asap_attention = _both("asap", _asap)
 
 
 # Predicted duals: each family's contribution, where its meaning does not translate well
@@ -531,6 +476,31 @@ def _cost_matrix(clouds: Ranks, squared: bool) -> Tensor:
     return found
 
 
+def _of_plans(
+    clouds: Ranks,
+    values: Tensor | None,
+    squared: bool,
+    mean: bool,
+    plan_of: Callable[[Tensor, Tensor], Tensor],
+) -> SliceOf:
+    """Of slices whose plans [B, H, N, M] are formed, of their lines x [B, H, N] and y [B, H, M]."""
+    cost = _cost_matrix(clouds, squared)
+
+    def slice_of(index: int) -> tuple[Tensor, Tensor]:
+        plan = plan_of(clouds.x[:, :, index], clouds.y[:, :, index]).to(cost.dtype)
+        moved = plan if values is None else plan @ values
+        return _cost_of_slice(clouds, cost * plan, mean), moved
+
+    return slice_of
+
+
+def _cost_of_slice(clouds: Ranks, costs: Tensor, mean: bool) -> Tensor:
+    """[B, H, 1, 1] float64, the sum over a slice's pairs, or its mean over the active queries."""
+    total = costs.double().flatten(2).sum(-1)[..., None, None]
+    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    return total / count if mean else total
+
+
 def _either(
     condition: Tensor,
     one: Callable[..., Tensor],
@@ -558,72 +528,52 @@ def _either(
     return filled(one if bool(condition) else other)(*tensors)
 
 
-def _esp_hard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    ties: Ties = "shared",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
+def _esp_hard(a: SimpleNamespace) -> Tensor:
     """operators.esp.esp_hard one slice at a time: rows are gathered, plans formed where tokens tie."""
-    clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
-    values = None if v is None else clean_values(widen(v), keep)
+    clouds = esp_ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
+    values = None if a.v is None else clean_values(widen(a.v), a.keep)
     orders = [
-        esp_ranks.order_of(esp_ranks.padded_last(x, kept), ties)
+        esp_ranks.order_of(esp_ranks.padded_last(x, kept), a.ties)
         for x, kept in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
     ]
-
-    def per_query(clouds: Ranks, total: Tensor) -> Tensor:
-        count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
-        total = total.double().flatten(2).sum(-1)[..., None, None]
-        return total / count if mean_cost else total
 
     def formed(*given: Any) -> Tensor:
         *parts, values, tau, omega, _, _ = given
         clouds = Ranks(*parts)
-        cost = _cost_matrix(clouds, squared_cost)
 
-        def slice_of(index: int) -> tuple[Tensor, Tensor]:
-            x, y = clouds.x[:, :, index], clouds.y[:, :, index]
-            plan = esp_meaning.lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
-            plan = plan.to(cost.dtype)
-            return per_query(clouds, cost * plan), plan if values is None else plan @ values
+        def plan_of(x: Tensor, y: Tensor) -> Tensor:
+            return esp_meaning.lifted_plan(x, y, clouds.keep, clouds.query_keep, a.coupling, a.ties)
 
+        slice_of = _of_plans(clouds, values, a.squared_cost, a.mean_cost, plan_of)
         return _mixture(clouds.num_slices, slice_of, tau, omega)
 
     def gathered(*given: Any) -> Tensor:
         *parts, values, tau, omega, order_x, order_y = given
         clouds = Ranks(*parts)
-        pairs_of = _gathered(clouds, (order_x, order_y), values, coupling, squared_cost)
+        pairs_of = _gathered(clouds, (order_x, order_y), values, a.coupling, a.squared_cost)
 
         def slice_of(index: int) -> tuple[Tensor, Tensor]:
             distances, moved = pairs_of(index)
-            return per_query(clouds, distances), moved
+            return _cost_of_slice(clouds, distances, a.mean_cost), moved
 
         return _mixture(clouds.num_slices, slice_of, tau, omega)
 
     lines = clouds.x.contiguous(), clouds.y.contiguous()  # a choice takes no two views of one tensor
     parts = (clouds.q, clouds.k, *lines, clouds.keep, clouds.query_keep)
-    given = (*parts, values, inverse_temperature, slice_weight, *orders)
+    given = (*parts, values, a.inverse_temperature, a.slice_weight, *orders)
     if values is None:
         result = formed(*given)
-    elif ties != "shared":
+    elif a.ties != "shared":
         result = gathered(*given)
     else:
         chosen = _either(_any_tied(clouds, orders), formed, gathered, given)
-        result = chosen.view(*q.shape[:3], values.shape[3])  # a file does not know the shape of a choice
-    result = esp_ranks.close(result, keep, query_keep, output_factor)
-    return _with_lengths(result, q, k, query_power, key_power)
+        result = chosen.view(*a.q.shape[:3], values.shape[3])  # a choice has no shape in a file
+    return _closed_slices(a, result)
+
+
+def _closed_slices(a: SimpleNamespace, result: Tensor) -> Tensor:
+    result = esp_ranks.close(result, a.keep, a.query_keep, a.output_factor)
+    return _with_lengths(result, a.q, a.k, a.query_power, a.key_power)
 
 
 def _with_lengths(result: Tensor, q: Tensor, k: Tensor, query_power: int, key_power: int) -> Tensor:
@@ -705,141 +655,55 @@ def _gathered(
     return stairs if coupling == "monotone" and not clouds.one_to_one() else few
 
 
-esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)
+esp_hard, esp_hard_attention = _both("esp_hard", _esp_hard)
 
 
-def _esp_soft(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
+def _esp_soft(a: SimpleNamespace) -> Tensor:
     """operators.esp.expected_plan with distances by one coordinate at a time."""
-    clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
-    values = None if v is None else clean_values(widen(v), keep)
-    cost = _cost_matrix(clouds, squared_cost)
-    ranks = esp_ranks.rank_matrix(clouds, coupling)
-    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    clouds = esp_ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
+    values = None if a.v is None else clean_values(widen(a.v), a.keep)
+    ranks = esp_ranks.rank_matrix(clouds, a.coupling)
 
-    def sort(x: Tensor, kept: Tensor | None) -> Tensor:
-        return esp_meaning.soft_sort(x, kept, softsort_temperature)
+    def plan_of(x: Tensor, y: Tensor) -> Tensor:
+        return esp_meaning.soft_plan(
+            x, y, clouds.keep, clouds.query_keep, ranks,
+            lambda points, kept: esp_meaning.soft_sort(points, kept, a.softsort_temperature),
+        )  # fmt: skip
 
-    def slice_of(index: int) -> tuple[Tensor, Tensor]:
-        plan = esp_meaning.soft_plan(
-            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, ranks, sort
-        )
-        distance = (cost * plan).sum((-1, -2))[..., None, None]
-        distance = distance / count if mean_cost else distance
-        return distance, plan if values is None else plan @ values
-
-    mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature, slice_weight)
-    mixed = esp_ranks.close(mixed, keep, query_keep, output_factor)
-    return _with_lengths(mixed, q, k, query_power, key_power)
+    slice_of = _of_plans(clouds, values, a.squared_cost, a.mean_cost, plan_of)
+    mixed = _mixture(clouds.num_slices, slice_of, a.inverse_temperature, a.slice_weight)
+    return _closed_slices(a, mixed)
 
 
-esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
+esp_soft, esp_soft_attention = _both("esp_soft", _esp_soft)
 
 
-def _lot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    output_factor: Sequence[float],
-    interleaved: bool = False,
-    pivot_weight: Tensor | None = None,
-) -> Tensor:
-    """operators.lot.lot, or lot_attention: both loops have pivots by tokens, and the plan of the second
-    is over sigma, in the log domain."""
-    dtype = lot_meaning.work_dtype(q)
-    sigma = pivot_mass.to(dtype)
-    omega = None if pivot_weight is None else pivot_weight.to(dtype)
-    if interleaved:
-        sigma = lot_meaning.by_example(sigma, q.shape[0])
-        omega = None if omega is None else lot_meaning.by_example(omega, q.shape[0])
-    log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
-    loops = []
-    for tokens, mask, bias, multiplier, half_steps, tokens_first in (
-        (q, query_keep, None, query_multiplier, query_half_steps, queries_first),
-        (k, keep, key_bias, key_multiplier, key_half_steps, keys_first),
-    ):
-        scores = lot_meaning.pivot_scores(tokens, mask, bias, pivots, multiplier, dtype)
-        if mask is None:
-            log_mass = _log_uniform(scores[..., 0, :])
-        else:
-            log_mass = lot_meaning.token_log_mass(mask, scores)
-        zero = torch.zeros_like(scores[..., 0]) + torch.where(log_sigma == -math.inf, log_sigma, 0.0)
-        none = torch.zeros_like(scores[..., 0, :]) + torch.where(log_mass == -math.inf, log_mass, 0.0)
-        side: Side = "column" if tokens_first else "row"
-        loop = run_loop(scores, zero, none, log_sigma, log_mass, half_steps, side, None, half_steps)
-        loops.append((scores, loop))
-    (_, first), (scores, second) = loops
-    over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
-    kernel = _kernel(scores, over, second.g)
-    second = replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
-    if v is None:
-        out = first.plan().transpose(-1, -2) @ second.plan()
-    else:
-        values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
-        out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
-    out = out * _token_factor(output_factor, q, k, keep, query_keep)
-    return lot_meaning.masked(out, keep, query_keep)
+def _lot(a: SimpleNamespace) -> Tensor:
+    """operators.lot.lot, or lot_attention, with a mask on both sides: tokens are counted in masks."""
+    dtype, mass, weight = lot_meaning.work_dtype(a.q), a.pivot_mass, a.pivot_weight
+    if a.interleaved:
+        mass = lot_meaning.by_example(mass, a.q.shape[0])
+        weight = None if weight is None else lot_meaning.by_example(weight, a.q.shape[0])
+    queries, keys = (
+        torch.ones_like(x[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        for x, mask in ((a.q, a.query_keep), (a.k, a.keep))
+    )
+    scores = lot_meaning.pivot_scores(a.q, a.query_keep, None, a.pivots, a.query_multiplier, dtype)
+    first = lot_meaning.pivot_plan(scores, queries, mass, a.query_half_steps, a.queries_first, False)
+    scores = lot_meaning.pivot_scores(a.k, a.keep, a.key_bias, a.pivots, a.key_multiplier, dtype)
+    second = lot_meaning.pivot_plan(scores, keys, mass, a.key_half_steps, a.keys_first, True)
+    second = second if weight is None else second * weight.to(dtype)[..., None]
+    if a.v is not None:
+        second = second @ clean_values(a.v, a.keep).to(dtype)
+    out = first.transpose(-1, -2) @ second * a.output_factor[0]
+    counted = (queries, keys, torch.ones_like(queries))
+    for mask, power in zip(counted, a.output_factor[1:], strict=True):
+        if power:
+            out = out * mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None] ** power
+    return lot_meaning.masked(out, a.keep, a.query_keep)
 
 
-lot, lot_attention = pair("lot", _lot)
-
-
-def _token_factor(
-    output_factor: Sequence[float],
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-) -> Tensor:
-    """operators.lot.token_factor, counted: [B, 1, 1, 1], or [1] without masks."""
-    dtype = lot_meaning.work_dtype(q)
-    coefficient, query_power, key_power, length_power = output_factor
-    value = torch.pow(_count(q[..., 0].to(dtype)), length_power) * coefficient
-    for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
-        if power == 0:
-            continue
-        if mask is None:
-            value = value * torch.pow(_count(tokens[..., 0].to(dtype)), power)
-        else:
-            counts = mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None]
-            value = value * torch.pow(counts, power)
-    return value
-
-
-def _fitted_loop(
-    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor, *loop: Any
-) -> tuple[Loop, float | Tensor, Tensor | None]:
-    points, bias = scaled(q, bias, head_multiplier)
-    return _sinkhorn_loop(points, k, keep, bias, *loop)
-
-
-fitted_sinkhorn, fitted_sinkhorn_attention = _both(_fitted_loop)
+lot, lot_attention = _both("lot", _lot)
 
 
 def kept_keys(mask: Tensor, hides: float) -> Tensor:

@@ -9,8 +9,9 @@ report() measures both for the report and its gates; bench() times the models an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, empty_split, open_data, recorded_data, split_of
 from asapc.inputs.faults import check_labels
 from asapc.inputs.onnx.settings import read_record, require_extra
+from asapc.inputs.reading import ON_CPU, Reading
 from asapc.inputs.recipe import Recipe
 from asapc.ir import SiteTensors
 from asapc.measure.bootstrap import LEVEL
@@ -50,59 +52,69 @@ from asapc.report.site_metrics import (
 from asapc.terminal.progress import Progress
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """examples: measured, at most.  fast: without certificates and pictures.  max_memory: bytes that the
+    process may hold; batches get smaller until that holds.  torch_compile: time teacher and compiled
+    model under torch.compile, too."""
+
+    examples: int = MEASURED_EXAMPLES
+    fast: bool = False
+    max_memory: int | None = None
+    torch_compile: bool = False
+
+
 def report(
     artifact_path: str | Path,
     data: str | DataSource | None = None,
     *,
     model: str | nn.Module | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    examples: int = MEASURED_EXAMPLES,
-    fast: bool = False,
-    max_memory: int | None = None,
-    torch_compile: bool = False,
-    trust: bool = False,
-    remote_code: bool = False,
+    reading: Reading = ON_CPU,
+    measuring: Measuring = Measuring(),
     progress: Progress,
     processes: Processes = ALONE,
-    device: torch.device = CPU,
 ) -> Report:
-    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
-    the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so,
-    fewer where their maps have more than MAP_ENTRIES entries.
+    """Fidelity and speed on examples that calibration and selection have not seen: of the outputs on all
+    of them, of the sites and the lossless model on the first MAP_EXAMPLES or so, fewer where their maps
+    have more than MAP_ENTRIES entries.
 
-    Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
-    gate is set.  max_memory: bytes that the process may hold; batches get smaller until that holds.
-    torch_compile: time teacher and compiled model under torch.compile, too.
-    processes: share the models' batches, and the sites; the first one times.  device: to measure on.
+    Its pictures are a few attention maps of every site. No gate is set.
+    model: around an artefact's modules, where it was captured by them.  reading: of the artefact and that
+    model.  processes: share the models' batches, and the sites; the first one times.
     Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
     measure on.
     """
-    artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
-    data = data or recorded_data(artifact.manifest["data"], artifact.folder, "report")
+    with _read(artifact_path, data, model, reading, "report") as (artifact, surrounding, source):
+        return _measured(artifact, surrounding, source, measuring, progress, processes)
+
+
+@contextlib.contextmanager
+def _read(
+    path: str | Path, data: str | DataSource | None, model: str | nn.Module | None, reading: Reading,
+    command: str,
+) -> Iterator[tuple[Artifact, nn.Module | None, DataSource]]:  # fmt: skip
+    """The artefact, the model around it and the data, on the device for a while."""
+    device = reading.place()
+    artifact = read_artifact(path, trust=reading.trust)
+    surrounding = surrounding_model(artifact, model, reading)
+    data = data or recorded_data(artifact.manifest["data"], artifact.folder, command)
     source = open_data(data, artifact.signature()).on(device)
     with artifact.running_on(device, surrounding):
-        return _measured(
-            artifact, surrounding, source, examples, fast, max_memory, torch_compile, progress, processes
-        )
+        yield artifact, surrounding, source
 
 
 def _measured(
     artifact: Artifact,
     surrounding: nn.Module | None,
     source: DataSource,
-    examples: int,
-    fast: bool,
-    max_memory: int | None,
-    torch_compile: bool,
+    measuring: Measuring,
     progress: Progress,
     processes: Processes,
 ) -> Report:
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact.folder}/recipe.yaml")
+    fast = measuring.fast
     models = _Models(artifact, surrounding)
-    size = recipe.batch_size
-    limit = None if max_memory is None else MemoryLimit(max_memory)
+    size = _recipe(artifact).batch_size
+    limit = None if measuring.max_memory is None else MemoryLimit(measuring.max_memory)
     if limit is not None:
         size = processes.least(_within(limit, models, artifact, fast, source, size))
     outputs, lossless = OutputFidelity(), OutputFidelity()
@@ -115,8 +127,8 @@ def _measured(
     maps = _Maps(own)
     measured = mapped = 0
     first: Batch | None = None
-    batches = source.batches(size, select=unseen.select, limit=examples)
-    count = source.count(size, select=Unseen(artifact, source).select, limit=examples)
+    batches = source.batches(size, select=unseen.select, limit=measuring.examples)
+    count = source.count(size, select=Unseen(artifact, source).select, limit=measuring.examples)
     batches = progress.track(batches, "measuring fidelity", count)
     for batch, (found, _) in processes.dealt(batches, models.outputs):
         first = first or batch
@@ -144,7 +156,7 @@ def _measured(
     if processes.first:
         with progress.phase("measuring latency"):
             # They have just run.
-            timed = time_model(models.runners, first, warmup=0, torch_compile=torch_compile)
+            timed = time_model(models.runners, first, warmup=0, torch_compile=measuring.torch_compile)
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
@@ -352,58 +364,37 @@ def bench(
     data: str | None = None,
     *,
     model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
+    reading: Reading = ON_CPU,
     repeats: int = 10,
     explain: bool = False,
     torch_compile: bool = False,
-    trust: bool = False,
-    remote_code: bool = False,
     progress: Progress,
-    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
     A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
     a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
     explain: also which kernels each compiled site runs, and why.
-    torch_compile: teacher and compiled model under torch.compile, too.  device: to time on.
+    torch_compile: teacher and compiled model under torch.compile, too.  model, reading: see report.
     """
-    artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
-    data = data or recorded_data(artifact.manifest["data"], artifact.folder, "bench")
-    source = open_data(data, artifact.signature()).on(device)
-    with artifact.running_on(device, surrounding):
-        return _timed(artifact, surrounding, source, repeats, explain, torch_compile, progress)
+    with _read(artifact_path, data, model, reading, "bench") as (artifact, surrounding, source):
+        batch = next(source.batches(_recipe(artifact).batch_size))
+        runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
+        _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
+        with progress.phase("timing the whole model"):
+            whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
+        sites = []
+        for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
+            measured = time_site(artifact, index, tensors[index], repeats)
+            sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
+            if explain:
+                sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
+        onnx: dict[str, Any] = {}
+        if read_record(artifact.folder) is not None:
+            require_extra()
+            from asapc.onnx.bench import bench_onnx
 
-
-def _timed(
-    artifact: Artifact,
-    surrounding: nn.Module | None,
-    source: DataSource,
-    repeats: int,
-    explain: bool,
-    torch_compile: bool,
-    progress: Progress,
-) -> dict[str, Any]:
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact.folder}/recipe.yaml")
-    batch = next(source.batches(recipe.batch_size))
-    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
-    with progress.phase("timing the whole model"):
-        whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
-    sites = []
-    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
-        measured = time_site(artifact, index, tensors[index], repeats)
-        sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
-        if explain:
-            sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
-    onnx: dict[str, Any] = {}
-    if read_record(artifact.folder) is not None:
-        require_extra()
-        from asapc.onnx.bench import bench_onnx
-
-        onnx = {"onnx": bench_onnx(artifact, batch, repeats, progress)}
+            onnx = {"onnx": bench_onnx(artifact, batch, repeats, progress)}
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         **onnx,
@@ -423,5 +414,6 @@ def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
     return SoftToHard(model, lossless, refreshed, untouched)
 
 
-def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:
-    return read_yaml_mapping(artifact.folder / "recipe.yaml", "recipe")
+def _recipe(artifact: Artifact) -> Recipe:
+    place = artifact.folder / "recipe.yaml"
+    return Recipe.from_dict(read_yaml_mapping(place, "recipe"), where=str(place))

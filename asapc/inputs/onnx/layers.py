@@ -145,19 +145,6 @@ def average_pool(
     return total / pool(_padded(torch.ones_like(x), pairs))
 
 
-def over_all(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(x: Tensor) -> Tensor:
-        return function(x, [*range(2, x.dim())], True)
-
-    return apply
-
-
-def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    """A row of zeros stays one."""
-    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
-    return x / torch.where(norm == 0, torch.ones_like(norm), norm)
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *,
     is_causal: int = 0, kv_num_heads: int = 0, q_num_heads: int = 0, scale: float | None = None,

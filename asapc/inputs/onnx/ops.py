@@ -148,9 +148,6 @@ def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     return torch.where(condition, operand_of(a), operand_of(b))
 
 
-SELU = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha, gamma
-
-
 def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def apply(x: Tensor, *, axis: int | None = None, opset: int) -> Tensor:
         if opset >= 13:
@@ -256,10 +253,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Sign": torch.sign, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round,
     "Erf": torch.erf, "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
-    "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
-    "Sin": torch.sin, "Cos": torch.cos, "Tan": torch.tan, "Asin": torch.asin, "Acos": torch.acos,
-    "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Asinh": torch.asinh,
-    "Acosh": torch.acosh, "Atanh": torch.atanh, "IsNaN": torch.isnan,
+    "HardSwish": F.hardswish, "Mish": F.mish, "Sin": torch.sin, "Cos": torch.cos, "IsNaN": torch.isnan,
 }  # fmt: skip
 COMPARISONS = {
     "Equal": (torch.eq, operator.eq), "Less": (torch.lt, operator.lt),
@@ -297,9 +291,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0, 1),
     "LeakyRelu": lambda x, *, alpha=0.01: F.leaky_relu(x, alpha),
     "Elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
-    "Celu": lambda x, *, alpha=1.0: F.celu(x, alpha),
-    "Selu": lambda x, *, alpha=SELU[0], gamma=SELU[1]: gamma * F.elu(x, alpha),
-    "ThresholdedRelu": lambda x, *, alpha=1.0: torch.where(x > alpha, x, torch.zeros_like(x)),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
     "MatMul": _matmul, "Gemm": _gemm, "Attention": layers.attention,
     "Einsum": lambda *operands, equation: torch.einsum(
@@ -328,8 +319,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": layers.dropout,
     "LayerNormalization": layers.layer_norm, "RMSNormalization": layers.rms_norm,
     "InstanceNormalization": layers.instance_norm, "GroupNormalization": layers.group_norm,
-    "BatchNormalization": layers.batch_norm, "LpNormalization": layers.lp_normalization,
+    "BatchNormalization": layers.batch_norm,
     "Conv": layers.conv, "MaxPool": layers.max_pool, "AveragePool": layers.average_pool,
-    "GlobalAveragePool": layers.over_all(torch.mean), "GlobalMaxPool": layers.over_all(torch.amax),
+    "GlobalAveragePool": lambda x: torch.mean(x, [*range(2, x.dim())], True),
     "Loop": layers.loop, "If": layers.branch, "Scan": layers.scan,
 }  # fmt: skip

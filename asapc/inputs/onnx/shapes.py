@@ -160,32 +160,18 @@ def expand(x: Any, shape: Any) -> Any:
 
 @on_tensor
 def pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant") -> Tensor:
+    if mode != "constant":
+        raise ValueError(f"Pad with mode {mode!r} is not supported")
     amounts = ints(pads, "the pads of Pad")
     dims = [*range(x.dim())] if axes is None else [d % x.dim() for d in ints(axes, "the axes of Pad")]
     pairs = dict(zip(dims, zip(amounts[: len(dims)], amounts[len(dims) :], strict=True), strict=True))
     checked_size([x.shape[d] + sum(pair) for d, pair in pairs.items()])
-    if mode != "constant":
-        for axis, (before, after) in pairs.items():
-            if before or after:
-                x = x.index_select(axis, _reflected(x.shape[axis], before, after, mode))
-        return x
     flat = [amount for axis in reversed(range(x.dim())) for amount in pairs.get(axis, (0, 0))]
     number = 0 if value is None else operand_of(value)
     if not isinstance(number, Tensor):
         return F.pad(x, flat, value=number)
     inside = F.pad(torch.ones_like(x, dtype=torch.bool), flat)
     return torch.where(inside, F.pad(x, flat), number.reshape(()))
-
-
-def _reflected(length: Any, before: int, after: int, mode: str) -> Tensor:
-    """Where the entries of an axis come from that is continued at both ends."""
-    index = torch.arange(-before, length + after)
-    if mode == "edge":
-        return index.clamp(0, length - 1)
-    if mode == "wrap":
-        return index % length
-    index = index % max(2 * length - 2, 1)
-    return torch.minimum(index, 2 * length - 2 - index)
 
 
 # Indices
@@ -221,31 +207,25 @@ def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     return x[(*batches, *indices.long().unbind(-1))]
 
 
-SCATTER = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-
-
 @on_tensors
 def scatter_elements(
     x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
 ) -> Tensor:
     index = _wrapped(indices.long(), x.shape[axis])
-    if reduction == "none":
-        return x.scatter(axis, index, updates)
-    return x.scatter_reduce(axis, index, updates, SCATTER[reduction])
+    add = _adds(reduction, "ScatterElements")
+    return x.scatter_add(axis, index, updates) if add else x.scatter(axis, index, updates)
 
 
 @on_tensors
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
-    if reduction in ("none", "add"):
-        return x.index_put([*indices.long().unbind(-1)], updates, accumulate=reduction == "add")
-    depth = indices.shape[-1]
-    flat = torch.zeros(indices.shape[:-1], dtype=torch.int64)
-    for i, size in zip(indices.long().unbind(-1), x.shape, strict=False):
-        flat = flat * size + _wrapped(i, size)
-    rows = x.reshape(math.prod(x.shape[:depth]), -1)
-    index = flat.reshape(-1, 1).expand(-1, rows.shape[1])
-    rows = rows.scatter_reduce(0, index, updates.reshape(-1, rows.shape[1]), SCATTER[reduction])
-    return rows.reshape(x.shape)
+    add = _adds(reduction, "ScatterND")
+    return x.index_put([*indices.long().unbind(-1)], updates, accumulate=add)
+
+
+def _adds(reduction: str, operator: str) -> bool:
+    if reduction not in ("none", "add"):
+        raise ValueError(f"{operator} with reduction {reduction!r} is not supported")
+    return reduction == "add"
 
 
 @on_tensor
