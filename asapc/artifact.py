@@ -46,7 +46,7 @@ from asapc.device import running_on
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.atomic import read_whole
-from asapc.formats.json_text import read_json
+from asapc.formats.json_text import plain, read_json
 from asapc.formats.records import read
 from asapc.inputs.load import build_factory
 from asapc.inputs.paths import check_artifact
@@ -192,7 +192,7 @@ def write_artifact(
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
     live = {"programs": _write_modules(folder, modules[0], tensors), "left": dict(modules[1])}
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    text = json.dumps(_plain(selection), indent=2, allow_nan=False)
+    text = json.dumps(plain(selection), indent=2, allow_nan=False)
     (folder / SELECTION).write_text(text + "\n", encoding="utf-8")
     document = {
         "format_version": FORMAT_VERSION, **manifest, "programs": list(files.values()), "live": live,
@@ -543,15 +543,6 @@ def _read_selection(path: Path) -> dict[str, Any]:
         if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
             raise InputError(f"{path}: {key} must be a list of mappings", help="compile again")
     return checked
-
-
-def _plain(value: Any) -> Any:
-    """For JSON, which has no infinity: what is not finite was not measured."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _inside(folder: Path, relative: Any) -> Path:

@@ -36,7 +36,7 @@ from asapc.features.predictor import Amortised, transform_plan
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
-from asapc.inputs.recipe import TYPES, Recipe, combinations
+from asapc.inputs.recipe import CANDIDATE_TYPES, HYBRID_KEYS, TYPES, Recipe, combinations
 from asapc.inputs.settings import Place, checked, parse
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, SiteTensors
@@ -65,12 +65,9 @@ from asapc.stages.calibrate import (
 from asapc.terminal.progress import Progress
 
 MAX_ROWS = 4096  # of a block
-GRID_KEYS = (
-    "operator", "features", "side", "c_transforms", "aim", "points", "fit", "coefficients", "ridge",
-    "ridge_mode", "pivots", "slices", "max_examples",
-)  # fmt: skip
-_HALF_STEPS = TYPES["half_steps"]
-GRID_TYPES = {"half_steps": _HALF_STEPS, **{key: TYPES[key] for key in GRID_KEYS}}
+GRID_TYPES = {
+    key: TYPES[key] for key in (*CANDIDATE_TYPES, "max_examples") if key not in HYBRID_KEYS
+}
 COLUMNS = (
     "features", "side", "c_transforms", "rescaled", "aim", "points", "fit", "coefficients", "ridge",
     "ridge_mode", "examples", *(metric.key for metric in METRICS if metric.study),
@@ -134,7 +131,7 @@ def _rows(block: Any, place: Place) -> list[Row]:
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
         values = [found["half_steps"] for found in combinations(block, str(place))]
-        return [Row(None, checked(value, _HALF_STEPS, where)) for value in values]
+        return [Row(None, checked(value, TYPES["half_steps"], where)) for value in values]
     rows: list[Row] = []
     for combination in combinations(block, str(place)):
         if len(rows) == MAX_ROWS:
@@ -347,7 +344,7 @@ class _Bench:
         )  # fmt: skip
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
-        fitted = {}
+        fitted: dict[int, Fits] = {}
         for row, recipe in zip(rows, asked, strict=True):
             number = recipes.index(_fitted_as(recipe))
             pairs = zip(self.analysis.sites, (p for p in pending if p.candidate == number), strict=True)
@@ -368,6 +365,7 @@ class _Bench:
                 if isinstance(there, Amortised):
                     calls["predict_ms"] = partial(_predict_all, site.loop, there, t)
             else:
+                assert row.half_steps is not None
                 apply = partial(_cut_short, row.half_steps)
                 calls["site_ms"] = partial(apply, site.loop, t, t.k)
             times = interleaved_medians(calls, repeats=5)

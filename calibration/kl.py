@@ -128,15 +128,8 @@ def fit_kl(
             )
             for group in range(groups)
         ]
-    return KlFit(
-        coefficients=torch.stack([end.coefficients for end in ends]),
-        iterations=tuple(end.iterations for end in ends),
-        gradient_norm=tuple(end.gradient_norm for end in ends),
-        converged=tuple(end.converged for end in ends),
-        before=tuple(end.before for end in ends),
-        after=tuple(end.after for end in ends),
-        rows=tuple(end.rows for end in ends),
-    )
+    coefficients, *rest = zip(*(vars(end).values() for end in ends), strict=True)
+    return KlFit(torch.stack(coefficients), *rest)
 
 
 @dataclass(frozen=True)

@@ -407,6 +407,22 @@ def _is_lower(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in HALF_OR_SINGLE
 
 
+def recorded(graph: GraphModule, wanted: Container[Node], inputs: Any) -> dict[Node, Tensor]:
+    """What these nodes hold when the graph runs on inputs (args, kwargs)."""
+    values: dict[Node, Tensor] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n in wanted and isinstance(value, Tensor):
+                values[n] = value.detach()
+            return value
+
+    with torch.no_grad():
+        Recorder(graph).run(*pytree.tree_leaves(inputs), enable_io_processing=False)
+    return values
+
+
 def symbol_hints(graph: GraphModule) -> dict[Any, int]:
     """What every dynamic size was in the captured example."""
     hints: dict[Any, int] = {}

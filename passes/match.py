@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from asapc.ir import Program
-from asapc.passes.cut import ancestors
+from asapc.passes.cut import ancestors, recorded
 from asapc.passes.decisions import rounded
 from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.families import MATCHERS
@@ -181,15 +177,6 @@ def _record_examples(program: Program) -> None:
         for source in node.all_input_nodes
         if source not in region.inside and source is not region.score.node
     } | {source for region in found for source in open_region(region).region.inputs}
-
-    class Recorder(torch.fx.Interpreter):
-        def run_node(self, n: Node) -> Any:
-            value = super().run_node(n)
-            if n in nodes and isinstance(value, Tensor):
-                n.meta["example"] = value.detach()
-            return value
-
     if nodes:
-        flat = pytree.tree_leaves((program.args, program.kwargs))
-        with torch.no_grad():
-            Recorder(program.graph).run(*flat, enable_io_processing=False)
+        for node, value in recorded(program.graph, nodes, (program.args, program.kwargs)).items():
+            node.meta["example"] = value

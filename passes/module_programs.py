@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
+from torch.fx import Graph, GraphModule, Node
 
 from asapc.ir import ModuleCall, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
-from asapc.passes.cut import ancestors, holds_tensors
+from asapc.passes.cut import ancestors, holds_tensors, recorded
 from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
 from asapc.passes.site import Site
@@ -243,20 +242,8 @@ class _Reader:
     def values(self, insides: Sequence[_Inside]) -> dict[Node, Tensor]:
         """What the modules' inputs were on the example call."""
         wanted = {node for inside in insides for node in inside.call.inputs}
-        values: dict[Node, Tensor] = {}
-
-        class Recorder(Interpreter):
-            def run_node(self, n: Node) -> Any:
-                value = super().run_node(n)
-                if n in wanted:
-                    values[n] = value.detach()
-                return value
-
-        if wanted:
-            flat = pytree.tree_leaves((self.program.args, self.program.kwargs))
-            with torch.no_grad():
-                Recorder(self.program.graph).run(*flat, enable_io_processing=False)
-        return values
+        given = (self.program.args, self.program.kwargs)
+        return recorded(self.program.graph, wanted, given) if wanted else {}
 
     def cut(
         self, inside: _Inside, sites: Mapping[int, Site], values: Mapping[Node, Tensor]

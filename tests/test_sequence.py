@@ -104,8 +104,8 @@ def sites_agree(group: Group) -> float:
                 for name, tokens in (("source", n), ("target", m))
             }  # fmt: skip
             settings = 0.7, steps, [1.0, 0.0, 0.0, 0.5 if masked else 0.0]
-            expected = asap_reference.asap(**given, **duals, **named(sharded_sites.asap, settings))
-            found = sharded_sites.asap(**cut, **duals, **named(sharded_sites.asap, settings))
+            expected = asap_reference.asap(**given, **duals, **named(asap_reference.asap, settings))
+            found = sharded_sites.asap(**cut, **duals, **named(asap_reference.asap, settings))
             worst = max(worst, difference(found, expected))
     return worst
 

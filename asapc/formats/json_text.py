@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asapc.formats.records import Record
+
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
 MAX_BYTES = 1 << 26  # of a file; as Python's lists and numbers they may take 20 times as much
 
@@ -53,6 +59,21 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
         if not level:
             return document
     raise ValueError("brackets are nested too deep")
+
+
+def plain(value: Any) -> Any:
+    """What strict JSON holds: null for NaN and infinities, U+FFFD for half of a surrogate pair."""
+    if isinstance(value, Record):
+        return plain(value.to_json())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return _HALF_PAIRS.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 def _refused(name: str) -> Any:

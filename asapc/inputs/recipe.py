@@ -80,16 +80,10 @@ MAX_SHAPES = 64
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
 MAX_RIDGE = 1e30  # times any number of rows it is finite
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
-CANDIDATE_KEYS = (
-    "operator", "side", "c_transforms", "aim", "points", "features", "fit", "ridge", "ridge_mode",
-    "coefficients", "pivots", "slices", "half_steps", "summary_tokens", "depthwise",
-)  # fmt: skip
 HYBRID_KEYS = ("summary_tokens", "depthwise")  # that make a distilled operator a hybrid one
 FIT_KEYS: Mapping[str, tuple[str, ...]] = {
     "asap": ("features", "points", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
-    "lot": ("pivots", "summary_tokens", "depthwise", "seed", "max_examples"),
-    "esp_hard": ("slices", "summary_tokens", "depthwise", "seed", "max_examples"),
-    "fitted_sinkhorn": ("half_steps", "summary_tokens", "depthwise", "seed", "max_examples"),
+    **{name: (OPERATORS[name].size, *HYBRID_KEYS, "seed", "max_examples") for name in HYBRIDS},
 }
 
 _Count = integer(1, MAX_COUNT)
@@ -101,7 +95,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
     for key, bound in BUDGET_BOUNDS.items()
 }
 # Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
-_OWN_TYPES: Mapping[str, Any] = {
+CANDIDATE_TYPES: Mapping[str, Any] = {
     "operator": Literal.__getitem__(OPERATOR_NAMES),
     "side": RecipeSide,
     "c_transforms": integer(0, MAX_C_TRANSFORMS),
@@ -118,7 +112,6 @@ _OWN_TYPES: Mapping[str, Any] = {
     "summary_tokens": integer(0, MAX_COUNT),
     "depthwise": Depthwise,
 }
-CANDIDATE_TYPES = {key: _OWN_TYPES[key] for key in CANDIDATE_KEYS}
 _Block = model(
     "Candidates",
     {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()},

@@ -24,13 +24,11 @@ from torch.utils import _pytree as pytree
 from asapc.errors import InputError
 from asapc.inputs.onnx.load import read_model
 from asapc.inputs.onnx.module import OnnxModule, value_nodes
-from asapc.inputs.onnx.settings import DOMAIN, OPSETS
+from asapc.inputs.onnx.settings import OPSETS
 from asapc.onnx.functions import Functions, take_out_calls, traced
 from asapc.onnx.translate import translate
 from asapc.program.calls import WRITTEN
 from asapc.terminal.printed import reason
-
-FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,7 @@ def edited_model(
                 )
             for old in olds:
                 _redirect(model.graph, old, value)
-    for function in functions.made:
-        model.functions[function.identifier()] = function
-    if functions.made:
-        model.graph.opset_imports[DOMAIN] = 1
-        model.ir_version = max(model.ir_version, FUNCTIONS_IR)
+    functions.put_into(model)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()
     return model, names

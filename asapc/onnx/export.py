@@ -31,7 +31,6 @@ from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
 from asapc.inputs.onnx.settings import (
     DEFAULT_OPSET,
-    DOMAIN,
     MODEL,
     RECORD,
     TOLERANCE,
@@ -169,10 +168,7 @@ def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     without_branches(exported.graph)
     take_out_calls(exported, functions)
     model = translate(exported, opset)
-    for function in functions.made:
-        model.functions[function.identifier()] = function
-    if functions.made:
-        model.graph.opset_imports[DOMAIN] = 1
+    functions.put_into(model)
     _name_sizes(model)
     model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None

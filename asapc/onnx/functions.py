@@ -24,6 +24,7 @@ from asapc.onnx import twins
 from asapc.onnx.translate import cause, translate
 from asapc.operators.catalogue import OF_GRADIENTS, reference_named
 
+FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
 TENSOR = object()  # in the settings of a call, the place of a tensor
 
@@ -36,9 +37,11 @@ class Functions:
         self._made: dict[Any, onnx_ir.Function] = {}
         self._count: dict[str, int] = {}
 
-    @property
-    def made(self) -> list[onnx_ir.Function]:
-        return list(self._made.values())
+    def put_into(self, model: onnx_ir.Model) -> None:
+        for function in self._made.values():
+            model.functions[function.identifier()] = function
+            model.graph.opset_imports[DOMAIN] = 1
+            model.ir_version = max(model.ir_version, FUNCTIONS_IR)
 
     def of(self, call: _Call) -> onnx_ir.Function:
         key = (call.name, call.settings, call.layout)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -85,7 +86,7 @@ class _Run:
                 given, axis = next(inputs)
                 values[node] = given if axis is None else Shard.of(given, axis, self.group)
             elif node.op == "get_attr":
-                values[node] = _attribute(module, str(node.target))
+                values[node] = operator.attrgetter(str(node.target))(module)
             elif node.op == "output":
                 return tuple(
                     whole(value) for value in torch.fx.node.map_arg(node.args[0], lambda n: values[n])
@@ -125,13 +126,6 @@ def _token_axis(made: Tensor, sizes: Set[int]) -> int | None:
     is always right."""
     axes = range(min(1, made.dim() - 1), made.dim())
     return next((axis for axis in axes if made.shape[axis] in sizes), None)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:

@@ -20,7 +20,7 @@ from torch import Tensor
 from asapc.features import feature_list
 from asapc.operators.asap import dual, dual_and_row_mass, first_c_transform, open_dual
 from asapc.operators.c_transforms import log_marginals
-from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, widen
+from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, opened_keys, widen
 from asapc.program.shards import Group, Shard, whole
 
 BLOCK_BYTES = 1 << 22  # of scores that are formed at once: they pass through a cache several times
@@ -51,7 +51,7 @@ def sinkhorn(
     whole_g = whole(g)
     width = k.shape[2] if v is None else v.shape[3]
     out = q.local.new_empty((*q.local.shape[:3], width), dtype=torch.promote_types(dtype, torch.float32))
-    factor = factor_value(output_factor, q.shape[2], k.shape[2], _opened(keep))
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], opened_keys(keep))
     for some in _head_groups(q.shape[1], q.group):
         queries, keys = q.local[:, some], _heads(k, some)
         queries, opened, own_bias = open_empty(queries, keep, _heads(bias, some))
@@ -69,24 +69,12 @@ def sinkhorn(
     return q.like(out.to(dtype))
 
 
-def asap(
-    q: Shard,
-    k: Any,
-    v: Any,
-    keep: Any,
-    bias: Any,
-    source_dual: Any,
-    target_dual: Any,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
-) -> Shard:
+def asap(*, source_dual: Any, target_dual: Any, c_transforms: int, **given: Any) -> Shard:
     """operators.asap.asap of the own queries, as sinkhorn."""
     rows_first = first_c_transform(source_dual, target_dual, c_transforms) == "row"
     return sinkhorn(
-        q, k, v, keep, bias, score_multiplier, c_transforms, rows_first, output_factor, f=source_dual,
-        g=target_dual,
-    )  # fmt: skip
+        half_steps=c_transforms, rows_first=rows_first, f=source_dual, g=target_dual, **given
+    )
 
 
 def _predicted(
@@ -114,10 +102,6 @@ def _predicted(
         for parts, size in zip(zip(*found, strict=True), sizes, strict=False)
     ]
     return tuple(joined) if len(joined) > 1 else joined[0]
-
-
-def _opened(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep | ~keep.any(-1, keepdim=True)
 
 
 def _own_rows(bias: Any, q: Shard) -> Tensor | None:

@@ -31,7 +31,7 @@ from asapc.report.document import (
     worst_class,
 )
 from asapc.report.gates import entry, examples_needed
-from asapc.terminal.printed import reason, short
+from asapc.terminal.printed import clipped, reason, short
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
 MAX_REGRESSION = 0.02
@@ -134,7 +134,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
     now = {site.name: site for site in report.sites}
     for name, old in old_sites.items():
         if name not in now:
-            shown = _clip(name) if name.isprintable() else short(name)
+            shown = clipped(name, 80) if name.isprintable() else short(name)
             text = f"the site {shown} of the baseline is no longer compiled"
             checks.append(entry("baseline", "sites", shown, None, "REGRESSION", text))
             continue
@@ -295,7 +295,3 @@ def _fraction(text: str) -> float:
     if not 0 <= value <= 1:  # also NaN
         raise InputError(rule, got=short(text), help="write two percent as 2%, not as 2")
     return value
-
-
-def _clip(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[: most - 4]} ..."

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from asapc.errors import InputError
-from asapc.formats.json_text import parse_json, read_file
+from asapc.formats.json_text import read_json
 from asapc.report.advice import DEFAULT_LIMITS, LOSSLESS_PYTHON, advise, decide, figures, worst_first
 from asapc.report.baseline import MAX_BYTES
 from asapc.report.document import Report
@@ -69,10 +69,7 @@ def _saved(folder: str) -> Report | None:
     """The report beside an artefact; anybody may have written it, and a notebook goes on without."""
     path = Path(folder) / "report.json"
     try:
-        content = read_file(path, MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            return None
-        return Report.from_json(parse_json(content, strict=True), str(path))
+        return Report.from_json(read_json(path, MAX_BYTES, strict=True), str(path))
     except (OSError, ValueError, InputError):
         return None
 

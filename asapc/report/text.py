@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 from html import escape
 from typing import Any
 
-from asapc.formats.records import Record
+from asapc.formats.json_text import plain
 from asapc.report.document import GateReport, Report
 from asapc.report.tables import Table, headline, report_tables
+from asapc.terminal.printed import clipped
 
 # A comment on a pull request takes 65536 characters; a workflow may add a line of its own.
 MAX_CHARACTERS = 65_000
@@ -20,7 +18,6 @@ MAX_CHARACTERS = 65_000
 MAX_WIDTH = 110
 MAX_CELL = 300
 MAX_MESSAGES = 10
-_HALF_PAIRS = re.compile("[\ud800-\udfff]")
 ROW_LIMITS = (500, 200, 100, 50, 20, 10, 5, 2)
 
 
@@ -63,7 +60,9 @@ def _document(
 
 def _failed(gate: GateReport) -> str:
     failed = gate.failures
-    lines = [f"- **{check.verdict}** {_escape(_clip(check.message))}" for check in failed[:MAX_MESSAGES]]
+    lines = []
+    for check in failed[:MAX_MESSAGES]:
+        lines.append(f"- **{check.verdict}** {_escape(clipped(check.message, MAX_CELL))}")
     if len(failed) > MAX_MESSAGES:
         lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
     return "\n".join(lines)
@@ -74,7 +73,7 @@ def _folded(table: Table, most: int | None) -> str:
     shown = replace(
         table,
         rows=tuple(
-            tuple(_clip(cell) for cell in row)
+            tuple(clipped(cell, MAX_CELL) for cell in row)
             for row in table.rows[: len(table.rows) - left_out]
         ),
     )
@@ -103,25 +102,7 @@ def markdown_table(table: Table) -> str:
 def json_text(data: Any, ascii: bool = False) -> str:
     """Strict JSON, indented; NaN and infinities become null, which no gate accepts, and half a surrogate
     pair U+FFFD, since no reader accepts it.  ascii: other characters are escaped."""
-    return json.dumps(_strict(data), indent=2, ensure_ascii=ascii, allow_nan=False)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Record):
-        return _strict(value.to_json())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return _HALF_PAIRS.sub("\ufffd", value)
-    if isinstance(value, Mapping):
-        return {_strict(str(key)): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return value
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 4]} ..."
+    return json.dumps(plain(data), indent=2, ensure_ascii=ascii, allow_nan=False)
 
 
 def _escape(cell: str) -> str:

@@ -33,10 +33,13 @@ def reason(error: BaseException, most: int = 300) -> str:
     """What an error says, as a part of a line of at most so many characters; its type if it is mute."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = one_line(" ".join(text.split())) or type(error).__name__
-    return line if len(line) <= most else f"{line[: most - 4]} ..."
+    return clipped(line, most)
 
 
 def short(value: object) -> str:
     """A value for a message, however long or deep it is."""
-    text = _BRIEF.repr(value)
-    return text if len(text) <= 100 else f"{text[:96]} ..."
+    return clipped(_BRIEF.repr(value), 100)
+
+
+def clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
