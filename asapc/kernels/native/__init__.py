@@ -93,31 +93,32 @@ def sinkhorn_loop(
     keys = k.shape[2]
     width = keys if v is None else v.shape[3]
     out_dtype = q.dtype if v is None else v.dtype
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    made = torch.empty if query_keep is None else torch.zeros
-    out = made((batch, heads, queries, width), dtype=dtype)
-    if out.numel() == 0 or keys == 0:
-        return out.zero_().to(out_dtype), 0.0
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out = q.new_empty((batch, heads, queries, width), dtype=dtype)
+    if query_keep is not None or keys == 0:
+        out.zero_()
+    if keys == 0 or out.numel() == 0:
+        return out.to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep, query_keep = (None if x is None else x.contiguous() for x in (keep, query_keep))
+    keep = None if keep is None else keep.contiguous()
+    query_keep = None if query_keep is None else query_keep.contiguous()
     mass = None if mass is None else mass.to(dtype).contiguous()
     dual = None if dual is None else dual.to(dtype).contiguous()
     bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
     given = (q, k, v, keep, bias, dual, out, query_keep, mass)
-    pointers = [0 if x is None else x.data_ptr() for x in given]
     problem = PROBLEM.pack(
-        *pointers, batch, heads, queries, keys, dim, width, *q.stride()[:3], *k.stride()[:3],
-        *((0, 0, 0) if v is None else v.stride()[:3]), *((0, 0, 0, 0) if bias is None else bias.stride()),
-        loop.half_steps, loop.first_side == "row", rows_weigh, dtype == torch.float64,
-        thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
-        *loop.output_factor,
+        *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
+        *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
+        *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
+        rows_weigh, dtype is torch.float64, thresholds(q, k).resident_bytes, torch.get_num_threads(),
+        loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
     widest = _engine().asapc_sinkhorn(problem)
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
-    return out if out.dtype == out_dtype else out.to(out_dtype), widest
+    return out if dtype is out_dtype else out.to(out_dtype), widest
 
 
 def lot(
@@ -228,7 +229,7 @@ def _rule(
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In dtype, the numbers of a token side by side."""
-    x = x if x.dtype == dtype else x.to(dtype)
+    x = x if x.dtype is dtype else x.to(dtype)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
