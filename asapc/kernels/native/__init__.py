@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.ir import Coupling, Side, Stabiliser
+from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
@@ -28,7 +28,7 @@ from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
-ESP = Struct("10P12q2d")
+ESP = Struct("10P15q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -58,7 +58,7 @@ def _engine() -> Any:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
     library.asapc_sinkhorn.restype = ctypes.c_double
-    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp_soft):
+    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp):
         function.argtypes = [ctypes.c_char_p]
     return library
 
@@ -180,13 +180,13 @@ def scale(
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
 
 
-def esp_soft(
+def esp(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
-    slices: Tensor | None, inverse_temperature: Tensor, softsort_temperature: float, squared_cost: bool,
-    mean_cost: bool, output_factor: float, coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
+    slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
+    output_factor: float, coupling: Coupling = "interpolated", ties: Ties = "shared",
+    slice_weight: Tensor | None = None, softsort_temperature: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """As operators.esp.esp_soft."""
+    """As operators.esp.esp_soft, or esp_hard without softsort_temperature."""
     clouds, tau = clouds_of(q, k, keep, query_keep, slices), inverse_temperature.double()
     batch, heads, queries, dim = clouds.q.shape
     keys, width = v.shape[2:]
@@ -199,10 +199,12 @@ def esp_soft(
     weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
     masks = [None if mask is None else mask.contiguous() for mask in (keep, query_keep)]
     given = [*clouds_and_values, *weights, *masks, out]
-    fits = _engine().asapc_esp_soft(ESP.pack(
+    soft = softsort_temperature is not None
+    fits = _engine().asapc_esp(ESP.pack(
         *(0 if x is None else x.data_ptr() for x in given), batch, heads, queries, keys, dim, width,
         count, coupling == "monotone", squared_cost, mean_cost, dtype == torch.float64,
-        torch.get_num_threads(), softsort_temperature, output_factor,
+        torch.get_num_threads(), soft, ties == "shared", ties == "ascending",
+        softsort_temperature or 0.0, output_factor,
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
