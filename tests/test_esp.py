@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
+from asapc.ir import Ties
 from asapc.kernels import native
 from asapc.kernels.dispatch import explained
 from asapc.operators import esp as meaning
@@ -452,7 +453,7 @@ def test_a_call_without_the_newer_arguments_is_what_it_was() -> None:
 
 def test_order_of_signed_zeros_infinities_and_ties() -> None:
     x = torch.tensor([0.0, -0.0, 3.0, -2.0, 0.0, 3.0, -torch.inf, 1e-42, -1e-42, torch.inf])
-    orders = {
+    orders: dict[Ties, Tensor] = {
         "descending": torch.sort(x, descending=True, stable=True).indices,
         "ascending": torch.sort(x, stable=True).indices.flip(0),
     }

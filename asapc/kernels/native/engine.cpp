@@ -968,7 +968,8 @@ template <class T> class Ranking {
 
  public:
   explicit Ranking(const std::vector<int64_t>& active)
-      : order(active.size()), group(active.size()), active_(active), entries_(active.size()), other_(active.size()) {}
+      : order(active.size()), group(active.size()), active_(active), entries_(active.size()),
+        other_(active.size()) {}
 
   // order: the token of every rank; starts: where groups of ranks that tie start, and where the last one ends;
   // group: the one of every rank; alike: whether all of a group are the same point, see HardHead.
@@ -991,7 +992,8 @@ template <class T> class Ranking {
     for (int byte = 0; byte < bytes; ++byte) {
       uint32_t* places = counts[byte];
       if (places[entries_[0].key >> 8 * byte & 255] == size) continue;
-      for (uint32_t digit = 0, before = 0; digit < 256; ++digit) before += std::exchange(places[digit], before);
+      for (uint32_t digit = 0, before = 0; digit < 256; ++digit)
+        before += std::exchange(places[digit], before);
       for (const Entry& entry : entries_) other_[places[entry.key >> 8 * byte & 255]++] = entry;
       entries_.swap(other_);
     }
@@ -1045,7 +1047,8 @@ template <class T> class Line : public Ranking<T> {
   static constexpr int K = std::is_same_v<T, float> ? 16 : 32;
 
   explicit Line(const std::vector<int64_t>& active)
-      : Ranking<T>(active), first(active.size()), near(active.size() * K), share(active.size()), active_(active) {}
+      : Ranking<T>(active), first(active.size()), near(active.size() * K), share(active.size()),
+        active_(active) {}
 
   // Of every rank.  first: its first node; near: X at its K nodes; share: 1 / Z.
   using Ranking<T>::order;
@@ -1111,7 +1114,8 @@ template <class T> class SlicedHead {
     if (p_.mean) cost /= double(n_);
     if (slice == 0) best_ = cost;
     const double ahead = p_.tau[head_] * (best_ - cost), omega = p_.omega[head_ * p_.slices + slice];
-    const double kept = ahead > 0 ? std::exp(-ahead) : 1.0, weight = ahead > 0 ? omega : std::exp(ahead) * omega;
+    const double kept = ahead > 0 ? std::exp(-ahead) : 1.0;
+    const double weight = ahead > 0 ? omega : std::exp(ahead) * omega;
     if (ahead > 0) best_ = cost;
     total_ = total_ * kept + weight;
     return {T(kept), T(weight)};
@@ -1162,7 +1166,8 @@ template <class T> class SoftHead : SlicedHead<T> {
     pack_tokens(this->k_, p_.dim, keys_, p_.dim, T(1), panels_);
     for (int64_t row = 0; row < n_; row += kRows) {
       const T* x[kRows];
-      for (int r = 0; r < kRows; ++r) x[r] = this->q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
+      for (int r = 0; r < kRows; ++r)
+        x[r] = this->q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
       T* to = cost_ + row * padded_;
       for (int64_t start = 0; start < padded_; start += P)
         tile<T, true>(x, p_.dim, panels_ + start * p_.dim, to + start, padded_);
@@ -1280,13 +1285,15 @@ template <class T> class HardHead : SlicedHead<T> {
 
   void run() {
     for (int64_t l = 0; l < p_.slices; ++l) {
-      rank(x_, this->lines_x_ + l * p_.queries, points_x_), rank(y_, this->lines_y_ + l * p_.keys, points_y_);
+      rank(x_, this->lines_x_ + l * p_.queries, points_x_);
+      rank(y_, this->lines_y_ + l * p_.keys, points_y_);
       if (x_.tied() || y_.tied()) meet_in_groups();
       const std::vector<Meeting>& met = x_.tied() || y_.tied() ? grouped_ : meetings_;
       double cost = 0;
       for (const Meeting& pair : met) cost += pair.mass * double(between(pair.query, pair.key));
       const auto [kept, weight] = this->joined(l, cost);
-      if (kept != T(1)) for (int64_t i = 0; i < n_ * width_; i += L) store(mixed_ + i, load(mixed_ + i) * kept);
+      for (int64_t i = 0; kept != T(1) && i < n_ * width_; i += L)
+        store(mixed_ + i, load(mixed_ + i) * kept);
       add(met, weight);
     }
     const T factor = T(p_.factor / this->total_);
@@ -1335,7 +1342,8 @@ template <class T> class HardHead : SlicedHead<T> {
     if (rows * columns == 1) return distance(x_.order[row], y_.order[column]);
     double total = 0;
     for (int64_t r = row; r < row + rows; ++r)
-      for (int64_t s = column; s < column + columns; ++s) total += double(distance(x_.order[r], y_.order[s]));
+      for (int64_t s = column; s < column + columns; ++s)
+        total += double(distance(x_.order[r], y_.order[s]));
     return T(total / (double(rows) * double(columns)));
   }
 
@@ -1358,9 +1366,11 @@ template <class T> class HardHead : SlicedHead<T> {
       if (rows > 1) std::fill_n(received_, width_, T(0));
       for (; i < met.size() && met[i].query == g; ++i) {
         const int64_t h = met[i].key;
-        add_row(weight * T(met[i].mass / double(rows)), values + (y_.tied() ? h : y_.order[h]) * width_, to);
+        const T share = weight * T(met[i].mass / double(rows));
+        add_row(share, values + (y_.tied() ? h : y_.order[h]) * width_, to);
       }
-      for (int64_t r = row; rows > 1 && r < row + rows; ++r) add_row(T(1), received_, mixed_ + x_.order[r] * width_);
+      for (int64_t r = row; rows > 1 && r < row + rows; ++r)
+        add_row(T(1), received_, mixed_ + x_.order[r] * width_);
     }
   }
 
