@@ -47,6 +47,11 @@ def explained() -> Iterator[list[Choice]]:
         _listening.reset(token)
 
 
+def listening() -> bool:
+    """Whether choices are collected."""
+    return _listening.get() is not None
+
+
 def attention_backend(
     operator: str,
     q: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from asapc.ir import Side
 ROUNDING = 8  # units in the last place of a term: what a sum of products may be off by
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """`half_steps` c-transforms on S = score_multiplier q k' + bias, the first on `first_side`.
 
     output_factor: [coefficient, N power, M power, n power], see operators.sinkhorn.factor_value.

@@ -54,9 +54,10 @@ def thresholds(q: Tensor, k: Tensor) -> Thresholds:
     forced = _forced.get()
     if forced is not None:
         return forced
-    device = "cuda" if q.device.type == "cuda" else "cpu"
-    path = os.environ.get("ASAPC_THRESHOLDS")
-    return _shipped(device) if path is None else replace(_shipped(device), **_users(path).get(device, {}))
+    shipped = _shipped(device := "cuda" if q.is_cuda else "cpu")
+    if "ASAPC_THRESHOLDS" not in os.environ:
+        return shipped
+    return replace(shipped, **_users(os.environ["ASAPC_THRESHOLDS"]).get(device, {}))
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from asapc.ir import Coupling, Ties
 from asapc.operators.ranks import (
     Clouds,
     counts,
-    descending_order,
     group_mass,
     order_of,
     padded_last,
@@ -103,15 +102,10 @@ class Matching:
         return torch.cat(self.keys, 2), torch.cat([weights * share for share in self.shares], 2)
 
 
-def ranked(
-    x: Tensor,
-    keep: Tensor | None,
-    ties: Ties,
-    sort: Callable[[Tensor], Tensor] = descending_order,
-) -> Ranked:
+def ranked(x: Tensor, keep: Tensor | None, ties: Ties) -> Ranked:
     """x [B, H, L, N] in order, and where tokens tie if they share."""
     x = padded_last(x, keep)
-    order = order_of(x, ties, sort)
+    order = order_of(x, ties)
     if ties != "shared":
         return Ranked(order)
     ordered = x.gather(-1, order)
@@ -233,12 +227,11 @@ def matched_costs(
     matching: Matching,
     coupling: Coupling,
     squared: bool,
-    at_once: int = GATHERED_AT_ONCE,
 ) -> Tensor:
     """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
 
     O(L N D) work, and that of every pair of different points in tied groups. The keys of several
-    slices are gathered together, `at_once` entries at a time.
+    slices are gathered together.
     """
     groups = _different(clouds, queries, keys, coupling)
     left_out = None if clouds.query_keep is None else ~spread(clouds.query_keep, queries.order)
@@ -258,7 +251,7 @@ def matched_costs(
             total = total.masked_fill(left_out[:, :, part.start : part.stop], 0.0)
         return total.sum(-1, dtype=torch.float64)
 
-    step = max(1, at_once // max(1, clouds.q.numel()))
+    step = max(1, GATHERED_AT_ONCE // max(1, clouds.q.numel()))
     parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
     total = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
     return total if groups is None else total + _tied_costs(clouds, queries, keys, groups, squared)

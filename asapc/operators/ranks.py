@@ -18,7 +18,6 @@ each neighbour the other's share; this is what its code computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,15 +94,14 @@ def descending_order(x: Tensor) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices
 
 
-def order_of(x: Tensor, ties: Ties, sort: Callable[[Tensor], Tensor] = descending_order) -> Tensor:
+def order_of(x: Tensor, ties: Ties) -> Tensor:
     """The tokens by rank, largest first.
 
     Ties keep the order of the tokens, or of an ascending sort that is read from behind.
-    sort: descending_order or a faster twin.
     """
     if ties != "ascending":
-        return sort(x)
-    return x.shape[-1] - 1 - sort(x.flip(-1))
+        return descending_order(x)
+    return x.shape[-1] - 1 - descending_order(x.flip(-1))
 
 
 def spread(keep: Tensor, like: Tensor) -> Tensor:

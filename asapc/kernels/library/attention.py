@@ -18,15 +18,20 @@ from asapc.operators.catalogue import OPERATORS
 Gradient = Callable[[CustomOpDef, Callable[..., Any]], None]
 
 
-def attention(name: str, run: Run, gradient: Gradient | None = differentiate) -> None:
+def attention(
+    name: str,
+    run: Run,
+    gradient: Gradient | None = differentiate,
+    at_once: Callable[..., Tensor | None] | None = None,
+) -> None:
     """Registers an operator of the catalogue.
 
     run: computes both, the map where there are no values.  gradient: registers that of one of them, by
-    its reference; None for an operator without.
+    its reference; None for an operator without.  at_once: as `operator` has it, of A v.
     """
     entry = OPERATORS[name]
     for dense in entry.forms:
-        registered = operator(entry.reference_of(dense), run)
+        registered = operator(entry.reference_of(dense), run, None if dense else at_once)
         register_fake(registered, fakes.plan if entry.scored else fakes.attention)
         if gradient is not None:
             gradient(registered, entry.reference_of(dense))

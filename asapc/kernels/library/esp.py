@@ -8,7 +8,6 @@ exported without them load, and tied tokens share in them, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.kernels import dispatch, native
-from asapc.kernels.cpu import esp as cpu_esp
 from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import of_reference, save, saved
@@ -25,24 +23,16 @@ from asapc.operators import esp as reference
 from asapc.operators.catalogue import by_name
 
 
-def _esp(
-    kernel: Callable[..., Tensor] | None,
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    **_rest: Any,
-) -> Any:
-    soft = kernel is native.esp_soft
-    what = f"CPU, {native.described()}" if soft else "CPU, sorted and gathered"
-    why = "the tensors are on the CPU"
-    backend = dispatch.token_backend(plain.func.__name__, q, k, v, lambda: (what, why), engine=soft)
-    if backend == "plain" or kernel is None:
+def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
+    def described() -> tuple[str, str]:
+        return f"CPU, {native.described()}", "the tensors are on the CPU"
+
+    if dispatch.token_backend(plain.func.__name__, q, k, v, described, engine=True) == "plain":
         return plain()
     given = dict(plain.keywords)  # the kernels know one factor
     powers = (given.pop(name, 0) for name in ("query_power", "key_power"))
     given["output_factor"] = reference.with_lengths(given["output_factor"], q, k, *powers)
-    return kernel(**given)
+    return native.esp(**given)
 
 
 # Not a custom_op: those run with autograd switched off below them.
@@ -124,6 +114,6 @@ def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tenso
     registered.register_autograd(backward, setup_context=setup_context)
 
 
-attention("esp_soft", partial(_esp, native.esp_soft))
-attention("esp_hard", partial(_esp, cpu_esp.esp_hard), _differentiate_hard)
-attention("esp_released_hard", partial(_esp, None), None)
+attention("esp_soft", _esp)
+attention("esp_hard", _esp, _differentiate_hard)
+attention("esp_released_hard", _esp, None)

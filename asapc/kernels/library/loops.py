@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,5 +67,27 @@ def _run(
     return gpu.sinkhorn_loop(q, k, values, keep, bias, start, loop)
 
 
-for _name, _as_loop in (("sinkhorn", _sinkhorn_loop), ("asap", _asap_loop)):
-    attention(_name, partial(_run, as_loop=_as_loop), partial(differentiate, as_loop=_as_loop))
+def _usual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    factor: Sequence[float],
+    *_of_gradients: Any,
+) -> Tensor | None:
+    """What _run makes of most calls of asapc::sinkhorn, without what takes longer than a short loop."""
+    if half_steps < 2 or dispatch.listening() or native.missing() is not None:
+        return None
+    loop = Loop(multiplier, half_steps, "row" if rows_first else "column", factor)
+    return native.sinkhorn_loop(q, k, v, keep, bias, None, loop)[0]
+
+
+for _name, _as_loop, _at_once in (
+    ("sinkhorn", _sinkhorn_loop, _usual), ("asap", _asap_loop, None)
+):  # fmt: skip
+    gradient = partial(differentiate, as_loop=_as_loop)
+    attention(_name, partial(_run, as_loop=_as_loop), gradient, _at_once)

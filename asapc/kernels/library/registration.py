@@ -30,10 +30,13 @@ Run = Callable[..., Any]
 """What computes an operator: (the plain call, **arguments by name) -> result."""
 
 
-def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpDef:
+def operator(
+    reference: Callable[..., Any], run: Run | None = None, at_once: Callable[..., Any] | None = None
+) -> CustomOpDef:
     """torch.ops.asapc.<name of the reference>, with the schema of its signature.
 
-    run: may have a kernel instead; the reference itself without.
+    run: may have a kernel instead; the reference itself without.  at_once: is asked first on a CPU, with
+    the arguments as they are; gives None for a call that it does not take.
     Where the reference takes one of a few names, any other is a ValueError.
     """
     signature, kinds = inspect.signature(reference), get_type_hints(reference)
@@ -54,17 +57,26 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
         for name, known in names.items():
             if name in arguments and arguments[name] not in known:
                 raise ValueError(f"one of {', '.join(known)} is needed, got {arguments[name]!r}")
+        plain = partial(reference, **arguments)
         first = next(x for x in inputs if isinstance(x, Tensor))
+        if first.is_cpu and not torch.is_autocast_enabled("cpu"):
+            return packed(plain() if run is None else run(plain, **arguments))
         there = torch.cuda.device_of(first) if first.is_cuda else nullcontext()
         with without_autocast(inputs), there:
-            plain = partial(reference, **arguments)
             return packed(plain() if run is None else run(plain, **arguments))
+
+    def on_cpu(*inputs: Any) -> Any:
+        found = None if at_once is None else at_once(*inputs)
+        return at_own_precision(*inputs) if found is None else found
 
     schema = torch.library.infer_schema(prototype, mutates_args=())
     name = f"asapc::{reference.__name__}"
     registered = torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
-    _shorten(registered, at_own_precision)
+    _shorten(registered, on_cpu)
     return registered
+
+
+_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.DispatchKey.AutogradCPU)
 
 
 def _shorten(registered: CustomOpDef, run: Callable[..., Any]) -> None:
@@ -75,9 +87,7 @@ def _shorten(registered: CustomOpDef, run: Callable[..., Any]) -> None:
     record = make_autograd_impl(registered._opoverload, registered)
 
     def call(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-        after = keys & torch._C._after_autograd_keyset
-        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-        if recorded or after.highestPriorityTypeId() != torch._C.DispatchKey.CPU:
+        if keys != _PLAIN or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return record(keys, *inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*inputs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.ir import Coupling, Side, Stabiliser
+from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
@@ -28,7 +28,7 @@ from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
-ESP = Struct("10P12q2d")
+ESP = Struct("10P15q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -58,7 +58,7 @@ def _engine() -> Any:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
     library.asapc_sinkhorn.restype = ctypes.c_double
-    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp_soft):
+    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp):
         function.argtypes = [ctypes.c_char_p]
     return library
 
@@ -93,31 +93,32 @@ def sinkhorn_loop(
     keys = k.shape[2]
     width = keys if v is None else v.shape[3]
     out_dtype = q.dtype if v is None else v.dtype
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    made = torch.empty if query_keep is None else torch.zeros
-    out = made((batch, heads, queries, width), dtype=dtype)
-    if out.numel() == 0 or keys == 0:
-        return out.zero_().to(out_dtype), 0.0
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out = q.new_empty((batch, heads, queries, width), dtype=dtype)
+    if query_keep is not None or keys == 0:
+        out.zero_()
+    if keys == 0 or out.numel() == 0:
+        return out.to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep, query_keep = (None if x is None else x.contiguous() for x in (keep, query_keep))
+    keep = None if keep is None else keep.contiguous()
+    query_keep = None if query_keep is None else query_keep.contiguous()
     mass = None if mass is None else mass.to(dtype).contiguous()
     dual = None if dual is None else dual.to(dtype).contiguous()
     bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
     given = (q, k, v, keep, bias, dual, out, query_keep, mass)
-    pointers = [0 if x is None else x.data_ptr() for x in given]
     problem = PROBLEM.pack(
-        *pointers, batch, heads, queries, keys, dim, width, *q.stride()[:3], *k.stride()[:3],
-        *((0, 0, 0) if v is None else v.stride()[:3]), *((0, 0, 0, 0) if bias is None else bias.stride()),
-        loop.half_steps, loop.first_side == "row", rows_weigh, dtype == torch.float64,
-        thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
-        *loop.output_factor,
+        *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
+        *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
+        *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
+        rows_weigh, dtype is torch.float64, thresholds(q, k).resident_bytes, torch.get_num_threads(),
+        loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
     widest = _engine().asapc_sinkhorn(problem)
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
-    return out if out.dtype == out_dtype else out.to(out_dtype), widest
+    return out if dtype is out_dtype else out.to(out_dtype), widest
 
 
 def lot(
@@ -179,13 +180,13 @@ def scale(
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
 
 
-def esp_soft(
+def esp(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
-    slices: Tensor | None, inverse_temperature: Tensor, softsort_temperature: float, squared_cost: bool,
-    mean_cost: bool, output_factor: float, coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
+    slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
+    output_factor: float, coupling: Coupling = "interpolated", ties: Ties = "shared",
+    slice_weight: Tensor | None = None, softsort_temperature: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """As operators.esp.esp_soft."""
+    """As operators.esp.esp_soft, or esp_hard without softsort_temperature."""
     clouds, tau = clouds_of(q, k, keep, query_keep, slices), inverse_temperature.double()
     batch, heads, queries, dim = clouds.q.shape
     keys, width = v.shape[2:]
@@ -198,10 +199,12 @@ def esp_soft(
     weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
     masks = [None if mask is None else mask.contiguous() for mask in (keep, query_keep)]
     given = [*clouds_and_values, *weights, *masks, out]
-    fits = _engine().asapc_esp_soft(ESP.pack(
+    soft = softsort_temperature is not None
+    fits = _engine().asapc_esp(ESP.pack(
         *(0 if x is None else x.data_ptr() for x in given), batch, heads, queries, keys, dim, width,
         count, coupling == "monotone", squared_cost, mean_cost, dtype == torch.float64,
-        torch.get_num_threads(), softsort_temperature, output_factor,
+        torch.get_num_threads(), soft, ties == "shared", ties == "ascending",
+        softsort_temperature or 0.0, output_factor,
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
@@ -228,7 +231,7 @@ def _rule(
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In dtype, the numbers of a token side by side."""
-    x = x if x.dtype == dtype else x.to(dtype)
+    x = x if x.dtype is dtype else x.to(dtype)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 

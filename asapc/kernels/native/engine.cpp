@@ -22,6 +22,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <iterator>
@@ -33,6 +34,7 @@
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <pthread.h>
@@ -917,15 +919,18 @@ template <class T> bool scale_all(const Scaling& s) {
 
 }  // namespace
 
-// Expected sliced plans, softly sorted; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v:
-// [B, H, M, E]; x: [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M]
-// and query_keep: [B, N] bytes or null; out: [B, H, N, E], 0 where nothing is written. All contiguous.
+// Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
+// [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
+// [B, N] bytes or null; out: [B, H, N, E], 0 where nothing is written. All contiguous.  softly: sorted by
+// SoftSort at a temperature. Else exactly, where tokens that tie share, or are in order, the last one first if
+// `ascending`.
 struct Esp {
   const void *q, *k, *v, *x, *y;
   const double *tau, *omega;
   const uint8_t *keep, *query_keep;
   void* out;
   int64_t batch, heads, queries, keys, dim, width, slices, monotone, squared, mean, is_double, threads;
+  int64_t softly, shared, ascending;
   double temperature, factor;
 };
 
@@ -957,6 +962,68 @@ std::vector<Meeting> meetings(int64_t n, int64_t m, bool monotone) {
   return found;
 }
 
+// Tokens of a line by rank, largest first.
+template <class T> class Ranking {
+  typedef typename Lanes<T>::Int Bits;
+
+ public:
+  explicit Ranking(const std::vector<int64_t>& active)
+      : order(active.size()), group(active.size()), active_(active), entries_(active.size()),
+        other_(active.size()) {}
+
+  // order: the token of every rank; starts: where groups of ranks that tie start, and where the last one ends;
+  // group: the one of every rank; alike: whether all of a group are the same point, see HardHead.
+  std::vector<int64_t> order, starts, group;
+  std::vector<char> alike;
+
+  bool tied() const { return starts.size() <= order.size(); }
+
+  // By the bytes of numbers, from the last one on, which leaves equal ones in the order they come in.
+  void sort(const T* x, bool shared, bool ascending) {
+    constexpr int bytes = sizeof(T);
+    const int64_t size = active_.size();
+    uint32_t counts[bytes][256] = {};
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t token = ascending ? size - 1 - i : i;
+      const Bits key = descending(x[active_[token]]);
+      entries_[i] = {key, uint32_t(token)};
+      for (int byte = 0; byte < bytes; ++byte) ++counts[byte][key >> 8 * byte & 255];
+    }
+    for (int byte = 0; byte < bytes; ++byte) {
+      uint32_t* places = counts[byte];
+      if (places[entries_[0].key >> 8 * byte & 255] == size) continue;
+      for (uint32_t digit = 0, before = 0; digit < 256; ++digit)
+        before += std::exchange(places[digit], before);
+      for (const Entry& entry : entries_) other_[places[entry.key >> 8 * byte & 255]++] = entry;
+      entries_.swap(other_);
+    }
+    starts.clear();
+    for (int64_t r = 0; r < size; ++r) {
+      if (r == 0 || !shared || entries_[r].key != entries_[r - 1].key) starts.push_back(r);
+      order[r] = entries_[r].token, group[r] = int64_t(starts.size()) - 1;
+    }
+    starts.push_back(size);
+  }
+
+ private:
+  struct Entry {
+    Bits key;
+    uint32_t token;
+  };
+
+  // Bits that are larger where the number is smaller; those of 0 and -0 are alike.
+  static Bits descending(T number) {
+    constexpr Bits sign = Bits(1) << (8 * sizeof(T) - 1);
+    Bits bits;
+    number += T(0);
+    std::memcpy(&bits, &number, sizeof(T));
+    return bits & sign ? bits : ~(bits | sign);
+  }
+
+  const std::vector<int64_t>& active_;
+  std::vector<Entry> entries_, other_;
+};
+
 // 0, 1, 2, ...
 template <class T> const V<T> kRamp = [] {
   V<T> ramp{};
@@ -973,18 +1040,19 @@ template <class T> const V<T> kRamp = [] {
 // alike, h^2 = pi t / (K sqrt 2), K = 16 is beyond the rounding of float32 and K = 32 of float64. SoftSort is
 // then diag(1 / Z) X'X, Z = X'(X 1), in any order of its columns. Tokens further apart than K nodes do not
 // see each other, so that nodes between them are left out.
-template <class T> class Line {
+template <class T> class Line : public Ranking<T> {
   static constexpr int L = kLanes<T>;
 
  public:
   static constexpr int K = std::is_same_v<T, float> ? 16 : 32;
 
   explicit Line(const std::vector<int64_t>& active)
-      : order(active.size()), first(active.size()), near(active.size() * K), share(active.size()),
-        active_(active), values_(rounded_up(active.size(), L), T(-kInfinity)) {}
+      : Ranking<T>(active), first(active.size()), near(active.size() * K), share(active.size()),
+        active_(active) {}
 
-  // order: the token of every rank; first: its first node; near: X at its K nodes; share: 1 / Z.
-  std::vector<int64_t> order, first;
+  // Of every rank.  first: its first node; near: X at its K nodes; share: 1 / Z.
+  using Ranking<T>::order;
+  std::vector<int64_t> first;
   std::vector<T> near, share;
 
   // False where a number is not finite.
@@ -992,12 +1060,13 @@ template <class T> class Line {
     const double per_step = std::sqrt(K * M_SQRT2 / (M_PI * temperature));
     const int64_t size = active_.size();
     bool finite = std::isfinite(per_step);
-    for (int64_t i = 0; i < size; ++i) values_[i] = x[active_[i]], finite &= std::isfinite(values_[i]);
+    for (int64_t token : active_) finite &= std::isfinite(x[token]);
     if (!finite) return false;
-    sort(size);
+    this->sort(x, false, false);
     double at = 0;
+    const auto value = [&](int64_t r) { return double(x[active_[order[r]]]); };
     for (int64_t r = 0; r < size; ++r) {
-      if (r) at += std::min((double(values_[order[r - 1]]) - double(values_[order[r]])) * per_step, double(K));
+      if (r) at += std::min((value(r - 1) - value(r)) * per_step, double(K));
       first[r] = int64_t(at);
       spread(T(at - double(first[r])), &near[r * K]);
     }
@@ -1016,20 +1085,6 @@ template <class T> class Line {
   }
 
  private:
-  // By counting what is larger: without branches, and little beside the products that follow.
-  void sort(int64_t size) {
-    std::fill(order.begin(), order.end(), -1);
-    for (int64_t i = 0; i < size; ++i) {
-      typename Lanes<T>::Bits larger{};
-      for (int64_t j = 0; j < size; j += L)
-        larger -= typename Lanes<T>::Bits(load(&values_[j]) > all(values_[i]));
-      int64_t rank = 0;
-      for (int e = 0; e < L; ++e) rank += larger[e];
-      while (order[rank] >= 0) ++rank;  // behind what ties
-      order[rank] = i;
-    }
-  }
-
   static void spread(T part, T* to) {
     for (int m = 0; m < K; m += L) {
       const V<T> away = all(part + T(K / 2 - 1 - m)) - kRamp<T>;
@@ -1038,25 +1093,53 @@ template <class T> class Line {
   }
 
   const std::vector<int64_t>& active_;
-  std::vector<T> values_;
   std::vector<double> sums_;
 };
 
-// One head. Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the
-// nodes next to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Slices
-// are weighed by exp(-tau (D - lowest D)), lowest of those up to here.
-template <class T> class SoftHead {
-  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
-
- public:
-  SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+// One head, and the weights of its slices.
+template <class T> class SlicedHead {
+ protected:
+  SlicedHead(const Esp& p, int64_t index, const Tokens& queries, const Tokens& keys)
       : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
-        padded_(rounded_up(m_, P)), head_(index % p.heads), x_(queries.active), y_(keys.active),
-        meetings_(meetings(n_, m_, p.monotone)) {
+        head_(index % p.heads), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
     q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim), v_ = at(p.v, p.keys * p.width);
     lines_x_ = at(p.x, p.slices * p.queries), lines_y_ = at(p.y, p.slices * p.keys);
     out_ = static_cast<T*>(p.out) + index * p.queries * p.width;
+  }
+
+  // What slices before are multiplied by when one of this cost joins them, and its own weight,
+  // omega exp(-tau (D - best D)), best of those up to here.
+  std::pair<T, T> joined(int64_t slice, double cost) {
+    if (p_.mean) cost /= double(n_);
+    if (slice == 0) best_ = cost;
+    const double ahead = p_.tau[head_] * (best_ - cost), omega = p_.omega[head_ * p_.slices + slice];
+    const double kept = ahead > 0 ? std::exp(-ahead) : 1.0;
+    const double weight = ahead > 0 ? omega : std::exp(ahead) * omega;
+    if (ahead > 0) best_ = cost;
+    total_ = total_ * kept + weight;
+    return {T(kept), T(weight)};
+  }
+
+  const Esp& p_;
+  const Tokens &queries_, &keys_;
+  const int64_t n_, m_, head_;
+  const std::vector<Meeting> meetings_;
+  const T *q_, *k_, *v_, *lines_x_, *lines_y_;
+  T* out_;
+  double best_ = 0, total_ = 0;
+};
+
+// Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
+// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time.
+template <class T> class SoftHead : SlicedHead<T> {
+  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
+  using Base = SlicedHead<T>;
+  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+
+ public:
+  SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), x_(queries.active), y_(keys.active) {
     const int64_t values = rounded_up(p.width, P) * m_, rows = rounded_up(n_, kRows);
     scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + kNodes * padded_ + values + m_) * sizeof(T) + 8 * kBytes);
     panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
@@ -1067,29 +1150,24 @@ template <class T> class SoftHead {
   void run() {
     form_cost();
     std::fill_n(mean_, n_ * padded_, T(0));
-    double total = 0, lowest = 0;
     for (int64_t l = 0; l < p_.slices; ++l) {
-      const bool finite = x_.place(lines_x_ + l * p_.queries, p_.temperature) &&
-                          y_.place(lines_y_ + l * p_.keys, p_.temperature);
-      const double cost = finite ? form_plan() / (p_.mean ? double(n_) : 1.0) : std::nan("");
-      const double before = l == 0 ? cost : lowest, tau = p_.tau[head_];
-      lowest = cost < before ? cost : before;
-      const double kept = std::exp(-tau * (before - lowest));
-      const double weight = std::exp(-tau * (cost - lowest)) * p_.omega[head_ * p_.slices + l];
-      total = total * kept + weight;
-      const V<T> factor = all(T(weight)), other = all(T(kept));
+      const bool finite = x_.place(this->lines_x_ + l * p_.queries, p_.temperature) &&
+                          y_.place(this->lines_y_ + l * p_.keys, p_.temperature);
+      const auto [kept, weight] = this->joined(l, finite ? form_plan() : std::nan(""));
+      const V<T> factor = all(weight), other = all(kept);
       for (int64_t i = 0; i < n_ * padded_; i += L)
         store(mean_ + i, load(mean_ + i) * other + load(plan_ + i) * factor);
     }
-    apply(T(p_.factor / total));
+    apply(T(p_.factor / this->total_));
   }
 
  private:
   void form_cost() {
-    pack_tokens(k_, p_.dim, keys_, p_.dim, T(1), panels_);
+    pack_tokens(this->k_, p_.dim, keys_, p_.dim, T(1), panels_);
     for (int64_t row = 0; row < n_; row += kRows) {
       const T* x[kRows];
-      for (int r = 0; r < kRows; ++r) x[r] = q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
+      for (int r = 0; r < kRows; ++r)
+        x[r] = this->q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
       T* to = cost_ + row * padded_;
       for (int64_t start = 0; start < padded_; start += P)
         tile<T, true>(x, p_.dim, panels_ + start * p_.dim, to + start, padded_);
@@ -1168,7 +1246,7 @@ template <class T> class SoftHead {
 
   void apply(T factor) {
     std::fill_n(ones_, m_, T(1));
-    pack_values(v_, p_.width, keys_, p_.width, ones_, values_);
+    pack_values(this->v_, p_.width, keys_, p_.width, ones_, values_);
     for (int64_t row = 0; row < n_; row += kRows) {
       const T* x[kRows];
       T *to[kRows], factors[kRows];
@@ -1180,21 +1258,149 @@ template <class T> class SoftHead {
     }
   }
 
-  const Esp& p_;
-  const Tokens &queries_, &keys_;
-  const int64_t n_, m_, padded_, head_;
+  const int64_t padded_;
   Line<T> x_, y_;
-  const std::vector<Meeting> meetings_;
   std::vector<T> met_;
-  const T *q_, *k_, *v_, *lines_x_, *lines_y_;
-  T *out_, *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_;
+  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_;
 };
 
-template <class T> bool sort_softly(const Esp& p) {
-  const double products = double(p.batch) * double(p.heads) * double(p.slices) * double(p.queries) * double(p.keys);
-  return each(p.batch * p.heads, products * Line<T>::K, p.threads, [&](int64_t index, Scratch& scratch) {
+// Of every slice only who meets whom: O(N (D + E)) a slice, and no N x M matrix. Groups of tokens that tie meet
+// as one; of those that are not the same point the distances of all pairs count.
+template <class T> class HardHead : SlicedHead<T> {
+  static constexpr int L = kLanes<T>;
+  using Base = SlicedHead<T>;
+  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_;
+
+ public:
+  HardHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, index, queries, keys), depth_(rounded_up(p.dim, L)), width_(rounded_up(p.width, L)),
+        x_(queries.active), y_(keys.active) {
+    scratch.reserve(((n_ + m_) * depth_ + (n_ + 2 * m_ + 1) * width_) * sizeof(T));
+    points_x_ = scratch.take<T>(n_ * depth_), points_y_ = scratch.take<T>(m_ * depth_);
+    values_ = scratch.take<T>(m_ * width_), means_ = scratch.take<T>(m_ * width_);
+    mixed_ = scratch.take<T>(n_ * width_), received_ = scratch.take<T>(width_);
+    copy(this->q_, p.dim, queries, depth_, points_x_), copy(this->k_, p.dim, keys, depth_, points_y_);
+    copy(this->v_, p.width, keys, width_, values_), std::fill_n(mixed_, n_ * width_, T(0));
+  }
+
+  void run() {
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      rank(x_, this->lines_x_ + l * p_.queries, points_x_);
+      rank(y_, this->lines_y_ + l * p_.keys, points_y_);
+      if (x_.tied() || y_.tied()) meet_in_groups();
+      const std::vector<Meeting>& met = x_.tied() || y_.tied() ? grouped_ : meetings_;
+      double cost = 0;
+      for (const Meeting& pair : met) cost += pair.mass * double(between(pair.query, pair.key));
+      const auto [kept, weight] = this->joined(l, cost);
+      for (int64_t i = 0; kept != T(1) && i < n_ * width_; i += L)
+        store(mixed_ + i, load(mixed_ + i) * kept);
+      add(met, weight);
+    }
+    const T factor = T(p_.factor / this->total_);
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t e = 0; e < p_.width; ++e)
+        this->out_[queries_.active[i] * p_.width + e] = mixed_[i * width_ + e] * factor;
+  }
+
+ private:
+  // Rows of active tokens, filled up with zeros to a register.
+  static void copy(const T* from, int64_t size, const Tokens& tokens, int64_t padded, T* to) {
+    for (int64_t token : tokens.active) {
+      std::fill(std::copy_n(from + token * size, size, to), to + padded, T(0));
+      to += padded;
+    }
+  }
+
+  void rank(Ranking<T>& line, const T* numbers, const T* points) {
+    line.sort(numbers, p_.shared, p_.ascending);
+    line.alike.assign(line.tied() ? line.starts.size() - 1 : 0, true);
+    for (size_t g = 0; g < line.alike.size(); ++g) {
+      const T* first = points + line.order[line.starts[g]] * depth_;
+      for (int64_t r = line.starts[g] + 1; r < line.starts[g + 1]; ++r)
+        line.alike[g] &= std::equal(first, first + depth_, points + line.order[r] * depth_);
+    }
+  }
+
+  // Meetings of groups. A group of queries comes back to none of keys but the last two that it met.
+  void meet_in_groups() {
+    grouped_.clear();
+    for (const auto& [r, s, mass] : meetings_) {
+      const int64_t g = x_.group[r], h = y_.group[s];
+      const auto same = [&](const Meeting& other) { return other.query == g && other.key == h; };
+      const auto since = grouped_.rbegin(), till = since + std::min<int64_t>(2, grouped_.size());
+      const auto found = std::find_if(since, till, same);
+      if (found == till) grouped_.push_back({g, h, mass});
+      else found->mass += mass;
+    }
+  }
+
+  // The mean distance of two groups.
+  T between(int64_t g, int64_t h) const {
+    const int64_t row = x_.starts[g], column = y_.starts[h];
+    const int64_t rows = x_.tied() && !x_.alike[g] ? x_.starts[g + 1] - row : 1;
+    const int64_t columns = y_.tied() && !y_.alike[h] ? y_.starts[h + 1] - column : 1;
+    if (rows * columns == 1) return distance(x_.order[row], y_.order[column]);
+    double total = 0;
+    for (int64_t r = row; r < row + rows; ++r)
+      for (int64_t s = column; s < column + columns; ++s)
+        total += double(distance(x_.order[r], y_.order[s]));
+    return T(total / (double(rows) * double(columns)));
+  }
+
+  INLINE T distance(int64_t i, int64_t j) const {
+    V<T> sum{};
+    for (int64_t d = 0; d < depth_; d += L) {
+      const V<T> apart = load(points_x_ + i * depth_ + d) - load(points_y_ + j * depth_ + d);
+      sum += apart * apart;
+    }
+    return p_.squared ? sum_of<T>(sum) : std::sqrt(sum_of<T>(sum));
+  }
+
+  // What every query receives in a slice, times its weight.
+  void add(const std::vector<Meeting>& met, T weight) {
+    const T* values = y_.tied() ? means_ : values_;
+    if (y_.tied()) form_means();
+    for (size_t i = 0; i < met.size();) {
+      const int64_t g = met[i].query, row = x_.starts[g], rows = x_.starts[g + 1] - row;
+      T* to = rows == 1 ? mixed_ + x_.order[row] * width_ : received_;
+      if (rows > 1) std::fill_n(received_, width_, T(0));
+      for (; i < met.size() && met[i].query == g; ++i) {
+        const int64_t h = met[i].key;
+        const T share = weight * T(met[i].mass / double(rows));
+        add_row(share, values + (y_.tied() ? h : y_.order[h]) * width_, to);
+      }
+      for (int64_t r = row; rows > 1 && r < row + rows; ++r)
+        add_row(T(1), received_, mixed_ + x_.order[r] * width_);
+    }
+  }
+
+  void form_means() {
+    for (size_t h = 0; h + 1 < y_.starts.size(); ++h) {
+      std::fill_n(means_ + h * width_, width_, T(0));
+      const T share = T(1) / T(y_.starts[h + 1] - y_.starts[h]);
+      for (int64_t s = y_.starts[h]; s < y_.starts[h + 1]; ++s)
+        add_row(share, values_ + y_.order[s] * width_, means_ + h * width_);
+    }
+  }
+
+  INLINE void add_row(T factor, const T* from, T* to) const {
+    for (int64_t e = 0; e < width_; e += L) store(to + e, load(to + e) + load(from + e) * factor);
+  }
+
+  const int64_t depth_, width_;
+  Ranking<T> x_, y_;
+  std::vector<Meeting> grouped_;
+  T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_;
+};
+
+template <class T> bool sort(const Esp& p) {
+  const double lines = double(p.batch) * double(p.heads) * double(p.slices) * double(p.queries);
+  const double products = lines * (p.softly ? double(p.keys) * Line<T>::K : double(p.dim + p.width + 64));
+  return each(p.batch * p.heads, products, p.threads, [&](int64_t index, Scratch& scratch) {
     const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
-    if (!queries.none && !keys.none) SoftHead<T>(p, index, scratch, queries, keys).run();
+    if (queries.none || keys.none) return;
+    if (p.softly) SoftHead<T>(p, index, scratch, queries, keys).run();
+    else HardHead<T>(p, index, scratch, queries, keys).run();
   });
 }
 
@@ -1212,6 +1418,6 @@ extern "C" double asapc_sinkhorn(const Problem* problem) {
 }
 
 // Returns whether there was enough memory.
-extern "C" int asapc_esp_soft(const Esp* esp) {
-  return esp->is_double ? sort_softly<double>(*esp) : sort_softly<float>(*esp);
+extern "C" int asapc_esp(const Esp* esp) {
+  return esp->is_double ? sort<double>(*esp) : sort<float>(*esp);
 }
