@@ -42,8 +42,10 @@ def log_plan_of(
     scores: [.., N, M] in units of epsilon; log_mu, log_nu: broadcastable to [.., N] and [.., M],
     None for 1/N and 1/M each, -inf where a token has no mass.
     """
-    uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-    mu, nu = (alike if x is None else x for x, alike in zip((log_mu, log_nu), uniform, strict=True))
+    mu, nu = log_mu, log_nu
+    if mu is None or nu is None:  # only then: a logarithm of a size fixes it in a graph
+        uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
+        mu, nu = (alike if x is None else x for x, alike in zip((mu, nu), uniform, strict=True))
     if damping is not None:
         side: Side = "row" if rows_first else "column"
         f, g = alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
