@@ -376,7 +376,7 @@ def test_every_head_is_in_one_group_and_large_ones_are_alone(heads: int, bytes_o
 def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
     """One call of a kernel on a few odd sizes, padded or not, with its second output if it has one."""
     draw = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(3, 2, n, 5, generator=draw) for n in (19, 23, 23))
+    q, k = (torch.randn(3, 2, n, 5, generator=draw) for n in (19, 23))
     keep = torch.rand(3, 23, generator=draw) > 0.3 if masked else None
     pivots, mass = torch.randn(2, 7, 5, generator=draw), torch.full((2, 7), 1 / 7)
     clouds = Clouds(q, k, None, keep)
