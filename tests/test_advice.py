@@ -119,6 +119,15 @@ def test_a_slower_model_is_not_shipped_however_close(document: Document) -> None
     assert decision.action == "lossless" and decision.lossless is not None
 
 
+def test_torch_compile_of_the_teacher_is_taken_where_it_gains_more(document: Document) -> None:
+    document["model"] |= {"speedup": 2.0, "speedup_teacher_torch_compile": 3.0}
+    decision = decided(document)
+    assert decision.sentence == "Run the teacher under torch.compile."
+    assert "3x as fast as the teacher here, and asapc gains" in decision.because
+    document["model"]["speedup_compiled_torch_compile"] = 2.9  # as fast, to the margin of a shared machine
+    assert decided(document).sentence == "Ship it."
+
+
 def test_too_few_examples_are_no_decision(document: Document) -> None:
     document["model"]["examples"] = 20
     decision = decided(document)

@@ -188,9 +188,9 @@ def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
 def decide(report: Report) -> Decision:
     """What to do with the compiled model.
 
-    A measurement that cannot be trusted comes before everything else; then the lossless model, where it
-    is about as fast and mends whatever failed; then what failed, speed first: a model that is slower than
-    its teacher is of no use however close it is.
+    A measurement that cannot be trusted comes before everything else; then torch.compile, where it was
+    timed and gains more; then the lossless model, where it is about as fast and mends whatever failed;
+    then what failed, speed first: a model that is slower than its teacher is of no use however close it is.
     """
     judged = judgement(report)
     gate, sites, seen, lossless = judged.gate, report.sites, figures(report), _lossless(report)
@@ -202,6 +202,9 @@ def decide(report: Report) -> Decision:
         return Decision("measure", f"Measure {again} before you decide.", because, judged)
     if sites and all(site.operator == TEACHER for site in sites):
         return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
+    faster = _under_torch_compile(report)
+    if faster is not None:
+        return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
     mends, near = lossless is not None and _mends(lossless, gate), lossless_instead(report)
     instead = "Take the lossless model instead."
     if near is not None and mends:
@@ -224,6 +227,16 @@ def decide(report: Report) -> Decision:
     site = check.scope if check.scope in names else _worst_contributor(report, check)
     what = "Do not ship it yet." if site is None else f"Look at {short(site)} first."
     return Decision("look", what, _message(check), judged, site)
+
+
+def _under_torch_compile(report: Report) -> str | None:
+    """That the teacher under torch.compile is faster than all that asapc has made, where it was timed."""
+    keys = ("speedup", "speedup_lossless", "speedup_compiled_torch_compile")
+    speeds = [positive(report.model.metric(key)) or 0.0 for key in keys]
+    under = positive(report.model.metric("speedup_teacher_torch_compile"))
+    if under is None or under <= (1 + NEARLY) * max(speeds):
+        return None
+    return f"That is {number(under)}x as fast as the teacher here, and asapc gains {number(max(speeds))}x."
 
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
