@@ -190,7 +190,7 @@ def decide(report: Report) -> Decision:
 
     A measurement that cannot be trusted comes before everything else; then torch.compile, where it was
     timed and gains more; then the lossless model, where it is about as fast and mends whatever failed;
-    then what failed, speed first: a model that is slower than its teacher is of no use however close it is.
+    then what failed, speed first: a model that is slower than its teacher is of no use, however close.
     """
     judged = judgement(report)
     gate, sites, seen, lossless = judged.gate, report.sites, figures(report), _lossless(report)
@@ -236,7 +236,7 @@ def _under_torch_compile(report: Report) -> str | None:
     under = positive(report.model.metric("speedup_teacher_torch_compile"))
     if under is None or under <= (1 + NEARLY) * max(speeds):
         return None
-    return f"That is {number(under)}x as fast as the teacher here, and asapc gains {number(max(speeds))}x."
+    return f"It is {number(under)}x as fast as the teacher there, and asapc gains {number(max(speeds))}x."
 
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
