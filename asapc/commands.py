@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asapc.inputs.onnx.settings import OnnxSettings
     from asapc.report import Report
 
+
 def inspect_model(
     model: str, data: str | None, reading: Reading = NO_OPTIONS, progress: Progress = SILENT
 ) -> dict[str, Any]:

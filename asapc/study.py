@@ -307,9 +307,9 @@ class _Bench:
         """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
         keeps its activations."""
         together: dict[tuple[int, int], list[Row]] = {}
-        for row in rows:
+        for place, row in enumerate(rows, start=1):  # of which every process has the same order
             if row.recipe is not None:
-                alone = id(row) if row.recipe.operator in DISTILLED else 0
+                alone = place if row.recipe.operator in DISTILLED else 0
                 together.setdefault((alone, row.recipe.max_examples), []).append(row)
         fitted: dict[int, Fits] = {}
         for _, alike in sorted(together.items()):
@@ -397,6 +397,7 @@ class _Bench:
             **attention.metrics(),
             **{key: output.metrics()[key] for key in ("output_rmse", "output_rel_l2")},
         }
+
 
 def _fitted_as(recipe: Recipe) -> Recipe:
     """The recipe whose fit this one takes: where c-transforms go on from the last dual, one for all."""

@@ -289,6 +289,8 @@ def _taken(node: Node) -> tuple[int, slice | None] | None:
     if node.target is not operator.getitem:
         return None
     parts, index = args
+    if parts.target not in PARTS:
+        return None
     given = [*_args(parts), *parts.kwargs.values()]
     place = PARTS[parts.target]
     axis = int(given[place]) % rank_of(given[0]) if len(given) > place else 0

@@ -159,7 +159,8 @@ def larger_sizes(
         return {**one, **_within(places, wanted)}
 
     longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
-    while cut.largest(of(longest)) > PROBE_WORK and longest > 1:  # some code forms [N, M, M]
+    most_work = max(PROBE_WORK, cut.largest(of(1)))  # of what has a size of its own, too
+    while cut.largest(of(longest)) > most_work:  # some code forms [N, M, M]
         longest = longest * 3 // 4
     beyond = min(max(cut.thresholds(), default=0) * 9 // 8, most)
     if beyond > longest and max(beyond**2 * depth, cut.largest(of(beyond))) > FARTHEST_WORK:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.passes.divisions import guarded_divisions
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
@@ -58,7 +57,6 @@ def one_spelling(graph: GraphModule) -> bool:
             changed = True
         elif node.target in RESPELT and isinstance(node.meta.get("val"), Tensor):
             changed |= _respell(graph, node)
-    changed |= guarded_divisions(graph)
     if changed:
         graph.graph.eliminate_dead_code()
         graph.recompile()

@@ -459,3 +459,31 @@ raise SystemExit(f"cannot be imported first: {failed}" if failed else 0)
 def test_each_module_can_be_imported_first() -> None:
     """No circle of imports depends on where it is entered: every module in a process of its own."""
     subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=300)
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
+def test_sizes_that_differ_are_an_error_and_masks_of_one_example_are_everybodys() -> None:
+    """The engine reads memory by these sizes."""
+    ops = torch.ops.asapc
+    q, k, v = (torch.randn(2, 2, n, 3) for n in (4, 5, 5))
+    slices, tau = torch.randn(2, 6, 3), torch.ones(2)
+    pivots, mass = torch.randn(2, 3, 3), torch.full((2, 3), 1 / 3)
+
+    def sinkhorn(k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+        return ops.sinkhorn(q, k, v, keep, None, 1.0, 4, True, [1.0, 0.0, 0.0, 0.0])
+
+    def lot(k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+        loops = 1.0, 1.0, 3, True, 3, True, [1.0, 0.0, 0.0, 0.0]
+        return ops.lot(q, k, v, keep, None, None, pivots, mass, *loops)
+
+    def esp_hard(k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+        return ops.esp_hard(q, k, v, keep, None, slices, tau, False, True, 1.0)
+
+    one = torch.tensor([[True, False, True, True, True]])
+    for run in (sinkhorn, lot, esp_hard):
+        torch.testing.assert_close(run(k, v, one), run(k, v, one.expand(2, -1)))
+        for keys, values in ((k, v[:, :, :3]), (k, v[:1]), (k[:, :1], v[:, :1]), (k[..., :2], v)):
+            with pytest.raises((RuntimeError, IndexError)):
+                run(keys.contiguous(), values.contiguous())
+        with pytest.raises(RuntimeError):
+            run(k, v, one[:, :4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import programs
 import pytest
-from program_texts import DIVIDED
 from torch import Tensor, nn
 
 # Programs that are accepted, refused, patched and captured by modules, in a second or two each.
@@ -35,10 +34,6 @@ COMPILED = {  # each was refused, or fixed to the lengths of its data
     "positions cached in an attribute": {"bias": "cached"},
     "sliced plans that hide tokens by -1e9": {
         "family": "esp", "mask": "padded_bm", "way": "where", "value": "-1e9",
-    },
-    **{
-        f"divisions {guard}": {"form": "softmax_plan", "mask": "active_bm", "guard": guard}
-        for guard in DIVIDED
     },
 }  # fmt: skip
 

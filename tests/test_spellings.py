@@ -38,33 +38,6 @@ def test_the_same_in_one_spelling() -> None:
     assert left == {torch.ops.aten.inner.default}  # of two vectors
 
 
-class Divided(nn.Module):
-    """Divisions that give 0 where there is nothing, one of which is of numbers of either sign."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        p = x.relu()
-        rows, columns, signed = p.sum(-1, keepdim=True), p.sum(0, keepdim=True), x.sum(-1, keepdim=True)
-        return (
-            torch.where(rows > 0, p / rows, 0.0), torch.where(rows == 0, torch.zeros_like(p), p / rows),
-            p / torch.where(columns != 0, columns, 1.0), p / rows.masked_fill(rows == 0, 3.0),
-            (p / columns).masked_fill(~(columns > 0), 0.0), torch.nan_to_num(p / rows),
-            torch.where(signed > 0, x / signed, 0.0),
-        )  # fmt: skip
-
-
-def test_divisions_that_give_0_where_there_is_nothing() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(6, 5)
-    x[2], x[:, 3] = -1.0, -2.0
-    net = Divided()
-    (program,) = capture(net, (x,), {}).programs
-    for found, expected in zip(program.graph(x), net(x), strict=True):
-        assert torch.equal(found, expected)
-    targets = [node.target for node in program.graph.graph.nodes]
-    aten = torch.ops.aten
-    assert targets.count(aten.clamp_min.default) == 6 and targets.count(aten.where.ScalarOther) == 1
-
-
 class Attention(nn.Module):
     """Written with as few of the usual words as there are others."""
 

@@ -70,7 +70,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
         raise InputError(
             "a model's weights must be tensors of numbers",
             got=", ".join(f"{name}: {type(state[name]).__name__}" for name in other[:4]),
-            help="compile a model before its layers are quantised",
+            help="compile a model before its layers are quantised; other extra state is not supported",
         )  # fmt: skip
     digest = hashlib.sha256()
     for name in sorted(state):

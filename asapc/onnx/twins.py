@@ -181,7 +181,8 @@ def _both(name: str, compute: Twin) -> tuple[Callable[..., Tensor], Callable[...
 
     def rounded(a: SimpleNamespace) -> Tensor:
         a.v = vars(a).get("v")
-        return compute(a).to(a.q.dtype if a.v is None else a.v.dtype)
+        dtype = a.q.dtype if a.v is None else a.v.dtype
+        return compute(a).to(dtype)
 
     return _called_as(name, rounded), _called_as(f"{name}_attention", rounded)
 

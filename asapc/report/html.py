@@ -164,7 +164,7 @@ def tiles(report: Report) -> list[Tile]:
     if figure.speedup is not None:
         notes = [*_interval(report.model, "speedup"), *_against_baseline(report, "speedup")]
         if figure.speedup_lossless is not None:
-            notes = [f"{times_text(figure.speedup_lossless)} by lossless kernels alone", *notes]
+            notes.append(f"{times_text(figure.speedup_lossless)} by lossless kernels alone")
         shown.append(Tile("Speed-up, whole model", times_text(figure.speedup), notes))
     before, after = (finite(model.metric(f"accuracy_{who}")) for who in ("teacher", "compiled"))
     accuracy = "" if before is None or after is None else f"{before:.2%} → {after:.2%}"

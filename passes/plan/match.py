@@ -39,10 +39,10 @@ from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, re
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
+from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.plan.stops import changed_by_stops
-from asapc.passes.positive import is_positive
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import LARGE, guesses_of, where, without_choice
 from asapc.passes.sinkhorn.probe import (

@@ -1,4 +1,5 @@
-"""The engine in C++ that runs the finite loop on a CPU: what engine.cpp computes, and whether it is here.
+"""The engine in C++ that runs finite loops and sliced plans on a CPU: what engine.cpp computes, and
+whether it is here.
 
 It is compiled where asapc is installed and there is a compiler, once for each instruction set. Which of
 them runs is torch's own choice, that of torch.backends.cpu.get_cpu_capability(). ASAPC_NATIVE=0 has the
@@ -100,10 +101,12 @@ def sinkhorn_loop(
     if keys == 0 or out.numel() == 0:
         return out.to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep = None if keep is None else keep.contiguous()
-    query_keep = None if query_keep is None else query_keep.contiguous()
-    mass = None if mass is None else mass.to(dtype).contiguous()
-    dual = None if dual is None else dual.to(dtype).contiguous()
+    keep, query_keep = _masks(q, k, v, keep, query_keep)
+    if mass is not None:
+        mass = mass.to(dtype).expand(batch, heads, queries if rows_weigh else keys).contiguous()
+    if dual is not None:
+        starts = queries if loop.first_side == "column" else keys
+        dual = dual.to(dtype).expand(batch, heads, starts).contiguous()
     bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
     given = (q, k, v, keep, bias, dual, out, query_keep, mass)
     problem = PROBLEM.pack(
@@ -197,8 +200,7 @@ def esp(
     omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
     clouds_and_values = [x.to(dtype).contiguous() for x in (clouds.q, clouds.k, v, clouds.x, clouds.y)]
     weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
-    masks = [None if mask is None else mask.contiguous() for mask in (keep, query_keep)]
-    given = [*clouds_and_values, *weights, *masks, out]
+    given = [*clouds_and_values, *weights, *_masks(clouds.q, clouds.k, v, keep, query_keep), out]
     soft = softsort_temperature is not None
     fits = _engine().asapc_esp(ESP.pack(
         *(0 if x is None else x.data_ptr() for x in given), batch, heads, queries, keys, dim, width,
@@ -227,6 +229,24 @@ def _rule(
         1 + FORMS.index(stabiliser.form), stabiliser.kind == "add", stabiliser.start == "softmax",
         stabiliser.constant, least, keys / queries if grows else 1.0,
     )  # fmt: skip
+
+
+def _masks(
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """keep [B, M] and query_keep [B, N], whole.
+
+    Raises RuntimeError where sizes differ, as torch's own operators do: the engine would read elsewhere.
+    """
+    (batch, heads, queries, dim), (*of_keys, keys, keys_dim) = q.shape, k.shape
+    if of_keys != [batch, heads] or keys_dim != dim or (v is not None and v.shape[:3] != k.shape[:3]):
+        given = ", ".join(str([*x.shape]) for x in (q, k, v) if x is not None)
+        raise RuntimeError(f"asapc: queries, keys and values must be of the same batch, got {given}")
+    if keep is not None:
+        keep = keep.to(torch.bool).expand(batch, keys).contiguous()
+    if query_keep is not None:
+        query_keep = query_keep.to(torch.bool).expand(batch, queries).contiguous()
+    return keep, query_keep
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
-// operators/sinkhorn.py and operators/asap.py behind one C function, asapc_sinkhorn.
+// operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
+// asapc_scale runs the loop of a given K, asapc_esp the sliced plans of operators/esp.py.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on

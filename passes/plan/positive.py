@@ -47,17 +47,15 @@ _CLOSED = {
 DEEPEST = 60  # nodes on the way to what a tensor is made of
 
 
-def is_positive(node: Node, known: dict[Node, float] | None = None) -> bool:
-    """Whether no entry can be below 0.  known: least values of other nodes, which it adds to."""
-    return _least(node, {} if known is None else known) >= 0.0
+def is_positive(node: Node) -> bool:
+    """Whether no entry can be below 0."""
+    return _least(node, {}) >= 0.0
 
 
 def _least(value: Any, known: dict[Node, float], depth: int = 0) -> float:
     """A number that no entry is below; -inf where nothing is known.  known: of nodes asked for before."""
     if isinstance(value, (int, float)):
         return float(value)
-    if isinstance(value, Node) and value.target is aten.sym_size.int:
-        return 0.0
     if not isinstance(value, Node) or not is_tensor(value) or depth > DEEPEST:
         return -math.inf
     if value not in known:
