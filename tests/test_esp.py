@@ -660,3 +660,23 @@ def test_dispatch_says_what_runs() -> None:
     kernels = [c.kernel for c in choices]
     sorted_there = "plain PyTorch" if native.missing() else f"CPU, {native.described()}"
     assert kernels == [sorted_there, sorted_there, "plain PyTorch"]
+
+
+def test_slices_of_no_weight_or_of_infinite_cost_add_nothing() -> None:
+    """In float32 as well, whichever of them comes first and however far it is ahead."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 1, 8, 2), torch.randn(1, 1, 8, 2), torch.randn(1, 1, 8, 3)
+    for tau in (1.0, 20.0, 40.0):
+        for weight in ([1.0, 0.0], [0.0, 1.0]):
+            for points in ((q, k), (q.flip(-1), k.flip(-1))):
+                settings = (None, None, None, torch.tensor([tau]), True, False, 1.0)
+                named = {"slice_weight": torch.tensor(weight)}
+                expected = meaning.esp_hard(*points, v, *settings, **named)
+                assert expected.isfinite().all()
+                torch.testing.assert_close(ops.esp_hard(*points, v, *settings, **named), expected)
+    far = [x.clone() for x in (q, k)]
+    far[0][..., 0, 1] = far[1][..., 3, 1] = 1e20
+    for points in (far, [x.flip(-1) for x in far]):
+        settings = (None, None, None, torch.ones(1), True, False, 1.0)
+        expected = meaning.esp_hard(*points, v, *settings)
+        torch.testing.assert_close(ops.esp_hard(*points, v, *settings), expected, equal_nan=True)

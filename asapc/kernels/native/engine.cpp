@@ -1110,14 +1110,16 @@ template <class T> class SlicedHead {
   }
 
   // What slices before are multiplied by when one of this cost joins them, and its own weight,
-  // omega exp(-tau (D - best D)), best of those up to here.
+  // omega exp(-tau D) in units of the largest up to here: in float32, too, one of them is 1.
   std::pair<T, T> joined(int64_t slice, double cost) {
+    const double omega = p_.omega[head_ * p_.slices + slice], tau = p_.tau[head_];
+    if (omega == 0 || (tau > 0 && cost == double(kInfinity))) return {T(1), T(0)};
     if (p_.mean) cost /= double(n_);
-    if (slice == 0) best_ = cost;
-    const double ahead = p_.tau[head_] * (best_ - cost), omega = p_.omega[head_ * p_.slices + slice];
+    if (best_omega_ == 0) best_ = cost, best_omega_ = omega;
+    const double ahead = tau * (best_ - cost) + std::log(std::abs(omega / best_omega_));
     const double kept = ahead > 0 ? std::exp(-ahead) : 1.0;
-    const double weight = ahead > 0 ? omega : std::exp(ahead) * omega;
-    if (ahead > 0) best_ = cost;
+    const double weight = std::copysign(ahead > 0 ? 1.0 : std::exp(ahead), omega);
+    if (ahead > 0) best_ = cost, best_omega_ = omega;
     total_ = total_ * kept + weight;
     return {T(kept), T(weight)};
   }
@@ -1128,7 +1130,7 @@ template <class T> class SlicedHead {
   const std::vector<Meeting> meetings_;
   const T *q_, *k_, *v_, *lines_x_, *lines_y_;
   T* out_;
-  double best_ = 0, total_ = 0;
+  double best_ = 0, best_omega_ = 0, total_ = 0;
 };
 
 // Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
