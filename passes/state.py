@@ -17,7 +17,7 @@ import dis
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType
@@ -38,6 +38,7 @@ from asapc.program.state import (
     Steps,
     TooMuch,
     Value,
+    can_be_taken_away,
     encoded,
     reachable,
     text_of,
@@ -118,15 +119,21 @@ class Observed:
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
         return Reads(values, tuple(sorted(self.questions.get(name, ()))))
 
-    def kept(self, name: str, module: nn.Module) -> tuple[str, ...]:
-        """Attributes in which the module's code has kept tensors of its last call, for others to read."""
+    def kept(self, name: str, module: nn.Module) -> tuple[Steps, ...]:
+        """Attributes, of the module or of an object that it can reach, in which its code has kept tensors
+        of its last call, for others to read."""
         names = self.names.get(name, Names())
-        steps = (step for code in names.code for step in dis.get_instructions(code))
-        stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
-        own = vars(module)
+        if names.attributes is None:
+            return ()
+        instructions = (step for code in names.code for step in dis.get_instructions(code))
+        stored = {str(step.argval) for step in instructions if step.opname == "STORE_ATTR"}
+        own = stored - names.attributes
+        values = reachable(module, replace(names, attributes=names.attributes | stored)) if own else {}
+        tensors = [steps for steps, x in values.items() if isinstance(x, tuple) and x[0] == "tensor"]
         return tuple(
-            key for key in sorted(stored - (stored if names.attributes is None else names.attributes))
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(own.get(key)))
+            steps for steps in sorted(values, key=str)
+            if steps[-1][1] in own and can_be_taken_away(steps)
+            and any(inner[: len(steps)] == steps for inner in tensors)
         )
 
     def within(self, outer: str) -> Observed:

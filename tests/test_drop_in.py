@@ -16,6 +16,7 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drop_in_nets
@@ -694,33 +695,48 @@ class Ends(nn.Module):
         self.count, self.factor, self._hidden, self.ratio = 3, 2.5, 1, float("nan")
 
 
-class Keeping(nn.Module):
-    """Attention that keeps its last map in an attribute, as is usual for pictures."""
+class Shared:
+    """What several modules hold, and none owns."""
 
     def __init__(self) -> None:
+        self.notes: dict[str, Any] = {"maps": SimpleNamespace(last=None)}
+
+
+class Keeping(nn.Module):
+    """Attention that keeps its last map in an attribute, as is usual for pictures.
+
+    shared: an object of others, in which it keeps it as well.
+    """
+
+    def __init__(self, shared: Shared | None = None) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         self.last: Tensor | None = None
+        self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         plan = torch.softmax(self.q(x) @ self.k(x).mT / 8**0.5, -1)
         for _ in range(4):
             plan = plan / plan.sum(-2, keepdim=True)
             plan = plan / plan.sum(-1, keepdim=True)
-        self.last = plan.detach()
+        if self.shared is None:
+            self.last = plan.detach()
+        else:
+            self.shared.notes["maps"].last = [plan.detach()]
         return plan @ self.v(x)
 
 
 class Reading(nn.Module):
     """Cannot be traced as a whole, and reads what its layer keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Shared | None) -> None:
         super().__init__()
-        self.layer = Keeping()
+        self.shared = shared
+        self.layer = Keeping(shared)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
         out = self.layer(x) * (1.0 + round(x.mean().item(), 1))
-        return out, self.layer.last
+        return out, self.layer.last if self.shared is None else self.shared.notes["maps"].last
 
 
 def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: Path) -> None:
@@ -739,10 +755,25 @@ def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: P
     assert patched[0].last.shape == (3, 7, 7)
 
 
-def test_what_the_model_reads_of_such_an_attribute_is_refused() -> None:
+def test_so_is_one_of_an_object_that_is_shared() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Keeping(Shared()), nn.Linear(8, 3)).eval(), torch.randn(40, 7, 8)
+    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
+    notes = patched[0].shared.notes["maps"]
+    notes.last = "of an earlier call"
+    with torch.no_grad():
+        assert largest_difference(model(x[:3]), torch.compile(patched, backend="eager")(x[:3])) < 1e-5
+        assert not hasattr(notes, "last") and model[0].shared.notes["maps"].last[0].shape == (3, 7, 7)
+        notes.last = "of an earlier call"
+        patched(x[:3])
+    assert not hasattr(notes, "last")
+
+
+@pytest.mark.parametrize("shared", [None, Shared()])
+def test_what_the_model_reads_of_such_an_attribute_is_refused(shared: Shared | None) -> None:
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="last is only kept there"):
-        asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
+        asapc.compile(Reading(shared).eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 
 def test_what_is_known_of_a_module() -> None:

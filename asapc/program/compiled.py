@@ -29,7 +29,7 @@ from asapc.formats.records import APART, Record
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
-from asapc.program.state import Reads, asked, own_forward
+from asapc.program.state import Reads, Steps, asked, can_be_taken_away, own_forward, take_away
 
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 REPLICATE = "_replicate_for_data_parallel"
@@ -83,8 +83,8 @@ class Inside(Record):
     own_forward: its instance had a forward that its class does not have.
     hooked:      it had hooks, which the trace has.
     reads:       what its code read besides its arguments.
-    keeps:       attributes in which its code keeps tensors, such as its last map.  A compiled forward
-                 takes them away: what they held would be that of another call.
+    keeps:       the way to attributes in which its code keeps tensors, such as its last map.  A compiled
+                 forward takes them away: what they held would be that of another call.
     """
 
     path: str
@@ -92,11 +92,13 @@ class Inside(Record):
     own_forward: bool
     hooked: bool
     reads: Reads
-    keeps: tuple[str, ...] = ()
+    keeps: tuple[Steps, ...] = ()
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", tuple(self.path.split(".")) if self.path else ())
+        if not all(can_be_taken_away(steps) for steps in self.keeps):
+            raise ValueError("what a module keeps is an attribute that torch does not need")
 
     @classmethod
     def of(cls, module: nn.Module, path: str, reads: Reads) -> Inside:
@@ -228,9 +230,8 @@ class Forward:
         if missing is not None:
             found = self.constants.refusing(found, missing)
         for inside in self.keeping:
-            own = vars(self.module.get_submodule(inside.path))
-            for name in inside.keeps:
-                own.pop(name, None)
+            for steps in inside.keeps:
+                take_away(self.module.get_submodule(inside.path), steps)
         return rebuilt(self.call.output, found, self.types)
 
     def _otherwise(

@@ -272,6 +272,29 @@ def _stepped(thing: Any, step: Step) -> Any:
         return GONE
 
 
+def can_be_taken_away(steps: Steps) -> bool:
+    """An attribute, by way of attributes and items; none of torch's."""
+    kinds, last = [kind for kind, _ in steps], steps[-1:]
+    known = {*kinds} <= {"attr", "key", "item"}
+    return known and any(kind == "attr" and name not in _OF_TORCH for kind, name in last)
+
+
+def take_away(module: nn.Module, steps: Steps) -> None:
+    """Delete the attribute at the end of these steps, which are attributes and items.
+
+    In plain Python, which torch.compile follows; nothing where a step leads nowhere.
+    """
+    holder: Any = module
+    for kind, name in steps[:-1]:
+        try:
+            holder = getattr(holder, str(name)) if kind == "attr" else holder[name]
+        except (AttributeError, LookupError, TypeError):
+            return
+    name = str(steps[-1][1])
+    if hasattr(holder, "__dict__") and not isinstance(holder, type | ModuleType):
+        vars(holder).pop(name, None)
+
+
 def text_of(steps: Steps) -> str:
     """As code says it: ctx.tau, opts['n'], TAU."""
     text = ""

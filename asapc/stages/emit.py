@@ -218,7 +218,8 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         try:
             error = largest_difference(output, Runner(model)(c.example))
         except AttributeError as missing:
-            kept = sorted({name for patch in patches for one in patch.inside for name in one.keeps})
+            inside = [one for patch in patches for one in patch.inside]
+            kept = sorted({str(steps[-1][1]) for one in inside for steps in one.keeps})
             kept = [name for name in kept if repr(name) in str(missing)]
             if not kept:
                 raise
