@@ -40,6 +40,10 @@
 
 #include <pthread.h>
 
+// Torch's team of threads, where it has GNU's OpenMP loaded. They are awake after a model's last operator, when
+// threads of ours would share their cores. A team smaller than torch's would have the rest of it end.
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+
 namespace {
 
 // Registers of how many bytes, and how many rows of a tile two registers wide stay in them.
@@ -793,7 +797,8 @@ template <class T> void scale_one(const Scaling& s, int64_t index, Scratch& scra
            static_cast<T*>(s.b) + index * s.columns, scratch.take<T>(s.columns));
 }
 
-// Threads that wait for calls. A call's own thread works too, and waits for no thread that has not begun.
+// Threads that wait for calls, where torch's are not at hand. A call's own thread works too, and waits for no
+// thread that has not begun.
 class Pool {
  public:
   void run(int64_t helpers, const std::function<void()>& work) {
@@ -842,16 +847,20 @@ class Pool {
   int64_t threads_ = 0;
 };
 
-// Never destroyed: its threads wait until the process ends. A fork has none of them, and gets its own.
+// Never destroyed: its threads wait until the process ends. A fork has none of them, nor of torch's, and gets
+// its own.
 Pool* pool = nullptr;
+bool forked = false;
 std::once_flag pool_made;
 
-Pool& the_pool() {
+void work_on(int64_t threads, const std::function<void()>& work) {
   std::call_once(pool_made, [] {
     pool = new Pool;
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool, forked = true; });
   });
-  return *pool;
+  const auto call = [](void* of) { (*static_cast<const std::function<void()>*>(of))(); };
+  if (GOMP_parallel && !forked) GOMP_parallel(call, const_cast<std::function<void()>*>(&work), unsigned(threads), 0);
+  else pool->run(threads - 1, work);
 }
 
 template <class S> double run(const Problem& p) {
@@ -884,9 +893,8 @@ template <class S> double run(const Problem& p) {
   };
   const int64_t products = p.dim + p.width + 2 * p.half_steps + 16;  // of an entry of a head's map, or so
   const bool small = double(heads) * double(p.queries) * double(p.keys) * double(products) < kSmall;
-  const int64_t helpers = small ? 0 : std::min(p.threads, heads) - 1;
-  if (helpers > 0) the_pool().run(helpers, work);
-  else work();
+  if (small || std::min(p.threads, heads) < 2) work();
+  else work_on(p.threads, work);
   return widest;
 }
 
@@ -903,9 +911,8 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
     }
     scratch.shrink();
   };
-  const int64_t helpers = products < kSmall ? 0 : std::min(threads, count) - 1;
-  if (helpers > 0) the_pool().run(helpers, work);
-  else work();
+  if (products < kSmall || std::min(threads, count) < 2) work();
+  else work_on(threads, work);
   return fits;
 }
 
