@@ -27,11 +27,13 @@ def attention(
     """Registers an operator of the catalogue.
 
     run: computes both, the map where there are no values.  gradient: registers that of one of them, by
-    its reference; None for an operator without.  at_once: as `operator` has it, of A v.
+    its reference; None for an operator without.  at_once: as `operator` has it, of A v, or of a map from
+    scores.
     """
     entry = OPERATORS[name]
     for dense in entry.forms:
-        registered = operator(entry.reference_of(dense), run, None if dense else at_once)
+        quick = at_once if entry.scored or not dense else None
+        registered = operator(entry.reference_of(dense), run, quick)
         register_fake(registered, fakes.plan if entry.scored else fakes.attention)
         if gradient is not None:
             gradient(registered, entry.reference_of(dense))

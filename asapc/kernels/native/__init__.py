@@ -23,12 +23,14 @@ from torch import Tensor
 from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
+from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
 from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
+PLAN = Struct("8P14q9d3q3d")
 ESP = Struct("10P15q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -59,7 +61,8 @@ def _engine() -> Any:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
     library.asapc_sinkhorn.restype = ctypes.c_double
-    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp):
+    library.asapc_plan.restype = ctypes.c_int64
+    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_plan, library.asapc_esp):
         function.argtypes = [ctypes.c_char_p]
     return library
 
@@ -158,6 +161,46 @@ def lot(
         q.to(dtype), z, mixed, None, None, None, run, query_keep=query_keep, mass=mass
     )
     return out.to(v.dtype), max(widest, wider)
+
+
+STARTS = {"plain": 0, "tensor": 0, "matrix": 1, "row": 2, "softmax": 2, "column": 3}
+Masses = tuple[Tensor, Tensor] | None
+
+
+def plan(
+    scores: Tensor, rows: Masses, columns: Masses, share: float | Tensor, task: Task, start: str,
+    offset: float, near: float, far: float, beside: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(plans [.., N, M], or their logarithms; those [g] that the linear domain does not hold, if any).
+
+    scores: [.., N, M], contiguous, G matrices.  rows, columns: masses and their logarithms, [G or 1, N]
+    and [G or 1, M], None where uniform.  share: what plans are multiplied by, [G] float64 where it is
+    each one's own.  start: what is subtracted before exp, the largest score of a matrix, row or column,
+    or the offset.  near: the largest score, in size, of a row or column that is held.  far: the logarithm
+    of a mass below which its token has a logarithm of the plan but no part in sums.  beside: one matrix a
+    lane.
+    """
+    queries, keys = scores.shape[-2:]
+    groups = scores.numel() // (queries * keys)
+    settings, stabiliser = task.settings, task.stabiliser
+    out, held = torch.empty_like(scores), torch.empty(groups, dtype=torch.bool)
+    shares, one = (share, 1.0) if isinstance(share, Tensor) else (None, share)
+    (mu, log_mu), (nu, log_nu) = rows or (None, None), columns or (None, None)
+    given = (scores, mu, nu, log_mu, log_nu, shares, out, held)
+    units = stabiliser is None or stabiliser.shares
+    starts_shared = stabiliser is not None and stabiliser.form == "scaling" and stabiliser.start_share
+    lost = _engine().asapc_plan(PLAN.pack(
+        *(0 if x is None else x.data_ptr() for x in given), groups, queries, keys,
+        mu is not None and mu.shape[0] > 1, nu is not None and nu.shape[0] > 1,
+        settings["half_steps"], task.rows_first, scores.dtype is torch.float64, torch.get_num_threads(),
+        beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
+        settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
+        *task.damping, near, far, one,
+        *_rule(stabiliser, queries, keys, torch.finfo(scores.dtype).tiny ** 0.75),
+    ))  # fmt: skip
+    if lost < 0:
+        raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
+    return out, (~held).nonzero().squeeze(1) if lost else None
 
 
 def scale(

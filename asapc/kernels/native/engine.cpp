@@ -1,6 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
 // operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_scale runs the loop of a given K, asapc_esp the sliced plans of operators/esp.py.
+// asapc_plan has the plans of operators/plan.py, asapc_scale runs the loop of a given K, and asapc_esp has the
+// sliced plans of operators/esp.py.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -927,6 +928,291 @@ template <class T> bool scale_all(const Scaling& s) {
 
 }  // namespace
 
+// Plans, or their logarithms, from scores; kernels/cpu/plan.py fills it in.  scores, out: [matrices, rows,
+// columns]; held: [matrices] bytes, whether the linear domain holds what was written. mu, nu: masses of every
+// matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each; log_mu,
+// log_nu: what they were given as, laid out alike, or null. shares: what each plan is multiplied by, or null
+// where all are by `share`. start: what is subtracted from scores before exp. near: scores beyond `near` are not held.
+enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
+
+struct Plan {
+  const void *scores, *mu, *nu, *log_mu, *log_nu;
+  const double* shares;
+  void* out;
+  uint8_t* held;
+  int64_t matrices, rows, columns, mu_each, nu_each, half_steps, rows_first, is_double, threads, beside;
+  int64_t start, start_share, log, damped;
+  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share;
+  Rule rule;
+};
+
+namespace {
+
+// Scalings may spread so far, of the range that a format holds, where entries of K are lost.
+constexpr double kSpread = 0.6;
+
+// X: a number, for one matrix, or a register, for as many matrices as it holds.
+template <class X> class Planned {
+  typedef typename Number<X>::type T;
+  static constexpr int64_t W = kIsVector<X> ? kLanes<T> : 1;
+  static constexpr T kInf = std::numeric_limits<T>::infinity();
+
+ public:
+  Planned(const Plan& p, int64_t index, Scratch& scratch)
+      : p_(p), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
+        padded_(rounded_up(n_ * m_, kLanes<T>)), stabilised_(p.rule.form != kPlain) {
+    scratch.reserve((2 * padded_ + 3 * n_ + 4 * m_) * sizeof(X) + 9 * kBytes);
+    s_ = scratch.take<X>(padded_), kernel_ = scratch.take<X>(padded_);
+    a_ = scratch.take<X>(n_), mu_ = scratch.take<X>(n_), row_tops_ = scratch.take<X>(n_);
+    b_ = scratch.take<X>(m_), nu_ = scratch.take<X>(m_), column_tops_ = scratch.take<X>(m_);
+    total_ = scratch.take<X>(m_);
+  }
+
+  // Returns how many matrices are not held.
+  int64_t run() {
+    take(p_.scores, n_ * m_, n_ * m_, 0, T(p_.multiplier), s_);
+    std::fill(s_ + n_ * m_, s_ + padded_, X{});
+    take(p_.mu, n_, p_.mu_each ? n_ : 0, p_.row_mass, T(1), mu_);
+    take(p_.nu, m_, p_.nu_each ? m_ : 0, p_.column_mass, T(1), nu_);
+    find_tops();
+    bool held[W];
+    for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g);
+    if (p_.start != kOffset || p_.offset != 0) subtract(), find_tops();
+    const T* s = reinterpret_cast<const T*>(s_);
+    for (int64_t e = 0; e < padded_ * W; e += kLanes<T>)
+      store(reinterpret_cast<T*>(kernel_) + e, exponential<T>(load(s + e)));
+    std::fill_n(a_, n_, X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
+    std::fill_n(b_, m_, X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
+    Scaling loop{};
+    loop.rows = n_, loop.columns = m_, loop.half_steps = p_.half_steps, loop.rows_first = p_.rows_first;
+    loop.row_power = p_.row_power, loop.column_power = p_.column_power, loop.rule = p_.rule;
+    scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
+    for (int64_t g = 0; g < count_; ++g) held[g] = held[g] && is_held(g);
+    if (p_.log) put_log_plan(held);
+    else put_plan();
+    std::copy_n(held, count_, p_.held + first_);
+    return std::count(held, held + count_, false);
+  }
+
+ private:
+  static T of(const X& x, int64_t g) {
+    if constexpr (kIsVector<X>) return x[g];
+    else return x;
+  }
+  static void set(X& x, int64_t g, T value) {
+    if constexpr (kIsVector<X>) x[g] = value;
+    else x = value;
+  }
+  // As a register, of a number in its first place; and back, by a reduction.
+  template <class Y, class Z> static INLINE Y get(const Z* from) {
+    if constexpr (std::is_same_v<Y, Z>) return *from;
+    else return load(from);
+  }
+  template <class Y, class Z> static INLINE void put(Z* to, Y value) {
+    if constexpr (std::is_same_v<Y, Z>) *to = value;
+    else store(to, value);
+  }
+  // Calls body(j, a number or a register) along a row: registers as far as they go, then numbers.
+  template <class Body> static INLINE void along(int64_t size, const Body& body) {
+    int64_t j = 0;
+    if constexpr (!kIsVector<X>)
+      for (; j + kLanes<T> <= size; j += kLanes<T>) body(j, V<T>{});
+    for (; j < size; ++j) body(j, X{});
+  }
+
+  // Of the matrices [.., size], `step` apart, times the factor; the value where nothing is given.
+  void take(const void* given, int64_t size, int64_t step, double value, T factor, X* to) const {
+    const T* from = static_cast<const T*>(given);
+    if (given == nullptr) std::fill_n(to, size, X{} + T(value));
+    else
+      for (int64_t g = 0; g < W; ++g)
+        for (int64_t e = 0, at = (first_ + std::min(g, count_ - 1)) * step; e < size; ++e)
+          set(to[e], g, from[at + e] * factor);
+  }
+
+  // The largest score of every row and column, the lowest of all, of those above -inf too, and the highest.
+  void find_tops() {
+    std::fill_n(column_tops_, m_, X{} - kInf);
+    low_ = seen_ = X{} + kInf, high_ = X{} - kInf;
+    for (int64_t i = 0; i < n_; ++i) {
+      V<T> top = V<T>{} - kInf, low = V<T>{} + kInf, seen = low;
+      along(m_, [&](int64_t j, auto kind) {
+        typedef decltype(kind) Y;
+        const Y x = get<Y>(s_ + i * m_ + j), most = get<Y>(column_tops_ + j);
+        put<Y>(column_tops_ + j, x > most ? x : most);
+        const V<T> wide = V<T>{} + x;
+        top = wide > top ? wide : top, low = wide < low ? wide : low;
+        seen = wide > -kInf ? (wide < seen ? wide : seen) : seen;
+      });
+      row_tops_[i] = highest(top);
+      const X least = X(-highest(-low)), finite = X(-highest(-seen));
+      high_ = row_tops_[i] > high_ ? row_tops_[i] : high_;
+      low_ = least < low_ ? least : low_, seen_ = finite < seen_ ? finite : seen_;
+    }
+  }
+  static X highest(V<T> v) {
+    if constexpr (kIsVector<X>) return v;
+    else return max_of<T>(v);
+  }
+
+  // Nothing of what has no score at all.
+  void subtract() {
+    const auto finite = [](X top) { return top == -kInf ? X{} : top; };
+    for (int64_t j = 0; j < m_; ++j) total_[j] = finite(column_tops_[j]);
+    for (int64_t i = 0; i < n_; ++i) {
+      const X own = p_.start == kOfRow ? finite(row_tops_[i]) : p_.start == kOfMatrix ? finite(high_) : X{} + T(p_.offset);
+      along(m_, [&](int64_t j, auto kind) {
+        typedef decltype(kind) Y;
+        X* at = s_ + i * m_ + j;
+        put<Y>(at, get<Y>(at) - (p_.start == kOfColumn ? get<Y>(total_ + j) : Y(Y{} + own)));
+      });
+    }
+  }
+
+  template <class Test> static bool all_of(int64_t size, const Test& test) {
+    for (int64_t i = 0; i < size; ++i) if (!test(i)) return false;
+    return true;
+  }
+
+  // No row and no column is so low, or high, as a whole that its dual loses digits that count.
+  bool is_near(int64_t g) const {
+    const auto near = [&](const X* tops) { return [=, this](int64_t i) { return std::abs(of(tops[i], g)) <= p_.near; }; };
+    return !std::isfinite(p_.near) || (all_of(n_, near(row_tops_)) && all_of(m_, near(column_tops_)));
+  }
+
+  // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
+  // that is closed first, whose sum has a term K = 1, that is nothing while the other side's scalings spread less
+  // than the range; of the second side, whose largest K are at least exp(-safe), while those of the first spread
+  // less than what is left of it. Tokens without mass, or all of whose scores are -inf, are absent. Damped: no
+  // product of three numbers may leave the format.
+  bool is_held(int64_t g) const {
+    const double safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
+    const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == -kInf; };
+    if (stabilised_) {
+      const auto fine = [&](const X* scaling, const X* tops) {
+        return [=](int64_t i) { return std::isfinite(of(scaling[i], g)) && !hidden(tops, i); };
+      };
+      return of(seen_, g) >= -safe && high <= safe && all_of(n_, fine(a_, row_tops_)) && all_of(m_, fine(b_, column_tops_));
+    }
+    if (p_.damped) {
+      const double bound = 2 * safe / 3;
+      const auto within = [&](const X* scaling) {
+        return [=](int64_t i) { return of(scaling[i], g) == 0 || std::abs(std::log(of(scaling[i], g))) <= bound; };
+      };
+      return low >= -bound && high <= bound && all_of(n_, within(a_)) && all_of(m_, within(b_));
+    }
+    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
+    const auto spread = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
+      double most = -kInfinity, least = kInfinity;
+      for (int64_t i = 0; i < size; ++i) {
+        if (absent(mass, tops, i)) continue;
+        if (!(of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least))) return kInfinity;  // divided by less
+        const double log = std::log(double(of(scaling[i], g)));
+        most = std::max(most, log), least = std::min(least, log);
+      }
+      return most - least;
+    };
+    const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
+    if (low >= -safe) return rows < kInfinity && columns < kInfinity;
+    const X *tops = p_.rows_first ? column_tops_ : row_tops_, *mass = p_.rows_first ? nu_ : mu_;
+    double top = 0;
+    for (int64_t i = 0; i < (p_.rows_first ? m_ : n_); ++i)
+      if (!absent(mass, tops, i)) top = std::min(top, double(of(tops[i], g)));
+    return top >= -safe && (p_.rows_first ? rows : columns) <= kSpread * safe &&
+           (p_.rows_first ? columns : rows) <= safe;
+  }
+
+  T share(int64_t g) const { return T(p_.shares ? p_.shares[first_ + g] : p_.share); }
+
+  // diag(a) K diag(b), times the share.
+  void put_plan() {
+    X own{};
+    for (int64_t g = 0; g < count_; ++g) set(own, g, share(g));
+    for (int64_t i = 0; i < n_; ++i) {
+      const X factor = a_[i] * own;
+      put_row(i, [&](int64_t j, auto kind) {
+        typedef decltype(kind) Y;
+        return Y(get<Y>(kernel_ + i * m_ + j) * factor * get<Y>(b_ + j));
+      });
+    }
+  }
+
+  // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
+  // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
+  void put_log_plan(bool* held) {
+    for (int64_t g = 0; g < count_; ++g) {
+      for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
+      for (int64_t j = 0; j < m_; ++j) set(column_tops_[j], g, std::log(of(b_[j], g)));
+      if (p_.log_mu || p_.log_nu) held[g] = put_lost(g) && held[g];
+      held[g] = held[g] && std::isfinite(share(g)) && share(g) != 0;
+      for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, of(row_tops_[i], g) + std::log(share(g)));
+    }
+    for (int64_t i = 0; i < n_; ++i)
+      put_row(i, [&](int64_t j, auto kind) {
+        typedef decltype(kind) Y;
+        return Y(get<Y>(s_ + i * m_ + j) + row_tops_[i] + get<Y>(column_tops_ + j));
+      });
+  }
+
+  // Row i of the output, of value(j, a number or a register).
+  template <class Value> void put_row(int64_t i, const Value& value) {
+    T* out = static_cast<T*>(p_.out) + first_ * n_ * m_ + i * m_;
+    along(m_, [&](int64_t j, auto kind) {
+      const auto x = value(j, kind);
+      if constexpr (!kIsVector<X>) put<decltype(kind)>(out + j, x);
+      else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = x[g];
+    });
+  }
+
+  // The duals of tokens whose mass has a logarithm but no digits: what the last half-step of their side gives,
+  // up to what the other duals have moved since, which is nothing beside 1e12. They take no part in the sums of
+  // others. A side that was not closed has none. Returns whether all are known.
+  bool put_lost(int64_t g) {
+    const auto logs_of = [&](const void* logs, int64_t each, int64_t size) {
+      return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
+    };
+    const T *log_mu = logs_of(p_.log_mu, p_.mu_each, n_), *log_nu = logs_of(p_.log_nu, p_.nu_each, m_);
+    const auto lost = [](const T* logs, const X& mass, int64_t g, int64_t i) {
+      return logs && of(mass, g) < std::numeric_limits<T>::min() && logs[i] > -kInf;
+    };
+    const bool simple = !p_.damped && !kIsVector<X>;
+    bool known = true;
+    const auto found = [&](T log_mass, const X* other, int64_t size, int64_t start, int64_t step) {
+      T top = -kInf, sum = 0;
+      const auto at = [&](int64_t e) { return of(s_[start + e * step], g) + of(other[e], g); };
+      for (int64_t e = 0; e < size; ++e) top = std::max(top, at(e));
+      for (int64_t e = 0; e < size; ++e) sum += std::exp(at(e) - top);
+      const T dual = log_mass - (top + std::log(sum));
+      known = known && simple && !(log_mass > p_.lost) && std::isfinite(dual);
+      return dual;
+    };
+    if (p_.half_steps > 1 || !p_.rows_first || !simple)
+      for (int64_t j = 0; j < m_; ++j)
+        if (lost(log_nu, nu_[j], g, j)) set(column_tops_[j], g, found(log_nu[j], row_tops_, n_, j, m_));
+    if (p_.half_steps > 1 || p_.rows_first || !simple)
+      for (int64_t i = 0; i < n_; ++i)
+        if (lost(log_mu, mu_[i], g, i)) set(row_tops_[i], g, found(log_mu[i], column_tops_, m_, i * m_, 1));
+    return known;
+  }
+
+  const Plan& p_;
+  const int64_t n_, m_, first_, count_, padded_;
+  const bool stabilised_;
+  X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, seen_, high_;
+};
+
+template <class T> int64_t plan_all(const Plan& p) {
+  const int64_t step = p.beside ? kLanes<T> : 1;
+  const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
+  std::atomic<int64_t> lost{0};
+  const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
+    lost += p.beside ? Planned<V<T>>(p, index, scratch).run() : Planned<T>(p, index, scratch).run();
+  });
+  return fits ? int64_t(lost) : -1;
+}
+
+}  // namespace
+
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
 // [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
 // [B, N] bytes or null; out: [B, H, N, E], 0 where nothing is written. All contiguous.  softly: sorted by
@@ -1419,6 +1705,11 @@ template <class T> bool sort(const Esp& p) {
 // Returns whether there was enough memory.
 extern "C" int asapc_scale(const Scaling* scaling) {
   return scaling->is_double ? scale_all<double>(*scaling) : scale_all<float>(*scaling);
+}
+
+// Returns how many matrices are not held; -1 where there is not enough memory.
+extern "C" int64_t asapc_plan(const Plan* plan) {
+  return plan->is_double ? plan_all<double>(*plan) : plan_all<float>(*plan);
 }
 
 // Returns the widest range of scores in a row, or that of a row that logarithms were needed for; -1 where
