@@ -198,7 +198,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert namespace["report"].facts["sites"]
 
 
-SOURCES = [path for folder in ("asapc", "passes", "calibration") for path in sorted((ROOT / folder).rglob("*.py"))]
+FOLDERS = ("asapc", "passes", "calibration")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def spelt(text: ast.expr) -> str:
@@ -209,7 +210,7 @@ def spelt(text: ast.expr) -> str:
 
 
 def test_what_verification_finds_is_in_troubleshooting() -> None:
-    """An InputError says how to change the input. These are not about the input alone, so each has a row."""
+    """An InputError says how to change the input.  Other errors are not about the input alone."""
     page = " ".join(text_of(DOCS / "troubleshooting.md").split())
     missing = []
     for path in SOURCES:
@@ -222,8 +223,8 @@ def test_what_verification_finds_is_in_troubleshooting() -> None:
 
 
 def test_troubleshooting_quotes_messages_of_the_code() -> None:
-    strings = [node for path in SOURCES for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.expr)]
-    code = "\n".join(spelt(node) for node in strings if isinstance(node, ast.Constant | ast.JoinedStr))
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(text_of(path)))]
+    code = "\n".join(spelt(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
     rows = re.findall(r"^- ((?:`[^`]+`[,\s]*)+)[:,]", text_of(DOCS / "troubleshooting.md"), re.MULTILINE)
     quoted = [" ".join(message.split()) for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) > 40
