@@ -216,7 +216,7 @@ def analyse(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
                 help="a data-dependent branch or early stop of the model takes another way than the "
-                "captured graph; raise its stopping threshold, or export that part as its own module",
+                "captured graph; lower its stopping threshold, or export that part as its own module",
             )
         found_all.replayed = replace(known, output_error=error)
     if sites:

@@ -114,7 +114,7 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
         raise nothing_found()
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
-        help = "`asapc inspect` lists every layer with its reason"
+        help = "`asapc inspect` lists every layer with its reason, docs/recognition.md what to write"
         if not any(program.softmax for program in analysis.capture.programs):
             help += "; to replace softmax layers, write `from: softmax` in the recipe"
         raise NoSiteError(
