@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from asapc.calibration.enough import Shortage
 from asapc.report import Report
 from asapc.report.pictures import PictureCollector, SitePictures
 
@@ -36,7 +37,7 @@ def full_report() -> dict[str, Any]:
     return {
         "format_version": 3,
         "model": {
-            "source": "teachers/imdb", "capture": "export", "data": "imdb/test.npz",
+            "source": "teachers/imdb", "capture": "whole", "data": "imdb/test.npz",
             "examples": 1000, "batch": 32,
             "output_rmse": 0.00614, "output_rel_l2": 0.0048, "max_abs_error": 0.0713,
             "logit_kl": 3.1e-5, "prediction_agreement": 0.999, "accuracy_teacher": 0.838,
@@ -83,6 +84,22 @@ def full_report() -> dict[str, Any]:
                          "verdict": "ACCEPT", "compared": 1, "skipped": []},
         },
     }  # fmt: skip
+
+
+def small_report() -> dict[str, Any]:
+    """Every part of a report, with little in each: two layers, and what was tried at one of them."""
+    report = full_report()
+    site, left = report["sites"][0], {"name": "layers.1.mha", "operator": "teacher", "range": None}
+    for part in ("by_length", "certificates"):
+        site[part] = site[part][:1]
+    site["by_head"] = {"attention_rel_l2": [0.01, 0.03]}
+    report["sites"], report["by_length"] = [site, left], report["by_length"][:1]
+    tried, rounds = report["selection"]["sites"][0], report["selection"]["rounds"]
+    report["selection"] |= {"sites": [{**tried, "candidates": tried["candidates"][4:5]}],
+                            "rounds": rounds[1:]}  # fmt: skip
+    report["warnings"] = [Shortage((SITES[0],), "examples", 3, 32).to_dict()]
+    report["gate"] = {"verdict": None, "passed": True, "checks": [], "baseline": None}
+    return report
 
 
 def typed(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> Report:

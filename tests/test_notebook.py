@@ -166,7 +166,7 @@ def test_errors_are_drawn_worst_first_with_the_limit_and_names_as_text() -> None
 def test_a_figure_of_one_site() -> None:
     report = page_report.typed(page_report.full_report())
     worst, other = (report.figure("heads", site).axes[0].patches for site in (None, "layers.1.mha"))
-    assert max(bar.get_height() for bar in worst) > max(bar.get_height() for bar in other)
+    assert max(bar.get_width() for bar in worst) > max(bar.get_width() for bar in other)
 
 
 def test_what_cannot_be_drawn_says_why() -> None:

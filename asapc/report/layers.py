@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from asapc.report.shown import (
     times_text,
 )
 from asapc.report.tables import (
-    Table,
     amortised_text,
     certificates_table,
     convention_text,
@@ -107,6 +107,10 @@ def layers_of(report: Report) -> dict[str, Any] | None:
 
 def _layer(site: SiteReport) -> dict[str, Any]:
     """What a layer is and what was measured of it."""
+    document = site.to_json()
+    certificates = certificates_table([document])
+    counts = Counter(row[table.columns.index("holds")] for table in certificates for row in table.rows)
+    outcome = ", ".join(f"{count} {word}" for word, count in counts.items())
     metrics = {
         "metric": lambda item: METRIC[item[0]].name if item[0] in METRIC else item[0],
         "value|": lambda item: number(item[1]),
@@ -116,21 +120,13 @@ def _layer(site: SiteReport) -> dict[str, Any]:
         "name": site.name,
         "operator": site.operator,
         "tone": "amortised" if site.approximate else "exact",
-        "summary": amortised_text(site.to_json()),
+        "summary": amortised_text(document),
         "violated": any(not certificate.holds for certificate in site.certificates),
         "tables": [
-            *map(_counted, certificates_table([site])),
+            *(replace(table, title=f"Certificates: {outcome}") for table in certificates),
             *listed("All metrics of this layer", site.metrics.items(), metrics),
         ],
     }
-
-
-def _counted(certificates: Table) -> Table:
-    """With what came of them in the title."""
-    place = certificates.columns.index("holds")
-    counts = Counter(row[place] for row in certificates.rows)
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    return Table(f"Certificates: {told}", certificates.columns, certificates.rows)
 
 
 def _error(metric: str, site: SiteReport) -> Cell:
@@ -191,13 +187,13 @@ def _speed(site: SiteReport, trail: TriedSite) -> tuple[float, Cell]:
 
 
 def _facts(site: SiteReport, share: float | None) -> list[tuple[str, str]]:
-    convention = None if site.convention is None else site.convention.to_json()
+    document = site.to_json()
     low, high = (finite((site.range or {}).get(end)) for end in ("score_low", "score_high"))
     facts = [
         ("why", site.reason),
         ("share of the error", None if share is None else f"{share:.0%}"),
-        ("teacher's convention", convention_text(convention)),
-        ("fitted", fit_text(site.to_json())),
+        ("teacher's convention", convention_text(document["convention"])),
+        ("fitted", fit_text(document)),
         ("replay of the teacher, difference", number(site.replay_error)),
         ("scores seen in calibration",
          None if low is None or high is None else f"{number(low)} to {number(high)}"),
