@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 import torch
@@ -215,3 +216,42 @@ def _candidate(
 def _check(kind: str, metric: str, scope: str, value: float, verdict: str, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "metric": metric, "scope": scope, "value": value, "class": verdict,
             "passed": verdict == "ACCEPT", **more}  # fmt: skip
+
+
+VOID = {"meta", "link", "img", "br", "wbr", "input"}
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order; collects tags, ids and the text of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def shown(text: str) -> str:
+    """The text of a page; its tags close."""
+    return " ".join(" ".join(Reader(text).text).split())

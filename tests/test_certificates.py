@@ -98,21 +98,22 @@ def oscillation(values):
 
 @settings(max_examples=25, deadline=None)
 @given(**cases)
-def test_contraction_bound_holds(seed, n, m, spread, masked):
+def test_contraction_bounds_hold_and_the_exact_one_says_no_less(seed, n, m, spread, masked):
     scores, keep, generator = random_scores(seed, n, m, spread, masked)
     log_mu, log_nu = log_marginals(n, m, keep, scores)
-    ends, starts = [], []
-    for _ in range(2):
-        g = torch.randn(2, 2, m, generator=generator).double()
-        if keep is not None:
-            g = g.masked_fill(~keep[:, None, :], -math.inf)
-        starts.append(g)
-        ends.append(close_columns(scores, close_rows(scores, g, log_mu), log_nu))
-    before = torch.where(starts[0].isinf(), -math.inf, starts[0] - starts[1])
-    after = torch.where(ends[0].isinf(), -math.inf, ends[0] - ends[1])
+    starts = [torch.randn(2, 2, m, generator=generator).double() for _ in range(2)]
+    if keep is not None:
+        starts = [g.masked_fill(~keep[:, None, :], -math.inf) for g in starts]
+    ends = [close_columns(scores, close_rows(scores, g, log_mu), log_nu) for g in starts]
+    before, after = (
+        oscillation(torch.where(pair[0].isinf(), -math.inf, pair[0] - pair[1])) for pair in (starts, ends)
+    )
     bound = contraction_bound(scores, keep)
     assert ((bound >= 0) & (bound <= 1)).all()
-    assert (oscillation(after) <= bound * oscillation(before) + 1e-12).all()
+    assert (after <= bound * before + 1e-12).all()
+    if keep is None:
+        exact = contraction_of(projective_diameter(scores))
+        assert (exact <= bound + 1e-12).all() and (after <= exact * before + 1e-12).all()
 
 
 def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
@@ -129,7 +130,7 @@ def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
     assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 5), (6, 4)])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 5), (6, 4)])
 def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     n, m = shape
     scores, _, _ = random_scores(n, n, m, 2.0, False)
@@ -139,19 +140,6 @@ def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest
     for entries in (1, 2**22):  # one row at a time, and all together
         monkeypatch.setattr(bounds, "DIAMETER_ENTRIES", entries)
         torch.testing.assert_close(projective_diameter(scores), expected, rtol=0, atol=1e-12)
-
-
-@settings(max_examples=25, deadline=None)
-@given(**{**cases, "masked": st.just(False)})
-def test_the_exact_contraction_holds_and_is_no_more_than_the_range_says(seed, n, m, spread, masked):
-    scores, _, generator = random_scores(seed, n, m, spread, masked)
-    log_mu, log_nu = log_marginals(n, m, None, scores)
-    starts = [torch.randn(2, 2, m, generator=generator).double() for _ in range(2)]
-    ends = [close_columns(scores, close_rows(scores, g, log_mu), log_nu) for g in starts]
-    exact = contraction_of(projective_diameter(scores))
-    assert (exact <= contraction_bound(scores) + 1e-12).all()
-    moved = oscillation(ends[0] - ends[1])
-    assert (moved <= exact * oscillation(starts[0] - starts[1]) + 1e-12).all()
 
 
 @settings(max_examples=10, deadline=None)
@@ -263,8 +251,7 @@ def integrals(tilt: Tilt, nodes: int = 12, panel: float = 4.0) -> tuple[torch.Te
     return total[0], total[1]
 
 
-@pytest.mark.parametrize("d", [1e-3, 0.5, -3.0, 12.0, 60.0])
-@pytest.mark.parametrize("p", [0.5, 1e-3, 1e-12])
+@pytest.mark.parametrize(("p", "d"), [(0.5, 1e-3), (1e-3, -3.0), (1e-12, 60.0), (0.5, 12.0)])
 def test_divergences_of_two_points(p: float, d: float) -> None:
     tilt = two_points(p, d)
     a = math.log1p(p * math.expm1(d))  # the log-partition of the tilt
@@ -312,18 +299,12 @@ def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error:
 # The contraction of one iteration
 
 
-@pytest.mark.parametrize("t", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize("t", [0.3, 6.0])
 def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> None:
     block = Block(torch.tensor([[[[t, 0.0], [0.0, t]]]]).double(), -math.log(2), -math.log(2))
     found = measured_contraction(block, torch.zeros(1, 1, 2, dtype=torch.float64))
     assert float(found) == pytest.approx(math.tanh(t / 2) ** 2, rel=1e-5)
     assert float(found) <= float(contraction_bound(block.scores)) * (1 + 1e-9)
-
-
-def test_one_key_or_equal_scores_contract_at_once() -> None:
-    for m in (1, 4):
-        block = Block(torch.zeros(1, 2, 3, m, dtype=torch.float64), -math.log(3), -math.log(m))
-        assert measured_contraction(block, torch.zeros(1, 2, m).double()).abs().max() < 1e-9
 
 
 # A site, from its activations to its certificates
@@ -373,8 +354,7 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return noise
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "padded"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "masked"), [(name, i % 2 == 1) for i, name in enumerate(PLANS)])
 def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
     half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)

@@ -198,20 +198,21 @@ class _Fidelity:
     compared.  audit: of a model that sorts softly."""
 
     def __init__(
-        self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None
+        self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None = None
     ) -> None:
         self.outputs, self.lossless = OutputFidelity(), OutputFidelity()
         self.measured = self.mapped = 0
         self.first: Batch | None = None
         self.audit = audit
-        self._models, self._maps = models, _Maps(sites)
+        self._models, self._sites = models, sites
+        self._entries = 0  # of all maps so far, also of sites that other processes compare
 
     def add(self, batch: Batch, found: Mapping[str, Tensor], source: DataSource) -> None:
         """found: see _Models.outputs."""
         lengths, models = _Lengths(len(batch)), self._models
-        with_maps = self.mapped < MAP_EXAMPLES and self._maps.entries < MAP_ENTRIES
+        with_maps = self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES
         if with_maps or not models.called:  # sites that are left as they were tell no lengths
-            see = partial(self._maps.see, lengths) if with_maps else lengths.see
+            see = partial(self._see, lengths) if with_maps else lengths.see
             lossless = _only(models.lossless.watch(batch, see))
             self.lossless.update(found["teacher"], lossless, batch.labels)
         told = lengths.found() if "lengths" not in found else found["lengths"]
@@ -225,6 +226,13 @@ class _Fidelity:
             self.audit.update(batch)
         self.mapped += len(batch) if with_maps else 0
         self.measured += len(batch)
+
+    def _see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
+        lengths.see(name, t)
+        self._entries += t.q.shape[:3].numel() * t.k.shape[2]
+        if name in self._sites:
+            self._sites[name].update(t)
+            give_back()
 
 
 class _Models:
@@ -268,9 +276,8 @@ def _within(
 
     def step(examples: int) -> None:
         batch = next(source.batches(examples))
-        models.outputs(batch)
         sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
-        models.lossless.watch(batch, partial(_Maps(sites).see, _Lengths(len(batch))))
+        _Fidelity(models, sites).add(batch, models.outputs(batch)[0], source)
 
     step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
@@ -368,21 +375,6 @@ class _Lengths:
         return self._full if self._masked is None else moved(self._masked, CPU)
 
 
-class _Maps:
-    """Shows every site what it sees.  entries: of all maps so far, also of sites that others compare."""
-
-    def __init__(self, sites: Mapping[str, SiteFidelity]) -> None:
-        self._sites = sites
-        self.entries = 0
-
-    def see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
-        lengths.see(name, t)
-        self.entries += t.q.shape[:3].numel() * t.k.shape[2]
-        if name in self._sites:
-            self._sites[name].update(t)
-            give_back()
-
-
 def bench(
     artifact_path: str | Path,
     data: str | None = None,
@@ -403,10 +395,10 @@ def bench(
     """
     with _read(artifact_path, data, model, reading, "bench") as (artifact, surrounding, source):
         batch = next(source.batches(_recipe(artifact).batch_size))
-        runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-        _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
+        models = _Models(artifact, surrounding)
+        _, tensors = models.lossless(batch)
         with progress.phase("timing the whole model"):
-            whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
+            whole = time_model(models.runners, batch, repeats, torch_compile=torch_compile)
         sites = []
         for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
             measured = time_site(artifact, index, tensors[index], repeats)
