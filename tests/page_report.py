@@ -53,14 +53,10 @@ def full_report() -> dict[str, Any]:
         },
         "fingerprints": {"teacher": "9f2c" * 16, "data": "07ab" * 16},
         "sites": [_site(i, name) for i, name in enumerate(SITES)],
-        "by_length": [
-            {"low": 11, "high": 96, "examples": 201, "prediction_agreement": 1.0, "logit_kl": 2.2e-5},
-            {"low": 97, "high": 139, "examples": 199, "prediction_agreement": 1.0, "logit_kl": 2.6e-5},
-            {"low": 140, "high": 188, "examples": 200, "prediction_agreement": 1.0, "logit_kl": 3.0e-5},
-            {"low": 189, "high": 255, "examples": 183, "prediction_agreement": 0.9945,
-             "logit_kl": 4.1e-5},
-            {"low": 256, "high": 256, "examples": 217, "prediction_agreement": 1.0, "logit_kl": 3.3e-5},
-        ],
+        "by_length": _by_length(
+            prediction_agreement=(1.0, 1.0, 1.0, 0.9945, 1.0),
+            logit_kl=(2.2e-5, 2.6e-5, 3.0e-5, 4.1e-5, 3.3e-5),
+        ),
         "splits": {"calibration": 3500, "selection": 750, "gate": 1000},
         "selection": _selection(),
         "refused": [{"name": "pooler", "status": "left alone", "reason": "softmax attention: rows only"}],
@@ -138,6 +134,14 @@ def _balanced(count: int, generator: torch.Generator) -> torch.Tensor:
     return plan
 
 
+def _by_length(**metrics: Sequence[float]) -> list[dict[str, Any]]:
+    bins = ((11, 96, 201), (97, 139, 199), (140, 188, 200), (189, 255, 183), (256, 256, 217))
+    return [
+        {"low": low, "high": high, "examples": examples, **{key: of[i] for key, of in metrics.items()}}
+        for i, (low, high, examples) in enumerate(bins)
+    ]
+
+
 def _site(index: int, name: str) -> dict[str, Any]:
     error = (0.0167, 0.0142, 0.0221)[index]
     return {
@@ -154,13 +158,7 @@ def _site(index: int, name: str) -> dict[str, Any]:
         },
         "confidence": {"attention_rel_l2": [0.94 * error, 1.07 * error]},
         "by_head": {"attention_rel_l2": [error * f for f in (0.7, 1.2, 0.9, 1.6, 0.6, 1.1, 1.0, 0.9)]},
-        "by_length": [
-            {"low": 11, "high": 96, "examples": 201, "attention_rel_l2": 0.6 * error},
-            {"low": 97, "high": 139, "examples": 199, "attention_rel_l2": 0.9 * error},
-            {"low": 140, "high": 188, "examples": 200, "attention_rel_l2": 1.1 * error},
-            {"low": 189, "high": 255, "examples": 183, "attention_rel_l2": 1.2 * error},
-            {"low": 256, "high": 256, "examples": 217, "attention_rel_l2": 1.2 * error},
-        ],
+        "by_length": _by_length(attention_rel_l2=[error * f for f in (0.6, 0.9, 1.1, 1.2, 1.2)]),
         "certificates": [
             {"name": "dual_stability", "source": "ASAP, Propositions B.8 and B.9", "bound": 2.41,
              "measured": 1.62, "holds": True, "cases": 8000, "vacuous": False},

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,9 +90,8 @@ def test_dual_stability_holds_after_any_c_transforms(seed, n, m, spread, masked,
 
 
 def oscillation(values):
-    finite = values.masked_fill(values.isinf(), math.nan)
-    flat = finite.flatten(0, 1).numpy()
-    return torch.from_numpy(np.nanmax(flat, -1) - np.nanmin(flat, -1)).view(values.shape[:2])
+    off = values.isinf()
+    return values.masked_fill(off, -math.inf).amax(-1) - values.masked_fill(off, math.inf).amin(-1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -114,20 +112,6 @@ def test_contraction_bounds_hold_and_the_exact_one_says_no_less(seed, n, m, spre
     if keep is None:
         exact = contraction_of(projective_diameter(scores))
         assert (exact <= bound + 1e-12).all() and (after <= exact * before + 1e-12).all()
-
-
-def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
-    """S = [[t, 0], [0, t]]: near the fixed point one iteration contracts by tanh^2(t / 2)."""
-    t, small = 2.0, 1e-6
-    scores = torch.tensor([[[[t, 0.0], [0.0, t]]]], dtype=torch.float64)
-    log_mu, log_nu = log_marginals(2, 2, None, scores)
-    _, fixed = finite_duals(scores, 200, "row", None)
-    g = fixed + torch.tensor([small, -small], dtype=torch.float64)
-    after = close_columns(scores, close_rows(scores, g, log_mu), log_nu)
-    rate = float(oscillation(after - fixed) / (2 * small))
-    bound = float(contraction_bound(scores))
-    assert bound == pytest.approx(math.tanh(t / 2) ** 2)
-    assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (6, 4)])
@@ -154,22 +138,6 @@ def test_what_a_loop_still_has_to_go_is_bounded(seed, n, m, half_steps, spread):
     )
     bound = truncation_bound(contraction_of(projective_diameter(scores)), spread_of(after - before))
     assert (spread_of(far - after) <= bound * (1 + 1e-9) + 1e-12).all()
-
-
-def test_the_output_bound_is_reached_where_one_query_gains_all() -> None:
-    """Flat scores, f^ - f = (a, -a): a query of hardly any mass gains exp(2 a) - 1 of it everywhere."""
-    a, light = 0.7, -30.0
-    scores = torch.tensor([[[[light, light], [0.0, 0.0]]]], dtype=torch.float64)
-    block = Block(scores, -math.log(2), -math.log(2))
-    f = torch.zeros(1, 1, 2, dtype=torch.float64)
-    own, exact = (
-        block.log_plan(block.closed(x, "column", 1)[-1]).exp()
-        for x in (f + torch.tensor([a, -a]).double(), f)
-    )
-    gained = ((own - exact).abs().sum(-1) / exact.sum(-1))[0, 0]
-    assert float(gained[0]) == pytest.approx(math.expm1(2 * a), rel=1e-7)
-    bound = output_bound(torch.tensor([[a]]).double(), 2 * exact.sum(-1))
-    assert float(bound) == pytest.approx(math.expm1(2 * a) * 2, rel=1e-6)
 
 
 def test_a_wrong_output_bound_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,24 +201,6 @@ def two_points(p: float, d: float) -> Tilt:
     return Tilt(scores, f, f + torch.tensor([7.0, 7.0 + d], dtype=torch.float64), 0.0)
 
 
-def integrals(tilt: Tilt, nodes: int = 12, panel: float = 4.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two divergences again, by Gauss-Legendre quadrature (Proposition B.10, Eqs. B.51 and B.52):
-    sum_j nu_j int_0^1 t Var_{pi_j,t}(Delta) dt, and with 1 - t for t: [B, H] each."""
-    panels = max(1, math.ceil(float(spread_of(tilt.delta).max()) / panel))
-    places, weights = np.polynomial.legendre.leggauss(nodes)
-    powers = torch.stack([tilt.delta, tilt.delta.square()], -1)  # [B, H, X, 2]
-    total = [torch.zeros_like(tilt.delta[..., 0]) for _ in range(2)]
-    for number in range(panels):
-        for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
-            t = (number + (place + 1) / 2) / panels
-            tilted = (tilt.log_pi + t * tilt.delta[..., :, None]).softmax(-2)
-            mean, square = (tilted.transpose(-1, -2) @ powers).unbind(-1)
-            variance = tilt.weight * (square - mean.square()).sum(-1) * weight / (2 * panels)
-            total[0] += t * variance
-            total[1] += (1 - t) * variance
-    return total[0], total[1]
-
-
 @pytest.mark.parametrize(("p", "d"), [(0.5, 1e-3), (1e-3, -3.0), (1e-12, 60.0), (0.5, 12.0)])
 def test_divergences_of_two_points(p: float, d: float) -> None:
     tilt = two_points(p, d)
@@ -259,8 +209,6 @@ def test_divergences_of_two_points(p: float, d: float) -> None:
     reverse, forward = (float(x) for x in tilt.divergences())
     assert reverse == pytest.approx(q * d - a, rel=1e-6, abs=1e-13)
     assert forward == pytest.approx(a - p * d, rel=1e-6, abs=1e-13)
-    for one, other in zip(integrals(tilt), tilt.divergences(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-13)
     for bound in (tilt.variance_bound(), tilt.density_bound()):
         assert float(bound) >= max(reverse, forward) * (1 - 1e-6)
     assert float(tilt.trivial()) >= max(reverse, forward)
@@ -286,8 +234,6 @@ def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error:
     divergences = tilt.divergences()
     for bound in (tilt.variance_bound(), tilt.density_bound(), tilt.trivial()):
         assert (torch.maximum(*divergences) <= bound * (1 + 1e-9) + 1e-12).all()
-    for one, other in zip(integrals(tilt), divergences, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
     # the tilted columns themselves, over t, under beta / X
     beta_over_x = tilt.density_bound() / (tilt.weight * m / 2 * tilt.delta.square().sum(-1))
     for t in torch.linspace(0, 1, 9).tolist():
@@ -304,7 +250,8 @@ def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> N
     block = Block(torch.tensor([[[[t, 0.0], [0.0, t]]]]).double(), -math.log(2), -math.log(2))
     found = measured_contraction(block, torch.zeros(1, 1, 2, dtype=torch.float64))
     assert float(found) == pytest.approx(math.tanh(t / 2) ** 2, rel=1e-5)
-    assert float(found) <= float(contraction_bound(block.scores)) * (1 + 1e-9)
+    # A bound of a quarter of the range would be wrong.
+    assert float(contraction_bound(block.scores)) == pytest.approx(math.tanh(t / 2) ** 2)
 
 
 # A site, from its activations to its certificates

@@ -165,8 +165,7 @@ def test_a_trail_that_anyone_may_have_written(report: dict[str, Any]) -> None:
     tried = ("sites", 0, "candidates", 4)
     keys = ("label", "operator", "attention_rel_l2", "alone", "latency_ms", "teacher_ms", "chosen")
     paths: list[tuple[Any, ...]] = [
-        ("objective",), ("budget", "attention_rel_l2"), ("shapes",), ("sites",), ("sites", 0),
-        ("sites", 0, "candidates"), ("rounds", 0), ("rounds", 0, "choice"), ("sites", 0, "name"), tried,
+        ("objective",), ("budget", "attention_rel_l2"), ("shapes",), ("sites", 0), ("rounds", 0), tried,
         *((*tried, key) for key in keys), (*tried, "latency_ms", "32x256"),
     ]  # fmt: skip
     report["by_length"] = []
@@ -585,7 +584,7 @@ def test_without_the_extra_there_is_a_note_and_no_stale_page(tmp_path: Path) -> 
 
 
 def test_operators_chosen_for_another_device_are_said_to_be(tmp_path: Path) -> None:
-    document = page_report.full_report()
+    document = page_report.small_report()
     document["environment"]["device"] = "NVIDIA H100"
     told = "chosen by their speeds on cpu, and this was measured on NVIDIA H100"
     for device, expected in (("cpu", True), ("NVIDIA H100", False)):

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from asapc.errors import InputError
@@ -29,7 +30,7 @@ from asapc.report.document import (
     finite,
     worst_class,
 )
-from asapc.report.gates import entry, examples_needed
+from asapc.report.gates import examples_needed
 from asapc.terminal.printed import clipped, reason, short
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
@@ -138,7 +139,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
         if name not in now:
             shown = clipped(name, 80) if name.isprintable() else short(name)
             text = f"the site {shown} of the baseline is no longer compiled"
-            checks.append(entry("baseline", "sites", shown, None, "REGRESSION", text))
+            checks.append(Check("baseline", "sites", shown, verdict="REGRESSION", message=text))
             continue
         checks += _compare_site(now[name], old, baseline.allowance, skipped)
     skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
@@ -169,8 +170,10 @@ def _compare_model(
                     f"{metric} of model rests on {examples:g} examples, too few to see a regression "
                     f"of {allowed:.4g}: at least {needed} are needed"
                 )
-                yield entry("baseline", metric, "model", finite(now.metric(metric)), "ANOMALOUS", text,
-                            baseline=earlier, allowed=allowed)  # fmt: skip
+                yield Check(
+                    "baseline", metric, "model", finite(now.metric(metric)), verdict="ANOMALOUS",
+                    message=text, baseline=earlier, allowed=allowed,
+                )  # fmt: skip
                 continue
         yield _compared(metric, "model", now, old, allowed)
 
@@ -202,11 +205,11 @@ def _compared(
     value, earlier = finite(raw), finite(old.metric(metric))
     assert earlier is not None
     subject = f"{metric} of {scope}"
+    found = partial(Check, "baseline", metric, scope, value, baseline=earlier, allowed=allowed)
     if value is None:
         what = "was not measured" if raw is None else f"is not a finite number: {short(raw)}"
         text = f"{subject} {what} (the baseline has {earlier:.6g})"
-        return entry("baseline", metric, scope, None, "ANOMALOUS", text,
-                     baseline=earlier, allowed=allowed)  # fmt: skip
+        return found(verdict="ANOMALOUS", message=text)
     worse = value - earlier if METRIC[metric].direction == "min" else earlier - value
     if METRIC[metric].share:
         part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
@@ -221,8 +224,7 @@ def _compared(
         text = f"{start}, {amount} worse than {before} but inside the confidence interval"
     else:
         verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
-    return entry("baseline", metric, scope, value, verdict, text,
-                 baseline=earlier, allowed=allowed, worse_by=worse)  # fmt: skip
+    return found(verdict=verdict, message=text, worse_by=worse)
 
 
 def _require_same(report: Report, baseline: Baseline) -> None:

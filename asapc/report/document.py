@@ -282,6 +282,8 @@ class Check(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed", self.verdict == "ACCEPT")
+        # One line, whatever the names in it are.
+        object.__setattr__(self, "message", " ".join(self.message.split()))
 
     @property
     def bound(self) -> Literal["min", "max"] | None:

@@ -45,12 +45,13 @@ class Picture(NamedTuple):
 
 def figure(report: Report, what: str = "errors", site: str | None = None) -> Figure:
     """See asapc.report.document.Report.figure."""
-    if what not in (*OF_MODEL, *OF_SITE):
+    if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
+    draw, of_site, why = FIGURES[what]
     with plots.style():
-        drawn = OF_MODEL[what](report) if what in OF_MODEL else OF_SITE[what](report, _site(report, site))
+        drawn = draw(report, _site(report, site)) if of_site else draw(report)
         if drawn is None:
-            raise InputError(f"figure: nothing to draw for {what}", got=FIGURES[what])
+            raise InputError(f"figure: nothing to draw for {what}", got=why)
         drawn.set_dpi(100)
     return drawn
 
@@ -153,17 +154,14 @@ def _pairs(report: Report, site: SiteReport) -> Sequence[MapPair]:
     return next((p.pairs for p in report.pictures if p.name == site.name), ())
 
 
-OF_MODEL: Mapping[str, Callable[[Report], Figure | None]] = {"errors": _errors, "times": _times}
-OF_SITE: Mapping[str, Callable[[Report, SiteReport], Figure | None]] = {
-    "heads": _heads, "lengths": _lengths, "candidates": _candidates, "maps": _maps,
-}  # fmt: skip
-FIGURES = {  # and why there may be nothing to draw
-    "errors": "no layer's attention was compared",
-    "times": "the model was not timed",
-    "heads": "the layer has no errors by head",
-    "lengths": "the layer has no errors by length",
-    "candidates": "nothing was timed beside what was chosen",
-    "maps": "report.json has none: they are in a report that was just measured",
+# What draws each, whether of one site, and why there may be nothing to draw.
+FIGURES: Mapping[str, tuple[Callable[..., Figure | None], bool, str]] = {
+    "errors": (_errors, False, "no layer's attention was compared"),
+    "times": (_times, False, "the model was not timed"),
+    "heads": (_heads, True, "the layer has no errors by head"),
+    "lengths": (_lengths, True, "the layer has no errors by length"),
+    "candidates": (_candidates, True, "nothing was timed beside what was chosen"),
+    "maps": (_maps, True, "report.json has none: they are in a report that was just measured"),
 }
 
 

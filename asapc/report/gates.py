@@ -146,20 +146,6 @@ def failure_text(gate: GateReport, most: int = 20) -> str:
     return "\n".join(lines)
 
 
-def entry(
-    kind: Literal["limit", "plausibility", "baseline"],
-    metric: str,
-    scope: str,
-    value: float | None,
-    verdict: Class,
-    message: str,
-    **more: Any,
-) -> Check:
-    """A check whose message is one line, whatever the names in it are."""
-    text = " ".join(message.split())
-    return Check(kind, metric, scope, value, verdict=verdict, message=text, **more)
-
-
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
     """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
     distance = abs(ideal - limit)
@@ -216,7 +202,9 @@ def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
     more: dict[str, Any] = {gate.bound: gate.limit}
     if gate.confidence:
         more |= {"confidence": True, "bound_value": compared}
-    return entry("limit", gate.metric, reading.scope, value, verdict, message, **more)
+    return Check(
+        "limit", gate.metric, reading.scope, value, verdict=verdict, message=message, **more
+    )
 
 
 def _too_few(report: Report, gate: Gate) -> str | None:
@@ -322,7 +310,7 @@ def _too_accurate(report: Report) -> list[Check]:
 
 
 def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> Check:
-    return entry("plausibility", metric, scope, value, "ANOMALOUS", message)
+    return Check("plausibility", metric, scope, value, verdict="ANOMALOUS", message=message)
 
 
 _LIMITS: Mapping[str, Any] = {"min": Finite, "max": Finite, "confidence": Switch}
