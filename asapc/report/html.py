@@ -200,13 +200,11 @@ def tiles(report: Report) -> list[Tile]:
 
 def _against_baseline(report: Report, metric: str, scope: str) -> list[str]:
     """The difference of a metric to the baseline, in a line; in none where it has none."""
-    return [
-        f"{change_text(metric, check.value - check.baseline)} against the baseline, "
-        f"{metric_text(metric, check.baseline)}"
-        for check in report.gate.checks
-        if (check.kind, check.metric, check.scope) == ("baseline", metric, scope)
-        and check.value is not None and check.baseline is not None
-    ]  # fmt: skip
+    check = report.compared(metric, scope)
+    if check is None or check.change is None:
+        return []
+    before = metric_text(metric, check.baseline)
+    return [f"{change_text(metric, check.change)} against the baseline, {before}"]
 
 
 def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,13 +59,17 @@ def layers_of(report: Report) -> dict[str, Any] | None:
         return None
     trail = report.selection or Trail()
     speeds = {site.name: _speed(site, trail.of(site.name)) for site in sites}
-    changes = _changes(report)
+    changes = {
+        site.name: [c for metric in ERRORS if (c := report.compared(metric, site.name)) is not None]
+        for site in sites
+    }
+    compared = any(changes.values())
     columns: dict[str, Callable[[SiteReport], Cell]] = {
         words: partial(_error, metric)
         for metric, words in ERRORS.items() if any(metric in site.metrics for site in sites)
     }  # fmt: skip
-    if changes:
-        columns["error against the baseline"] = lambda site: _change(changes.get(site.name, {}))
+    if compared:
+        columns["error against the baseline"] = lambda site: _change(changes[site.name])
     timed = any(ratio < math.inf for ratio, _ in speeds.values())
     if timed:
         columns["speed of the layer"] = lambda site: speeds[site.name][1]
@@ -75,8 +79,8 @@ def layers_of(report: Report) -> dict[str, Any] | None:
         if timed:
             slowest = sorted(sites, key=lambda site: speeds[site.name][0])
             orders["slow"] = "least gain in speed", slowest
-        if changes:
-            worse = sorted(sites, key=lambda site: -_worse(changes.get(site.name, {})))
+        if compared:
+            worse = sorted(sites, key=lambda site: -_worse(changes[site.name]))
             orders["change"] = "worst against the baseline", worse
     # By identity: names may be alike.
     places = {
@@ -139,34 +143,21 @@ def _error(metric: str, site: SiteReport) -> Cell:
     )
 
 
-def _changes(report: Report) -> dict[str, dict[str, Check]]:
-    """By site and metric, how it compares with the baseline."""
-    changes: dict[str, dict[str, Check]] = {}
-    names = {site.name for site in report.sites}
-    for check in report.gate.checks:
-        if check.kind == "baseline" and check.scope in names and check.metric in ERRORS:
-            changes.setdefault(check.scope, {})[check.metric] = check
-    return changes
-
-
-def _worse(checks: Mapping[str, Check]) -> float:
-    worse = next((checks[metric].worse_by for metric in ERRORS if metric in checks), None)
+def _worse(checks: Sequence[Check]) -> float:
+    worse = checks[0].worse_by if checks else None
     return -math.inf if worse is None else worse
 
 
-def _change(checks: Mapping[str, Check]) -> Cell:
+def _change(checks: Sequence[Check]) -> Cell:
     """The first metric's difference; below it the second's."""
-    differences = []
-    for metric in ERRORS:
-        check = checks.get(metric)
-        if check is not None and check.value is not None and check.baseline is not None:
-            change = check.value - check.baseline
-            shown = change_text(metric, change if abs(change) > ROUNDING else 0.0)
-            differences.append((shown, f"{ERRORS[metric]} {shown}"))
-    if not differences:
+    shown = [
+        (ERRORS[check.metric], change_text(check.metric, change if abs(change) > ROUNDING else 0.0))
+        for check in checks if (change := check.change) is not None
+    ]  # fmt: skip
+    if not shown:
         return Cell("-", "not compared")
-    tone = "bad" if any(not check.passed for check in checks.values()) else ""
-    return Cell(differences[0][0], differences[1][1] if len(differences) > 1 else "", tone)
+    tone = "bad" if any(not check.passed for check in checks) else ""
+    return Cell(shown[0][1], " ".join(shown[1]) if len(shown) > 1 else "", tone)
 
 
 def _speed(site: SiteReport, trail: TriedSite) -> tuple[float, Cell]:
