@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 import torch
 
+from asapc.calibration.enough import Shortage
 from asapc.report import Report
 from asapc.report.pictures import PictureCollector, SitePictures
 
@@ -36,7 +38,7 @@ def full_report() -> dict[str, Any]:
     return {
         "format_version": 3,
         "model": {
-            "source": "teachers/imdb", "capture": "export", "data": "imdb/test.npz",
+            "source": "teachers/imdb", "capture": "whole", "data": "imdb/test.npz",
             "examples": 1000, "batch": 32,
             "output_rmse": 0.00614, "output_rel_l2": 0.0048, "max_abs_error": 0.0713,
             "logit_kl": 3.1e-5, "prediction_agreement": 0.999, "accuracy_teacher": 0.838,
@@ -51,14 +53,10 @@ def full_report() -> dict[str, Any]:
         },
         "fingerprints": {"teacher": "9f2c" * 16, "data": "07ab" * 16},
         "sites": [_site(i, name) for i, name in enumerate(SITES)],
-        "by_length": [
-            {"low": 11, "high": 96, "examples": 201, "prediction_agreement": 1.0, "logit_kl": 2.2e-5},
-            {"low": 97, "high": 139, "examples": 199, "prediction_agreement": 1.0, "logit_kl": 2.6e-5},
-            {"low": 140, "high": 188, "examples": 200, "prediction_agreement": 1.0, "logit_kl": 3.0e-5},
-            {"low": 189, "high": 255, "examples": 183, "prediction_agreement": 0.9945,
-             "logit_kl": 4.1e-5},
-            {"low": 256, "high": 256, "examples": 217, "prediction_agreement": 1.0, "logit_kl": 3.3e-5},
-        ],
+        "by_length": _by_length(
+            prediction_agreement=(1.0, 1.0, 1.0, 0.9945, 1.0),
+            logit_kl=(2.2e-5, 2.6e-5, 3.0e-5, 4.1e-5, 3.3e-5),
+        ),
         "splits": {"calibration": 3500, "selection": 750, "gate": 1000},
         "selection": _selection(),
         "refused": [{"name": "pooler", "status": "left alone", "reason": "softmax attention: rows only"}],
@@ -83,6 +81,22 @@ def full_report() -> dict[str, Any]:
                          "verdict": "ACCEPT", "compared": 1, "skipped": []},
         },
     }  # fmt: skip
+
+
+def small_report() -> dict[str, Any]:
+    """Every part of a report, with little in each: two layers, and what was tried at one of them."""
+    report = full_report()
+    site, left = report["sites"][0], {"name": "layers.1.mha", "operator": "teacher", "range": None}
+    for part in ("by_length", "certificates"):
+        site[part] = site[part][:1]
+    site["by_head"] = {"attention_rel_l2": [0.01, 0.03]}
+    report["sites"], report["by_length"] = [site, left], report["by_length"][:1]
+    tried, rounds = report["selection"]["sites"][0], report["selection"]["rounds"]
+    report["selection"] |= {"sites": [{**tried, "candidates": tried["candidates"][4:5]}],
+                            "rounds": rounds[1:]}  # fmt: skip
+    report["warnings"] = [Shortage((SITES[0],), "examples", 3, 32).to_dict()]
+    report["gate"] = {"verdict": None, "passed": True, "checks": [], "baseline": None}
+    return report
 
 
 def typed(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> Report:
@@ -120,6 +134,14 @@ def _balanced(count: int, generator: torch.Generator) -> torch.Tensor:
     return plan
 
 
+def _by_length(**metrics: Sequence[float]) -> list[dict[str, Any]]:
+    bins = ((11, 96, 201), (97, 139, 199), (140, 188, 200), (189, 255, 183), (256, 256, 217))
+    return [
+        {"low": low, "high": high, "examples": examples, **{key: of[i] for key, of in metrics.items()}}
+        for i, (low, high, examples) in enumerate(bins)
+    ]
+
+
 def _site(index: int, name: str) -> dict[str, Any]:
     error = (0.0167, 0.0142, 0.0221)[index]
     return {
@@ -136,13 +158,7 @@ def _site(index: int, name: str) -> dict[str, Any]:
         },
         "confidence": {"attention_rel_l2": [0.94 * error, 1.07 * error]},
         "by_head": {"attention_rel_l2": [error * f for f in (0.7, 1.2, 0.9, 1.6, 0.6, 1.1, 1.0, 0.9)]},
-        "by_length": [
-            {"low": 11, "high": 96, "examples": 201, "attention_rel_l2": 0.6 * error},
-            {"low": 97, "high": 139, "examples": 199, "attention_rel_l2": 0.9 * error},
-            {"low": 140, "high": 188, "examples": 200, "attention_rel_l2": 1.1 * error},
-            {"low": 189, "high": 255, "examples": 183, "attention_rel_l2": 1.2 * error},
-            {"low": 256, "high": 256, "examples": 217, "attention_rel_l2": 1.2 * error},
-        ],
+        "by_length": _by_length(attention_rel_l2=[error * f for f in (0.6, 0.9, 1.1, 1.2, 1.2)]),
         "certificates": [
             {"name": "dual_stability", "source": "ASAP, Propositions B.8 and B.9", "bound": 2.41,
              "measured": 1.62, "holds": True, "cases": 8000, "vacuous": False},
@@ -198,3 +214,42 @@ def _candidate(
 def _check(kind: str, metric: str, scope: str, value: float, verdict: str, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "metric": metric, "scope": scope, "value": value, "class": verdict,
             "passed": verdict == "ACCEPT", **more}  # fmt: skip
+
+
+VOID = {"meta", "link", "img", "br", "wbr", "input"}
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order; collects tags, ids and the text of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def shown(text: str) -> str:
+    """The text of a page; its tags close."""
+    return " ".join(" ".join(Reader(text).text).split())

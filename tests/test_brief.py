@@ -162,7 +162,7 @@ def test_a_name_keeps_both_ends(text: str, most: int) -> None:
     assert len(shortened(LONG)) == 40
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
+@pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize("tables", [report_tables(measured(3)), inspect_tables(inspection(3, 2))])
 def test_no_number_is_cut_at_any_width(tables: list[Table], width: int) -> None:
     class Terminal(io.StringIO):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,7 +54,7 @@ cases = {
 }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**cases)
 def test_row_error_bound_holds(seed, n, m, spread, masked):
     scores, keep, generator = random_scores(seed, n, m, spread, masked)
@@ -70,7 +69,7 @@ def test_row_error_bound_holds(seed, n, m, spread, masked):
     assert (row_err <= bound + 1e-12).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**cases, c_transforms=st.integers(1, 4))
 def test_dual_stability_holds_after_any_c_transforms(seed, n, m, spread, masked, c_transforms):
     scores, keep, generator = random_scores(seed, n, m, spread, masked)
@@ -91,45 +90,31 @@ def test_dual_stability_holds_after_any_c_transforms(seed, n, m, spread, masked,
 
 
 def oscillation(values):
-    finite = values.masked_fill(values.isinf(), math.nan)
-    flat = finite.flatten(0, 1).numpy()
-    return torch.from_numpy(np.nanmax(flat, -1) - np.nanmin(flat, -1)).view(values.shape[:2])
+    off = values.isinf()
+    return values.masked_fill(off, -math.inf).amax(-1) - values.masked_fill(off, math.inf).amin(-1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**cases)
-def test_contraction_bound_holds(seed, n, m, spread, masked):
+def test_contraction_bounds_hold_and_the_exact_one_says_no_less(seed, n, m, spread, masked):
     scores, keep, generator = random_scores(seed, n, m, spread, masked)
     log_mu, log_nu = log_marginals(n, m, keep, scores)
-    ends, starts = [], []
-    for _ in range(2):
-        g = torch.randn(2, 2, m, generator=generator).double()
-        if keep is not None:
-            g = g.masked_fill(~keep[:, None, :], -math.inf)
-        starts.append(g)
-        ends.append(close_columns(scores, close_rows(scores, g, log_mu), log_nu))
-    before = torch.where(starts[0].isinf(), -math.inf, starts[0] - starts[1])
-    after = torch.where(ends[0].isinf(), -math.inf, ends[0] - ends[1])
+    starts = [torch.randn(2, 2, m, generator=generator).double() for _ in range(2)]
+    if keep is not None:
+        starts = [g.masked_fill(~keep[:, None, :], -math.inf) for g in starts]
+    ends = [close_columns(scores, close_rows(scores, g, log_mu), log_nu) for g in starts]
+    before, after = (
+        oscillation(torch.where(pair[0].isinf(), -math.inf, pair[0] - pair[1])) for pair in (starts, ends)
+    )
     bound = contraction_bound(scores, keep)
     assert ((bound >= 0) & (bound <= 1)).all()
-    assert (oscillation(after) <= bound * oscillation(before) + 1e-12).all()
+    assert (after <= bound * before + 1e-12).all()
+    if keep is None:
+        exact = contraction_of(projective_diameter(scores))
+        assert (exact <= bound + 1e-12).all() and (after <= exact * before + 1e-12).all()
 
 
-def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
-    """S = [[t, 0], [0, t]]: near the fixed point one iteration contracts by tanh^2(t / 2)."""
-    t, small = 2.0, 1e-6
-    scores = torch.tensor([[[[t, 0.0], [0.0, t]]]], dtype=torch.float64)
-    log_mu, log_nu = log_marginals(2, 2, None, scores)
-    _, fixed = finite_duals(scores, 200, "row", None)
-    g = fixed + torch.tensor([small, -small], dtype=torch.float64)
-    after = close_columns(scores, close_rows(scores, g, log_mu), log_nu)
-    rate = float(oscillation(after - fixed) / (2 * small))
-    bound = float(contraction_bound(scores))
-    assert bound == pytest.approx(math.tanh(t / 2) ** 2)
-    assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 5), (6, 4)])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 5), (6, 4)])
 def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     n, m = shape
     scores, _, _ = random_scores(n, n, m, 2.0, False)
@@ -141,20 +126,7 @@ def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest
         torch.testing.assert_close(projective_diameter(scores), expected, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(**{**cases, "masked": st.just(False)})
-def test_the_exact_contraction_holds_and_is_no_more_than_the_range_says(seed, n, m, spread, masked):
-    scores, _, generator = random_scores(seed, n, m, spread, masked)
-    log_mu, log_nu = log_marginals(n, m, None, scores)
-    starts = [torch.randn(2, 2, m, generator=generator).double() for _ in range(2)]
-    ends = [close_columns(scores, close_rows(scores, g, log_mu), log_nu) for g in starts]
-    exact = contraction_of(projective_diameter(scores))
-    assert (exact <= contraction_bound(scores) + 1e-12).all()
-    moved = oscillation(ends[0] - ends[1])
-    assert (moved <= exact * oscillation(starts[0] - starts[1]) + 1e-12).all()
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000), n=st.integers(1, 6), m=st.integers(1, 6),
     half_steps=st.integers(2, 9), spread=st.sampled_from([0.3, 1.0, 3.0]),
@@ -162,26 +134,10 @@ def test_the_exact_contraction_holds_and_is_no_more_than_the_range_says(seed, n,
 def test_what_a_loop_still_has_to_go_is_bounded(seed, n, m, half_steps, spread):
     scores, _, _ = random_scores(seed, n, m, spread, False)
     (_, before), (_, after), (_, far) = (
-        finite_duals(scores, steps, "row", None) for steps in (half_steps - 2, half_steps, 2000)
+        finite_duals(scores, steps, "row", None) for steps in (half_steps - 2, half_steps, 500)
     )
     bound = truncation_bound(contraction_of(projective_diameter(scores)), spread_of(after - before))
     assert (spread_of(far - after) <= bound * (1 + 1e-9) + 1e-12).all()
-
-
-def test_the_output_bound_is_reached_where_one_query_gains_all() -> None:
-    """Flat scores, f^ - f = (a, -a): a query of hardly any mass gains exp(2 a) - 1 of it everywhere."""
-    a, light = 0.7, -30.0
-    scores = torch.tensor([[[[light, light], [0.0, 0.0]]]], dtype=torch.float64)
-    block = Block(scores, -math.log(2), -math.log(2))
-    f = torch.zeros(1, 1, 2, dtype=torch.float64)
-    own, exact = (
-        block.log_plan(block.closed(x, "column", 1)[-1]).exp()
-        for x in (f + torch.tensor([a, -a]).double(), f)
-    )
-    gained = ((own - exact).abs().sum(-1) / exact.sum(-1))[0, 0]
-    assert float(gained[0]) == pytest.approx(math.expm1(2 * a), rel=1e-7)
-    bound = output_bound(torch.tensor([[a]]).double(), 2 * exact.sum(-1))
-    assert float(bound) == pytest.approx(math.expm1(2 * a) * 2, rel=1e-6)
 
 
 def test_a_wrong_output_bound_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,26 +201,7 @@ def two_points(p: float, d: float) -> Tilt:
     return Tilt(scores, f, f + torch.tensor([7.0, 7.0 + d], dtype=torch.float64), 0.0)
 
 
-def integrals(tilt: Tilt, nodes: int = 12, panel: float = 4.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two divergences again, by Gauss-Legendre quadrature (Proposition B.10, Eqs. B.51 and B.52):
-    sum_j nu_j int_0^1 t Var_{pi_j,t}(Delta) dt, and with 1 - t for t: [B, H] each."""
-    panels = max(1, math.ceil(float(spread_of(tilt.delta).max()) / panel))
-    places, weights = np.polynomial.legendre.leggauss(nodes)
-    powers = torch.stack([tilt.delta, tilt.delta.square()], -1)  # [B, H, X, 2]
-    total = [torch.zeros_like(tilt.delta[..., 0]) for _ in range(2)]
-    for number in range(panels):
-        for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
-            t = (number + (place + 1) / 2) / panels
-            tilted = (tilt.log_pi + t * tilt.delta[..., :, None]).softmax(-2)
-            mean, square = (tilted.transpose(-1, -2) @ powers).unbind(-1)
-            variance = tilt.weight * (square - mean.square()).sum(-1) * weight / (2 * panels)
-            total[0] += t * variance
-            total[1] += (1 - t) * variance
-    return total[0], total[1]
-
-
-@pytest.mark.parametrize("d", [1e-3, 0.5, -3.0, 12.0, 60.0])
-@pytest.mark.parametrize("p", [0.5, 1e-3, 1e-12])
+@pytest.mark.parametrize(("p", "d"), [(0.5, 1e-3), (1e-3, -3.0), (1e-12, 60.0), (0.5, 12.0)])
 def test_divergences_of_two_points(p: float, d: float) -> None:
     tilt = two_points(p, d)
     a = math.log1p(p * math.expm1(d))  # the log-partition of the tilt
@@ -272,8 +209,6 @@ def test_divergences_of_two_points(p: float, d: float) -> None:
     reverse, forward = (float(x) for x in tilt.divergences())
     assert reverse == pytest.approx(q * d - a, rel=1e-6, abs=1e-13)
     assert forward == pytest.approx(a - p * d, rel=1e-6, abs=1e-13)
-    for one, other in zip(integrals(tilt), tilt.divergences(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-13)
     for bound in (tilt.variance_bound(), tilt.density_bound()):
         assert float(bound) >= max(reverse, forward) * (1 - 1e-6)
     assert float(tilt.trivial()) >= max(reverse, forward)
@@ -286,7 +221,7 @@ def test_variance_and_density_bounds_are_tight_for_flat_columns_and_small_errors
             assert float(bound / divergence) == pytest.approx(1.0, abs=2e-3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000), n=st.integers(1, 6), m=st.integers(1, 6),
     spread=st.sampled_from([0.0, 1.0, 30.0]), error=st.sampled_from([1e-4, 1.0, 20.0]),
@@ -299,8 +234,6 @@ def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error:
     divergences = tilt.divergences()
     for bound in (tilt.variance_bound(), tilt.density_bound(), tilt.trivial()):
         assert (torch.maximum(*divergences) <= bound * (1 + 1e-9) + 1e-12).all()
-    for one, other in zip(integrals(tilt), divergences, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
     # the tilted columns themselves, over t, under beta / X
     beta_over_x = tilt.density_bound() / (tilt.weight * m / 2 * tilt.delta.square().sum(-1))
     for t in torch.linspace(0, 1, 9).tolist():
@@ -312,18 +245,13 @@ def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error:
 # The contraction of one iteration
 
 
-@pytest.mark.parametrize("t", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize("t", [0.3, 6.0])
 def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> None:
     block = Block(torch.tensor([[[[t, 0.0], [0.0, t]]]]).double(), -math.log(2), -math.log(2))
     found = measured_contraction(block, torch.zeros(1, 1, 2, dtype=torch.float64))
     assert float(found) == pytest.approx(math.tanh(t / 2) ** 2, rel=1e-5)
-    assert float(found) <= float(contraction_bound(block.scores)) * (1 + 1e-9)
-
-
-def test_one_key_or_equal_scores_contract_at_once() -> None:
-    for m in (1, 4):
-        block = Block(torch.zeros(1, 2, 3, m, dtype=torch.float64), -math.log(3), -math.log(m))
-        assert measured_contraction(block, torch.zeros(1, 2, m).double()).abs().max() < 1e-9
+    # A bound of a quarter of the range would be wrong.
+    assert float(contraction_bound(block.scores)) == pytest.approx(math.tanh(t / 2) ** 2)
 
 
 # A site, from its activations to its certificates
@@ -373,8 +301,7 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return noise
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "padded"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "masked"), [(name, i % 2 == 1) for i, name in enumerate(PLANS)])
 def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
     half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)

@@ -12,7 +12,6 @@ from asapc.report.gates import (
     FOR_CONFIDENCE,
     Gate,
     examples_needed,
-    known_metrics,
     load_gates,
     parse_gates,
 )
@@ -21,23 +20,14 @@ SHIPPED = Path(__file__).parents[1] / "examples" / "gates.yaml"
 
 
 def report(**model: Any) -> dict[str, Any]:
+    shares = {"examples": 400, "prediction_agreement": 0.995, "output_rel_l2": 0.25, "speedup": 3.0}
+    metrics = [{"attention_rel_l2": 0.01, "r2": 0.9, "output_rel_l2": 0.5},
+               {"attention_rel_l2": 0.04, "r2": 0.8}, {"attention_rel_l2": 1e-7}]  # fmt: skip
     return {
-        "model": {
-            "examples": 400, "prediction_agreement": 0.995, "output_rel_l2": 0.25, "speedup": 3.0,
-            **model,
-        },
+        "model": {**shares, **model},
         "sites": [
-            {
-                "name": "layers.0",
-                "operator": "asap",
-                "metrics": {"attention_rel_l2": 0.01, "r2": 0.9, "output_rel_l2": 0.5},
-            },
-            {
-                "name": "layers.1",
-                "operator": "asap",
-                "metrics": {"attention_rel_l2": 0.04, "r2": 0.8},
-            },
-            {"name": "layers.2", "operator": "sinkhorn", "metrics": {"attention_rel_l2": 1e-7}},
+            {"name": f"layers.{i}", "operator": operator, "metrics": metrics[i]}
+            for i, operator in enumerate(("asap", "asap", "sinkhorn"))
         ],
     }
 
@@ -68,28 +58,14 @@ def test_shipped_gates_load() -> None:
 
 def test_model_metrics_are_looked_up_on_the_model() -> None:
     gates = parse_gates({"prediction_agreement": {"min": 0.99}, "output_rel_l2": {"max": 0.1}})
+    limit = {"kind": "limit", "scope": "model"}
     assert check(report(), gates) == [
-        {
-            "kind": "limit",
-            "metric": "prediction_agreement",
-            "scope": "model",
-            "value": 0.995,
-            "min": 0.99,
-            "class": "ACCEPT",
-            "passed": True,
-            "message": "prediction_agreement of model is 0.995, within its limit (min 0.99)",
-        },
-        {
-            "kind": "limit",
-            "metric": "output_rel_l2",
-            "scope": "model",
-            "value": 0.25,
-            "max": 0.1,
-            "class": "REGRESSION",
-            "passed": False,
-            "message": "output_rel_l2 of model is 0.25, beyond its limit (max 0.1)",
-        },
-    ]
+        {**limit, "metric": "prediction_agreement", "value": 0.995, "min": 0.99, "class": "ACCEPT",
+         "passed": True,
+         "message": "prediction_agreement of model is 0.995, within its limit (min 0.99)"},
+        {**limit, "metric": "output_rel_l2", "value": 0.25, "max": 0.1, "class": "REGRESSION",
+         "passed": False, "message": "output_rel_l2 of model is 0.25, beyond its limit (max 0.1)"},
+    ]  # fmt: skip
 
 
 def test_site_metrics_take_the_worst_site_for_either_bound() -> None:
@@ -100,12 +76,9 @@ def test_site_metrics_take_the_worst_site_for_either_bound() -> None:
     assert (smallest["scope"], smallest["value"], smallest["passed"]) == ("layers.1", 0.8, False)
 
 
-def test_the_limit_itself_passes() -> None:
+def test_the_limit_itself_passes_and_both_bounds_are_two_checks() -> None:
     gates = [Gate("attention_rel_l2", "max", 0.04), Gate("prediction_agreement", "min", 0.995)]
     assert gate_result(report(), gates)["passed"]
-
-
-def test_both_bounds_are_two_checks() -> None:
     gates = parse_gates({"speedup": {"min": 2, "max": 2.5}})
     assert [entry["passed"] for entry in check(report(), gates)] == [True, False]
 
@@ -149,35 +122,15 @@ def test_without_limits_nothing_is_accepted_and_nothing_fails() -> None:
     assert gate_result(report(), []) == nothing
 
 
-def test_design_metrics_are_known() -> None:
-    assert {
-        "attention_rel_l2",
-        "attention_rel_l2_worst",
-        "row_err",
-        "col_err",
-        "plan_kl",
-        "logit_kl",
-        "output_rmse",
-        "output_rel_l2",
-        "prediction_agreement",
-        "accuracy_drop",
-        "speedup",
-        "break_even_batches",
-        "examples",
-    } <= set(known_metrics())
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "at least one limit"),
         ("attention_rel_12: {max: 1}", r"unknown metric(.|\n)*did you mean 'attention_rel_l2'"),
         ("speedup: 2", "speedup must be limited by min and/or max"),
-        ("speedup: {}", "speedup must be limited"),
         ("speedup: {least: 2}", "speedup must be limited"),
         ("speedup: {min: .nan}", "line 1: speedup: min must be a finite number"),
         ("speedup: {min: fast}", "min must be a finite number, got 'fast'"),
-        ("speedup: {min: true}", "min must be a finite number, got True"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
         ("[speedup]", "must be a mapping"),
         ("speedup: {confidence: true}", "speedup must be limited"),
@@ -187,18 +140,13 @@ def test_design_metrics_are_known() -> None:
         ("accuracy_compiled: {min: -0.1}", "a share is at most 1"),
         ("speedup: {min: 1, mox: 2}", r"unknown key 'mox'(.|\n)*did you mean 'max'"),
         ("speedup: {min: 1}\nrow_er: {max: 1}", r"gates\.yaml, line 2: unknown metric 'row_er'"),
-        ("speedup:\n  min: 1\n  max: x", r"line 3: speedup: max must be a finite number"),
         ("sites:\n  a:\n    row_err: {max: x}", r"line 3: sites: a: row_err: max must be"),
         ("sites: {}", "sites must map patterns"),
-        ("sites: [a]", "sites must map patterns"),
         ("sites: {layers.0: {}}", "sites: layers.0: at least one limit"),
-        ("sites: {layers.0: 3}", "sites: layers.0: at least one limit"),
         ("sites: {0: {row_err: {max: 1}}}", "a pattern must be text"),
         ("sites: {a: {row_er: {max: 1}}}", "unknown metric 'row_er'"),
         ("sites: {a: {logit_kl: {max: 1}}}", "only a metric of a site can be limited per site"),
-        ("sites: {a: {examples: {min: 1}}}", "only a metric of a site"),
         ("sites: {a: {sites: {b: {row_err: {max: 1}}}}}", "unknown metric 'sites'"),
-        ("speedup: {min: '1" + "0" * 400 + "'}", "min must be a finite number"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -208,12 +156,9 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
         load_gates(path)
 
 
-def test_an_integer_beyond_a_float_is_no_limit() -> None:
+def test_what_is_no_float_is_no_limit_and_what_yaml_reads_as_text_is_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="min must be a finite number"):
         parse_gates({"speedup": {"min": 10**400}})
-
-
-def test_a_limit_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     path = tmp_path / "gates.yaml"
     path.write_text("attention_rel_l2: {max: 1e-2}", encoding="utf-8")
     assert load_gates(path) == [Gate("attention_rel_l2", "max", 0.01)]
@@ -302,9 +247,7 @@ def test_the_pessimistic_end_is_compared(limit: Any, verdict: str, text: str) ->
     assert entry["bound_value"] == (0.99 if "min" in limit else 0.999)
 
 
-@pytest.mark.parametrize(
-    "ends", [[None, 0.1], [0.1, None], [0.2, 0.1], [0.1, float("nan")]]
-)
+@pytest.mark.parametrize("ends", [[0.1, None], [0.2, 0.1], [0.1, float("nan")]])
 def test_a_missing_or_broken_interval_fails(ends: object) -> None:
     gates = parse_gates({"logit_kl": {"max": 1, "confidence": True}})
     entry = check(report(logit_kl=0.1, confidence={"logit_kl": ends}), gates)[0]
@@ -332,10 +275,7 @@ def test_the_worst_site_is_that_of_the_worst_bound() -> None:
     ("metric", "limit", "needed"),
     [
         ("prediction_agreement", {"min": 0.99}, 100),
-        ("prediction_agreement", {"min": 0.998}, 500),
-        ("prediction_agreement", {"min": 0.9}, 10),
         ("prediction_agreement", {"min": 0.99, "confidence": True}, 369),
-        ("accuracy_compiled", {"min": 0.95}, 20),
         ("accuracy_drop", {"max": 0.005}, 200),
         ("accuracy_drop", {"max": -0.01}, 100),
     ],
@@ -351,7 +291,7 @@ def test_a_limit_on_a_share_needs_its_examples(metric: str, limit: Any, needed: 
         assert entry["passed"] or f"at least {needed} are needed" in entry["message"]
 
 
-@pytest.mark.parametrize("limit", [0.9, 0.95, 0.99, 0.998])
+@pytest.mark.parametrize("limit", [0.9, 0.99])
 def test_enough_examples_for_confidence_are_enough_for_a_perfect_result(limit: float) -> None:
     needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
     for examples, kept in ((needed, True), (round(needed * 0.9), False)):
@@ -407,11 +347,8 @@ def test_equal_outputs_of_an_approximated_model_are_anomalous() -> None:
 
 @pytest.mark.parametrize(
     ("operator", "own", "expected"),
-    [
-        ("asap", "sinkhorn", 1), ("lot", "sinkhorn", 1), ("esp_hard", "sinkhorn", 1),
-        ("lot", "lot", 0), ("sinkhorn", "sinkhorn", 0), ("teacher", "sinkhorn", 0),
-        ("esp_hard", "esp_soft", 0),  # a cold SoftSort sorts exactly
-    ],
+    [("asap", "sinkhorn", 1), ("lot", "sinkhorn", 1), ("lot", "lot", 0), ("teacher", "sinkhorn", 0),
+     ("esp_hard", "esp_soft", 0)],  # a cold SoftSort sorts exactly
 )  # fmt: skip
 def test_equal_attention_of_an_approximated_site(operator: str, own: str, expected: int) -> None:
     found = report()
@@ -424,7 +361,7 @@ def test_equal_attention_of_an_approximated_site(operator: str, own: str, expect
     assert len(implausible(found)) == expected
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 10**400])
 def test_what_is_not_finite_is_anomalous_even_without_a_limit_on_it(value: Any) -> None:
     for found in (plausible(logit_kl=value), plausible()):
         if "logit_kl" not in found["model"]:

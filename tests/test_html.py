@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,48 +20,16 @@ import page_report
 import pytest
 import torch
 from matplotlib.figure import Figure
+from page_report import Reader, shown
 
 from asapc.report import html as rendering
-from asapc.report import write_report
-from asapc.report.layers import PICTURED
+from asapc.report import layers, write_report
 from asapc.report.pictures import MapPair, SitePictures
 from asapc.report.plots import Point, data_uri, draw_bars, draw_maps, draw_masses, draw_pareto, style
 from asapc.report.text import json_text
 
 IMAGE = "data:image/svg+xml;base64,"
-VOID = {"meta", "link", "img", "br", "wbr", "input"}
 BROWSER = pytest.mark.skipif(browser.CHROMIUM is None, reason="chromium is not installed")
-
-
-class Reader(HTMLParser):
-    """Checks that tags close in order; collects tags, ids and the text of the page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] != "style":
-            self.text.append(data)
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
 
 
 def html(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> str:
@@ -71,7 +38,16 @@ def html(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> str
 
 @pytest.fixture(scope="module")
 def full() -> str:
-    return html(page_report.full_report(), page_report.pictures())
+    """With pictures of one layer of three."""
+    return html(page_report.full_report(), page_report.pictures()[:1])
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """With one layer, without pictures that take their time."""
+    document = page_report.full_report()
+    document["sites"] = [_plain_site()]
+    return document
 
 
 @pytest.fixture(scope="module")
@@ -80,37 +56,28 @@ def tab() -> Iterator[browser.Browser]:
         yield opened
 
 
-def test_the_headline(full: str) -> None:
-    text = " ".join(" ".join(Reader(full).text).split())
+def test_every_part_is_there(full: str) -> None:
+    text = shown(full)
     for expected in (
         "Look at layers. 2. mha first.", "REGRESSION", "1 of 5 checks failed.",
         "The attention error of layers.2.mha is 0.0221; it should be at most 0.02.",
         "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed.",
         "19.8×", "13.7× by lossless kernels alone", "99.90%", "95% interval 99.70% to 100.00%",
-        "accuracy 83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%",
-        "0.0221", "in layers.2.mha",
+        "accuracy 83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%", "in layers.2.mha",
         "1468 ms", "1000 examples neither fitted nor selected on, times for batches of 32, on cpu",
-    ):  # fmt: skip
-        assert expected in text
-
-
-def test_every_part_is_there(full: str) -> None:
-    text = " ".join(" ".join(Reader(full).text).split())
-    for expected in (
         "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
-        "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9",
-        "Certificates: 2 holds, 1 vacuous", "kl_variance_bound", "264",
-        "Example 0, head 0, 256 active keys",
-        "T=20, row first, column last, scale 0.0884, factor M, key mask",
-        "prediction_agreement 0.998, attention_rel_l2 0.0200", "3 x asap target 1 coarse:16",
-        "prediction_agreement 0.9973 < 0.998", "asap target 1 coarse:32",
-        "attention_rel_l2 0.281 > 0.02", "max 0.00500, confident", "baseline 19.6, 2%",
+        "What was tried", "By head", "By length", "Predictions changed, by length",
+        "Certificates: 2 holds, 1 vacuous", "kl_variance_bound", ", 256 active keys: error",
+        "T=20, row first, column last, scale 0.0884, factor M, key mask", "3 x asap target 1 coarse:16",
+        "prediction_agreement 0.9973 < 0.998", "max 0.00500, confident", "baseline 19.6, 2%",
         "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
-        "2.13.0", "Predictions changed, by length",
     ):  # fmt: skip
         assert expected in text
-    page = Reader(full)
-    assert len(page.named("img")) == 2 + 3 * (3 + 2 * 3)  # the model's; three a layer, two an example
+    # The worst layer comes first; all are folded, and a layer's pictures are inside its fold.
+    assert _layer_names(full) == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
+    assert '<details class="layer" open' not in full and " open>" not in full
+    first = full[full.index('id="layer-2"') : full.index('id="layer-0"')]
+    assert first.index("attention error") < first.index("</summary>") < first.index("<img")
 
 
 @pytest.mark.parametrize("kind", ["full", "minimal"])
@@ -143,15 +110,13 @@ def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
 
 
 def test_the_same_report_is_the_same_bytes(full: str) -> None:
-    assert html(page_report.full_report(), page_report.pictures()) == full
-    # Another process, with another hash seed and the user's own matplotlib style.
+    """In another process, with another hash seed and the user's own matplotlib style."""
     program = (
         "import sys; sys.path.insert(0, 'tests'); import page_report, hashlib, matplotlib;"
         "matplotlib.rcParams.update({'lines.linewidth': 9, 'svg.fonttype': 'path', 'font.size': 30});"
         "from asapc.report.html import html;"
-        "report = page_report.typed(page_report.full_report(), page_report.pictures());"
-        "text = html(report);"
-        "print(hashlib.sha256(text.encode()).hexdigest())"
+        "report = page_report.typed(page_report.full_report(), page_report.pictures()[:1]);"
+        "print(hashlib.sha256(html(report).encode()).hexdigest())"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True,
@@ -160,19 +125,17 @@ def test_the_same_report_is_the_same_bytes(full: str) -> None:
     assert result.stdout.strip() == hashlib.sha256(full.encode()).hexdigest()
 
 
-HOSTILE = (
-    "</title></style></svg></text><script>alert(1)</script>",
-    "\"'><img src=x onerror=alert(1)>{{ 3571 * 4001 }}{% raw %}",
-    "$\\frac{1}{0}$ #010101 font: 9px x; d=\"1.23456\" &amp;",
-    "a\u202eb\x00c\x1bd\ud800e",
-    "n" * 100_000,
-)
+TAGS = "</title></style></svg></text><script>alert(1)</script>"
+HOSTILE = {
+    "tags": TAGS + "\"'><img src=x onerror=alert(1)>{{ 3571 * 4001 }}{% raw %}",
+    "text": "$\\frac{1}{0}$ #010101 font: 9px x; d=\"1.23456\" &amp; a\u202eb\x00c\x1bd\ud800e",
+    "long": "n" * 100_000,
+}
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=["tags", "quotes", "mathtext", "control", "long"])
-def test_hostile_names_are_text(name: str) -> None:
-    report = _renamed(page_report.full_report(), name)
-    report["sites"] = report["sites"][:1]
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_names_are_text(name: str, report: dict[str, Any]) -> None:
+    report = _renamed(report, name)
     report["gate"]["verdict"] = report["gate"]["baseline"]["verdict"] = "REGRESSION"
     text = html(report, [SitePictures(name, [_pair()])])
     page = Reader(text)
@@ -180,10 +143,9 @@ def test_hostile_names_are_text(name: str) -> None:
     assert all((image["src"] or "").startswith(IMAGE) for image in page.named("img"))
     assert not any(k.startswith("on") for _, a in page.tags for k in a)
     assert str(3571 * 4001) not in text
-    shown = "".join(page.text)
     assert not re.search("[\x00\x1b\u202e\ud800]", text)
     text.encode("utf-8")
-    assert name[:20].partition("\u202e")[0] in shown or name[:20] in text
+    assert name[:20] in "".join(page.text)
     assert len(text) < 600_000
 
 
@@ -197,43 +159,29 @@ def _renamed(value: Any, name: str) -> Any:
     return name if isinstance(value, str) else value
 
 
-def test_a_trail_that_anyone_may_have_written() -> None:
+def test_a_trail_that_anyone_may_have_written(report: dict[str, Any]) -> None:
     """selection is copied from a manifest: whatever is in there, the page is rendered."""
-    report = page_report.full_report()
     junk: list[Any] = [None, "x", [], {}, -1, math.nan, math.inf, 10**400, True, [[1]], 1e308, 5e-324]
-    paths = [
-        ("objective",), ("budget",), ("budget", "attention_rel_l2"), ("examples",), ("seconds",),
-        ("shapes",), ("sites",), ("sites", 0), ("sites", 0, "candidates"), ("rounds",), ("rounds", 0),
-        ("rounds", 0, "choice"), ("rounds", 0, "measured"), ("sites", 0, "name"),
-        ("sites", 0, "candidates", 4), *(("sites", 0, "candidates", 4, key) for key in (
-            "label", "operator", "attention_rel_l2", "alone", "latency_ms", "teacher_ms", "memory_mib",
-            "chosen", "verdict")),
-        ("sites", 0, "candidates", 4, "latency_ms", "32x256"),
+    tried = ("sites", 0, "candidates", 4)
+    keys = ("label", "operator", "attention_rel_l2", "alone", "latency_ms", "teacher_ms", "chosen")
+    paths: list[tuple[Any, ...]] = [
+        ("objective",), ("budget", "attention_rel_l2"), ("shapes",), ("sites", 0), ("rounds", 0), tried,
+        *((*tried, key) for key in keys), (*tried, "latency_ms", "32x256"),
     ]  # fmt: skip
-    report["sites"], report["by_length"] = [_plain_site()], []
+    report["by_length"] = []
     report["selection"]["sites"] = report["selection"]["sites"][:1]
     for index, path in enumerate(paths):
-        for value in (junk[index % len(junk)], junk[(7 * index + 3) % len(junk)]):
-            broken = copy.deepcopy(report)
-            place = broken["selection"]
-            for step in path[:-1]:
-                place = place[step]
-            place[path[-1]] = value
-            Reader(html(broken))
+        broken = copy.deepcopy(report)
+        place = broken["selection"]
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = junk[(7 * index + 3) % len(junk)]
+        Reader(html(broken))
 
 
-@pytest.mark.parametrize("part", [
-    "sites", "by_length", "splits", "selection", "refused", "environment", "gate", "model",
-    "fingerprints",
-])  # fmt: skip
-def test_every_part_is_optional(part: str) -> None:
-    report = page_report.full_report()
-    for missing in (None, "absent"):
-        own = {k: v for k, v in report.items() if k != part}
-        if missing is None:
-            own[part] = None
-        own["sites"] = [] if part == "sites" else [_plain_site()]
-        Reader(html(own))
+def test_every_part_is_optional(report: dict[str, Any]) -> None:
+    for part in [key for key in report if key != "format_version"]:
+        Reader(html({key: value for key, value in report.items() if key not in (part, "selection")}))
 
 
 def _plain_site() -> dict[str, Any]:
@@ -243,7 +191,7 @@ def _plain_site() -> dict[str, Any]:
 
 
 def test_a_minimal_report_promises_nothing() -> None:
-    text = " ".join(" ".join(Reader(html(page_report.minimal_report())).text).split())
+    text = shown(html(page_report.minimal_report()))
     assert "There is nothing to decide on yet." in text and "no gate file was given" in text
     assert "Layers" not in text and "ACCEPT" not in text
 
@@ -261,20 +209,16 @@ def test_verdicts() -> None:
     assert 'class="tone-odd"' in text and "was not measured" in text and "not measured</td>" in text
 
 
-@pytest.mark.parametrize(
-    ("operator", "own", "tone"),
-    [
-        ("lot", "lot", "exact"), ("esp_hard", "esp_hard", "exact"), ("esp_soft", "esp_soft", "exact"),
-        ("sinkhorn", "sinkhorn", "exact"), ("teacher", "lot", "exact"), ("asap", "sinkhorn", "amortised"),
-        ("lot", "sinkhorn", "amortised"), ("esp_hard", "esp_soft", "amortised"),
-    ],
-)  # fmt: skip
-def test_what_computes_the_teachers_map_is_not_shown_as_an_approximation(
-    operator: str, own: str, tone: str
-) -> None:
+def test_what_computes_the_teachers_map_is_not_shown_as_an_approximation() -> None:
     report = page_report.minimal_report()
-    report["sites"] = [{"name": "a", "operator": operator, "convention": {"operator": own}}]
-    assert f'<span class="pill {tone}">{operator}</span>' in html(report)
+    kinds = [("lot", "lot", "exact"), ("esp_hard", "esp_soft", "amortised"), ("teacher", "lot", "exact"),
+             ("lot", "sinkhorn", "amortised")]  # fmt: skip
+    report["sites"] = [
+        {"name": str(i), "operator": operator, "convention": {"operator": own}}
+        for i, (operator, own, _) in enumerate(kinds)
+    ]
+    pills = re.findall('<span class="pill ([a-z]+)">([a-z_]+)</span>', html(report))
+    assert pills == [(tone, operator) for operator, _, tone in kinds]
 
 
 def deep_report(count: int, baseline: bool = False) -> dict[str, Any]:
@@ -302,15 +246,6 @@ def _layer_names(text: str) -> list[str]:
     return re.findall(r'<details class="layer".*?<h3><bdi>(.*?)</bdi>', text, re.DOTALL)
 
 
-def test_layers_come_worst_first_and_folded() -> None:
-    text = html(page_report.full_report())
-    assert _layer_names(text) == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
-    assert '<details class="layer" open' not in text and " open>" not in text
-    # A layer's maps are inside its fold, behind its errors.
-    first = text[text.index('id="layer-2"') : text.index('id="layer-0"')]
-    assert first.index("attention error") < first.index("</summary>") < first.index("<img")
-
-
 def test_layers_are_sorted_without_a_script() -> None:
     text = html(deep_report(4, baseline=True))
     for key, expected in (("worst", "1203"), ("model", "0123"), ("change", "0123")):
@@ -324,7 +259,7 @@ def test_layers_are_sorted_without_a_script() -> None:
 
 def test_a_difference_to_the_baseline_has_a_column() -> None:
     report = deep_report(3, baseline=True)
-    text = " ".join(" ".join(Reader(html(report)).text).split())
+    text = shown(html(report))
     assert "error against the baseline" in text and "+0.00400" in text and "−0.00200" in text
     assert "error against the baseline" not in "".join(Reader(html(deep_report(3))).text)
     report["gate"]["checks"] = report["gate"]["checks"][:2]  # the third was not compared
@@ -341,66 +276,60 @@ def test_a_long_table_is_folded_unless_something_failed() -> None:
     assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details"><summary>')
 
 
-def test_pictures_do_not_grow_with_depth() -> None:
-    count = PICTURED + 3
-    report = deep_report(count)
-    pictures = [SitePictures(site["name"], [_pair()]) for site in report["sites"]]
-    text = html(report, pictures)
+def test_pictures_do_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "PICTURED", 2)
+    report = deep_report(5)
+    report["selection"] = None
+    text = html(report, [SitePictures(site["name"], [_pair()]) for site in report["sites"]])
     images = [image["alt"] or "" for image in Reader(text).named("img")]
-    assert sum("attention of the teacher" in alt for alt in images) == PICTURED
-    assert f"drawn for the {PICTURED} layers with the largest attention errors; the other 3" in text
+    assert sum("attention of the teacher" in alt for alt in images) == 2
+    assert "drawn for the 2 layers with the largest attention errors; the other 3" in text
     assert text.count("Without pictures: they are drawn") == 3
-    kept = text[text.index(f'id="layer-{count // 2}"') :]
+    kept = text[text.index('id="layer-2"') :]
     assert "<img" in kept[: kept.index("</details>")]  # the worst has its own
-    assert len(_layer_names(text)) == count
+    assert len(_layer_names(text)) == 5
 
 
 def test_a_baseline_alone_is_no_limit() -> None:
     report = deep_report(3, baseline=True)
-    report["gate"]["checks"][0]["class"] = "ACCEPT"
-    report["gate"]["verdict"] = "ACCEPT"
-    text = " ".join(" ".join(Reader(html(report)).text).split())
-    assert "ACCEPT None of 3 comparisons with the baseline failed. Default limits, no gate file" in text
+    report["gate"]["checks"][0]["class"] = report["gate"]["verdict"] = "ACCEPT"
+    assert "ACCEPT None of 3 comparisons with the baseline failed. Default limits, no gate file" in shown(
+        html(report)
+    )
     report["sites"][2]["metrics"]["attention_rel_l2"] = 0.9
-    shown = html(report)
-    text = " ".join(" ".join(Reader(shown).text).split())
-    assert "Look at encoder. blocks. 2. attention first." in text and 'class="tone-odd"' in shown
-    assert 'href="#limits"' in shown and 'href="#gate"' in shown
-
-
-def test_default_limits_are_named_and_are_advice() -> None:
-    report = page_report.full_report()
-    report["gate"], report["sites"] = {}, [_plain_site()]
     text = html(report)
-    shown = " ".join(" ".join(Reader(text).text).split())
-    assert "Ship it." in shown and "Default limits, no gate file was given: 3 of 3 kept." in shown
-    assert 'class="tone-good"' in text and "the budget it was compiled with" in shown
-    assert "attention_rel_l2: {max: 0.02}" in shown and "speedup: {min: 1}" in shown
-    assert "ACCEPT" not in shown and "REGRESSION" not in shown  # what only a gate gives
+    assert "Look at encoder. blocks. 2. attention first." in shown(text) and 'class="tone-odd"' in text
+    assert 'href="#limits"' in text and 'href="#gate"' in text
+
+
+def test_default_limits_are_named_and_are_advice(report: dict[str, Any]) -> None:
+    report["gate"] = {}
+    page = html(report)
+    text = shown(page)
+    assert "Ship it." in text and "Default limits, no gate file was given: 3 of 3 kept." in text
+    assert 'class="tone-good"' in page and "the budget it was compiled with" in text
+    assert "attention_rel_l2: {max: 0.02}" in text and "speedup: {min: 1}" in text
+    assert "ACCEPT" not in text and "REGRESSION" not in text  # what only a gate gives
     report["model"]["prediction_agreement"] = 0.9
-    text = html(report)
-    assert 'class="tone-odd"' in text and "not kept" in text and "ACCEPT" not in text
+    page = html(report)
+    assert 'class="tone-odd"' in page and "not kept" in page and "ACCEPT" not in page
 
 
-def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it() -> None:
-    report = page_report.full_report()
-    report["gate"], report["sites"], report["selection"] = {}, [_plain_site()], None
+def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it(report: dict[str, Any]) -> None:
+    report["gate"], report["selection"] = {}, None
     assert "How to get the lossless model" not in html(report)
     report["model"] |= {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
-    shown = " ".join(" ".join(Reader(html(report)).text).split())
-    assert "Take the lossless model instead." in shown and "takes 1% longer" in shown
+    text = shown(html(report))
     for expected in (
-        "operator: lossless", 'asapc.load("OUT", stage="lossless")',
+        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
+        'asapc.load("OUT", stage="lossless")',
         "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
     ):  # fmt: skip
-        assert expected in shown
+        assert expected in text
 
 
-def test_a_violated_certificate_is_not_folded_away() -> None:
-    report = page_report.full_report()
-    report["sites"] = [_plain_site()]
-    summary = "Certificates: 2 holds, 1 vacuous"
-    assert f'<details class="small-details"><summary>{summary}' in html(report)
+def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> None:
+    assert '<details class="small-details"><summary>Certificates: 2 holds, 1 vacuous' in html(report)
     report["sites"][0]["certificates"][1]["holds"] = False
     text = html(report)
     title = '<summary><span class="bad">Certificates: 1 holds, 1 violated'
@@ -408,38 +337,32 @@ def test_a_violated_certificate_is_not_folded_away() -> None:
     assert '<span class="bad">violated</span>' in text
 
 
-def test_one_length_is_no_plot() -> None:
-    report = page_report.full_report()
-    report["sites"] = [_plain_site()]
+def test_one_length_is_no_plot(report: dict[str, Any]) -> None:
     report["by_length"] = report["by_length"][:1]
-    assert "by length" not in "".join(Reader(html(report)).text).lower()
+    assert "by length" not in shown(html(report)).lower()
 
 
 def test_values_that_are_not_finite_are_shown_as_such() -> None:
     report = page_report.full_report()
+    report["sites"] = report["sites"][:1]
+    site = report["sites"][0]
     report["model"]["speedup"] = math.nan
-    report["sites"][0]["metrics"]["attention_rel_l2"] = math.inf
-    report["sites"][0]["by_head"]["attention_rel_l2"][2] = math.inf
-    report["sites"][0]["by_length"][0]["attention_rel_l2"] = None
-    pair = _pair(math.nan)
-    text = html(report, [SitePictures("layers.0.mha", [pair])])
-    assert ">inf<" in text
-    assert not re.search(r"\bnan\b", "".join(Reader(text).text), re.IGNORECASE)
-    # What report.json keeps of it renders too.
-    Reader(html(json.loads(json_text(report))))
+    site["metrics"]["attention_rel_l2"] = site["by_head"]["attention_rel_l2"][2] = math.inf
+    site["by_length"][0]["attention_rel_l2"] = None
+    text = html(report, [SitePictures("layers.0.mha", [_pair(math.nan)])])
+    assert ">inf<" in text and not re.search(r"\bnan\b", shown(text), re.IGNORECASE)
+    Reader(html(json.loads(json_text(report))))  # what report.json keeps of it
 
 
 def test_soft_sorts_and_a_refresh_have_their_sections() -> None:
     report = page_report.minimal_report()
-    report["soft_to_hard"] = {"variants": [
-        {"name": "soft", "accuracy": 0.987, "prediction_change": 0.0, "row_err": 1e-3},
-        {"name": "exact", "accuracy": 0.877, "prediction_change": 0.12, "row_err": 0.0},
-    ]}  # fmt: skip
+    report["soft_to_hard"] = {"variants": [{"name": "exact", "accuracy": 0.877, "row_err": 0.0,
+                                            "prediction_change": 0.12}]}  # fmt: skip
     report["refresh"] = {"mode": "labels", "epochs": 5, "before": {"accuracy": 0.8},
                          "after": {"accuracy": 0.9}}  # fmt: skip
-    text = " ".join(" ".join(Reader(html(report)).text).split())
-    assert "Soft to hard" in text and "12.00%" in text and "87.70%" in text
-    assert "Trained after the replacement" in text and "90.00%" in text
+    text = shown(html(report))
+    for expected in ("Soft to hard", "12.00%", "87.70%", "Trained after the replacement", "90.00%"):
+        assert expected in text
 
 
 # Pictures
@@ -476,28 +399,25 @@ def svg(draw: Callable[..., Figure], *arguments: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("values", [
-    [0.0], [1e-9, 1e-9], [1e300, 1.0], [None], [math.inf, 1.0], [-3e-9], [0.3] * 200,
-], ids=["zero", "tiny", "huge", "none", "inf", "negative", "many"])  # fmt: skip
+    [0.0], [1e-9, 1e300], [None, math.inf, 1.0], [-3e-9], [0.3] * 48,
+], ids=["zero", "tiny and huge", "not finite", "negative", "many"])  # fmt: skip
 def test_bars_of_any_size(values: list[float | None]) -> None:
-    names = [str(i) for i in range(len(values))]
-    picture = svg(draw_bars, values, names, "head", "error", mean=True)
+    names, fills = [str(i) for i in range(len(values))], ["#000000"] * len(values)
+    picture = svg(draw_bars, values, names, "error", fills, line=("mean", 0.1))
     assert "nan" not in picture and "inf" not in picture
     assert ("∞" in picture) == any(v is None or math.isinf(v) for v in values)
 
 
 @pytest.mark.parametrize("points", [
-    [(0.0, 1.0), (0.0, 1.0)],
-    [(1e-4, 1e-6), (1e6, 1e11)],
-    [(0.02, 3.0), (0.02, 3.0), (0.02, 3.0)],
-    [(0.011, 3.0), (0.012, 3.01)],
-], ids=["exact", "far", "equal", "near"])  # fmt: skip
+    [(0.0, 1.0), (0.0, 1.0)], [(1e-4, 1e-6), (1e6, 1e11)], [(0.02, 3.0), (0.02, 3.0)],
+], ids=["exact", "far", "equal"])  # fmt: skip
 def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
-    shown = [
+    candidates = [
         Point("candidate" if error else "lossless", error, time, i == 0)
         for i, (error, time) in enumerate(points)
     ]
-    for limit in (None, 0.0, 1e-12, 0.02, 1e6):
-        picture = svg(draw_pareto, shown, "ms", limit)
+    for limit in (None, 0.0, 1e6):
+        picture = svg(draw_pareto, candidates, "ms", limit)
         view = [float(number) for number in re.findall(r'<use [^>]*x="([-\d.]+)"', picture)]
         assert all(0 <= x <= 330 for x in view)
 
@@ -514,9 +434,10 @@ def test_masses_of_one_token_and_of_many() -> None:
 
 
 @BROWSER
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("kind", ["full", "minimal", "hostile"])
+@pytest.mark.parametrize(
+    ("kind", "width", "dark"),
+    [("full", 390, False), ("full", 1280, True), ("minimal", 1280, False), ("hostile", 390, True)],
+)
 def test_in_a_browser(
     tab: browser.Browser, full: str, kind: str, width: int, dark: bool, tmp_path: Path
 ) -> None:
@@ -524,7 +445,7 @@ def test_in_a_browser(
     if kind == "minimal":
         text = html(page_report.minimal_report())
     elif kind == "hostile":
-        hostile = _renamed(page_report.full_report(), HOSTILE[0] + "n" * 2000)
+        hostile = _renamed(page_report.full_report(), TAGS + "n" * 2000)
         hostile["gate"]["verdict"] = hostile["gate"]["baseline"]["verdict"] = "REGRESSION"
         text = html(hostile, [SitePictures(hostile["sites"][0]["name"], [_pair()])])
     path = tmp_path / "report.html"
@@ -640,34 +561,30 @@ def test_it_prints(tab: browser.Browser, full: str, tmp_path: Path) -> None:
 # Written beside the other reports
 
 
-def test_the_page_is_written_with_the_others(tmp_path: Path) -> None:
-    notes: list[str] = []
-    written = write_report(tmp_path, page_report.typed(page_report.minimal_report()), notes.append)
-    assert [path.name for path in written] == ["report.json", "report.md", "junit.xml", "report.html"]
-    assert written[-1].read_text("utf-8") == html(page_report.minimal_report())
-    assert notes == []
-
-
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_the_extra_there_is_a_note_and_no_stale_page(missing: str, tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text("of an earlier report")
+def test_without_the_extra_there_is_a_note_and_no_stale_page(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
     program = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
+        "import sys\n"
+        "from pathlib import Path\n"
         "from asapc.report import Report, write_report\n"
         f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
-        f"write_report({str(tmp_path)!r}, report, note=print)\n"
+        "for missing in ('jinja2', 'matplotlib'):\n"
+        f"    Path({str(page)!r}).write_text('of an earlier report')\n"
+        "    sys.modules[missing] = None\n"
+        f"    write_report({str(tmp_path)!r}, report, note=print)\n"
+        "    del sys.modules[missing]\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == (
-        f"no report.html: {missing} is not installed; "
-        "pip install '.[report]' in a clone of asapc adds the page\n"
-    )
+    assert result.stdout.splitlines() == [
+        f"no report.html: {missing} is not installed; pip install '.[report]' in a clone of asapc adds "
+        "the page" for missing in ("jinja2", "matplotlib")
+    ]  # fmt: skip
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["junit.xml", "report.json", "report.md"]
 
 
 def test_operators_chosen_for_another_device_are_said_to_be(tmp_path: Path) -> None:
-    document = page_report.full_report()
+    document = page_report.small_report()
     document["environment"]["device"] = "NVIDIA H100"
     told = "chosen by their speeds on cpu, and this was measured on NVIDIA H100"
     for device, expected in (("cpu", True), ("NVIDIA H100", False)):
@@ -675,8 +592,3 @@ def test_operators_chosen_for_another_device_are_said_to_be(tmp_path: Path) -> N
         write_report(tmp_path, page_report.typed(document))
         assert (told in (tmp_path / "report.html").read_text()) is expected
         assert (told in (tmp_path / "report.md").read_text()) is expected
-
-
-def test_numbers_are_not_broken_behind_the_sign_of_their_exponent() -> None:
-    shown = str(rendering._whole("1.63e-06 to 1.74e-06 <i>\u202e"))
-    assert shown == "<b>1.63e-06</b> to <b>1.74e-06</b> &lt;i&gt;" + str(rendering.cleaned("\u202e"))

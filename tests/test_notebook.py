@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import types
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import page_report
 import pytest
 from matplotlib.figure import Figure
+from page_report import Reader, shown
 from torch import nn
 
 from asapc.api import Compiled, MeasuredReport
@@ -25,33 +25,6 @@ from asapc.terminal.notebook import NotebookProgress, progress_here
 from asapc.terminal.progress import PlainProgress
 
 HOSTILE = "</table><script>alert(1)</script>\"'<img src=x onerror=alert(1)>\u202e\x1b$x$"
-
-
-class Reader(HTMLParser):
-    """Checks that tags close in order; collects tags and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def shown(html: str) -> str:
-    return " ".join(" ".join(Reader(html).text).split())
 
 
 def test_a_report_shows_what_decides() -> None:
@@ -166,7 +139,7 @@ def test_errors_are_drawn_worst_first_with_the_limit_and_names_as_text() -> None
 def test_a_figure_of_one_site() -> None:
     report = page_report.typed(page_report.full_report())
     worst, other = (report.figure("heads", site).axes[0].patches for site in (None, "layers.1.mha"))
-    assert max(bar.get_height() for bar in worst) > max(bar.get_height() for bar in other)
+    assert max(bar.get_width() for bar in worst) > max(bar.get_width() for bar in other)
 
 
 def test_what_cannot_be_drawn_says_why() -> None:

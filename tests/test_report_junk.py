@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from junk import JUNK, places, survives, with_junk
-from test_report_schema import full
+from page_report import small_report
 
 from asapc.errors import InputError
 from asapc.report import Report, json_text, junit_text, markdown
@@ -26,7 +26,7 @@ CONVENTIONS: list[dict[str, Any]] = [
 def whole() -> dict[str, Any]:
     """A report with everything that a report may tell."""
     shares = {"accuracy": 0.9, "prediction_change": 0.01}
-    report = full() | {
+    report = small_report() | {
         "soft_to_hard": {
             "sites": 1, "examples": 9, "variants": [{"name": "soft", **shares, "row_err": 0.1}],
         },

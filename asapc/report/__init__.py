@@ -53,9 +53,10 @@ def _page(report: Report) -> tuple[str | None, str | None]:
     """The page, or the module that is missing for it."""
     try:
         from asapc.report.html import html
+
+        return html(report), None
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in PAGE_NEEDS:
             raise
         return None, module
-    return html(report), None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from asapc.metrics import BUDGET_BOUNDS, METRIC
 from asapc.operators.catalogue import TEACHER
 from asapc.report.document import Check, GateReport, Report, SiteReport, Trail, Tried, finite
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.shown import limit_text, positive, short
+from asapc.report.shown import limit_text, positive, short, sizes_of
 from asapc.report.tables import metric_text, number
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
@@ -50,25 +50,11 @@ class Judgement:
     default: bool = False
 
 
-class Figures(NamedTuple):
-    """The figures that a decision rests on; None where one was not measured.
-
-    speedup_lossless: where a site is approximated; else it is the same model timed twice.
-    worst_error: the largest attention error of a site, which may not be finite.
-    """
-
-    speedup: float | None
-    speedup_lossless: float | None
-    agreement: float | None
-    worst_site: str | None
-    worst_error: float | None
-
-
 class Lossless(NamedTuple):
     """The lossless model in place of the compiled one.
 
     cost: the part of the compiled model's speed that it gives up, below 0 where it is the faster one.
-    milliseconds: of the whole model.  near: it takes hardly longer than the compiled one.
+    milliseconds: of the whole model.  near: it takes at most NEARLY longer, at every timed shape.
     """
 
     cost: float
@@ -80,9 +66,8 @@ class Lossless(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that would help.
+    """One thing that would help: the exact operator at `site`, or more examples where there is none.
 
-    kind:   "lossless": keep the exact operator at `site`.  "examples": measure on more examples.
     gain:   the part of the error that this would remove, 0 to 1; None where it removes none.
     cost:   the part of the compiled model's speed that it would cost, below 0 where it is faster; None
             where nothing was timed.
@@ -91,7 +76,6 @@ class Advice:
     recipe: a line below `sites:` of a recipe, if any.
     """
 
-    kind: Literal["lossless", "examples"]
     sentence: str
     site: str | None = None
     gain: float | None = None
@@ -110,6 +94,28 @@ class Decision:
     judgement: Judgement
     site: str | None = None
     lossless: Lossless | None = None
+
+
+def approximated(report: Report) -> list[SiteReport]:
+    return [site for site in report.sites if site.approximate]
+
+
+def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
+    """By attention error: what is not finite first, what was not measured last, ties as they were."""
+
+    def error(site: SiteReport) -> float:
+        value = site.metric(ERROR)
+        return -1.0 if value is None else math.inf if finite(value) is None else value
+
+    return sorted(sites, key=lambda site: -error(site))
+
+
+def worst_site(report: Report) -> SiteReport | None:
+    """Of those whose attention was compared."""
+    return next((site for site in worst_first(report.sites) if site.metric(ERROR) is not None), None)
+
+
+# The limits
 
 
 def judgement(report: Report) -> Judgement:
@@ -131,23 +137,23 @@ def default_limits(report: Report) -> tuple[tuple[Gate, str], ...]:
     teacher's. A model that was refreshed on labels no longer imitates its teacher: only its accuracy and
     its speed are judged.  A null value was measured: in a file, it is a number that was not finite.
     """
-    approximated = any(site.approximate for site in report.sites)
     trained = _trained_on_labels(report)
-    recorded: dict[str, float] = {}  # a trail is told and never checked
-    for key, limit in (report.selection or Trail()).budget.items():
-        value = finite(limit)
-        if key in BUDGET_BOUNDS and value is not None and value >= 0:
-            recorded[key] = min(value, METRIC[key].high or value)
-    budget, source = dict(recorded or DEFAULT_BUDGET), "a recipe's default budget"
-    if recorded:
-        source = "the budget it was compiled with"
+    recorded = {  # a trail is told and never checked
+        key: min(value, METRIC[key].high or value)
+        for key, limit in (report.selection or Trail()).budget.items()
+        if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
+    }
+    budget = dict(recorded or DEFAULT_BUDGET)
+    source = "the budget it was compiled with" if recorded else "a recipe's default budget"
     if trained and "prediction_agreement" in budget:
         budget.setdefault("accuracy_drop", 1 - budget["prediction_agreement"])
     limits = []
     for key, bound in BUDGET_BOUNDS.items():
         of_sites = METRIC[key].scope == "site"
-        judged = key == "accuracy_drop" if trained else of_sites or approximated or bool(report.refresh)
+        judged = of_sites or bool(approximated(report)) or report.refresh is not None
         measured = [site.metrics for site in report.sites] if of_sites else [report.model.values]
+        if trained:
+            judged = key == "accuracy_drop"
         if key in budget and judged and any(key in values for values in measured):
             limits.append((Gate(key, bound, budget[key]), source))
     if report.model.metric("speedup") is not None:
@@ -157,29 +163,6 @@ def default_limits(report: Report) -> tuple[tuple[Gate, str], ...]:
 
 def _trained_on_labels(report: Report) -> bool:
     return report.refresh is not None and report.refresh.mode == "labels"
-
-
-def figures(report: Report) -> Figures:
-    model = report.model
-    worst = next((s for s in worst_first(report.sites) if s.metric(ERROR) is not None), None)
-    approximated = any(site.approximate for site in report.sites)
-    return Figures(
-        finite(model.metric("speedup")),
-        finite(model.metric("speedup_lossless")) if approximated else None,
-        finite(model.metric("prediction_agreement")),
-        None if worst is None else worst.name,
-        None if worst is None else worst.metric(ERROR),
-    )
-
-
-def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """By attention error: what is not finite first, what was not measured last, ties as they were."""
-
-    def error(site: SiteReport) -> float:
-        value = site.metric(ERROR)
-        return -1.0 if value is None else math.inf if finite(value) is None else value
-
-    return sorted(sites, key=lambda site: -error(site))
 
 
 # The decision
@@ -193,7 +176,7 @@ def decide(report: Report) -> Decision:
     then what failed, speed first: a model that is slower than its teacher is of no use, however close.
     """
     judged = judgement(report)
-    gate, sites, seen, lossless = judged.gate, report.sites, figures(report), _lossless(report)
+    gate, sites, lossless = judged.gate, report.sites, _lossless(report)
     if gate.verdict is None:
         return Decision("measure", "There is nothing to decide on yet.", "Nothing was measured.", judged)
     if gate.verdict == "ANOMALOUS":
@@ -203,24 +186,26 @@ def decide(report: Report) -> Decision:
     if sites and all(site.operator == TEACHER for site in sites):
         return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
     faster = _under_torch_compile(report)
-    if faster is not None:
+    if faster:
         return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
-    mends, near = lossless is not None and _mends(lossless, gate), lossless_instead(report)
-    instead = "Take the lossless model instead."
+    mends = lossless is not None and _mends(lossless, gate)
+    near, instead = lossless_instead(report), "Take the lossless model instead."
     if near is not None and mends:
         return Decision("lossless", instead, near.sentence, judged, lossless=near)
     if not gate.failures:
-        exact = sites and not any(site.approximate for site in sites)
+        exact = sites and not approximated(report)
         because = "Every layer computes the teacher's own attention." if exact else _all_kept(judged)
         return Decision("ship", "Ship it.", because, judged, lossless=near)
-    slow = any(check.metric == "speedup" and check.scope == "model" for check in gate.failures)
-    if slow and seen.speedup is not None and seen.speedup < LEAST_SPEEDUP:
-        compiled, exact_speed = f"{number(seen.speedup)}x", seen.speedup_lossless
-        if mends and exact_speed is not None and exact_speed >= LEAST_SPEEDUP:
-            because = f"The compiled model is slower than the teacher ({compiled}), the lossless one is "
-            because += f"{number(exact_speed)}x as fast as the teacher."
+    speedup = finite(report.model.metric("speedup"))
+    slow = any((check.metric, check.scope) == ("speedup", "model") for check in gate.failures)
+    if slow and speedup is not None and speedup < LEAST_SPEEDUP:
+        if mends and lossless is not None and (lossless.speedup or 0.0) >= LEAST_SPEEDUP:
+            because = (
+                f"The compiled model is slower than the teacher ({number(speedup)}x), the lossless one "
+                f"is {number(lossless.speedup)}x as fast as the teacher."
+            )
             return Decision("lossless", instead, because, judged, lossless=lossless)
-        because = f"The compiled model is slower: {compiled} the teacher's speed."
+        because = f"The compiled model is slower: {number(speedup)}x the teacher's speed."
         return Decision("teacher", "Keep the teacher.", because, judged)
     names = {site.name for site in sites}
     check = next((check for check in gate.failures if check.scope in names), gate.failures[0])
@@ -229,14 +214,14 @@ def decide(report: Report) -> Decision:
     return Decision("look", what, _message(check), judged, site)
 
 
-def _under_torch_compile(report: Report) -> str | None:
+def _under_torch_compile(report: Report) -> str:
     """That the teacher under torch.compile is faster than all that asapc has made, where it was timed."""
     keys = ("speedup", "speedup_lossless", "speedup_compiled_torch_compile")
-    speeds = [positive(report.model.metric(key)) or 0.0 for key in keys]
+    gained = max(positive(report.model.metric(key)) or 0.0 for key in keys)
     under = positive(report.model.metric("speedup_teacher_torch_compile"))
-    if under is None or under <= (1 + NEARLY) * max(speeds):
-        return None
-    return f"It is {number(under)}x as fast as the teacher there, and asapc gains {number(max(speeds))}x."
+    if under is None or under <= (1 + NEARLY) * gained:
+        return ""
+    return f"It is {number(under)}x as fast as the teacher there, and asapc gains {number(gained)}x."
 
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
@@ -244,8 +229,8 @@ def _worst_contributor(report: Report, check: Check) -> str | None:
     if check.kind != "limit" or check.metric not in METRIC or not METRIC[check.metric].budget:
         return None
     shares = error_shares(report)
-    approximated = [site.name for site in worst_first(report.sites) if site.approximate]
-    return max(approximated, key=lambda name: shares.get(name, 0.0), default=None)
+    names = [site.name for site in worst_first(approximated(report))]
+    return max(names, key=lambda name: shares.get(name, 0.0), default=None)
 
 
 def _few_examples(check: Check) -> bool:
@@ -271,10 +256,55 @@ def _message(check: Check) -> str:
 
 def _all_kept(judged: Judgement) -> str:
     count = len(judged.gate.checks)
-    kind, kept = ("default limit", "kept") if judged.default else ("check", "passed")
-    if count == 1:
-        return f"The {kind} is kept." if judged.default else "The check passed."
-    return f"All {count} {kind}s {'are ' if judged.default else ''}{kept}."
+    if judged.default:
+        return "The default limit is kept." if count == 1 else f"All {count} default limits are kept."
+    return "The check passed." if count == 1 else f"All {count} checks passed."
+
+
+# The lossless model
+
+
+def lossless_instead(report: Report) -> Lossless | None:
+    """The lossless model, where the compiled one approximates something and gains at most NEARLY by it.
+
+    The times are the whole model's. Where the recipe named several shapes, the layers' times must agree
+    at every one of them: what is as fast on short sequences may fall behind on long ones.
+    """
+    lossless = _lossless(report)
+    return lossless if lossless is not None and lossless.near else None
+
+
+def _lossless(report: Report) -> Lossless | None:
+    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
+    where the compiled one was trained on labels since: the lossless one has the old weights."""
+    model = report.model
+    compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
+    if compiled is None or exact is None or not approximated(report) or _trained_on_labels(report):
+        return None
+    cost = 1 - compiled / exact
+    speed = f"It takes {exact / compiled - 1:.0%} longer than"
+    if exact <= compiled:
+        speed = f"It is {'as fast as' if abs(cost) < 0.01 else 'faster than'}"
+    sentence = (
+        f"{speed} the compiled model ({number(exact)} ms against {number(compiled)} ms) and computes the "
+        "teacher's attention exactly, up to rounding."
+    )
+    near = exact <= (1 + NEARLY) * compiled and not _falls_behind(report)
+    return Lossless(cost, finite(model.metric("speedup_lossless")), exact, near, sentence)
+
+
+def _falls_behind(report: Report) -> bool:
+    """Whether the layers take longer with exact operators at one of several shapes that were timed."""
+    pairs = [_pair(report, site) for site in approximated(report)]
+    times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
+    shapes = dict.fromkeys(shape for chosen, _ in times for shape in chosen)
+
+    def behind(shape: str) -> bool:
+        at_shape = [(positive(one.get(shape)), positive(other.get(shape))) for one, other in times]
+        known = [(one, other) for one, other in at_shape if one is not None and other is not None]
+        return sum(exact for _, exact in known) > (1 + NEARLY) * sum(chosen for chosen, _ in known)
+
+    return len(shapes) > 1 and any(map(behind, shapes))
 
 
 def _mends(lossless: Lossless, gate: GateReport) -> bool:
@@ -292,59 +322,15 @@ def _mends(lossless: Lossless, gate: GateReport) -> bool:
             continue
         if value is None or not (low or -math.inf) <= value <= (math.inf if high is None else high):
             return False
-    return all(
-        check.metric in METRIC and check.kind != "plausibility"
-        and (METRIC[check.metric].budget or METRIC[check.metric].untouched is not None
-             or (check.metric == "speedup" and check.kind == "limit"))
-        for check in gate.failures
-    )  # fmt: skip
+    return all(map(_mended, gate.failures))
 
 
-# The lossless model
-
-
-def lossless_instead(report: Report) -> Lossless | None:
-    """The lossless model, where the compiled one approximates something and gains at most NEARLY by it.
-
-    The times are the whole model's. Where the recipe named several shapes, the layers' times must agree
-    at every one of them: what is as fast on short sequences may fall behind on long ones.
-    """
-    lossless = _lossless(report)
-    return lossless if lossless is not None and lossless.near and not _falls_behind(report) else None
-
-
-def _lossless(report: Report) -> Lossless | None:
-    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
-    where the compiled one was trained on labels since: the lossless one has the old weights."""
-    model = report.model
-    compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
-    approximated = any(site.approximate for site in report.sites)
-    if compiled is None or exact is None or not approximated or _trained_on_labels(report):
-        return None
-    cost = 1 - compiled / exact
-    speed = f"It takes {exact / compiled - 1:.0%} longer than"
-    if exact <= compiled:
-        speed = f"It is {'as fast as' if abs(cost) < 0.01 else 'faster than'}"
-    sentence = (
-        f"{speed} the compiled model ({number(exact)} ms against {number(compiled)} ms) and computes the "
-        "teacher's attention exactly, up to rounding."
-    )
-    near = exact <= (1 + NEARLY) * compiled
-    return Lossless(cost, finite(model.metric("speedup_lossless")), exact, near, sentence)
-
-
-def _falls_behind(report: Report) -> bool:
-    """Whether the layers take longer with exact operators at one of several shapes that were timed."""
-    pairs = [_pair(report, site) for site in report.sites if site.approximate]
-    times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
-    shapes = dict.fromkeys(shape for chosen, _ in times for shape in chosen)
-
-    def behind(shape: str) -> bool:
-        at_shape = [(positive(one.get(shape)), positive(other.get(shape))) for one, other in times]
-        known = [(one, other) for one, other in at_shape if one is not None and other is not None]
-        return sum(exact for _, exact in known) > (1 + NEARLY) * sum(chosen for chosen, _ in known)
-
-    return len(shapes) > 1 and any(map(behind, shapes))
+def _mended(check: Check) -> bool:
+    metric = METRIC.get(check.metric)
+    if metric is None or check.kind == "plausibility":
+        return False
+    of_speed = check.metric == "speedup" and check.kind == "limit"
+    return metric.budget or metric.untouched is not None or of_speed
 
 
 def _pair(report: Report, site: SiteReport) -> tuple[Tried | None, Tried | None]:
@@ -355,7 +341,7 @@ def _pair(report: Report, site: SiteReport) -> tuple[Tried | None, Tried | None]
     return chosen, exact
 
 
-# Advice
+# What would help
 
 
 def advise(report: Report) -> list[Advice]:
@@ -376,45 +362,19 @@ def error_shares(report: Report) -> dict[str, float]:
     By what selection measured of the whole model with that site alone replaced (output_rel_l2), where it
     is known of all of them; by their attention errors otherwise.
     """
-    sites = [site for site in report.sites if site.approximate]
+    sites = approximated(report)
     if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
         return {}  # nothing is a part of what is not finite
-    chosen = {site.name: _pair(report, site)[0] for site in sites}
-    alone = {name: None if one is None else finite(one.alone.get(ALONE)) for name, one in chosen.items()}
-    errors = {name: value for name, value in alone.items() if value is not None and value >= 0}
-    if len(errors) < len(alone):
-        errors = {site.name: positive(site.metric(ERROR)) or 0.0 for site in sites}
+    errors: dict[str, float] = {}
+    for site in sites:
+        chosen, _ = _pair(report, site)
+        alone = None if chosen is None else finite(chosen.alone.get(ALONE))
+        if alone is None or alone < 0:
+            errors = {site.name: positive(site.metric(ERROR)) or 0.0 for site in sites}
+            break
+        errors[site.name] = alone
     total = sum(errors.values())
     return {name: error / total for name, error in errors.items()} if 0 < total < math.inf else {}
-
-
-def _cost(report: Report, site: SiteReport) -> tuple[float | None, bool]:
-    """The part of the speed that an exact operator at this site costs, and whether it was timed there."""
-    compiled = positive(report.model.metric("latency_compiled_ms"))
-    lossless = positive(report.model.metric("latency_lossless_ms"))
-    if compiled is None:
-        return None, False
-    extra, timed = None, False
-    if lossless is not None:
-        extra = (lossless - compiled) / sum(s.approximate for s in report.sites)
-    chosen, exact = _pair(report, site)
-    if chosen is not None and exact is not None and not report.chosen_elsewhere:
-        shape = _shape_of(chosen, report.model.values.get("batch"))
-        before, after = (positive(tried.latency_ms.get(shape)) for tried in (chosen, exact))
-        if before is not None and after is not None:
-            extra, timed = after - before, True
-    return extra / (compiled + extra) if extra is not None and compiled + extra > 0 else None, timed
-
-
-def _shape_of(tried: Tried, batch: object) -> str:
-    """The longest sequences that were timed in batches of this size; nothing where there are none."""
-    sizes = {
-        shape: int(tokens)
-        for shape in tried.latency_ms
-        for size, _, tokens in [shape.partition("x")]
-        if size == str(batch) and tokens.isascii() and tokens.isdigit() and len(tokens) < 12
-    }
-    return max(sizes, key=lambda shape: sizes[shape], default="")
 
 
 def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
@@ -429,27 +389,50 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
         price = f"Lossless there costs {about}{cost:.0%} of the speed."
     pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
     sentence = f"{short(site.name)} makes {share:.0%} of the error. {price}"
-    recipe = f"  {pattern}: {{{LOSSLESS_RECIPE}}}"
-    return Advice("lossless", sentence, site.name, share, cost, timed, recipe)
+    return Advice(sentence, site.name, share, cost, timed, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
+
+
+def _cost(report: Report, site: SiteReport) -> tuple[float | None, bool]:
+    """The part of the speed that an exact operator at this site costs, and whether it was timed there."""
+    compiled, lossless = (
+        positive(report.model.metric(f"latency_{kind}_ms")) for kind in ("compiled", "lossless")
+    )
+    if compiled is None:
+        return None, False
+    extra, timed = None, False
+    if lossless is not None:
+        extra = (lossless - compiled) / len(approximated(report))
+    chosen, exact = _pair(report, site)
+    if chosen is not None and exact is not None and not report.chosen_elsewhere:
+        shape = _longest(chosen.latency_ms, report.model.values.get("batch"))
+        before, after = (positive(tried.latency_ms.get(shape)) for tried in (chosen, exact))
+        if before is not None and after is not None:
+            extra, timed = after - before, True
+    return extra / (compiled + extra) if extra is not None and compiled + extra > 0 else None, timed
+
+
+def _longest(times: Mapping[str, float | None], batch: object) -> str:
+    """The shape with the longest sequences in batches of this size; empty where there is none."""
+    shapes = [shape for shape in times if sizes_of(shape)[:1] == [batch]]
+    return max(shapes, key=sizes_of, default="")
 
 
 def _more_examples(report: Report) -> list[Advice]:
     """Where a limit on the agreement is kept, and its interval reaches beyond it."""
     key = "prediction_agreement"
     ends = report.model.interval(key)
-    limit = max((c.min for c in judgement(report).gate.checks if c.metric == key and c.passed and c.min),
-                default=0.0)  # fmt: skip
+    kept = [c.min for c in judgement(report).gate.checks if c.metric == key and c.passed and c.min]
+    limit = max(kept, default=0.0)
     if ends is None or ends[0] >= limit or limit >= 1:
         return []
     examples = finite(report.model.metric("examples")) or 0.0
     needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
     how = f"at least {needed} are needed" if examples < needed else "more of them narrow it"
-    sentence = (
+    return [Advice(
         f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
         f"{metric_text(key, ends[0])}, below {limit_text(key, limit)}: {examples:g} examples do not "
         f"prove it, {how}."
-    )
-    return [Advice("examples", sentence)]
+    )]  # fmt: skip
 
 
 def recipe_of(advice: Sequence[Advice]) -> str:

@@ -12,11 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asapc.errors import InputError
-from asapc.formats.json_text import parse_json, read_file
+from asapc.formats.json_text import read_json
 from asapc.metrics import METRIC, METRICS
 from asapc.report.document import (
     REPORT_FORMAT,
@@ -30,7 +30,7 @@ from asapc.report.document import (
     finite,
     worst_class,
 )
-from asapc.report.gates import entry, examples_needed
+from asapc.report.gates import examples_needed
 from asapc.terminal.printed import clipped, reason, short
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
@@ -72,26 +72,20 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
 
     Raises InputError.
     """
-    general: float | None = None
-    by_metric: dict[str, float] = {}
+    given: dict[str, float] = {}  # the general limit under no name
     for text in texts:
         name, equals, amount = text.rpartition("=")
-        if equals:
-            if name not in compared_metrics():
-                raise InputError(
-                    f"--max-regression: {name!r} is not compared with a baseline",
-                    help=f"compared are: {', '.join(compared_metrics())}",
-                )
-            if name in by_metric:
-                raise InputError(f"--max-regression: {name} is given twice")
-            by_metric[name] = _fraction(amount)
-        elif general is not None:
-            raise InputError("--max-regression: only one limit can be for all metrics",
-                             got=" and ".join(texts),
-                             help="name the metric of the others: speedup=10%")  # fmt: skip
-        else:
-            general = _fraction(amount)
-    return Allowance(MAX_REGRESSION if general is None else general, by_metric)
+        if equals and name not in compared_metrics():
+            raise InputError(
+                f"--max-regression: {name!r} is not compared with a baseline",
+                help=f"compared are: {', '.join(compared_metrics())}",
+            )
+        if name in given:
+            rule = f"{name} is given twice" if name else "only one limit can be for all metrics"
+            help = None if name else "name the metric of the others: speedup=10%"
+            raise InputError(f"--max-regression: {rule}", got=" and ".join(texts), help=help)
+        given[name] = _fraction(amount)
+    return Allowance(given.pop("", MAX_REGRESSION), given)
 
 
 def compared_metrics() -> tuple[str, ...]:
@@ -101,7 +95,16 @@ def compared_metrics() -> tuple[str, ...]:
 def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Baseline:
     """Read and check a report.json.  Raises InputError."""
     where = f"baseline {path}"
-    document = _read(path, where)
+    try:
+        document = read_json(path, MAX_BYTES, strict=True)
+    except FileNotFoundError:
+        help = "`asapc report OUT` writes OUT/report.json"
+        raise InputError(f"{where}: no such file", help=help) from None
+    except (OSError, ValueError) as error:
+        rule = f"{where}: a report must be a JSON file of at most {MAX_BYTES >> 20} MiB"
+        raise InputError(rule, got=reason(error)) from error
+    if not isinstance(document, dict):
+        raise InputError(f"{where}: the file must hold a report", got=type(document).__name__)
     version = document.get("format_version")
     if isinstance(version, bool) or version != REPORT_FORMAT:
         raise InputError(
@@ -136,7 +139,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
         if name not in now:
             shown = clipped(name, 80) if name.isprintable() else short(name)
             text = f"the site {shown} of the baseline is no longer compiled"
-            checks.append(entry("baseline", "sites", shown, None, "REGRESSION", text))
+            checks.append(Check("baseline", "sites", shown, verdict="REGRESSION", message=text))
             continue
         checks += _compare_site(now[name], old, baseline.allowance, skipped)
     skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
@@ -167,8 +170,10 @@ def _compare_model(
                     f"{metric} of model rests on {examples:g} examples, too few to see a regression "
                     f"of {allowed:.4g}: at least {needed} are needed"
                 )
-                yield entry("baseline", metric, "model", finite(now.metric(metric)), "ANOMALOUS", text,
-                            baseline=earlier, allowed=allowed)  # fmt: skip
+                yield Check(
+                    "baseline", metric, "model", finite(now.metric(metric)), verdict="ANOMALOUS",
+                    message=text, baseline=earlier, allowed=allowed,
+                )  # fmt: skip
                 continue
         yield _compared(metric, "model", now, old, allowed)
 
@@ -200,11 +205,11 @@ def _compared(
     value, earlier = finite(raw), finite(old.metric(metric))
     assert earlier is not None
     subject = f"{metric} of {scope}"
+    found = partial(Check, "baseline", metric, scope, value, baseline=earlier, allowed=allowed)
     if value is None:
         what = "was not measured" if raw is None else f"is not a finite number: {short(raw)}"
         text = f"{subject} {what} (the baseline has {earlier:.6g})"
-        return entry("baseline", metric, scope, None, "ANOMALOUS", text,
-                     baseline=earlier, allowed=allowed)  # fmt: skip
+        return found(verdict="ANOMALOUS", message=text)
     worse = value - earlier if METRIC[metric].direction == "min" else earlier - value
     if METRIC[metric].share:
         part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
@@ -219,8 +224,7 @@ def _compared(
         text = f"{start}, {amount} worse than {before} but inside the confidence interval"
     else:
         verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
-    return entry("baseline", metric, scope, value, verdict, text,
-                 baseline=earlier, allowed=allowed, worse_by=worse)  # fmt: skip
+    return found(verdict=verdict, message=text, worse_by=worse)
 
 
 def _require_same(report: Report, baseline: Baseline) -> None:
@@ -249,26 +253,6 @@ def _skip(metric: str, scope: str, why: str) -> dict[str, str]:
 
 def _inside(value: float, ends: tuple[float, float] | None) -> bool:
     return ends is not None and ends[0] <= value <= ends[1]
-
-
-def _read(path: str | Path, where: str) -> dict[str, Any]:
-    try:
-        content = read_file(path, MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise InputError(
-            f"{where}: no such file", help="`asapc report OUT` writes OUT/report.json"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{where}: cannot be read", got=reason(error)) from error
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{where}: a report has at most {MAX_BYTES >> 20} MiB", got="more")
-    try:
-        document = parse_json(content, strict=True)
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON", got=reason(error)) from error
-    if not isinstance(document, dict):
-        raise InputError(f"{where}: the file must hold a report", got=type(document).__name__)
-    return document
 
 
 def _check_numbers(holder: ModelReport | SiteReport, where: str) -> None:

@@ -10,12 +10,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from asapc.report.advice import LOSSLESS_PYTHON, advise, decide, figures
-from asapc.report.document import Report
+from asapc.report.advice import LOSSLESS_PYTHON, advise, approximated, decide, worst_site
+from asapc.report.document import Report, finite
 from asapc.report.tables import (
     MODEL_LABELS,
     amortised_text,
     convention_text,
+    counted,
     fit_text,
     interval_text,
     metric_text,
@@ -46,7 +47,7 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     """How many layers can be compiled; what they compute; why others are left alone."""
     sites = inspection["sites"]
     matched = [site for site in sites if site.get("status") == "matched"]
-    found = _counted(len(sites), "layer")
+    found = counted(len(sites), "layer")
     captured = f"captured {'whole' if inspection.get('capture') == 'whole' else 'module by module'}"
     errors = [site["replay_error"] for site in matched if site.get("replay_error") is not None]
     lines = [f"{inspection.get('model')}, {captured}", f"{len(matched)} of {found} can be compiled"]
@@ -60,7 +61,7 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
     """What was fitted, how well, and on how little."""
     fits = summary["sites"]
     names = {fit.get("name") for fit in fits}
-    lines = [f"{_counted(len(fits), 'fit')} of {_counted(len(names), 'layer')}, {summary.get('order')}"]
+    lines = [f"{counted(len(fits), 'fit')} of {counted(len(names), 'layer')}, {summary.get('order')}"]
     kinds = _grouped(fits, lambda fit: ", ".join(filter(None, (amortised_text(fit), fit_text(fit)))))
     known = [fit for fit in fits if isinstance(fit.get("r2"), float)]
     lines += _told(kinds)
@@ -74,7 +75,7 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    lines = [f"{_counted(len(sites), 'layer')} compiled, {len(left)} left as they were"]
+    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left as they were"]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
@@ -95,40 +96,39 @@ def onnx_brief(record: Mapping[str, Any]) -> list[str]:
     off, allowed = (number(record.get(key)) for key in ("largest", "tolerance"))
     return [
         f"ONNX opset {record.get('opset')}, {size} MB{half}: within {off} of the compiled model",
-        f"at {_counted(len(record.get('shapes', ())), 'shape')}, {allowed} allowed",
+        f"at {counted(len(record.get('shapes', ())), 'shape')}, {allowed} allowed",
     ]
 
 
 def report_brief(report: Report) -> list[str]:
     """Verdict, what to do, speed, agreement, the worst layer, and what would help."""
-    model, seen, decided = report.model, figures(report), decide(report)
-    gate = report.gate
+    model, gate, decided = report.model, report.gate, decide(report)
     verdict = gate.verdict if gate.verdict is not None else "no gate set; by default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
         lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")
-    if seen.speedup is not None:
+    speedup, lossless = (finite(model.metric(key)) for key in ("speedup", "speedup_lossless"))
+    if speedup is not None:
         times = " -> ".join(
             f"{number(model.metric(key))} ms" for key in ("latency_teacher_ms", "latency_compiled_ms")
             if model.metric(key) is not None
         )  # fmt: skip
         batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
         timed = (f", {times}{batch}" if times else "") + _beside(report, "speedup")
-        lines.append(f"speed       {number(seen.speedup)}x the teacher's{timed}")
-        if seen.speedup_lossless is not None:
-            exact = number(seen.speedup_lossless)
-            lines.append(f"            {exact}x with every loop kept exactly (lossless)")
+        lines.append(f"speed       {number(speedup)}x the teacher's{timed}")
+        if lossless is not None and approximated(report):
+            lines.append(f"            {number(lossless)}x with every loop kept exactly (lossless)")
     lines += [f"            {told}" for told in _under_torch_compile(model.values)]
     for key, label in (("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy")):
         value = model.metric(key)
         if value is not None:
             lines.append(f"{label:<12}{metric_text(key, value)}{_beside(report, key)}")
-    if seen.worst_site is not None:
-        site = next(site for site in report.sites if site.name == seen.worst_site)
+    site = worst_site(report)
+    if site is not None:
         lines.append(f"worst layer {shortened(site.name)}, {site.operator}")
-        lines.append(f"            attention relative l2 {number(seen.worst_error)}")
+        lines.append(f"            attention relative l2 {number(site.metric('attention_rel_l2'))}")
     if report.refused:
-        lines.append(f"left alone  {_counted(len(report.refused), 'layer')}")
+        lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines.append(f"on          {number(model.metric('examples'))} examples that were not fitted on")
     lines += _warned([warning.to_json() for warning in report.warnings])
     for advice in advise(report)[:ADVICE]:
@@ -208,22 +208,18 @@ def study_brief(result: Mapping[str, Any]) -> list[str]:
     """The rows that nothing beats in both error and time, the closest to the teacher first."""
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     front = [row for row in rows if row.get("pareto")]
-    lines = [f"{_counted(len(rows), 'row')}; not beaten in both error and time:"]
+    lines = [f"{counted(len(rows), 'row')}; not beaten in both error and time:"]
     told = []
     for row in front:
         how = [str(row.get("features")), *([str(row["side"])] if row.get("side") else [])]
         if row.get("c_transforms") is not None:
-            how.append(_counted(row["c_transforms"], "c-transform"))
+            how.append(counted(row["c_transforms"], "c-transform"))
         error, time = (number(row.get(key)) for key in ("attention_rel_l2", "site_ms"))
         told.append(f"  attention {error}, {time} ms a layer: {', '.join(how)}")
     return [*lines, *_first(told, 12)]
 
 
 # Words
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 Kind = tuple[str, list[str]]  # what layers have in common, and their names
@@ -256,7 +252,7 @@ def _told(kinds: Sequence[Kind], left: Sequence[Kind] = ()) -> list[str]:
     rest = [kind for kind in (*kinds, *left) if kind not in shown]
     if rest:
         count = sum(len(names) for _, names in rest)
-        lines.append(f"  and {count} of {_counted(len(rest), 'other kind')}: --verbose lists them")
+        lines.append(f"  and {count} of {counted(len(rest), 'other kind')}: --verbose lists them")
     return lines
 
 
@@ -267,7 +263,7 @@ def _warned(warnings: Sequence[Mapping[str, Any]]) -> list[str]:
     first = warnings[0]
     sites = sum(len(warning.get("sites", ())) for warning in warnings)
     return _wrapped(
-        f"warning: {_counted(sites, 'fit')} on too little data: {number(first.get('given'))} "
+        f"warning: {counted(sites, 'fit')} on too little data: {number(first.get('given'))} "
         f"{first.get('of')}, {number(first.get('needed'))} are needed"
     )
 

@@ -153,35 +153,33 @@ class SiteCertificates:
 
     def add(self, teacher: TeacherDuals) -> None:
         """Add a few examples, all of which have an active key, with the teacher's duals on them."""
-        t = teacher.tensors
+        t, half_steps = teacher.tensors, self.convention.half_steps
         bound = contraction_bound(teacher.scores, t.keep)
-        num_queries, num_keys = teacher.scores.shape[-2:]
+        log_mu, log_nu = (-math.log(count) for count in teacher.scores.shape[-2:])
+        g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
+        duals, source = self._duals(teacher), self.plan is not None and self.plan.side == "source"
         for rows, keys in _active_blocks(t.keep):
-            scores = teacher.scores[rows][..., keys]
-            block = Block(scores, -math.log(num_queries), -math.log(num_keys))
-            g, before = (
-                teacher.after(max(0, half_steps))[1][rows][..., keys]
-                for half_steps in (self.convention.half_steps, self.convention.half_steps - 2)
-            )
-            self._loop(block, bound[rows], g, before)
+            block = Block(teacher.scores[rows][..., keys], log_mu, log_nu)
+            self._loop(block, bound[rows], g[rows][..., keys], before[rows][..., keys])
+            if duals is not None:
+                points = slice(None) if source else keys
+                dual, true = (dual[rows][..., points] for dual in duals)
+                v = None if t.v is None else t.v.double()[rows][..., keys, :]
+                self._closed(block, dual, true, v)
+
+    def _duals(self, teacher: TeacherDuals) -> tuple[Tensor, Tensor] | None:
+        """The dual that c-transforms start from, predicted and the teacher's; without any, nothing more
+        is proven."""
         if self.plan is None:
-            return
+            return None
+        t, true = teacher.tensors, teacher.after(self.plan.half_steps)
         predicted = [None if p is None else p(t).double() for p in (self.source, self.key)]
-        true = teacher.after(self.plan.half_steps)
         for dual, its, keep in zip(predicted, true, (None, t.keep), strict=True):
             if dual is not None:
                 self._extend("dual_stability", dual_stability_factor(dual, its, keep))
-        if self.plan.c_transforms == 0:
-            return  # without a c-transform nothing more is proven
         index = 0 if self.plan.side == "source" else 1
-        dual = predicted[index]
-        assert dual is not None
-        for rows, keys in _active_blocks(t.keep):
-            points = keys if index == 1 else slice(None)
-            scores = teacher.scores[rows][..., keys]
-            block = Block(scores, -math.log(num_queries), -math.log(num_keys))
-            v = None if t.v is None else t.v.double()[rows][..., keys, :]
-            self._closed(block, dual[rows][..., points], true[index][rows][..., points], v)
+        start = predicted[index]
+        return None if start is None or self.plan.c_transforms == 0 else (start, true[index])
 
     def _loop(self, block: Block, bound: Tensor, g: Tensor, before: Tensor) -> None:
         """Proposition 4 on the loop that ends in g, an iteration after `before`."""

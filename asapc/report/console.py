@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from asapc.report.tables import TONES, Row, Table
+from asapc.report.tables import TONES, Table
 from asapc.terminal.printed import one_line
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
@@ -32,7 +32,7 @@ def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
             first = part.partition(":")[0]
             text.stylize(_style(first), 0, len(first))
             console.print(text, soft_wrap=True)
-        elif _fits(part, console.width):
+        elif sum(_widths(part)) + PADDING * (len(part.columns) + 1) <= console.width:
             console.print(_rich(part))
         else:
             console.print(_stacked(part), soft_wrap=True)
@@ -47,14 +47,13 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=width, highlight=False, emoji=False)
 
 
-def _fits(table: Table, width: int) -> bool:
-    """Whether numbers stand whole beside columns of words that are folded no narrower than NARROWEST."""
-    needed = PADDING
+def _widths(table: Table) -> list[int]:
+    """What each column needs: numbers stand whole, words may be folded to NARROWEST."""
+    widths = []
     for index, (name, right) in enumerate(table.headings()):
-        cells = [one_line(row[index]) for row in table.rows]
-        whole = max((cell_len(cell) for cell in (name, *cells)), default=0)
-        needed += PADDING + (whole if right else min(whole, NARROWEST))
-    return needed <= width
+        whole = max(cell_len(one_line(cell)) for cell in (name, *(row[index] for row in table.rows)))
+        widths.append(whole if right else min(whole, NARROWEST))
+    return widths
 
 
 def _rich(table: Table) -> RichTable:
@@ -65,14 +64,11 @@ def _rich(table: Table) -> RichTable:
         box=box.SIMPLE_HEAD,
         show_header=any(name for name, _ in headings),
     )
-    for index, (name, right) in enumerate(headings):
+    for (name, right), width in zip(headings, _widths(table), strict=True):
         justify: Literal["left", "right"] = "right" if right else "left"
-        cells = [one_line(row[index]) for row in table.rows]
-        whole = max((cell_len(cell) for cell in (name, *cells)), default=0)
         rich.add_column(
-            Text(one_line(name)), justify=justify, overflow="fold", no_wrap=right,
-            min_width=whole if right else min(whole, NARROWEST),
-        )  # fmt: skip
+            Text(one_line(name)), justify=justify, overflow="fold", no_wrap=right, min_width=width
+        )
     for row in table.rows:
         rich.add_row(*(Text(one_line(cell), style=_style(cell)) for cell in row))
     return rich
@@ -84,14 +80,8 @@ def _stacked(table: Table) -> Text:
     text = Text()
     text.append(f" {one_line(table.title)}\n", style="bold")
     for row in table.rows:
-        text.append_text(_paragraph(row, names))
-    return text
-
-
-def _paragraph(row: Row, names: list[str]) -> Text:
-    text = Text(f"  {one_line(row[0])}\n")
-    for name, cell in zip(names[1:], row[1:], strict=True):
-        label = f"{one_line(name)}  " if name else ""
-        text.append(f"    {label}")
-        text.append(f"{one_line(cell)}\n", style=_style(cell))
+        text.append(f"  {one_line(row[0])}\n")
+        for name, cell in zip(names[1:], row[1:], strict=True):
+            text.append(f"    {one_line(name)}  " if name else "    ")
+            text.append(f"{one_line(cell)}\n", style=_style(cell))
     return text

@@ -282,6 +282,13 @@ class Check(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed", self.verdict == "ACCEPT")
+        # One line, whatever the names in it are.
+        object.__setattr__(self, "message", " ".join(self.message.split()))
+
+    @property
+    def change(self) -> Number:
+        """The difference to the baseline."""
+        return None if self.value is None or self.baseline is None else self.value - self.baseline
 
     @property
     def bound(self) -> Literal["min", "max"] | None:
@@ -465,6 +472,11 @@ class Report(Record):
         """What a notebook shows.  By name, like the figures: what draws a report imports this module."""
         shown: str = pkgutil.resolve_name("asapc.report.notebook:report_html")(self)
         return shown
+
+    def compared(self, metric: str, scope: str = "model") -> Check | None:
+        """How a metric compares with the baseline's, if it does."""
+        place = ("baseline", metric, scope)
+        return next((c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place), None)
 
     @property
     def chosen_elsewhere(self) -> str:

@@ -111,44 +111,21 @@ def _measured(
     progress: Progress,
     processes: Processes,
 ) -> Report:
-    fast = measuring.fast
-    models = _Models(artifact, surrounding)
+    models, fast = _Models(artifact, surrounding), measuring.fast
     size = _recipe(artifact).batch_size
     limit = None if measuring.max_memory is None else MemoryLimit(measuring.max_memory)
     if limit is not None:
         size = processes.least(_within(limit, models, artifact, fast, source, size))
-    outputs, lossless = OutputFidelity(), OutputFidelity()
-    sites = {
-        name: SiteFidelity(artifact, index, fast) for index, name in enumerate(artifact.site_names)
-    }
+    sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
     own = dict(processes.share(sites.items()))
-    audit = _audit(artifact, surrounding) if processes.first else None
+    fidelity = _Fidelity(models, own, _audit(artifact, surrounding) if processes.first else None)
     unseen = Unseen(artifact, source)
-    maps = _Maps(own)
-    measured = mapped = 0
-    first: Batch | None = None
     batches = source.batches(size, select=unseen.select, limit=measuring.examples)
     count = source.count(size, select=Unseen(artifact, source).select, limit=measuring.examples)
     batches = progress.track(batches, "measuring fidelity", count)
     for batch, (found, _) in processes.dealt(batches, models.outputs):
-        first = first or batch
-        lengths = _Lengths(len(batch))
-        with_maps = mapped < MAP_EXAMPLES and maps.entries < MAP_ENTRIES
-        if with_maps or not models.called:  # sites that are left as they were tell no lengths
-            see = partial(maps.see, lengths) if with_maps else lengths.see
-            lossless_out = _only(models.lossless.watch(batch, see))
-            lossless.update(found["teacher"], lossless_out, batch.labels)
-        told = lengths.found() if "lengths" not in found else found["lengths"]
-        outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
-        give_back()
-        if measured == 0 and source.labels is not None and outputs.classes is not None:
-            check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
-        if with_maps:
-            mapped += len(batch)
-        if audit is not None:
-            audit.update(batch)
-        measured += len(batch)
-    if first is None:
+        fidelity.add(batch, found, source)
+    if fidelity.first is None:
         raise unseen.nothing()
     with progress.phase("certificates and pictures" if not fast else "layers"):
         results, pictures = _of_all(own, list(sites), processes)
@@ -156,51 +133,106 @@ def _measured(
     if processes.first:
         with progress.phase("measuring latency"):
             # They have just run.
-            timed = time_model(models.runners, first, warmup=0, torch_compile=measuring.torch_compile)
+            first, under = fidelity.first, measuring.torch_compile
+            timed = time_model(models.runners, first, warmup=0, torch_compile=under)
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
-    fit_seconds = artifact.fit_seconds
-    saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
-    fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
-    exact = lossless.metrics()
-    onnx = read_record(artifact.folder)
     document = {
-        "format_version": REPORT_FORMAT,
-        "fingerprints": {
-            "teacher": artifact.manifest["teacher"]["fingerprint"], "data": source.fingerprint,
-        },
-        "model": {
-            "source": artifact.manifest["teacher"]["source"],
-            "capture": artifact.capture,
-            "data": source.source,
-            **({"sizes": artifact.manifest["sizes"]} if artifact.manifest.get("sizes") else {}),
-            "examples": measured,
-            **({"map_examples": mapped} if mapped < measured else {}),
-            "batch": len(first),
-            **outputs.metrics(),
-            "lossless_max_abs_error": exact["max_abs_error"],
-            **timed,
-            "fit_seconds": fit_seconds,
-            "calibration_order": artifact.manifest["calibration_order"],
-            "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
-            "confidence": outputs.confidence() | timed.get("confidence", {}),
-            "confidence_level": LEVEL,
-        },
+        **_provenance(artifact, source),
+        "model": _of_model(artifact, source, fidelity, timed),
         "sites": results,
-        "by_length": outputs.by_length(),
-        "refused": artifact.manifest["refused"],
-        "warnings": artifact.manifest.get("warnings", []),
-        "splits": {**unseen.splits(), "gate": measured, "excluded": unseen.excluded},
-        "selection": artifact.selection if "sites" in artifact.selection else None,
-        **({} if audit is None else {"soft_to_hard": audit.result(first)}),
-        **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
-        **({} if onnx is None else {"onnx": onnx}),
-        "environment": environment(source.device),
+        "by_length": fidelity.outputs.by_length(),
+        "splits": {**unseen.splits(), "gate": fidelity.measured, "excluded": unseen.excluded},
     }
+    if fidelity.audit is not None:
+        document["soft_to_hard"] = fidelity.audit.result(fidelity.first)
     document = processes.from_first(({}, document))[1]
     checked = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
     return replace(checked, pictures=pictures)
+
+
+def _provenance(artifact: Artifact, source: DataSource) -> dict[str, Any]:
+    """What a report tells and does not measure."""
+    manifest, onnx = artifact.manifest, read_record(artifact.folder)
+    return {
+        "format_version": REPORT_FORMAT,
+        "fingerprints": {"teacher": manifest["teacher"]["fingerprint"], "data": source.fingerprint},
+        "refused": manifest["refused"],
+        "warnings": manifest.get("warnings", []),
+        "selection": artifact.selection if "sites" in artifact.selection else None,
+        **({"refresh": manifest["refresh"]} if "refresh" in manifest else {}),
+        **({} if onnx is None else {"onnx": onnx}),
+        "environment": environment(source.device),
+    }
+
+
+def _of_model(
+    artifact: Artifact, source: DataSource, fidelity: _Fidelity, timed: Mapping[str, Any]
+) -> dict[str, Any]:
+    manifest, measured, mapped = artifact.manifest, fidelity.measured, fidelity.mapped
+    saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    fitted = any(entry["fit"] is not None for entry in manifest["sites"])
+    assert fidelity.first is not None
+    return {
+        "source": manifest["teacher"]["source"],
+        "capture": artifact.capture,
+        "data": source.source,
+        **({"sizes": manifest["sizes"]} if manifest.get("sizes") else {}),
+        "examples": measured,
+        **({"map_examples": mapped} if mapped < measured else {}),
+        "batch": len(fidelity.first),
+        **fidelity.outputs.metrics(),
+        "lossless_max_abs_error": fidelity.lossless.metrics()["max_abs_error"],
+        **timed,
+        "fit_seconds": artifact.fit_seconds,
+        "calibration_order": manifest["calibration_order"],
+        "break_even_batches": artifact.fit_seconds / saved if fitted and saved > 0 else None,
+        "confidence": fidelity.outputs.confidence() | timed.get("confidence", {}),
+        "confidence_level": LEVEL,
+    }
+
+
+class _Fidelity:
+    """Compares the models batch by batch.  measured, mapped: examples whose outputs, and whose maps, were
+    compared.  audit: of a model that sorts softly."""
+
+    def __init__(
+        self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None = None
+    ) -> None:
+        self.outputs, self.lossless = OutputFidelity(), OutputFidelity()
+        self.measured = self.mapped = 0
+        self.first: Batch | None = None
+        self.audit = audit
+        self._models, self._sites = models, sites
+        self._entries = 0  # of all maps so far, also of sites that other processes compare
+
+    def add(self, batch: Batch, found: Mapping[str, Tensor], source: DataSource) -> None:
+        """found: see _Models.outputs."""
+        lengths, models = _Lengths(len(batch)), self._models
+        with_maps = self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES
+        if with_maps or not models.called:  # sites that are left as they were tell no lengths
+            see = partial(self._see, lengths) if with_maps else lengths.see
+            lossless = _only(models.lossless.watch(batch, see))
+            self.lossless.update(found["teacher"], lossless, batch.labels)
+        told = lengths.found() if "lengths" not in found else found["lengths"]
+        self.outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
+        give_back()
+        if self.first is None:
+            self.first, classes = batch, self.outputs.classes
+            if source.labels is not None and classes is not None:
+                check_labels(source.labels, classes, range(len(source.labels)), source.source)
+        if self.audit is not None:
+            self.audit.update(batch)
+        self.mapped += len(batch) if with_maps else 0
+        self.measured += len(batch)
+
+    def _see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
+        lengths.see(name, t)
+        self._entries += t.q.shape[:3].numel() * t.k.shape[2]
+        if name in self._sites:
+            self._sites[name].update(t)
+            give_back()
 
 
 class _Models:
@@ -244,9 +276,8 @@ def _within(
 
     def step(examples: int) -> None:
         batch = next(source.batches(examples))
-        models.outputs(batch)
         sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
-        models.lossless.watch(batch, partial(_Maps(sites).see, _Lengths(len(batch))))
+        _Fidelity(models, sites).add(batch, models.outputs(batch)[0], source)
 
     step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
@@ -344,21 +375,6 @@ class _Lengths:
         return self._full if self._masked is None else moved(self._masked, CPU)
 
 
-class _Maps:
-    """Shows every site what it sees.  entries: of all maps so far, also of sites that others compare."""
-
-    def __init__(self, sites: Mapping[str, SiteFidelity]) -> None:
-        self._sites = sites
-        self.entries = 0
-
-    def see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
-        lengths.see(name, t)
-        self.entries += t.q.shape[:3].numel() * t.k.shape[2]
-        if name in self._sites:
-            self._sites[name].update(t)
-            give_back()
-
-
 def bench(
     artifact_path: str | Path,
     data: str | None = None,
@@ -379,10 +395,10 @@ def bench(
     """
     with _read(artifact_path, data, model, reading, "bench") as (artifact, surrounding, source):
         batch = next(source.batches(_recipe(artifact).batch_size))
-        runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-        _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
+        models = _Models(artifact, surrounding)
+        _, tensors = models.lossless(batch)
         with progress.phase("timing the whole model"):
-            whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
+            whole = time_model(models.runners, batch, repeats, torch_compile=torch_compile)
         sites = []
         for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
             measured = time_site(artifact, index, tensors[index], repeats)

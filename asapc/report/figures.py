@@ -30,8 +30,7 @@ from asapc.report.shown import cleaned, largest_shape, positive, shape_text, sho
 from asapc.report.tables import number
 from asapc.terminal.printed import short as repr_of
 
-LENGTHS = (ERROR, "attention error")  # of a layer, what is drawn by length
-MOST = 48  # layers in one figure
+MOST = 48  # layers or heads in one figure
 LONGEST_NAME = 36
 
 
@@ -48,9 +47,9 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
     """See asapc.report.document.Report.figure."""
     if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
-    draw, why = FIGURES[what]
+    draw, of_site, why = FIGURES[what]
     with plots.style():
-        drawn = draw(report, site)
+        drawn = draw(report, _site(report, site)) if of_site else draw(report)
         if drawn is None:
             raise InputError(f"figure: nothing to draw for {what}", got=why)
         drawn.set_dpi(100)
@@ -61,11 +60,12 @@ def _errors(report: Report) -> Figure | None:
     sites = [s for s in worst_first(report.sites) if s.metric(ERROR) is not None][:MOST]
     if not sites:
         return None
-    limits = [c.max for c in judgement(report).gate.checks if c.metric == ERROR and c.kind == "limit"]
-    return plots.draw_lines(
+    checks = judgement(report).gate.checks
+    limits = [c.max for c in checks if c.metric == ERROR and c.kind == "limit" and c.max is not None]
+    return plots.draw_bars(
         [s.metric(ERROR) for s in sites], [_name(s.name) for s in sites], "attention error",
-        next((limit for limit in limits if limit is not None), None),
         [plots.COMPILED if s.approximate else plots.LOSSLESS for s in sites],
+        line=("limit", limits[0]) if limits else None,
     )  # fmt: skip
 
 
@@ -74,32 +74,35 @@ def _times(report: Report) -> Figure | None:
     times = {k: t for k in fills if (t := positive(report.model.metric(f"latency_{k}_ms"))) is not None}
     if not times:
         return None
-    return plots.draw_lines(
-        [*times.values()], [*times], "ms, whole model", None, [fills[kind] for kind in times]
-    )
+    colors = [fills[kind] for kind in times]
+    return plots.draw_bars([*times.values()], [*times], "ms, whole model", colors)
 
 
-def _heads(site: SiteReport) -> Figure | None:
-    errors = _head_errors(site)
-    names = [str(head) for head in range(len(errors))]
-    return plots.draw_bars(errors, names, "head", "attention error", mean=True) if errors else None
+def _heads(report: Report, site: SiteReport) -> Figure | None:
+    errors = [finite(error) for error in site.by_head.get(ERROR, ())][:MOST]
+    if not errors:
+        return None
+    known = [error for error in errors if error is not None]
+    return plots.draw_bars(
+        errors, [f"head {head}" for head in range(len(errors))], "attention error",
+        [plots.COMPILED] * len(errors),
+        line=("mean", sum(known) / len(known)) if len(known) > 1 else None,
+    )  # fmt: skip
 
 
-def _head_errors(site: SiteReport) -> list[float | None]:
-    return [finite(error) for error in site.by_head.get(ERROR, ())]
+def _lengths(report: Report, site: SiteReport) -> Figure | None:
+    return _by_length(site.by_length, ERROR, "attention error, by active tokens")
 
 
-def _by_length(
-    bins: Sequence[LengthBin], metric: str, unit: str, *, lost: bool = False
-) -> Figure | None:
+def _by_length(bins: Sequence[LengthBin], metric: str, unit: str, lost: bool = False) -> Figure | None:
     """A metric by length.  lost: what a share lacks of 1."""
     values = [finite(length_bin.metrics.get(metric)) for length_bin in bins]
     if all(value is None for value in values):
         return None
     if lost:
         values = [None if value is None else 1 - value for value in values]
-    names = [f"{_span(length_bin)}\nn = {number(length_bin.examples)}" for length_bin in bins]
-    return plots.draw_bars(values, names, "active tokens", unit, percent=lost)
+    names = [f"{_span(length_bin)}, n = {number(length_bin.examples)}" for length_bin in bins]
+    return plots.draw_bars(values, names, unit, [plots.COMPILED] * len(values), percent=lost)
 
 
 def _span(length_bin: LengthBin) -> str:
@@ -113,9 +116,9 @@ def _candidates(report: Report, site: SiteReport) -> Figure | None:
     points = _points(tried, trail)
     if len(points) < 2:
         return None
-    unit = "MiB of extra memory" if trail.objective == "memory" else (
-        f"ms at {shape_text(largest_shape(tried))}"
-    )  # fmt: skip
+    unit = f"ms at {shape_text(largest_shape(tried))}"
+    if trail.objective == "memory":
+        unit = "MiB of extra memory"
     return plots.draw_pareto(points, unit, finite(trail.budget.get(ERROR)))
 
 
@@ -151,31 +154,25 @@ def _pairs(report: Report, site: SiteReport) -> Sequence[MapPair]:
     return next((p.pairs for p in report.pictures if p.name == site.name), ())
 
 
-Draw = Callable[[Report, str | None], Figure | None]
-# What draws each, of the model or of the site of a name, and why there may be nothing to draw.
-FIGURES: Mapping[str, tuple[Draw, str]] = {
-    "errors": (lambda report, _: _errors(report), "no layer's attention was compared"),
-    "times": (lambda report, _: _times(report), "the model was not timed"),
-    "heads": (lambda report, name: _heads(_site(report, name)), "the layer has no errors by head"),
-    "lengths": (lambda report, name: _by_length(_site(report, name).by_length, *LENGTHS),
-                "the layer has no errors by length"),
-    "candidates": (lambda report, name: _candidates(report, _site(report, name)),
-                   "nothing was timed beside what was chosen"),
-    "maps": (lambda report, name: _maps(report, _site(report, name)),
-             "report.json has none: they are in a report that was just measured"),
-}  # fmt: skip
+# What draws each, whether of one site, and why there may be nothing to draw.
+FIGURES: Mapping[str, tuple[Callable[..., Figure | None], bool, str]] = {
+    "errors": (_errors, False, "no layer's attention was compared"),
+    "times": (_times, False, "the model was not timed"),
+    "heads": (_heads, True, "the layer has no errors by head"),
+    "lengths": (_lengths, True, "the layer has no errors by length"),
+    "candidates": (_candidates, True, "nothing was timed beside what was chosen"),
+    "maps": (_maps, True, "report.json has none: they are in a report that was just measured"),
+}
 
 
 def _site(report: Report, name: str | None) -> SiteReport:
     """The one of this name, or the worst."""
     sites = worst_first(report.sites)
-    if name is None and sites:
-        return sites[0]
-    found = next((site for site in sites if site.name == name), None)
-    if found is None:
-        known = ", ".join(_name(site.name) for site in sites[:10]) or "none"
-        raise InputError(f"figure: there is no site {repr_of(name)}", help=f"sites: {known}")
-    return found
+    for site in sites:
+        if name in (None, site.name):
+            return site
+    known = ", ".join(_name(site.name) for site in sites[:10]) or "none"
+    raise InputError(f"figure: there is no site {repr_of(name)}", help=f"sites: {known}")
 
 
 def _name(name: str) -> str:
@@ -187,15 +184,15 @@ def _name(name: str) -> str:
 
 def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
     """Candidates, errors by head and by length, and each of its maps with token masses."""
-    errors = ", ".join(number(error) for error in _head_errors(site)[:16])
+    errors = ", ".join(number(finite(error)) for error in site.by_head.get(ERROR, ())[:16])
     pictures = [
         *_picture("What was tried", f"{site.name}: attention error against cost of what was tried",
                   _candidates(report, site)),
-        *_picture("By head", f"{site.name}: attention error by head: {errors}", _heads(site)),
+        *_picture("By head", f"{site.name}: attention error by head: {errors}", _heads(report, site)),
     ]  # fmt: skip
     if len(site.by_length) > 1:  # one length says what the mean says
-        pictures += _picture("By length", _lengths_alt(site.name, site.by_length, ERROR),
-                             _by_length(site.by_length, *LENGTHS))  # fmt: skip
+        alt = _lengths_alt(site.name, site.by_length, ERROR)
+        pictures += _picture("By length", alt, _lengths(report, site))
     for pair in _pairs(report, site):
         example = f"Example {pair.example}, head {pair.head}"
         pictures += _picture(
@@ -214,12 +211,15 @@ def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
 def model_pictures(report: Report) -> list[Picture]:
     """What the model loses by the length of an example."""
     bins = report.by_length if len(report.by_length) > 1 else ()
-    agreement, divergence = "prediction_agreement", "logit_kl"
-    changed = _by_length(bins, agreement, "predictions changed", lost=True)
     return [
-        *_picture("Predictions changed, by length", _lengths_alt("Model", bins, agreement), changed),
-        *_picture("Logit KL, by length", _lengths_alt("Model", bins, divergence),
-                  _by_length(bins, divergence, "logit KL")),
+        picture
+        for metric, what, lost in (
+            ("prediction_agreement", "Predictions changed", True), ("logit_kl", "Logit KL", False),
+        )
+        for picture in _picture(
+            f"{what}, by length", _lengths_alt("Model", bins, metric),
+            _by_length(bins, metric, f"{what}, by active tokens".lower(), lost),
+        )
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asapc.errors import InputError
 from asapc.formats.yaml_file import read_yaml_mapping
@@ -91,14 +91,15 @@ def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
     checks = []
     for gate in gates:
         if gate.pattern is None and METRIC[gate.metric].scope != "site":
-            checks.append(_judge(report, gate, _Reading.of_model(report, gate)))
+            checks.append(_judge(report, gate, _read(report.model, "model", gate)))
             continue
         governed = [site for site in report.sites if _governing(gates, gate, site.name)]
         if report.sites and not governed:
             continue  # patterns took every site over
-        readings = [_Reading.of_site(site, gate) for site in governed if not _without(site, gate.metric)]
+        having = [site for site in governed if not _without(site, gate.metric)]
+        readings = [_read(site, site.name, gate) for site in having]
         if gate.pattern is None:
-            readings = [_worst(readings, gate)] if readings else [_Reading("sites", None)]
+            readings = [_worst(readings, gate)] if readings else [_Reading("sites")]
         checks += [_judge(report, gate, reading) for reading in readings]
     return checks
 
@@ -145,58 +146,35 @@ def failure_text(gate: GateReport, most: int = 20) -> str:
     return "\n".join(lines)
 
 
-def entry(
-    kind: Literal["limit", "plausibility", "baseline"],
-    metric: str,
-    scope: str,
-    value: float | None,
-    verdict: Class,
-    message: str,
-    **more: Any,
-) -> Check:
-    """A check whose message is one line, whatever the names in it are."""
-    text = " ".join(message.split())
-    return Check(kind, metric, scope, value, verdict=verdict, message=text, **more)
-
-
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
     """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
     distance = abs(ideal - limit)
     return math.ceil(per_example / distance - 1e-6) if distance else 0
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """One value to judge. raw: as it stands in the report, for the message."""
+class _Reading(NamedTuple):
+    """One value to judge. raw: as it stands in the report.  compared: what is held against the limit."""
 
     scope: str
-    raw: float | None
-    interval: tuple[float, float] | None = None
+    raw: float | None = None
+    compared: float | None = None
 
-    @classmethod
-    def of_model(cls, report: Report, gate: Gate) -> _Reading:
-        model = report.model
-        return cls("model", model.metric(gate.metric), model.interval(gate.metric))
 
-    @classmethod
-    def of_site(cls, site: SiteReport, gate: Gate) -> _Reading:
-        raw, untouched = site.metric(gate.metric), METRIC[gate.metric].untouched
-        if raw is None and site.operator == TEACHER and untouched is not None:
-            return cls(site.name, untouched, (untouched, untouched))
-        return cls(site.name, raw, site.interval(gate.metric))
-
-    def compared(self, gate: Gate) -> float | None:
-        """The number that is held against the limit."""
-        value = finite(self.raw)
-        if value is None or not gate.confidence:
-            return value
-        if self.interval is None:
-            return None
-        return self.interval[0 if gate.bound == "min" else 1]
+def _read(holder: ModelReport | SiteReport, scope: str, gate: Gate) -> _Reading:
+    raw, ends, untouched = (
+        holder.metric(gate.metric), holder.interval(gate.metric), METRIC[gate.metric].untouched,
+    )  # fmt: skip
+    left = isinstance(holder, SiteReport) and holder.operator == TEACHER
+    if left and raw is None and untouched is not None:
+        raw, ends = untouched, (untouched, untouched)
+    compared = finite(raw)
+    if gate.confidence and compared is not None:
+        compared = None if ends is None else ends[0 if gate.bound == "min" else 1]
+    return _Reading(scope, raw, compared)
 
 
 def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
-    value, compared = finite(reading.raw), reading.compared(gate)
+    value, compared = finite(reading.raw), reading.compared
     limit = f"{gate.bound} {gate.limit:g}{' with confidence' if gate.confidence else ''}"
     subject = f"{gate.metric} of {reading.scope}"
     few = _too_few(report, gate) if reading.scope == "model" else None
@@ -224,7 +202,9 @@ def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
     more: dict[str, Any] = {gate.bound: gate.limit}
     if gate.confidence:
         more |= {"confidence": True, "bound_value": compared}
-    return entry("limit", gate.metric, reading.scope, value, verdict, message, **more)
+    return Check(
+        "limit", gate.metric, reading.scope, value, verdict=verdict, message=message, **more
+    )
 
 
 def _too_few(report: Report, gate: Gate) -> str | None:
@@ -251,25 +231,19 @@ def _too_few(report: Report, gate: Gate) -> str | None:
 
 def _worst(readings: Sequence[_Reading], gate: Gate) -> _Reading:
     """The reading nearest to failing: one without a value before all others."""
-
-    def badness(reading: _Reading) -> float:
-        value = reading.compared(gate)
-        return math.inf if value is None else value if gate.bound == "max" else -value
-
-    return max(readings, key=badness)
+    sign = 1 if gate.bound == "max" else -1
+    return max(readings, key=lambda r: math.inf if r.compared is None else sign * r.compared)
 
 
 def _governing(gates: Sequence[Gate], gate: Gate, name: str) -> bool:
-    """Whether this is the limit for the site: the last one that matches wins, as in a recipe."""
+    """Whether this is the limit for the site: the last pattern that matches wins, as in a recipe."""
     same = [
-        other
-        for other in gates
+        other for other in gates
         if (other.metric, other.bound) == (gate.metric, gate.bound)
-        and (fnmatchcase(name, other.pattern) if other.pattern is not None
-             else METRIC[other.metric].scope == "site")
+        and (METRIC[other.metric].scope == "site" if other.pattern is None
+             else fnmatchcase(name, other.pattern))
     ]  # fmt: skip
-    patterned = [other for other in same if other.pattern is not None]
-    return bool(same) and (patterned or same)[-1] == gate
+    return sorted(same, key=lambda other: other.pattern is not None)[-1:] == [gate]
 
 
 def _without(site: SiteReport, metric: str) -> bool:
@@ -336,7 +310,7 @@ def _too_accurate(report: Report) -> list[Check]:
 
 
 def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> Check:
-    return entry("plausibility", metric, scope, value, "ANOMALOUS", message)
+    return Check("plausibility", metric, scope, value, verdict="ANOMALOUS", message=message)
 
 
 _LIMITS: Mapping[str, Any] = {"min": Finite, "max": Finite, "confidence": Switch}

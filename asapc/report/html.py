@@ -5,7 +5,7 @@ cleans and escapes it. Every part of a report is optional here. What to do comes
 (asapc.report.advice), then the layers, the worst one first (asapc.report.layers), then the tables that
 the terminal and Markdown have, too (asapc.report.tables).
 
-jinja2 and matplotlib are in the extra `report`.
+jinja2 comes with torch; matplotlib, which the page's pictures need, is in the extra `report`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from asapc.report.advice import (
     Decision,
     Judgement,
     advise,
+    approximated,
     decide,
-    figures,
     lossless_instead,
     recipe_of,
+    worst_site,
 )
 from asapc.report.document import ModelReport, Report, finite
-from asapc.report.figures import model_pictures
-from asapc.report.layers import layers_of
-from asapc.report.plots import style
 from asapc.report.shown import change_text, cleaned, ends_text, positive, short, times_text
 from asapc.report.tables import (
     TONES,
     Table,
+    counted,
     limit_text,
     listed,
     metric_text,
@@ -47,9 +46,7 @@ from asapc.report.tables import (
 FAILURES = 6  # named in the headline; all of them are under Gate
 ADVICE = 5  # on layers, of the most
 ROWS = 15  # of a table: longer ones are folded
-OUTCOMES = {
-    "ship": "good", "lossless": "good", "teacher": "odd", "look": "odd", "measure": "odd",
-}  # fmt: skip
+GOOD = ("ship", "lossless")  # decisions; the others are odd
 
 
 class Tile(NamedTuple):
@@ -60,8 +57,8 @@ class Tile(NamedTuple):
     notes: list[str]
 
 
-def html(report: Report) -> str:
-    """The page, the same bytes for the same report."""
+def rendered(template: str, **parts: Any) -> str:
+    """A template of ours: whatever is shown in it is cleaned and escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cleaned, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
@@ -69,14 +66,23 @@ def html(report: Report) -> str:
     )  # fmt: skip
     environment.filters |= {"breakable": _breakable, "whole": _whole, "tone": TONES.get}
     environment.tests |= {"failing": _failing}
+    return environment.get_template(template).render(**parts)
+
+
+def html(report: Report) -> str:
+    """The page, the same bytes for the same report.  Raises ModuleNotFoundError without matplotlib."""
+    from asapc.report.plots import style
+
     with style():
-        return environment.get_template("report.html.j2").render(page=page(report), most=ROWS)
+        return rendered("report.html.j2", page=page(report), most=ROWS)
 
 
 def page(report: Report) -> dict[str, Any]:
     """What the template lays out, part by part in order; a part that is empty is left out there."""
+    from asapc.report.figures import model_pictures
+    from asapc.report.layers import layers_of
+
     decision = decide(report)
-    judged = decision.judgement
     advice = advise(report)
     of_layers = [each for each in advice if each.site is not None]
     others = [each for each in advice if each.site is None]
@@ -94,7 +100,7 @@ def page(report: Report) -> dict[str, Any]:
         "advice_recipe": recipe_of(of_layers[:ADVICE]),
         "layers": layers_of(report),
         "lengths": model_pictures(report),
-        "defaults": _default_limits(judged),
+        "defaults": _default_limits(decision.judgement),
         "sections": [
             (heading.partition(" ")[0].lower(), heading, tables)
             for heading, tables in sections.items() if tables
@@ -108,10 +114,10 @@ def _headline(report: Report, decision: Decision) -> dict[str, Any]:
     word: the verdict.  basis: which limits, in one sentence.  how: (what it is, text to copy) each.
     failures: (class, message) each.
     """
-    judged = decision.judgement
-    gate, own = judged.gate, report.gate.verdict
+    judged, own = decision.judgement, report.gate.verdict
+    gate = judged.gate
     lossless = decision.lossless or lossless_instead(report)
-    tone = OUTCOMES[decision.action] if gate.verdict is not None else ""
+    tone = "" if gate.verdict is None else "good" if decision.action in GOOD else "odd"
     if own is not None and (own != "ACCEPT" or not judged.default):
         tone = TONES[own]
     # What the reason says already is not said again.
@@ -143,8 +149,7 @@ def _limits_sentence(judged: Judgement) -> str:
     if not judged.default:
         if gate.verdict == "ANOMALOUS":
             return "A measurement cannot be trusted, so nothing is accepted."
-        count = len(gate.checks)
-        return f"{len(gate.failures) or 'None'} of {count} check{'' if count == 1 else 's'} failed."
+        return f"{len(gate.failures) or 'None'} of {counted(len(gate.checks), 'check')} failed."
     default = f"D{DEFAULT_LIMITS[1:]}"
     if gate.verdict is None:
         return f"{default}, and nothing was measured to hold against them."
@@ -159,43 +164,47 @@ def _limits_sentence(judged: Judgement) -> str:
 
 def tiles(report: Report) -> list[Tile]:
     """The three figures that a decision rests on."""
-    model, figure = report.model, figures(report)
-    shown = []
-    if figure.speedup is not None:
-        notes = [*_interval(report.model, "speedup"), *_against_baseline(report, "speedup")]
-        if figure.speedup_lossless is not None:
-            notes.append(f"{times_text(figure.speedup_lossless)} by lossless kernels alone")
-        shown.append(Tile("Speed-up, whole model", times_text(figure.speedup), notes))
+    model, shown = report.model, list[Tile]()
+
+    def tile(label: str, value: str, metric: str, notes: list[str], scope: str = "model") -> None:
+        shown.append(Tile(label, value, [*notes, *_against_baseline(report, metric, scope)]))
+
+    speedup, agreement, output = (
+        finite(model.metric(key)) for key in ("speedup", "prediction_agreement", "output_rel_l2")
+    )
+    if speedup is not None:
+        tile("Speed-up, whole model", times_text(speedup), "speedup", _interval(model, "speedup"))
+        lossless = finite(model.metric("speedup_lossless"))
+        if lossless is not None and approximated(report):
+            shown[-1].notes.append(f"{times_text(lossless)} by lossless kernels alone")
     before, after = (finite(model.metric(f"accuracy_{who}")) for who in ("teacher", "compiled"))
     accuracy = "" if before is None or after is None else f"{before:.2%} → {after:.2%}"
     drop = _interval(model, "accuracy_drop", " of the drop")
-    if figure.agreement is not None:
+    if agreement is not None:
         key = "prediction_agreement"
-        notes = [*_interval(model, key), *_against_baseline(report, key)]
-        notes += [f"accuracy {accuracy}", *drop] if accuracy else []
-        shown.append(Tile("Predictions kept", f"{figure.agreement:.2%}", notes))
+        tile("Predictions kept", f"{agreement:.2%}", key, _interval(model, key))
+        shown[-1].notes.extend([f"accuracy {accuracy}", *drop] if accuracy else [])
     elif accuracy:
         notes = drop or _interval(model, "accuracy_compiled")
         shown.append(Tile("Accuracy, teacher → compiled", accuracy, notes))
-    if figure.worst_error is not None and figure.worst_site is not None:
-        where = "in every layer" if figure.worst_error == 0 else f"in {short(figure.worst_site, 40)}"
-        notes = [where, *_against_baseline(report, "attention_rel_l2", figure.worst_site)]
-        shown.append(Tile("Attention error, worst layer", number(figure.worst_error), notes))
-    elif (output := finite(model.metric("output_rel_l2"))) is not None:
-        notes = [*_interval(model, "output_rel_l2"), *_against_baseline(report, "output_rel_l2")]
-        shown.append(Tile("Output error, relative", number(output), notes))
+    worst, error = worst_site(report), "attention_rel_l2"
+    if worst is not None:
+        value = worst.metric(error)
+        where = "in every layer" if value == 0 else f"in {short(worst.name, 40)}"
+        tile("Attention error, worst layer", number(value), error, [where], worst.name)
+    elif output is not None:
+        key = "output_rel_l2"
+        tile("Output error, relative", number(output), key, _interval(model, key))
     return shown
 
 
-def _against_baseline(report: Report, metric: str, scope: str = "model") -> list[str]:
+def _against_baseline(report: Report, metric: str, scope: str) -> list[str]:
     """The difference of a metric to the baseline, in a line; in none where it has none."""
-    return [
-        f"{change_text(metric, check.value - check.baseline)} against the baseline, "
-        f"{metric_text(metric, check.baseline)}"
-        for check in report.gate.checks
-        if (check.kind, check.metric, check.scope) == ("baseline", metric, scope)
-        and check.value is not None and check.baseline is not None
-    ]  # fmt: skip
+    check = report.compared(metric, scope)
+    if check is None or check.change is None:
+        return []
+    before = metric_text(metric, check.baseline)
+    return [f"{change_text(metric, check.change)} against the baseline, {before}"]
 
 
 def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
@@ -237,19 +246,15 @@ def _default_limits(judged: Judgement) -> dict[str, Any] | None:
         return None
     words = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
     sources = {gate.metric: source for gate, source in judged.limits}
-    tables = listed(
-        "Default limits",
-        checks,
-        {
-            "metric": lambda check: check.metric,
-            "scope": lambda check: check.scope,
-            "value|": lambda check: metric_text(check.metric, check.value),
-            "limit": limit_text,
-            "from": lambda check: sources.get(check.metric, "") if check.kind == "limit" else "",
-            "result": lambda check: words[check.verdict],
-            "": lambda check: "" if check.passed else check.message,
-        },
-    )
+    tables = listed("Default limits", checks, {
+        "metric": lambda check: check.metric,
+        "scope": lambda check: check.scope,
+        "value|": lambda check: metric_text(check.metric, check.value),
+        "limit": limit_text,
+        "from": lambda check: sources.get(check.metric, "") if check.kind == "limit" else "",
+        "result": lambda check: words[check.verdict],
+        "": lambda check: "" if check.passed else check.message,
+    })  # fmt: skip
     gate_file = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate, _ in judged.limits]
     return {"tables": tables, "gate_file": "\n".join(gate_file)}
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from asapc.report.shown import (
     times_text,
 )
 from asapc.report.tables import (
-    Table,
     amortised_text,
     certificates_table,
     convention_text,
@@ -59,13 +59,17 @@ def layers_of(report: Report) -> dict[str, Any] | None:
         return None
     trail = report.selection or Trail()
     speeds = {site.name: _speed(site, trail.of(site.name)) for site in sites}
-    changes = _changes(report)
+    changes = {
+        site.name: [c for metric in ERRORS if (c := report.compared(metric, site.name)) is not None]
+        for site in sites
+    }
+    compared = any(changes.values())
     columns: dict[str, Callable[[SiteReport], Cell]] = {
         words: partial(_error, metric)
         for metric, words in ERRORS.items() if any(metric in site.metrics for site in sites)
     }  # fmt: skip
-    if changes:
-        columns["error against the baseline"] = lambda site: _change(changes.get(site.name, {}))
+    if compared:
+        columns["error against the baseline"] = lambda site: _change(changes[site.name])
     timed = any(ratio < math.inf for ratio, _ in speeds.values())
     if timed:
         columns["speed of the layer"] = lambda site: speeds[site.name][1]
@@ -75,8 +79,8 @@ def layers_of(report: Report) -> dict[str, Any] | None:
         if timed:
             slowest = sorted(sites, key=lambda site: speeds[site.name][0])
             orders["slow"] = "least gain in speed", slowest
-        if changes:
-            worse = sorted(sites, key=lambda site: -_worse(changes.get(site.name, {})))
+        if compared:
+            worse = sorted(sites, key=lambda site: -_worse(changes[site.name]))
             orders["change"] = "worst against the baseline", worse
     # By identity: names may be alike.
     places = {
@@ -107,6 +111,10 @@ def layers_of(report: Report) -> dict[str, Any] | None:
 
 def _layer(site: SiteReport) -> dict[str, Any]:
     """What a layer is and what was measured of it."""
+    document = site.to_json()
+    certificates = certificates_table([document])
+    counts = Counter(row[table.columns.index("holds")] for table in certificates for row in table.rows)
+    outcome = ", ".join(f"{count} {word}" for word, count in counts.items())
     metrics = {
         "metric": lambda item: METRIC[item[0]].name if item[0] in METRIC else item[0],
         "value|": lambda item: number(item[1]),
@@ -116,21 +124,13 @@ def _layer(site: SiteReport) -> dict[str, Any]:
         "name": site.name,
         "operator": site.operator,
         "tone": "amortised" if site.approximate else "exact",
-        "summary": amortised_text(site.to_json()),
+        "summary": amortised_text(document),
         "violated": any(not certificate.holds for certificate in site.certificates),
         "tables": [
-            *map(_counted, certificates_table([site])),
+            *(replace(table, title=f"Certificates: {outcome}") for table in certificates),
             *listed("All metrics of this layer", site.metrics.items(), metrics),
         ],
     }
-
-
-def _counted(certificates: Table) -> Table:
-    """With what came of them in the title."""
-    place = certificates.columns.index("holds")
-    counts = Counter(row[place] for row in certificates.rows)
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    return Table(f"Certificates: {told}", certificates.columns, certificates.rows)
 
 
 def _error(metric: str, site: SiteReport) -> Cell:
@@ -143,34 +143,21 @@ def _error(metric: str, site: SiteReport) -> Cell:
     )
 
 
-def _changes(report: Report) -> dict[str, dict[str, Check]]:
-    """By site and metric, how it compares with the baseline."""
-    changes: dict[str, dict[str, Check]] = {}
-    names = {site.name for site in report.sites}
-    for check in report.gate.checks:
-        if check.kind == "baseline" and check.scope in names and check.metric in ERRORS:
-            changes.setdefault(check.scope, {})[check.metric] = check
-    return changes
-
-
-def _worse(checks: Mapping[str, Check]) -> float:
-    worse = next((checks[metric].worse_by for metric in ERRORS if metric in checks), None)
+def _worse(checks: Sequence[Check]) -> float:
+    worse = checks[0].worse_by if checks else None
     return -math.inf if worse is None else worse
 
 
-def _change(checks: Mapping[str, Check]) -> Cell:
+def _change(checks: Sequence[Check]) -> Cell:
     """The first metric's difference; below it the second's."""
-    differences = []
-    for metric in ERRORS:
-        check = checks.get(metric)
-        if check is not None and check.value is not None and check.baseline is not None:
-            change = check.value - check.baseline
-            shown = change_text(metric, change if abs(change) > ROUNDING else 0.0)
-            differences.append((shown, f"{ERRORS[metric]} {shown}"))
-    if not differences:
+    shown = [
+        (ERRORS[check.metric], change_text(check.metric, change if abs(change) > ROUNDING else 0.0))
+        for check in checks if (change := check.change) is not None
+    ]  # fmt: skip
+    if not shown:
         return Cell("-", "not compared")
-    tone = "bad" if any(not check.passed for check in checks.values()) else ""
-    return Cell(differences[0][0], differences[1][1] if len(differences) > 1 else "", tone)
+    tone = "bad" if any(not check.passed for check in checks) else ""
+    return Cell(shown[0][1], " ".join(shown[1]) if len(shown) > 1 else "", tone)
 
 
 def _speed(site: SiteReport, trail: TriedSite) -> tuple[float, Cell]:
@@ -191,13 +178,13 @@ def _speed(site: SiteReport, trail: TriedSite) -> tuple[float, Cell]:
 
 
 def _facts(site: SiteReport, share: float | None) -> list[tuple[str, str]]:
-    convention = None if site.convention is None else site.convention.to_json()
+    document = site.to_json()
     low, high = (finite((site.range or {}).get(end)) for end in ("score_low", "score_high"))
     facts = [
         ("why", site.reason),
         ("share of the error", None if share is None else f"{share:.0%}"),
-        ("teacher's convention", convention_text(convention)),
-        ("fitted", fit_text(site.to_json())),
+        ("teacher's convention", convention_text(document["convention"])),
+        ("fitted", fit_text(document)),
         ("replay of the teacher, difference", number(site.replay_error)),
         ("scores seen in calibration",
          None if low is None or high is None else f"{number(low)} to {number(high)}"),

@@ -42,28 +42,20 @@ class SitePictures:
 
     def part(self) -> Part:
         """What another process makes the same of, see from_part."""
-        tensors: dict[str, Tensor] = {}
-        for number, pair in enumerate(self.pairs):
-            tensors |= {
-                f"{number}.maps.0": pair.teacher, f"{number}.maps.1": pair.compiled,
-                **{f"{number}.rows.{i}": x for i, x in enumerate(pair.row_sums)},
-                **{f"{number}.columns.{i}": x for i, x in enumerate(pair.column_sums)},
-            }  # fmt: skip
-        facts = [[pair.example, pair.head, pair.active, pair.error] for pair in self.pairs]
+        maps = [(x.teacher, x.compiled, *x.row_sums, *x.column_sums) for x in self.pairs]
+        facts = [(pair.example, pair.head, pair.active, pair.error) for pair in self.pairs]
+        tensors = {f"{n}.{i}": x for n, own in enumerate(maps) for i, x in enumerate(own)}
         return tensors, [self.name, facts]
 
     @classmethod
     def from_part(cls, part: Part) -> SitePictures:
         tensors, (name, facts) = part
-
-        def two(number: int, what: str) -> tuple[Tensor, Tensor]:
-            return tensors[f"{number}.{what}.0"], tensors[f"{number}.{what}.1"]
-
-        return cls(name, [
-            MapPair(example, head, active, *two(number, "maps"), two(number, "rows"),
-                    two(number, "columns"), error)
-            for number, (example, head, active, error) in enumerate(facts)
-        ])  # fmt: skip
+        pairs = []
+        for number, (example, head, active, error) in enumerate(facts):
+            t, c, rows_t, rows_c, columns_t, columns_c = (tensors[f"{number}.{i}"] for i in range(6))
+            sums = (rows_t, rows_c), (columns_t, columns_c)
+            pairs.append(MapPair(example, head, active, t, c, *sums, error))
+        return cls(name, pairs)
 
 
 class PictureCollector:

@@ -106,7 +106,11 @@ def draw_pareto(points: Sequence[Point], unit: str, limit: float | None) -> Figu
     axes.set_xlabel(unit)
     axes.set_ylabel("attention error")
     if limit is not None and limit > EXACT:
-        _across(axes, "budget", math.log10(limit), OVER)
+        axes.axhline(math.log10(limit), color=OVER, linewidth=1, dashes=(4, 3))
+        axes.annotate(
+            "budget", (1, math.log10(limit)), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+            textcoords="offset points", ha="right", color=OVER, fontsize=10.5,
+        )  # fmt: skip
     front = _front(points)
     if len(front) > 1:
         xs, ys = [p.time for p in front], [height(p.error) for p in front]
@@ -129,32 +133,39 @@ def draw_pareto(points: Sequence[Point], unit: str, limit: float | None) -> Figu
 
 
 def draw_bars(
-    values: Sequence[float | None], names: Sequence[str], axis: str, unit: str,
-    *, mean: bool = False, percent: bool = False,
+    values: Sequence[float | None], names: Sequence[str], axis: str, fills: Sequence[str], *,
+    line: tuple[str, float] | None = None, percent: bool = False,
 ) -> Figure:  # fmt: skip
-    """A bar for each value; None and infinity are a mark at the top."""
-    shown, largest = _finite(values, 0.01 if percent else 1.0)
-    two_lines = any("\n" in name for name in names)
-    figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=54 if two_lines else 40)
-    for index, value in enumerate(shown):
-        if value is None:
-            axes.text(index, largest, "∞", ha="center", va="center", color=OVER, fontsize=14)
-        else:
-            axes.bar(index, value, width=0.62, color=COMPILED, linewidth=0)
-    axes.set_ylim(0, largest * 1.12)
-    aside = max(0.0, (4 - len(values)) / 2)  # two bars are no walls
-    axes.set_xlim(-0.6 - aside, len(values) - 0.4 + aside)
-    step = max(1, math.ceil(len(names) / 12))
-    axes.set_xticks(range(0, len(names), step), names[::step])
-    axes.tick_params(axis="x", length=0)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0) if percent else "{x:g}")
-    axes.grid(axis="y")
-    axes.set_xlabel(axis)
-    axes.set_ylabel(unit)
-    known = [v for v in shown if v is not None]
-    if mean and len(known) > 1:
-        _across(axes, "mean", sum(known) / len(known), INK)
+    """A bar for each value, the first on top; what is not finite is a mark at the end.
+
+    fills: colours.  line: across, with what it is; a "limit" is dashed in the colour of one.
+    """
+    shown = [v if v is not None and math.isfinite(v) else None for v in values]
+    # A divergence of equal outputs rounds to a little below zero.
+    known = [v for v in (*shown, line and line[1]) if v is not None and v > 0]
+    largest = max(known, default=0.01 if percent else 1.0)
+    left = int(min(240, 24 + 6.2 * max(map(len, names), default=0)))
+    width = max(WIDTH, left + WIDTH - 100)
+    figure, axes = _figure(width, 56 + 20 * len(names), left=left, bottom=40, right=60)
+    for index, (value, fill) in enumerate(zip(shown, fills, strict=True)):
+        text, place = "∞", largest
+        if value is not None:
+            axes.barh(index, value, height=0.62, color=fill, linewidth=0)
+            text, place = f"{value:.2%}" if percent else number(value), max(value, 0.0)
+        axes.annotate(
+            text, (place, index), xytext=(4, 0), textcoords="offset points", va="center",
+            color=OVER if value is None else INK,
+        )  # fmt: skip
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, largest * 1.04)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0) if percent else "{x:g}")
+    axes.grid(axis="x")
+    axes.set_xlabel(axis if line is None else f"{axis} (dashed: {line[0]} {number(line[1])})")
+    if line is not None:
+        axes.axvline(line[1], color=OVER if line[0] == "limit" else INK, linewidth=1, dashes=(4, 3))
     return figure
 
 
@@ -184,38 +195,6 @@ def draw_masses(pair: MapPair) -> Figure:
         axes.spines["left"].set_visible(False)
         axes.set_title(what, color=MUTED, pad=5)
     panels[1].set_xlabel("token")
-    return figure
-
-
-def draw_lines(
-    values: Sequence[float | None], names: Sequence[str], axis: str, limit: float | None,
-    fills: Sequence[str],
-) -> Figure:  # fmt: skip
-    """A horizontal bar for each value, the first on top; what is not finite is a mark at the end.
-
-    limit: a line across, if any.  fills: colours.
-    """
-    shown, largest = _finite([*values, limit], 1.0)
-    left = int(min(240, 24 + 6.2 * max((len(name) for name in names), default=0)))
-    figure, axes = _figure(left + WIDTH, 56 + 20 * len(names), left=left, bottom=40, right=60)
-    for index, (value, fill) in enumerate(zip(shown[:-1], fills, strict=True)):
-        if value is not None:
-            axes.barh(index, value, height=0.62, color=fill, linewidth=0)
-        axes.annotate(
-            "∞" if value is None else number(value),
-            (largest if value is None else max(value, 0.0), index), xytext=(4, 0),
-            textcoords="offset points", va="center", color=OVER if value is None else INK,
-        )  # fmt: skip
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, largest * 1.04)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="x")
-    axes.set_xlabel(axis if limit is None else f"{axis} (dashed: limit {limit:g})")
-    if limit is not None:
-        axes.axvline(limit, color=OVER, linewidth=1, dashes=(4, 3))
     return figure
 
 
@@ -257,22 +236,6 @@ def _figure(
     axes = figure.add_axes(box)
     axes.spines["left"].set_visible(False)
     return figure, axes
-
-
-def _finite(values: Sequence[float | None], least: float) -> tuple[list[float | None], float]:
-    """What is not finite as None, and the largest; `least` where none is positive: a divergence of
-    equal outputs rounds to a little below zero."""
-    shown = [v if v is not None and math.isfinite(v) else None for v in values]
-    return shown, max((v for v in shown if v is not None and v > 0), default=least)
-
-
-def _across(axes: Axes, word: str, height: float, color: str) -> None:
-    """A dashed line with its name at the right."""
-    axes.axhline(height, color=color, linewidth=1, dashes=(4, 3))
-    axes.annotate(
-        word, (1, height), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-        textcoords="offset points", ha="right", color=color, fontsize=10.5,
-    )  # fmt: skip
 
 
 def _log_time(axes: Axes, times: Sequence[float]) -> None:

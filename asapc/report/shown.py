@@ -57,15 +57,15 @@ def positive(value: float | None) -> float | None:
 def largest_shape(tried: TriedSite) -> str:
     """Of those that candidates were timed at, "32x512"; empty where there is none."""
     keys = {key for candidate in tried.candidates for key in candidate.latency_ms}
-    return max(keys, key=lambda key: (math.prod(_sizes(key) or [0]), key), default="")
+    return max(keys, key=lambda key: (math.prod(sizes_of(key) or [0]), key), default="")
 
 
 def shape_text(shape: str) -> str:
     """"32x512" as "32 × 512"; nothing else comes through, it is drawn in a plot."""
-    return " × ".join(map(str, _sizes(shape))) or "one shape"
+    return " × ".join(map(str, sizes_of(shape))) or "one shape"
 
 
-def _sizes(shape: str) -> list[int]:
+def sizes_of(shape: str) -> list[int]:
     """Of "32x512"; none of anything else."""
     parts = shape.split("x")
     fine = all(part.isascii() and part.isdigit() and len(part) < 12 for part in parts)

@@ -39,8 +39,9 @@ from asapc.report.certificates import SiteCertificates
 from asapc.report.document import SiteReport, approximates
 from asapc.report.pictures import PictureCollector
 
-# What is timed under torch.compile, and its name in metrics.
-UNDER: Mapping[Stage, str] = {"teacher": "teacher", "graph": "compiled"}
+# What is timed, and its name in metrics.
+NAMES: Mapping[Stage, str] = {"teacher": "teacher", "lossless": "lossless", "graph": "compiled"}
+UNDER: tuple[Stage, ...] = ("teacher", "graph")  # what is timed under torch.compile, too
 
 
 def time_model(
@@ -57,45 +58,39 @@ def time_model(
     """
     if torch_compile:
         torch._dynamo.reset()  # what was compiled for an earlier model is not this one's
-    calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
-    found = {stage: torch_compiled(runners[stage], batch) for stage in UNDER} if torch_compile else {}
-    under = {f"{stage}, torch.compile": partial(its.call, batch)
-             for stage, its in found.items() if its.call is not None}  # fmt: skip
+    calls: dict[str, Any] = {NAMES[stage]: partial(run, batch) for stage, run in runners.items()}
+    found = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
+    under = {f"{name}_torch_compile": partial(its.call, batch)
+             for name, its in found.items() if its.call is not None}  # fmt: skip
     for call in under.values():
         call()  # uncounted: the compilation of one model may have made another's guards fail
-    rounds = interleaved_times({**calls, **under}, repeats=repeats, warmup=warmup, enough=ENOUGH)
-    times = {name: quartiles(values) for name, values in rounds.items()}
-    told: dict[str, Any] = _ratios(times["teacher"], times["lossless"], times["graph"])
-    ratios = {"speedup": "graph", "speedup_lossless": "lossless"}
-    for stage, name in UNDER.items():
-        timed = times.get(f"{stage}, torch.compile")
-        if timed is not None:
-            told[f"latency_{name}_torch_compile_ms"] = timed["median_ms"]
-            told[f"speedup_{name}_torch_compile"] = told["latency_teacher_ms"] / timed["median_ms"]
-            ratios[f"speedup_{name}_torch_compile"] = f"{stage}, torch.compile"
-    ends = {key: ratio_interval(rounds["teacher"], rounds[name]) for key, name in ratios.items()}
-    told["confidence"] = {
-        key: (min(interval[0], told[key]), max(interval[1], told[key]))
-        for key, interval in ends.items() if interval is not None
-    }  # fmt: skip
+    rounds = interleaved_times(calls | under, repeats=repeats, warmup=warmup, enough=ENOUGH)
+    told: dict[str, Any] = _ratios({name: quartiles(values) for name, values in rounds.items()})
+    confidence: dict[str, tuple[float, float]] = {}
+    for name in [name for name in rounds if name != "teacher"]:
+        interval, ratio = ratio_interval(rounds["teacher"], rounds[name]), told[_speedup(name)]
+        if interval is not None:
+            confidence[_speedup(name)] = (min(interval[0], ratio), max(interval[1], ratio))
+    told["confidence"] = confidence
     if found:
         told["torch_compile_seconds"] = found["teacher"].seconds
-        failed = [f"{UNDER[stage]}: {its.failed}" for stage, its in found.items() if its.failed]
+        failed = [f"{name}: {its.failed}" for name, its in found.items() if its.failed]
         told |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
     return told
 
 
-def _ratios(
-    teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
-) -> dict[str, float]:
-    loop, better, chosen = (t["median_ms"] for t in (teacher, lossless, compiled))
-    return {
-        "latency_teacher_ms": loop,
-        "latency_lossless_ms": better,
-        "latency_compiled_ms": chosen,
-        "speedup": loop / chosen,
-        "speedup_lossless": loop / better,
-    }
+def _ratios(times: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Metrics of what was timed beside the teacher."""
+    medians = {name: its["median_ms"] for name, its in times.items()}
+    latencies = {f"latency_{name}_ms": median for name, median in medians.items()}
+    return latencies | {
+        _speedup(name): medians["teacher"] / median
+        for name, median in medians.items() if name != "teacher"
+    }  # fmt: skip
+
+
+def _speedup(name: str) -> str:
+    return "speedup" if name == "compiled" else f"speedup_{name}"
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
@@ -123,11 +118,11 @@ def time_site(
     }
     if approximates(entry["operator"], entry["convention"]["operator"]):
         function = site_function(artifact.programs["graph"], artifact.site_names[index])
-        functions["graph"] = partial(function, t, t.k)
+        functions["compiled"] = partial(function, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
-    compiled = times["teacher"] if _is_untouched(entry) else times["lossless"]
-    return _ratios(times["teacher"], times["lossless"], times.get("graph", compiled))
+    times.setdefault("compiled", times["teacher" if _is_untouched(entry) else "lossless"])
+    return _ratios(times)
 
 
 def _is_untouched(entry: Mapping[str, Any]) -> bool:

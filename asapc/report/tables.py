@@ -1,23 +1,24 @@
 """What is shown of a result, independent of where: titled tables of already formatted cells.
 
-`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables, and
-`asapc.report.html` into HTML.
+Results are as in their JSON.  `asapc.report.text` turns tables into Markdown, `asapc.report.console` into
+terminal tables, and `asapc.report.html` into HTML.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from asapc.metrics import METRIC, METRICS, is_share
 from asapc.operators.catalogue import SIZES
-from asapc.report.document import Certificate, Check, GateReport, Report, SiteReport, Trail
+from asapc.report.document import Check, GateReport, Report
 
 Row = tuple[str, ...]
+Result = Mapping[str, Any]
+Column = str | Callable[[Any], str]  # the key of what its cells show, or what words them
 
 # The colour of a cell that holds one of these words, on a terminal and on the page.
 TONES = {
@@ -40,34 +41,36 @@ class Table:
         return [(name.removesuffix("|"), name.endswith("|")) for name in self.columns]
 
 
-Item = TypeVar("Item")
-
-
-def listed(
-    title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], str]]
-) -> list[Table]:
-    """A row for each item; no table without items.  columns: by its heading, what a cell says."""
-    rows = tuple(tuple(text(item) for text in columns.values()) for item in items)
+def listed(title: str, items: Iterable[Any], columns: Mapping[str, Column]) -> list[Table]:
+    """A row for each item; no table without items.  columns: by heading."""
+    rows = tuple(tuple(_told(item, *column) for column in columns.items()) for item in items)
     return [Table(title, tuple(columns), rows)] if rows else []
 
 
-def _text_of(key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda item: str(item.get(key) or "")
+def _told(item: Any, heading: str, column: Column) -> str:
+    if not isinstance(column, str):
+        return column(item)
+    value = item.get(column)
+    return "" if value is None and not heading.endswith("|") else metric_text(column, value)
 
 
-def _number_of(key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda item: number(item.get(key))
+def _pairs(title: str, values: Result, labels: Mapping[str, str] = {}) -> list[Table]:
+    """A row for each value; no table without values."""
+    rows = tuple((labels.get(key, key), text_of(value)) for key, value in values.items())
+    return [Table(title, ("", ""), rows)] if rows else []
 
 
-def _metrics_of(
-    keys: Iterable[str], value: Callable[[Any, str], Any] = lambda item, key: item.get(key)
-) -> dict[str, Callable[[Any], str]]:
+def _metrics(*keys: str) -> dict[str, Column]:
     """A column for each metric."""
-    return {_heading(key): partial(_metric_cell, key, value) for key in keys}
+    return {f"{METRIC[key].column or METRIC[key].label}|": key for key in keys}
 
 
-def _metric_cell(key: str, value: Callable[[Any, str], Any], item: Any) -> str:
-    return metric_text(key, value(item, key))
+def _parts(sites: Iterable[Result], part: str) -> list[dict[str, Any]]:
+    """The items that sites have under a key, each with the name of its `site`."""
+    return [{"site": site.get("name"), **item} for site in sites for item in site.get(part) or ()]
+
+
+# Cells
 
 
 MODEL_LABELS = {
@@ -98,14 +101,6 @@ REFRESH_LABELS = {
     "selection_examples": "examples selected on",
     "parameters": "trained",
 }
-# Shown beside the values they belong to.
-APART = ("confidence", "confidence_level")
-
-
-def metric_text(key: str, value: Any) -> str:
-    """A metric: a share in per cent, anything else as a number."""
-    share = is_share(key) and isinstance(value, float) and math.isfinite(value)
-    return f"{value:.2%}" if share else number(value)
 
 
 def number(value: Any, *, digits: int = 3) -> str:
@@ -126,48 +121,36 @@ def number(value: Any, *, digits: int = 3) -> str:
     return f"{value:.{digits - 1}e}"
 
 
-def convention_text(convention: Mapping[str, Any] | None) -> str:
-    """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
-    if not convention:
-        return "-"
-    parts = _CONVENTION_TEXTS.get(convention.get("operator", "sinkhorn"), _settings_text)(convention)
-    if convention.get("mask", "none") != "none":
-        parts.append(f"{convention['mask']} mask")
-    parts += [text for text, key in _FLAGS if convention.get(key)]
-    return ", ".join(parts)
+def text_of(value: Any) -> str:
+    """A number, or the items of a list or a mapping: "a 1.00, b 2.00"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(text_of, value))
+    return number(value)
 
 
-def _loop_text(c: Mapping[str, Any]) -> list[str]:
-    return [
-        f"T={c.get('half_steps')}", f"{c.get('first_side')} first", f"{c.get('last_side')} last",
-        f"scale {number(c.get('score_multiplier'))}", f"factor {c.get('output_factor')}",
-        *_stabiliser_text(c.get("stabiliser")),
-    ]  # fmt: skip
+def metric_text(key: str, value: Any) -> str:
+    """A metric: a share in per cent, anything else as it is."""
+    share = is_share(key) and isinstance(value, float) and math.isfinite(value)
+    return f"{value:.2%}" if share else text_of(value)
 
 
-def _stabiliser_text(stabiliser: Mapping[str, Any] | None) -> list[str]:
-    if not stabiliser:
-        return []
-    sign = "+" if stabiliser.get("kind") == "add" else "at least"
-    return [f"sums {sign} {number(stabiliser.get('constant'))}"]
+def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) -> str:
+    """"97.92% to 99.80%", or "-"."""
+    return " to ".join(metric_text(key, end) for end in confidence.get(key, ())) or "-"
 
 
-def _sliced_text(c: Mapping[str, Any]) -> list[str]:
-    temperature = c.get("softsort_temperature")
-    slices = c.get("slices")
-    cost = "squared distance" if c.get("squared_cost") else "distance"
-    exact = f"exact sorting, {_TIES.get(c.get('ties', 'shared'), c.get('ties'))}"
-    coupling = c.get("coupling")
-    return [
-        exact if temperature is None else f"SoftSort t={number(temperature)}",
-        *([] if coupling is None else [f"{coupling} coupling"]),
-        "axis-aligned slices" if slices is None else f"{slices} slices",
-        f"tau={number(c.get('inverse_temperature'))} of the {'mean' if c.get('mean_cost') else 'summed'}"
-        f" {cost}",
-        f"factor {number(c.get('output_factor'))}",
-    ]  # fmt: skip
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+_LOOP = (
+    "T={half_steps}, {first_side} first, {last_side} last, scale {score_multiplier}, "
+    "factor {output_factor}"
+)
+_SLICED = "tau={inverse_temperature} of the {sum} {cost}, factor {output_factor}"
+_HALF = "{side}: T={half_steps}, {first} first, scale {score_multiplier}"
 _TIES = {
     "shared": "ties share mass", "descending": "ties in token order",
     "ascending": "ties in token order from the smallest",
@@ -175,66 +158,127 @@ _TIES = {
 }  # fmt: skip
 
 
-def _glued_text(c: Mapping[str, Any]) -> list[str]:
-    parts = [f"{c.get('pivots')} pivots"]
-    for side in ("queries", "keys"):
-        half = c.get(side) or {}
-        first = side if half.get("tokens_first") else "pivots"
-        scale = number(half.get("score_multiplier"))
-        parts.append(f"{side}: T={half.get('half_steps')}, {first} first, scale {scale}")
-    return [*parts, f"factor {c.get('output_factor')}"]
+def convention_text(convention: Result | None) -> str:
+    """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
+    if not convention:
+        return "-"
+    parts = _CONVENTIONS.get(convention.get("operator", "sinkhorn"), _settings)(convention)
+    if convention.get("mask", "none") != "none":
+        parts.append(f"{convention['mask']} mask")
+    parts += [key.replace("_", " ") for key in ("bias", "early_stop") if convention.get(key)]
+    return ", ".join(parts)
 
 
-def _plan_text(c: Mapping[str, Any]) -> list[str]:
+def _worded(template: str, settings: Result, **more: str) -> str:
+    shown = {key: number(value) for key, value in settings.items()} | more
+    return template.format_map(defaultdict(lambda: "-", shown))
+
+
+def _loop(c: Result) -> list[str]:
+    stabiliser = c.get("stabiliser")
+    if not stabiliser:
+        return [_worded(_LOOP, c)]
+    sign = "+" if stabiliser.get("kind") == "add" else "at least"
+    return [_worded(_LOOP, c), _worded("sums {sign} {constant}", stabiliser, sign=sign)]
+
+
+def _sliced(c: Result) -> list[str]:
+    ties, coupling = c.get("ties", "shared"), c.get("coupling")
+    sort = _worded("SoftSort t={softsort_temperature}", c)
+    return [
+        f"exact sorting, {_TIES.get(ties, ties)}" if c.get("softsort_temperature") is None else sort,
+        *([f"{coupling} coupling"] if coupling is not None else []),
+        "axis-aligned slices" if c.get("slices") is None else f"{c['slices']} slices",
+        _worded(_SLICED, c, sum="mean" if c.get("mean_cost") else "summed",
+                cost="squared distance" if c.get("squared_cost") else "distance"),
+    ]  # fmt: skip
+
+
+def _glued(c: Result) -> list[str]:
+    halves = [
+        _worded(_HALF, half, side=side, first=side if half.get("tokens_first") else "pivots")
+        for side in ("queries", "keys") for half in [c.get(side) or {}]
+    ]  # fmt: skip
+    return [_worded("{pivots} pivots", c), *halves, _worded("factor {output_factor}", c)]
+
+
+def _plan(c: Result) -> list[str]:
+    marginals = {"mu": c.get("source_marginal"), "nu": c.get("target_marginal")}
     given = [
-        f"{symbol} {_MARGINALS.get(str(kind), kind)}"
-        for symbol, kind in (("mu", c.get("source_marginal")), ("nu", c.get("target_marginal")))
-        if kind != "uniform"
-    ]
-    by_head = c.get("by_head")
-    scales = [] if not by_head else ["times " + " ".join(number(x) for x in by_head) + " by head"]
-    what = "log plan" if c.get("log") else "plan"
-    first, *rest = _loop_text(c)
-    return [f"{what} of given scores", first, *rest, *scales, *given]
+        f"{symbol} {'given' if kind == 'input' else kind}"
+        for symbol, kind in marginals.items() if kind != "uniform"
+    ]  # fmt: skip
+    scales = [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
+    return [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c), *scales, *given]
 
 
-def _banded_text(c: Mapping[str, Any]) -> list[str]:
-    low, high = c.get("low"), c.get("high")
-    return [f"window of keys i{_signed(low)} to i{_signed(high)}", *_loop_text(c)]
+def _banded(c: Result) -> list[str]:
+    ends = (c.get("low"), c.get("high"))
+    low, high = (f"{end:+d}" if isinstance(end, int) else f" {end}" for end in ends)
+    return [f"window of keys i{low} to i{high}", *_loop(c)]
 
 
-def _signed(offset: Any) -> str:
-    return f"{offset:+d}" if isinstance(offset, int) else f" {offset}"
-
-
-_MARGINALS = {"constant": "constant", "input": "given"}
-
-
-def _settings_text(c: Mapping[str, Any]) -> list[str]:
+def _settings(c: Result) -> list[str]:
     """Of a kind that is not worded above."""
     settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
     return [f"{key.replace('_', ' ')} {number(value)}" for key, value in settings]
 
 
-_CONVENTION_TEXTS = {
-    "sinkhorn": _loop_text, "esp_soft": _sliced_text, "esp_hard": _sliced_text, "lot": _glued_text,
-    "plan": _plan_text, "banded_sinkhorn": _banded_text,
+_CONVENTIONS = {
+    "sinkhorn": _loop, "esp_soft": _sliced, "esp_hard": _sliced, "lot": _glued, "plan": _plan,
+    "banded_sinkhorn": _banded,
 }  # fmt: skip
-_FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
+
+
+def amortised_text(site: Result) -> str:
+    """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
+    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty where neither."""
+    tokens, width = site.get("summary_tokens"), site.get("depthwise")
+    for key in SIZES:
+        if site.get(key):
+            told = [f"{site[key]} {key.replace('_', '-')}"]
+            told += [counted(tokens, "summary token")] if tokens else []
+            return ", ".join(told + ([f"convolution of {width}"] if width else []))
+    if not site.get("features"):
+        return ""
+    count = site.get("c_transforms")
+    c_transforms = f"{number(count)} c-transform{'s' * (count != 1)}"
+    return ", ".join([str(site.get("side")), c_transforms, *_choices(site), " ".join(site["features"])])
+
+
+def _choices(fitted: Result) -> list[str]:
+    """What a fit has that most have not, in a few words each."""
+    return [
+        *(["rows rescaled"] if fitted.get("rescaled") else []),
+        *(["from the last dual"] if fitted.get("aim") == "last" else []),
+        *(["active points"] if fitted.get("points") == "active" else []),
+    ]
+
+
+def fit_text(site: Result) -> str:
+    """"kl per_head", and whether it converged where that can be doubted; how close a distilled one is."""
+    if not site.get("fit"):
+        return ""
+    if site.get("fit_rel_l2") is not None:
+        return f"{site['fit']}, output l2 {number(site['fit_rel_l2'])}"
+    doubt = " NOT CONVERGED" if site.get("fit_converged") is False else ""
+    kept = f" on {site['kl_examples']} examples" if site.get("kl_examples") else ""
+    return f"{site['fit']} {site.get('coefficients')}{kept}{doubt}"
+
+
+# The report
 
 
 def headline(report: Report) -> str:
     """The result in one line: verdict, speed-up, agreement with its interval."""
-    model = report.model
-    speedup, agreement = model.metric("speedup"), model.metric("prediction_agreement")
+    model, key = report.model, "prediction_agreement"
+    speedup, agreement = model.metric("speedup"), model.metric(key)
     parts: list[str] = [report.gate.verdict or "no gate set"]
     if speedup is not None:
         parts.append(f"{number(speedup)}x as fast as the teacher")
     if agreement is not None:
-        ends = interval_text("prediction_agreement", model.confidence)
-        within = f" ({ends})" if ends != "-" else ""
-        shown = metric_text("prediction_agreement", agreement)
-        parts.append(f"{shown} of predictions kept{within}")
+        ends = f" ({interval_text(key, model.confidence)})" if model.confidence.get(key) else ""
+        parts.append(f"{metric_text(key, agreement)} of predictions kept{ends}")
     return ", ".join(parts)
 
 
@@ -246,147 +290,125 @@ def report_tables(report: Report) -> list[Table]:
 
 def report_sections(report: Report) -> dict[str, list[Table]]:
     """By their heading on the page; a section may be empty."""
-    sites, trail = report.sites, report.selection or Trail()
-    as_json = [site.to_json() for site in sites]
-    audit, refresh, onnx = report.soft_to_hard, report.refresh, report.onnx
+    document = report.to_json()
+    sites = document["sites"]
     return {
         "Gate": gate_table(report.gate, every=True),
-        "Warnings": warnings_table([warning.to_json() for warning in report.warnings]),
-        "Whole model": [_model_table("Model", report.model.to_json())],
+        "Warnings": warnings_table(document["warnings"]),
+        "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
-            *_fidelity_table(sites), *certificates_table(sites), *length_tables(report),
-            *_latency_table(as_json), *_choice_table("Why", as_json),
+            *_fidelity_table(sites), *certificates_table(sites), *_length_tables(document),
+            *_latency_table(sites), *_choice_table("Why", sites),
         ],
-        "How it was chosen": selection_tables(trail),
-        "Soft to hard": soft_to_hard_tables(audit.to_json()) if audit else [],
-        "Left alone": refused_table(report.refused),
-        "Trained after the replacement": refresh_tables(refresh.to_json()) if refresh else [],
-        "Written as ONNX": onnx_tables(onnx.to_json()) if onnx else [],
-        "Environment and provenance": _environment_table(report),
+        "How it was chosen": _selection_tables(document["selection"] or {}),
+        "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
+        "Left alone": _refused_table(document["refused"]),
+        "Trained after the replacement": refresh_tables(document["refresh"]) if report.refresh else [],
+        "Written as ONNX": onnx_tables(document["onnx"]) if report.onnx else [],
+        "Environment and provenance": _pairs("Environment", {
+            **{f"examples, {name}": value for name, value in report.splits.items()},
+            "report format": report.format_version,
+            **{f"fingerprint, {name}": value for name, value in report.fingerprints.items()},
+            **report.environment,
+            **({"note": report.chosen_elsewhere} if report.chosen_elsewhere else {}),
+        }),
     }  # fmt: skip
 
 
-def _environment_table(report: Report) -> list[Table]:
-    rows: dict[str, Any] = {f"examples, {name}": value for name, value in report.splits.items()}
-    rows |= {"report format": report.format_version}
-    rows |= {f"fingerprint, {name}": value for name, value in report.fingerprints.items()}
-    rows |= report.environment
-    rows |= {"note": report.chosen_elsewhere} if report.chosen_elsewhere else {}
-    return _pairs("Environment", rows)
+def _model_table(title: str, model: Result) -> Table:
+    confidence = model.get("confidence")
+    keys = [key for key in MODEL_LABELS if key in model]
+    keys += [key for key in model if key not in (*MODEL_LABELS, "confidence", "confidence_level")]
+    rows = []
+    for key in keys:
+        times = "x" if key.startswith("speedup") else ""
+        row = (MODEL_LABELS.get(key, key), metric_text(key, model[key]) + times)
+        rows.append((*row, interval_text(key, confidence)) if confidence else row)
+    heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
+    return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
 
 
-def _pairs(title: str, values: Mapping[str, Any]) -> list[Table]:
-    """A row for each value; no table without values."""
-    rows = tuple((str(key), _cell(value)) for key, value in values.items())
-    return [Table(title, ("", ""), rows)] if rows else []
+def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
+    keys = [m.key for m in METRICS if m.column and any(m.key in site["metrics"] for site in sites)]
+    rows = ({**site["metrics"], "name": site["name"], "operator": site["operator"]} for site in sites)
+    columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
+    return listed("Fidelity to the teacher, per site", rows, columns)
 
 
-def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
+def certificates_table(sites: Sequence[Result]) -> list[Table]:
     """Proven bounds beside what was measured; none in a report without."""
-    return listed(
-        "Certificates",
-        ((site.name, certificate) for site in sites for certificate in site.certificates),
-        {
-            "site": lambda row: row[0],
-            "certificate": lambda row: row[1].name,
-            "bound|": lambda row: number(row[1].bound),
-            "measured|": lambda row: number(row[1].measured),
-            "holds": lambda row: _holds(row[1]),
-            "cases|": lambda row: number(row[1].cases),
-            "vacuous|": lambda row: number(row[1].vacuous_cases),
-            "source": lambda row: row[1].source or "",
-        },
-    )
+
+    def outcome(certificate: Result) -> str:
+        vacuous = "vacuous" if certificate.get("vacuous") else "holds"
+        return vacuous if certificate.get("holds") else "violated"
+
+    return listed("Certificates", _parts(sites, "certificates"), {
+        "site": "site", "certificate": "name", "bound|": "bound", "measured|": "measured",
+        "holds": outcome, "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
+    })  # fmt: skip
 
 
-def _holds(certificate: Certificate) -> str:
-    return "violated" if not certificate.holds else "vacuous" if certificate.vacuous else "holds"
-
-
-def length_tables(report: Report) -> list[Table]:
+def _length_tables(report: Result) -> list[Table]:
     """Errors by the length of an example: the model's predictions, and attention per site."""
-    of_model = ((report.model.source, length_bin) for length_bin in report.by_length)
-    of_sites = ((site.name, length_bin) for site in report.sites for length_bin in site.by_length)
-    lengths: dict[str, Callable[[Any], str]] = {
-        "active keys": lambda row: f"{row[1].low} to {row[1].high}",
-        "examples|": lambda row: number(row[1].examples),
-    }
-
-    def metrics(*keys: str) -> dict[str, Callable[[Any], str]]:
-        return _metrics_of(keys, lambda row, key: row[1].metrics.get(key))
-
-    title, site = "By length of the example", {"site": lambda row: row[0]}
+    title, site = "By length of the example", {"site": "site"}
+    lengths: dict[str, Column] = {
+        "active keys": lambda bin: f"{bin['low']} to {bin['high']}", "examples|": "examples",
+    }  # fmt: skip
+    of_model = lengths | _metrics("prediction_agreement", "logit_kl")
+    of_sites = site | lengths | _metrics("attention_rel_l2")
     return [
-        *listed(title, of_model, lengths | metrics("prediction_agreement", "logit_kl")),
-        *listed(f"{title}, per site", of_sites, site | lengths | metrics("attention_rel_l2")),
+        *listed(title, report["by_length"], of_model),
+        *listed(f"{title}, per site", _parts(report["sites"], "by_length"), of_sites),
     ]
 
 
-def _heading(key: str) -> str:
-    return f"{METRIC[key].column or METRIC[key].label}|"
+def _latency_table(sites: Sequence[Result]) -> list[Table]:
+    timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
+    keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
+    columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
+    return listed("Latency, per site", sites if keys else (), columns)
 
 
-def selection_tables(selection: Trail) -> list[Table]:
-    """What was asked for, what was tried and why it lost, and the rounds of the whole model; none without
-    a selection."""
-    unit = "mib" if selection.objective == "memory" else "ms"
-    shapes = ("x".join(map(str, shape)) for shape in selection.shapes)
-    asked = {
-        "objective": selection.objective,
-        "budget": selection.budget,
-        "examples": selection.examples,
-        "shapes, batch x tokens": ", ".join(shapes),
-        "seconds": selection.seconds,
-    }
-    tried = listed(
-        "Selection: candidates",
-        ((site.name, candidate) for site in selection.sites for candidate in site.candidates),
-        {
-            "site": lambda row: row[0],
-            "candidate": lambda row: row[1].label,
-            "verdict": lambda row: row[1].verdict,
-            _heading("attention_rel_l2"): lambda row: number(row[1].attention_rel_l2),
-            _heading("output_rel_l2"): lambda row: number(row[1].output_rel_l2),
-            "ms|": lambda row: _cell(row[1].latency_ms),
-            "teacher ms|": lambda row: _cell(row[1].teacher_ms),
-            "MiB|": lambda row: number(row[1].memory_mib),
-            "whole model with it alone": lambda row: _cell(row[1].alone),
-        },
+def _choice_table(title: str, sites: Sequence[Result]) -> list[Table]:
+    return listed(title, sites, {
+        "site": "name", "operator": "operator", "predicted": amortised_text,
+        "convention": lambda site: convention_text(site.get("convention")), "reason": "reason",
+    })  # fmt: skip
+
+
+def _selection_tables(selection: Result) -> list[Table]:
+    """What was asked for, what was tried and why it lost, and the rounds of the whole model."""
+    unit = "MiB" if selection.get("objective") == "memory" else "ms"
+    shapes = ("x".join(map(str, shape)) for shape in selection.get("shapes", ()))
+    asked = {key: selection.get(key) for key in ("objective", "budget", "examples")}
+    asked |= {"shapes, batch x tokens": ", ".join(shapes), "seconds": selection.get("seconds")}
+    rounds = (
+        {"number": n, **each, "choice": Counter(each["choice"].values())}
+        for n, each in enumerate(selection.get("rounds", ()), 1)
     )
-    rounds = listed(
-        "Selection: the whole model",
-        enumerate(selection.rounds, 1),
-        {
-            "round": lambda row: str(row[0]),
-            "budget": lambda row: _cell(row[1].budget),
-            "choice": lambda row: ", ".join(
-                f"{count} x {label}" for label, count in Counter(row[1].choice.values()).items()
-            ),
-            "measured": lambda row: _cell(row[1].measured),
-            f"predicted {unit.replace('mib', 'MiB')}|": lambda row: number(
-                getattr(row[1], f"predicted_{unit}")
-            ),
-            "verdict": lambda row: row[1].verdict,
-        },
-    )
-    known = {key: value for key, value in asked.items() if value not in (None, "", {})}
-    return [*_pairs("Selection", known), *rounds, *tried]
+    tried = _parts(selection.get("sites", ()), "candidates")
+    return [
+        *_pairs("Selection", {k: v for k, v in asked.items() if v not in (None, "", {})}),
+        *listed("Selection: the whole model", rounds, {
+            "round": "number", "budget": "budget",
+            "choice": lambda each: ", ".join(f"{n} x {label}" for label, n in each["choice"].items()),
+            "measured": "measured", f"predicted {unit}|": f"predicted_{unit.lower()}",
+            "verdict": "verdict",
+        }),
+        *listed("Selection: candidates", tried, {
+            "site": "site", "candidate": "label", "verdict": "verdict",
+            **_metrics("attention_rel_l2", "output_rel_l2"), "ms|": "latency_ms",
+            "teacher ms|": "teacher_ms", "MiB|": "memory_mib", "whole model with it alone": "alone",
+        }),
+    ]  # fmt: skip
 
 
-def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
+def _soft_to_hard_table(audit: Result) -> list[Table]:
     """What making sorts exact does to the whole model; none for a model without soft sorts."""
-    return listed(
-        "Soft to hard: the model by how it sorts",
-        audit.get("variants", ()),
-        {
-            "sorts": lambda variant: str(variant.get("name")),
-            **_metrics_of(("accuracy", "prediction_change")),
-            _heading("row_err"): _number_of("row_err"),
-            _heading("col_err"): _number_of("col_err"),
-            "entropy|": _number_of("entropy"),
-            "examples/s|": _number_of("examples_per_second"),
-        },
-    )
+    return listed("Soft to hard: the model by how it sorts", audit.get("variants", ()), {
+        "sorts": "name", **_metrics("accuracy", "prediction_change", "row_err", "col_err"),
+        "entropy|": "entropy", "examples/s|": "examples_per_second",
+    })  # fmt: skip
 
 
 def gate_table(gate: GateReport, every: bool = False) -> list[Table]:
@@ -414,8 +436,7 @@ def gate_table(gate: GateReport, every: bool = False) -> list[Table]:
 def limit_text(check: Check) -> str:
     """What a check held the value against: "max 0.01", "min 0.99, confident", "0.04 + 2%"."""
     if check.bound is not None:
-        confident = ", confident" if check.confidence else ""
-        return f"{check.bound} {number(check.limit)}{confident}"
+        return f"{check.bound} {number(check.limit)}{', confident' if check.confidence else ''}"
     if check.allowed is not None:
         return f"baseline {number(check.baseline)}, {_percent(check.allowed)}"
     return "plausible" if check.kind == "plausibility" else "-"
@@ -425,140 +446,62 @@ def _percent(value: Any) -> str:
     return f"{value * 100:.4g}%" if isinstance(value, int | float) else number(value)
 
 
-def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
+def _refused_table(refused: Sequence[Result]) -> list[Table]:
     """Layers that were left as they are, with the reason."""
-    columns = {key: _text_of(key) for key in ("name", "status", "reason")}
-    return listed("Left as they were", refused, columns)
+    return listed("Left as they were", refused, {key: key for key in ("name", "status", "reason")})
 
 
-def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
+def warnings_table(warnings: Sequence[Result]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
-    return listed(
-        "Warning: fits that rest on too little data",
-        warnings,
-        {
-            "site": lambda warning: _cell(warning.get("sites", ())[:1]),
-            "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
-            "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
-            "needed|": _number_of("needed"),
-        },
-    )
+    return listed("Warning: fits that rest on too little data", warnings, {
+        "site": lambda warning: text_of(warning.get("sites", ())[:1]),
+        "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
+        "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
+        "needed|": "needed",
+    })  # fmt: skip
 
 
-def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
+# Other commands
+
+
+def inspect_tables(inspection: Result) -> list[Table]:
     """Every attention layer found: convention if it is Sinkhorn, reason if it is not compiled."""
     sites = inspection["sites"]
-    columns: dict[str, Callable[[Any], str]] = {
-        "site": _text_of("name"),
-        "status": _text_of("status"),
-        "heads|": _number_of("heads"),
-        "dim|": _number_of("head_dim"),
-        "convention": lambda site: convention_text(site.get("convention")),
-        "replay error|": _number_of("replay_error"),
-        "reason": _text_of("reason"),
-    }
     title = f"{inspection.get('model')} (capture: {inspection.get('capture')})"
-    replayed = [site for site in sites if site.get("replay")]
-    tried = sorted({name for site in replayed for name in site["replay"]})
-    errors = {f"{name}|": partial(_replay_error, name) for name in tried}
+    columns: dict[str, Column] = {
+        "site": "name", "status": "status", "heads|": "heads", "dim|": "head_dim",
+        "convention": lambda site: convention_text(site.get("convention")),
+        "replay error|": "replay_error", "reason": "reason",
+    }  # fmt: skip
+    replayed = [{"site": site["name"], **site["replay"]} for site in sites if site.get("replay")]
+    tried = sorted({name for replay in replayed for name in replay} - {"site"})
     return [
         *(listed(title, sites, columns) or [Table(title, tuple(columns), ())]),
-        *listed("Replayed on", replayed, {"site": _text_of("name"), **errors}),
+        *listed("Replayed on", replayed, {"site": "site", **{f"{name}|": name for name in tried}}),
     ]
 
 
-def _replay_error(name: str, site: Mapping[str, Any]) -> str:
-    return number(site["replay"].get(name))
-
-
-def amortised_text(site: Mapping[str, Any]) -> str:
-    """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
-    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty where neither."""
-    for key in SIZES:
-        if site.get(key):
-            return ", ".join([f"{site[key]} {key.replace('_', '-')}", *_beside(site)])
-    if not site.get("features"):
-        return ""
-    count = number(site.get("c_transforms"))
-    c_transforms = f"{count} c-transform{'' if count == '1' else 's'}"
-    told = [str(site.get("side")), c_transforms, *_choices(site), " ".join(site["features"])]
-    return ", ".join(told)
-
-
-def _beside(site: Mapping[str, Any]) -> list[str]:
-    """What a hybrid operator has besides."""
-    count, width = site.get("summary_tokens"), site.get("depthwise")
-    return [
-        *([f"{count} summary token{'' if count == 1 else 's'}"] if count else []),
-        *([f"convolution of {width}"] if width else []),
-    ]
-
-
-def _choices(fitted: Mapping[str, Any]) -> list[str]:
-    """What a fit has that most have not, in a few words each."""
-    return [
-        *(["rows rescaled"] if fitted.get("rescaled") else []),
-        *(["from the last dual"] if fitted.get("aim") == "last" else []),
-        *(["active points"] if fitted.get("points") == "active" else []),
-    ]
-
-
-def fit_text(site: Mapping[str, Any]) -> str:
-    """"kl per_head", and whether it converged where that can be doubted; how close a distilled one is."""
-    if not site.get("fit"):
-        return ""
-    if site.get("fit_rel_l2") is not None:
-        return f"{site['fit']}, output l2 {number(site['fit_rel_l2'])}"
-    doubt = " NOT CONVERGED" if site.get("fit_converged") is False else ""
-    kept = f" on {site['kl_examples']} examples" if site.get("kl_examples") else ""
-    return f"{site['fit']} {site.get('coefficients')}{kept}{doubt}"
-
-
-def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
+def calibration_tables(summary: Result) -> list[Table]:
     """The fit of every site, where any was."""
-    fits = listed(
-        f"Calibration of {summary.get('model')}, {summary.get('order')}",
-        summary["sites"],
-        {
-            "site": _text_of("name"),
-            "predicted": amortised_text,
-            "fit": fit_text,
-            "examples|": _number_of("examples"),
-            "tokens|": _number_of("tokens"),
-            "R2 in-sample|": _number_of("r2"),
-            "cond|": _number_of("condition_number"),
-            "s|": _number_of("fit_seconds"),
-        },
-    )
+    fits = listed(f"Calibration of {summary.get('model')}, {summary.get('order')}", summary["sites"], {
+        "site": "name", "predicted": amortised_text, "fit": fit_text, "examples|": "examples",
+        "tokens|": "tokens", **_metrics("r2", "condition_number"), "s|": "fit_seconds",
+    })  # fmt: skip
     return [*fits, *warnings_table(summary["warnings"])]
 
 
-def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
+def compile_tables(manifest: Result) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
     return [
         *_choice_table("Compiled", manifest["sites"]),
         *_pairs("Holds for", {"sizes": manifest["sizes"]} if manifest.get("sizes") else {}),
-        *refused_table(manifest.get("refused", ())),
+        *_refused_table(manifest.get("refused", ())),
         *warnings_table(manifest.get("warnings", ())),
         *(onnx_tables(manifest["onnx_file"]) if "onnx_file" in manifest else []),
     ]
 
 
-def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> list[Table]:
-    return listed(
-        title,
-        sites,
-        {
-            "site": _text_of("name"),
-            "operator": _text_of("operator"),
-            "predicted": amortised_text,
-            "convention": lambda site: convention_text(site.get("convention")),
-            "reason": _text_of("reason"),
-        },
-    )
-
-
-def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
+def refresh_tables(entry: Result) -> list[Table]:
     """How a compiled model was trained after the replacement, and what that changed."""
     apart = ("before", "after", "earlier", "soft_to_hard")
     settings = {key: value for key, value in entry.items() if key not in apart}
@@ -566,147 +509,75 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
         settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
     if entry.get("earlier"):
         settings["earlier refreshes"] = len(entry["earlier"])
-    rows = tuple((REFRESH_LABELS.get(key, key), _cell(value)) for key, value in settings.items())
     before, after = entry.get("before", {}), entry.get("after", {})
-    changes = tuple(
-        (MODEL_LABELS.get(key, key), *(metric_text(key, side.get(key)) for side in (before, after)))
-        for key in before
-    )
     audit = entry.get("soft_to_hard", {})
-    sorts = (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
-    shares = _metrics_of(
-        ("accuracy", "prediction_change"), lambda row, key: audit.get(row[1], {}).get(key)
-    )
+    names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
+    sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
     return [
-        Table("Refresh: trained after the replacement", ("", ""), rows),
-        Table("Refresh: on the selection split", ("", "before|", "after|"), changes),
-        *listed(
-            "Refresh: from soft to hard, selection split", sorts if audit else (),
-            {"sorts": lambda row: row[0], **shares},
-        ),
+        *_pairs("Refresh: trained after the replacement", settings, REFRESH_LABELS),
+        *listed("Refresh: on the selection split", before, {
+            "": lambda key: str(MODEL_LABELS.get(key, key)),
+            "before|": lambda key: metric_text(key, before[key]),
+            "after|": lambda key: metric_text(key, after.get(key)),
+        }),
+        *listed("Refresh: from soft to hard, selection split", sorts if audit else (),
+                {"sorts": "sorts", **_metrics("accuracy", "prediction_change")}),
     ]  # fmt: skip
 
 
-def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
+def bench_tables(bench: Result) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
-    tables = [_model_table("Whole model", bench["model"])]
-    if "onnx" in bench:
-        tables.append(_model_table("Whole model, ONNX Runtime", bench["onnx"]))
-    tables += _latency_table(bench["sites"])
-    kernels = (
-        {"site": site.get("name"), **kernel}
-        for site in bench["sites"]
-        for kernel in site.get("kernels", ())
-    )
-    columns = {key: _text_of(key) for key in ("site", "operator", "shape", "kernel")}
-    return [*tables, *listed("Kernels", kernels, {**columns, "because": _text_of("reason")})]
+    kernels = {key: key for key in ("site", "operator", "shape", "kernel")} | {"because": "reason"}
+    return [
+        _model_table("Whole model", bench["model"]),
+        *([_model_table("Whole model, ONNX Runtime", bench["onnx"])] if "onnx" in bench else []),
+        *_latency_table(bench["sites"]),
+        *listed("Kernels", _parts(bench["sites"], "kernels"), kernels),
+    ]
 
 
-def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
+def onnx_tables(record: Result) -> list[Table]:
     """What was written, and how it compared with the compiled program."""
     shapes = record.get("shapes", ())
-    rows = (
-        ("opset", str(record.get("opset"))),
-        ("size (MB)", number(record.get("bytes", 0) / 1e6)),
-        ("float16", number(record.get("float16"))),
-        ("functions", ", ".join(record.get("functions", ()))),
-        ("largest difference", number(record.get("largest"))),
-        ("allowed", number(record.get("tolerance"))),
-        ("shapes run", str(len(shapes))),
-        *((name, _span(shapes, name)) for name in (shapes[0] if shapes else ())),
-    )
-    return [Table("ONNX, run with ONNX Runtime against the compiled model", ("", ""), rows)]
+    spans = {name: {shape[name] for shape in shapes if name in shape} for name in (*shapes[:1], {})[0]}
+    return _pairs("ONNX, run with ONNX Runtime against the compiled model", {
+        "opset": record.get("opset"),
+        "size (MB)": record.get("bytes", 0) / 1e6,
+        "float16": record.get("float16"),
+        "functions": record.get("functions", ()),
+        "largest difference": record.get("largest"),
+        "allowed": record.get("tolerance"),
+        "shapes run": len(shapes),
+        **{name: sorted(span) for name, span in spans.items()},
+    })  # fmt: skip
 
 
-def _span(shapes: Sequence[Mapping[str, Any]], name: str) -> str:
-    return ", ".join(map(str, sorted({shape[name] for shape in shapes if name in shape})))
-
-
-def study_tables(result: Mapping[str, Any]) -> list[Table]:
+def study_tables(result: Result) -> list[Table]:
     """Baselines, then every row by attention error."""
-    shown = ("examples", "map_examples", "batch")
     baseline = {"sites": len(result["sites"]), **result["baseline"]}
-    baseline.update({name: result.get(name) for name in shown})
+    baseline |= {name: result.get(name) for name in ("examples", "map_examples", "batch")}
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: dict[str, Column] = {
         "": lambda row: "*" if row.get("pareto") else "",
-        "features": _text_of("features"),
+        "features": "features",
         "side": lambda row: str(row.get("side") or "-"),
         "c_transforms|": lambda row: ", ".join([number(row.get("c_transforms")), *_choices(row)]),
         "fit": lambda row: str(row.get("fit") or "-"),
         "shared": lambda row: str(row.get("coefficients") or "-"),
         "ridge|": lambda row: number(row.get("ridge"))
         + (" direct" if row.get("ridge_mode") == "direct" else ""),
-        "examples|": _number_of("examples"),
-        **_metrics_of(metric.key for metric in METRICS if metric.study == "table"),
-        "site ms|": _number_of("site_ms"),
-        "predict ms|": _number_of("predict_ms"),
+        "examples|": "examples",
+        **_metrics(*(metric.key for metric in METRICS if metric.study == "table")),
+        "site ms|": "site_ms",
+        "predict ms|": "predict_ms",
     }
     return [_model_table("Baseline", baseline), *listed("Rows", rows, columns)]
 
 
-def comparison_table(rows: Iterable[Mapping[str, Any]]) -> list[Table]:
+def comparison_table(rows: Iterable[Result]) -> list[Table]:
     """The demo's closing table: usual loop, torch.compile, lossless, amortised."""
-    return listed(
-        "Usual loop, better loop, no loop",
-        rows,
-        {
-            "": _text_of("name"),
-            "compile s|": _number_of("compile_seconds"),
-            "latency ms|": _number_of("latency_ms"),
-            "speedup|": lambda row: "-" if row.get("speedup") is None else f"{number(row['speedup'])}x",
-            **_metrics_of(("attention_rel_l2", "prediction_agreement", "accuracy")),
-        },
-    )
-
-
-def _model_table(title: str, model: Mapping[str, Any]) -> Table:
-    known = [key for key in MODEL_LABELS if key in model]
-    keys = known + [key for key in model if key not in MODEL_LABELS and key not in APART]
-    confidence = model.get("confidence")
-    rows = []
-    for key in keys:
-        value = model[key]
-        text = metric_text(key, value) if is_share(key) else _cell(value)
-        cells = (MODEL_LABELS.get(key, key), f"{text}x" if key.startswith("speedup") else text)
-        rows.append((*cells, interval_text(key, confidence)) if confidence else cells)
-    level = model.get("confidence_level", 0.95)
-    heading = f"{_percent(level)} interval|"
-    return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
-
-
-def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) -> str:
-    """"97.92% to 99.80%", or "-"."""
-    return " to ".join(metric_text(key, end) for end in confidence.get(key, ())) or "-"
-
-
-def _fidelity_table(sites: Sequence[SiteReport]) -> list[Table]:
-    keys = [m.key for m in METRICS if m.column and any(m.key in site.metrics for site in sites)]
-    metrics = {_heading(key): partial(_site_metric, key) for key in keys}
-    columns: dict[str, Callable[[SiteReport], str]] = {
-        "site": lambda site: site.name, "operator": lambda site: site.operator, **metrics,
-    }  # fmt: skip
-    return listed("Fidelity to the teacher, per site", sites, columns)
-
-
-def _site_metric(key: str, site: SiteReport) -> str:
-    return number(site.metrics.get(key))
-
-
-def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
-    timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
-    keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
-    columns: dict[str, Callable[[Any], str]] = {
-        "site": _text_of("name"),
-        "operator": lambda site: str(site.get("operator") or "-"),
-        **{_heading(key): _number_of(key) for key in keys},
-    }
-    return listed("Latency, per site", sites if keys else (), columns)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_cell(item) for item in value)
-    return number(value)
+    return listed("Usual loop, better loop, no loop", rows, {
+        "": "name", "compile s|": "compile_seconds", "latency ms|": "latency_ms",
+        "speedup|": lambda row: "-" if row.get("speedup") is None else f"{number(row['speedup'])}x",
+        **_metrics("attention_rel_l2", "prediction_agreement", "accuracy"),
+    })  # fmt: skip

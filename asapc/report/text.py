@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from asapc.formats.json_text import plain
-from asapc.report.document import GateReport, Report
+from asapc.report.document import Report
 from asapc.report.tables import Table, headline, report_tables
 from asapc.terminal.printed import clipped
 
@@ -18,7 +18,7 @@ MAX_CHARACTERS = 65_000
 MAX_WIDTH = 110
 MAX_CELL = 300
 MAX_MESSAGES = 10
-ROW_LIMITS = (500, 200, 100, 50, 20, 10, 5, 2)
+ROW_LIMITS: tuple[int | None, ...] = (None, 500, 200, 100, 50, 20, 10, 5, 2)
 
 
 def markdown(report: Report) -> str:
@@ -28,61 +28,44 @@ def markdown(report: Report) -> str:
     be too long, tables lose their last rows and say so.
     """
     tables = report_tables(report)
-    text = _document(report, tables)
     for most in ROW_LIMITS:
+        text = _document(report, tables, most)
         if len(text) <= MAX_CHARACTERS:
             return text
-        text = _document(report, tables, most)
     while len(text) > MAX_CHARACTERS and tables:
         tables = tables[:-1]
-        text = _document(report, tables, ROW_LIMITS[-1], "More tables are left out; see report.json.")
+        text = _document(report, tables, most, "More tables are left out; see report.json.")
     return text
 
 
-def _document(
-    report: Report, tables: list[Table], most: int | None = None, note: str = ""
-) -> str:
-    blocks = [f"# asapc: {_escape(headline(report))}"]
-    failed = _failed(report.gate)
-    if failed:
-        blocks.append(failed)
+def _document(report: Report, tables: list[Table], most: int | None, note: str = "") -> str:
+    failed = report.gate.failures
+    lines = [
+        f"- **{check.verdict}** {_escape(clipped(check.message, MAX_CELL))}"
+        for check in failed[:MAX_MESSAGES]
+    ]
+    if len(failed) > MAX_MESSAGES:
+        lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
+    blocks = [f"# asapc: {_escape(headline(report))}", "\n".join(lines)]
     blocks += [_folded(table, most) for table in tables]
-    if note:
-        blocks.append(note)
-    blocks.append(
+    blocks += [
+        note,
         "Fidelity is measured against the teacher, on examples neither fitted nor selected on. "
         "Attention l2 is `|A' - A| / |A|` per batch and head (mean, and worst over them); row and "
         "column errors are mean deviations from the marginals; R2 (in-sample) and cond belong to "
-        "the fit of the dual."
-    )
-    return "\n\n".join(blocks) + "\n"
-
-
-def _failed(gate: GateReport) -> str:
-    failed = gate.failures
-    lines = []
-    for check in failed[:MAX_MESSAGES]:
-        lines.append(f"- **{check.verdict}** {_escape(clipped(check.message, MAX_CELL))}")
-    if len(failed) > MAX_MESSAGES:
-        lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
-    return "\n".join(lines)
+        "the fit of the dual.",
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _folded(table: Table, most: int | None) -> str:
-    left_out = 0 if most is None else max(0, len(table.rows) - most)
-    shown = replace(
-        table,
-        rows=tuple(
-            tuple(clipped(cell, MAX_CELL) for cell in row)
-            for row in table.rows[: len(table.rows) - left_out]
-        ),
-    )
-    text = markdown_table(shown)
-    if left_out:
-        text += f"\n\n{left_out} of {len(table.rows)} rows are left out; all are in report.json."
-    heading, _, body = text.partition("\n\n")
+    rows = tuple(tuple(clipped(cell, MAX_CELL) for cell in row) for row in table.rows[:most])
+    heading, _, body = markdown_table(replace(table, rows=rows)).partition("\n\n")
+    if len(rows) < len(table.rows):
+        left_out = len(table.rows) - len(rows)
+        body += f"\n\n{left_out} of {len(table.rows)} rows are left out; all are in report.json."
     if max(map(len, body.splitlines())) <= MAX_WIDTH:
-        return text
+        return f"{heading}\n\n{body}"
     # Without the blank line GitHub would show the pipes.
     title = escape(heading.removeprefix("## "), quote=False)
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
