@@ -147,7 +147,7 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
     try:
         module = model.get_submodule(patch.name)
     except AttributeError:
-        raise _another(f"it has no module {patch.name}") from None
+        raise another_model(f"it has no module {patch.name}") from None
     before = module.__dict__.get("forward")
     if isinstance(before, Forward):
         before = before.before
@@ -200,7 +200,7 @@ def constants_of(
     tensors = tensors_of(model)
     gone = next((name for name in names if name not in tensors), None)
     if gone is not None:
-        raise _another(f"it has no weight {gone}")
+        raise another_model(f"it has no weight {gone}")
     reasons = [site["no_gradient"] for site in sites if site["no_gradient"] is not None]
     return partial(Constants, model, names, reasons[0] if reasons else None)
 
@@ -260,21 +260,21 @@ def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, T
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     for node in graph.nodes:
         if node.op == "call_module" and node.target not in modules:
-            raise _another(f"{what} has no layer {node.target}")
+            raise another_model(f"{what} has no layer {node.target}")
         if node.op != "get_attr":
             continue
         found, traced = tensors.get(node.target), node.meta.get("val")
         if found is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
-            raise _another(f"{what} has no weight {node.target}")
+            raise another_model(f"{what} has no weight {node.target}")
         if isinstance(traced, Tensor) and found.shape != traced.shape:
-            raise _another(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
+            raise another_model(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
         if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
-            raise _another(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
+            raise another_model(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
 
 
-def _another(got: str) -> InputError:
+def another_model(got: str, place: str = "load") -> InputError:
     return InputError(
-        "load: the model must be the one that was compiled", got=got,
+        f"{place}: the model must be the one that was compiled", got=got,
         help="pass the model, or the factory and arguments, the teacher was built with",
     )  # fmt: skip
 
