@@ -24,7 +24,6 @@ import asapc.onnx.export
 import asapc.pipeline
 import asapc.report
 from asapc import cli
-from asapc.calibration import stream
 from asapc.calibration.shards import Shards
 from asapc.calibration.stored import Calibration, save_calibration
 from asapc.formats import atomic
@@ -118,25 +117,16 @@ def warm_up() -> None:
 # --- commands that are killed ----------------------------------------------------------------------
 
 
-def until_killed(last: int, out: str, arguments: list[str]) -> int:
-    """The command up to its call of that number; in OUT.calls, how many there were if it came through."""
-    stream.ASIDE_EVERY, stream.ASIDE_SHARE = 0.0, float("inf")
-    calls = armed(last)
-    code = cli.main(arguments)
-    Path(f"{out}.calls").write_text(str(len(calls)))
-    return code
-
-
-def many_times(module: str, name: str, folder: str, states: str, arguments: list[str]) -> int:
-    """The command up to that function, and the rest of it often: in one child that lives, for each rename
-    in one that is killed before it, and in some at flushes.  What each leaves of the folder is copied."""
-    owner = sys.modules[module]
-    true = getattr(owner, name)
+def many_times(folder: str, states: str, arguments: list[str]) -> int:
+    """The export up to where its files take their places, and the rest of it often: in one child that
+    lives, for each rename in one that is killed before it, and in some at flushes.  What each leaves of
+    the folder is copied."""
+    owner, true = asapc.onnx.export, asapc.onnx.export.place
     before, record = Path(states, "before"), Path(states, "calls")
     living: list[list[str]] = []
 
     def branching(*given: Any, **options: Any) -> Any:
-        setattr(owner, name, true)
+        owner.place = true
         shutil.copytree(folder, before)
         lasts = [0]
         while lasts:
@@ -158,7 +148,7 @@ def many_times(module: str, name: str, folder: str, states: str, arguments: list
         shutil.rmtree(before)
         return true(*given, **options)
 
-    setattr(owner, name, branching)
+    owner.place = branching
     code = cli.main(arguments)
     for calls in living:  # in the child that nothing killed
         record.write_text(json.dumps(calls))
@@ -169,8 +159,6 @@ def worker(command: str, arguments: list[Any]) -> int:
     if command == "loop":
         return loop(*arguments)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if command == "until killed":
-        return until_killed(*arguments)
     return many_times(*arguments) if command == "many times" else cli.main(arguments)
 
 
