@@ -22,13 +22,10 @@ from safetensors.torch import save_file
 
 import asapc.onnx.export
 import asapc.pipeline
-import asapc.report
 from asapc import cli
 from asapc.calibration.shards import Shards
-from asapc.calibration.stored import Calibration, save_calibration
 from asapc.formats import atomic
 from asapc.inputs.load import load_teacher
-from asapc.report import Report
 
 SHARDS, SIZE = map(int, sys.argv[1:])
 FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
@@ -58,29 +55,22 @@ def armed(last: int) -> list[str]:
 # --- writing without an end ------------------------------------------------------------------------
 
 
-def calibration(root: str, n: int) -> None:
-    hashes = tuple([n] * SIZE)
-    own = Calibration(str(n), {}, "whole", {}, str(n), "parallel", hashes)
-    save_calibration(f"{root}/calibration", own)
-
-
-def artifact(root: str, n: int, name: str = "artifact") -> None:
-    with atomic.replace_folder(f"{root}/{name}") as folder:
-        (folder / "modules").mkdir()
-        save_file({"x": torch.full((SIZE,), float(n))}, folder / "model.safetensors")
-        (folder / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
-        (folder / "manifest.json").write_text(json.dumps({"number": n}))
+def folder(root: str, n: int, name: str = "folder") -> None:
+    with atomic.replace_folder(f"{root}/{name}") as partial:
+        (partial / "modules").mkdir()
+        save_file({"x": torch.full((SIZE,), float(n))}, partial / "model.safetensors")
+        (partial / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
+        (partial / "manifest.json").write_text(json.dumps({"number": n}))
 
 
 def two_renames(root: str, n: int) -> None:
     exchange, atomic._exchange = atomic._exchange, lambda first, second: False
-    artifact(root, n, "two_renames")
+    folder(root, n, "two_renames")
     atomic._exchange = exchange
 
 
-def report(root: str, n: int) -> None:
-    document = {"model": {"source": str(n)}, "environment": {"padding": [n] * SIZE}}
-    asapc.report.write_report(f"{root}/reports", Report.from_json(document, "report"))
+def file(root: str, n: int) -> None:
+    atomic.replace_file(f"{root}/file", f"{n} " * SIZE)
 
 
 def shards(root: str, n: int) -> None:
@@ -89,7 +79,7 @@ def shards(root: str, n: int) -> None:
         parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
 
 
-WRITES = (calibration, artifact, two_renames, report, shards)
+WRITES = (folder, two_renames, file, shards)
 
 
 def loop(root: str, first: int, seed: int, last: int) -> int:
@@ -102,16 +92,6 @@ def loop(root: str, first: int, seed: int, last: int) -> int:
     except BaseException as error:
         Path(root, "error").write_text(repr(error))
     return 1
-
-
-def warm_up() -> None:
-    """What is imported on a first call is there for all."""
-    # drawing is slow
-    asapc.report._page = lambda report: ("<p>" + report.model.source, None)  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as root:
-        Path(root, "reports").mkdir()
-        for write in WRITES:
-            write(root, 0)
 
 
 # --- commands that are killed ----------------------------------------------------------------------
@@ -164,7 +144,9 @@ def worker(command: str, arguments: list[Any]) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    warm_up()
+    with tempfile.TemporaryDirectory() as root:  # what is imported on a first call is there for all
+        for write in WRITES:
+            write(root, 0)
     print("ready", flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

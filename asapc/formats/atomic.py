@@ -122,8 +122,7 @@ def new_file(path: str | Path) -> Iterator[Path]:
         flush(final.parent)
     except Exception as error:
         if isinstance(error, OSError) or _is_write_failure(error, partial or final):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise InputError(f"{path}: cannot be written", got=reason, help=_HELP) from error
+            raise _unwritable(path, error, "cannot be written") from error
         raise
     finally:
         if partial is not None:
@@ -398,6 +397,8 @@ def _is_write_failure(error: Exception, partial: Path) -> bool:
     return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
 
 
-def _unwritable(final: Path, error: Exception) -> InputError:
+def _unwritable(
+    path: str | Path, error: Exception, what: str = "cannot write the output folder"
+) -> InputError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return InputError(f"{final}: cannot write the output folder", got=reason, help=_HELP)
+    return InputError(f"{path}: {what}", got=reason, help=_HELP)
