@@ -415,13 +415,12 @@ def refresh(
 
     With --anneal: train everything while soft sorts become exact.
     """
-    training.check()
     check_artifact(artifact)
     check_data(data)
+    settings = training.settings()
     from asapc import pipeline
     from asapc.inputs.onnx.settings import MODEL
 
-    settings = training.settings()
     has_onnx = (Path(artifact) / MODEL).exists()
     with joined() as processes:
         entry = pipeline.refresh(

@@ -66,15 +66,13 @@ class Training:
     examples: int | None = None
     seed: int = 0
 
-    def check(self) -> None:
+    def settings(self) -> RefreshSettings:
         if self.labels == self.distil:
             raise InputError(
                 "refresh: exactly one of --labels and --distil must be given",
                 got="both" if self.labels else "none",
                 help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
             )
-
-    def settings(self) -> RefreshSettings:
         from asapc.training.refresh import RefreshSettings
         from asapc.training.tails import parsed_tail
 

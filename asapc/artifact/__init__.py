@@ -19,11 +19,11 @@ reads is the live model's, a tensor of the compiled program, or live.<j>.NAME, w
     write.py      the folder, also with other weights
     manifest.py   what a manifest must hold
     read.py       the folder, checked
-    load.py       a model of it: rebuilt, or a live one patched
+    model.py      a model of it: rebuilt, or a live one patched
 """
 
-from asapc.artifact.load import load, read_patches, returns_as, surrounding_model
 from asapc.artifact.manifest import STAGES, Stage, places_moved, read_manifest
+from asapc.artifact.model import load, read_patches, returns_as, surrounding_model
 from asapc.artifact.read import Artifact, read_artifact, read_exported, signature_of
 from asapc.artifact.write import write_artifact, write_refreshed
 

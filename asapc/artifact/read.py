@@ -150,7 +150,7 @@ def runnable(path: Path, trust: bool, weights: Mapping[str, Tensor] | None = Non
 
 def _selection(path: Path) -> dict[str, Any]:
     """selection.json, checked for what the rest relies on."""
-    selection = readable(path) if path.exists() else None
+    selection: Any = readable(path) if path.exists() else None
     seconds = selection.get("fit_seconds") if isinstance(selection, dict) else None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise damaged(f"{path}: fit_seconds must be a number", seconds)

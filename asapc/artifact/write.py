@@ -73,7 +73,7 @@ def write_artifact(
 
 
 def _output(program: Program) -> dict[str, Any]:
-    """What a captured module returns, where a file's plain containers are not it; see load.returns_as."""
+    """What a captured module returns, where plain containers are not it; see model.returns_as."""
     call = next((call for call in program.calls if not call.name), None)
     if not program.name or call is None:
         return {}

@@ -68,7 +68,9 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
     try:
         try:
             yield partial
-            flush_tree(partial)
+            for place, _, files in os.walk(partial, topdown=False):
+                for name in (*files, ""):
+                    flush(Path(place, name))
             flush(final.parent)
         except Exception as error:
             if _is_write_failure(error, partial):
@@ -237,14 +239,6 @@ def _clean(final: Path) -> int:
         finally:
             os.close(lock)
     return count
-
-
-def flush_tree(folder: Path) -> None:
-    """Every file and folder below, and the folder itself, to the disk."""
-    for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            flush(Path(place, name))
-        flush(Path(place))
 
 
 def flush(path: Path) -> None:

@@ -103,11 +103,6 @@ def _not_for(model: str | Path, option: str) -> InputError:
     )
 
 
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"{path.parent} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR)
-
-
 def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(kwargs, str):
         return dict(kwargs or {})
@@ -158,7 +153,10 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
         return _module_teacher(built, str(folder), builtin=False)
     if kwargs is not None:
         raise _not_for(folder, "--kwargs")
-    _require(weights_path)
+    if not weights_path.is_file():
+        raise InputError(
+            f"{folder} must hold {weights_path.name}", got="no such file", help=MODEL_GRAMMAR
+        )
     known = ", ".join(ARCHITECTURES)
     name = config.pop("architecture", None) if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in ARCHITECTURES:

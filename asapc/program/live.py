@@ -162,21 +162,16 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
             f"{what}: a patched module gets a submodule named {OPERATORS}",
             got="one that has an attribute of this name", help="rename it, or load without model=",
         )  # fmt: skip
-    renamed = {name: operator_name(name) for name in patch.tensors}
     try:
-        graph = flat_graph(
-            patch.program, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
-        )
+        graph, operators = with_operators(patch.program, patch.tensors, [site_line(own) for own in sites])
         _call_children(graph, patch.children)
         sweep(graph)
         graph.lint()
-    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InputError(
             f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
             help="compile again",
         ) from error  # fmt: skip
-    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()},
-                          [site_line(site) for site in sites])  # fmt: skip
     _check(module, graph, what, dict(operators.named_buffers()))
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     (outputs,) = graph.output_node().args
@@ -205,9 +200,16 @@ def constants_of(
     return partial(Constants, model, names, reasons[0] if reasons else None)
 
 
-def operator_name(name: str) -> str:
-    """What an operator's tensor of a graph is called in the submodule of its operators."""
-    return name.removeprefix("asapc_").replace(".", "_")
+def with_operators(
+    program: GraphModule, tensors: Mapping[str, Tensor], lines: Sequence[str]
+) -> tuple[Graph, Operators]:
+    """The flat graph of a program, and the submodule from which it reads these tensors.
+
+    tensors: by their names in the program.  lines: one for each of its sites.
+    """
+    names = {name: name.removeprefix("asapc_").replace(".", "_") for name in tensors}
+    graph = flat_graph(program, lambda name: f"{OPERATORS}.{names[name]}" if name in names else name)
+    return graph, Operators({names[name]: tensor for name, tensor in tensors.items()}, lines)
 
 
 def _call_children(graph: Graph, children: Sequence[Child]) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from asapc.artifact import (
-    Stage,
-    read_artifact,
-    read_patches,
-    returns_as,
-    write_artifact,
-)
+from asapc.artifact import Stage, read_artifact, read_patches, returns_as, write_artifact
 from asapc.calibration.stored import fit_facts
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places

@@ -31,16 +31,16 @@ from asapc.program.call import (
     rebuilt,
     types_at_hand,
 )
-from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs, under
-from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
+from asapc.program.code import GraphCode, tensors_of, traced_inputs, under
+from asapc.program.compiled import OPERATORS, CompiledModel, Inside, site_line
 from asapc.program.live import (
     Patch,
     another_model,
     constants_of,
     install,
-    operator_name,
     prepared,
     warn_left,
+    with_operators,
 )
 from asapc.program.monitor import attach
 from asapc.program.summary import Summary, shown_by
@@ -116,15 +116,13 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     manifest = artifact.manifest
     graph = artifact.programs[stage][0].graph
     fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
-    renamed = {name: operator_name(name) for name in fitted}
     call = Call.from_json(manifest["forward"], "forward")
     known = known_of(traced_inputs(graph))[0]
     count = len(call.tensors)
     call = replace(call, tensors=tuple(map(_both, call.tensors, known)))
+    lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
     try:
-        flat = flat_graph(
-            graph, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
-        )
+        flat, operators = with_operators(graph, fitted, lines)
         (outputs,) = flat.output_node().args
         given = len(cast(tuple[Any, ...], outputs))
         if count != len(known) or any(leaf.index >= given for leaf in leaves(call.output)):
@@ -133,8 +131,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         raise damaged(f"{artifact.folder}: must hold a program that can be run", error) from error
     for name in fitted:
         del graph._buffers[name]
-    lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
-    graph.add_module(OPERATORS, Operators({renamed[n]: t for n, t in fitted.items()}, lines))
+    graph.add_module(OPERATORS, operators)
     floats = (p.dtype for p in graph.parameters() if p.is_floating_point())
     dtype, source = next(floats, torch.float32), str(manifest["teacher"]["source"])
     if sequence_group is not None:
@@ -169,7 +166,7 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
     and compared as the model's others are."""
     held = {name: kind for site in sites for name, kind in site["constants"].items()}
     known = tensors_of(graph)
-    for name in held.keys() - known.keys():
+    for name in [name for name in held if name not in known]:
         try:
             tensor, owner = artifact.tensors[f"0.{name}"], cast(nn.Module, graph)
             *path, leaf = name.split(".")
