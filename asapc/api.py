@@ -209,10 +209,7 @@ def _teacher(model: nn.Module | str) -> Teacher:
         )
     if model.training:
         raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
-    model = _working_copy(uncompiled(model))
+    model = uncompiled(model)
+    # It runs in its place: the same parameters, with buffers and attributes of its own.
+    model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)
-
-
-def _working_copy(model: nn.Module) -> nn.Module:
-    """A copy that runs in its place: the same parameters, with buffers and attributes of its own."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

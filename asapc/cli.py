@@ -111,28 +111,79 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every tabl
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 
 
-# What every command takes last, and what stands for a `Reading`.
+# What every command takes last, and the options that a parameter of some type stands for.
 OUTPUT: dict[str, Any] = {"json": Json, "quiet": Quiet, "verbose": Verbose, "debug": Debug}
-READING: dict[str, Any] = {
-    "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
-    "device": Device,
+
+
+def _given(kind: Any, help: str, *names: str, **more: Any) -> Any:
+    """The type of an option."""
+    return Annotated[kind, typer.Option(*names, help=help, **more)]
+
+
+BUNDLES: dict[Any, dict[str, Any]] = {
+    Reading: {
+        "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
+        "device": Device,
+    },
+    commands.Measured: {
+        "examples": Examples, "fast": Fast, "max_memory": MaxMemory,
+        "torch_compile": _given(
+            bool, "Time teacher and compiled model under torch.compile, too.", "--torch-compile"
+        ),
+    },
+    commands.Judged: {
+        "gate": GateFile,
+        "baseline": _given(
+            str | None, "An earlier report.json; exit 1 if this one is worse.", metavar="FILE"
+        ),
+        "max_regression": _given(
+            list[str] | None,
+            "How much worse than the baseline it may be: 2% (default), speedup=10%; repeatable.",
+            metavar="[METRIC=]SHARE",
+        ),
+        "junit": _given(str | None, "Write the checks here too, as JUnit XML.", metavar="FILE"),
+    },
+    commands.Training: {
+        "labels": _given(bool, "Train on the labels in DATA: cross entropy.", "--labels"),
+        "distil": _given(bool, "Train on the teacher's predictions: KL, no labels.", "--distil"),
+        "anneal": _given(bool, "Cool soft sorts of ESP layers down to exact ones.", "--anneal"),
+        "tail": _given(
+            str | None,
+            "Pass gradients through the last R half-steps of each exact loop, or through as few "
+            "as --tolerance allows; all of them by default.",
+            metavar="R|certified",
+        ),
+        "tolerance": _given(
+            float, "Part of a layer's score gradient that a certified tail may leave out."
+        ),
+        "epochs": _given(int, "Passes over the calibration split.", min=1),
+        "learning_rate": _given(float, "Adam's learning rate."),
+        "batch_size": _given(int, "Examples a step.", min=1),
+        "parameters": _given(
+            list[str] | None, "Train these instead of the default; repeatable.", metavar="PATTERN"
+        ),
+        "examples": _given(int | None, "Examples to train on, at most; held in memory.", min=1),
+        "seed": _given(int, "Of the order of the examples.", min=0, max=2**63 - 1),
+    },
 }  # fmt: skip
+NO_TRAINING, NOT_JUDGED, AS_USUAL = commands.Training(), commands.Judged(), commands.Measured()
 
 
 def command(name: str | None = None, processes: bool = False) -> Callable[..., Any]:
     """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options.
 
-    A `Reading` becomes the options that it holds.  processes: several, started by torchrun, may run it.
+    A parameter of a type in BUNDLES becomes the options that it holds.  processes: several, started by
+    torchrun, may run it.
     """
 
     def register(body: Callable[..., int | None]) -> Callable[..., int]:
         own = list(introspection.signature(body, eval_str=True).parameters.values())[1:]
-        reads = any(parameter.annotation is Reading for parameter in own)
+        bundles = {x.name: x.annotation for x in own if x.annotation in BUNDLES}
 
         def call(**given: Any) -> int:
             output = {key: given.pop(key) for key in OUTPUT}
-            if reads:
-                given["reading"] = Reading(**{key: given.pop(key) for key in READING})
+            for name, kind in bundles.items():
+                given[name] = kind(**{key: given.pop(key) for key in BUNDLES[kind]})
             return session.run(lambda run: body(run, **given), processes=processes, **output)
 
         parameters = [x for parameter in own for x in _options(parameter)]
@@ -147,9 +198,10 @@ def command(name: str | None = None, processes: bool = False) -> Callable[..., A
 
 
 def _options(parameter: introspection.Parameter) -> list[introspection.Parameter]:
-    if parameter.annotation is not Reading:
+    kinds = BUNDLES.get(parameter.annotation)
+    if kinds is None:
         return [parameter]
-    return [_option(each.name, each.default, READING[each.name]) for each in fields(Reading)]
+    return [_option(x.name, x.default, kinds[x.name]) for x in fields(parameter.annotation)]
 
 
 def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:
@@ -311,9 +363,8 @@ def whole(
 
     What was cut short goes on where it was. Prints and exits as `asapc report` does.
     """
-    result = commands.run_all(
-        run, model, data, out, recipe, gate, reading, examples, fast=fast, max_memory=max_memory
-    )
+    measured = commands.Measured(examples, fast, max_memory=max_memory)
+    result = commands.run_all(run, model, data, out, recipe, gate, measured, reading)
     return _reported(run, result, out, data)
 
 
@@ -353,39 +404,7 @@ def refresh(
     run: Session,
     artifact: ArtifactFolder,
     data: Data,
-    labels: Annotated[
-        bool, typer.Option("--labels", help="Train on the labels in DATA: cross entropy.")
-    ] = False,
-    distil: Annotated[
-        bool, typer.Option("--distil", help="Train on the teacher's predictions: KL, no labels.")
-    ] = False,
-    anneal: Annotated[
-        bool, typer.Option("--anneal", help="Cool soft sorts of ESP layers down to exact ones.")
-    ] = False,
-    tail: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R|certified",
-            help="Pass gradients through the last R half-steps of each exact loop, or through as few "
-            "as --tolerance allows; all of them by default.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="Part of a layer's score gradient that a certified tail may leave out.")
-    ] = 1e-3,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the calibration split.")] = 5,
-    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = 2e-4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Train these instead of the default; repeatable."),
-    ] = None,
-    examples: Annotated[
-        int | None, typer.Option(min=1, help="Examples to train on, at most; held in memory.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of the order of the examples.")
-    ] = 0,
+    training: commands.Training = NO_TRAINING,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
     ] = None,
@@ -396,22 +415,10 @@ def refresh(
 
     With --anneal: train everything while soft sorts become exact.
     """
-    if labels == distil:
-        raise InputError(
-            "refresh: exactly one of --labels and --distil must be given",
-            got="both" if labels else "none",
-            help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
-        )
     check_artifact(artifact)
     check_data(data)
+    settings = training.settings()
     from asapc import pipeline
-    from asapc.training.refresh import RefreshSettings
-    from asapc.training.tails import parsed_tail
-
-    settings = RefreshSettings(
-        "labels" if labels else "distil", epochs, learning_rate, batch_size,
-        tuple(parameters or ()), seed, examples, anneal, tail=parsed_tail(tail), tolerance=tolerance,
-    )  # fmt: skip
     from asapc.inputs.onnx.settings import MODEL
 
     has_onnx = (Path(artifact) / MODEL).exists()
@@ -437,28 +444,8 @@ def report(
     run: Session,
     artifact: ArtifactFolder,
     data: OptionalData = None,
-    gate: GateFile = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="An earlier report.json; exit 1 if this one is worse."),
-    ] = None,
-    max_regression: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[METRIC=]SHARE",
-            help="How much worse than the baseline it may be: 2% (default), speedup=10%; repeatable.",
-        ),
-    ] = None,
-    junit: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
-    ] = None,
-    examples: Examples = MEASURED_EXAMPLES,
-    fast: Fast = False,
-    torch_compile: Annotated[
-        bool,
-        typer.Option("--torch-compile", help="Time teacher and compiled model under torch.compile, too."),
-    ] = False,
-    max_memory: MaxMemory = None,
+    judged: commands.Judged = NOT_JUDGED,
+    measured: commands.Measured = AS_USUAL,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
 ) -> int:
@@ -467,11 +454,7 @@ def report(
     With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
     kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
     """
-    result = commands.report_artifact(
-        run, artifact, data, gate, model, reading, examples,
-        baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-        max_memory=max_memory, torch_compile=torch_compile,
-    )  # fmt: skip
+    result = commands.report_artifact(run, artifact, data, judged, measured, model, reading)
     return _reported(run, result, artifact, data)
 
 

@@ -5,8 +5,7 @@ torch takes seconds to import, so what needs it is imported after what can be re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,66 @@ if TYPE_CHECKING:
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
     from asapc.report import Report
+    from asapc.report.evaluate import Measuring
+    from asapc.training.refresh import RefreshSettings
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How much is measured: evaluate.Measuring as options."""
+
+    examples: int = MEASURED_EXAMPLES
+    fast: bool = False
+    torch_compile: bool = False
+    max_memory: str | None = None
+
+    def settings(self) -> Measuring:
+        from asapc.report.evaluate import Measuring
+
+        return Measuring(self.examples, self.fast, _size(self.max_memory), self.torch_compile)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a report is held against.  junit: where the checks are written, too."""
+
+    gate: str | None = None
+    baseline: str | None = None
+    max_regression: list[str] | None = None
+    junit: str | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """training.refresh.RefreshSettings as options."""
+
+    labels: bool = False
+    distil: bool = False
+    anneal: bool = False
+    tail: str | None = None
+    tolerance: float = 1e-3
+    epochs: int = 5
+    learning_rate: float = 2e-4
+    batch_size: int = 32
+    parameters: list[str] | None = None
+    examples: int | None = None
+    seed: int = 0
+
+    def settings(self) -> RefreshSettings:
+        if self.labels == self.distil:
+            raise InputError(
+                "refresh: exactly one of --labels and --distil must be given",
+                got="both" if self.labels else "none",
+                help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
+            )
+        from asapc.training.refresh import RefreshSettings
+        from asapc.training.tails import parsed_tail
+
+        return RefreshSettings(
+            "labels" if self.labels else "distil", self.epochs, self.learning_rate, self.batch_size,
+            tuple(self.parameters or ()), self.seed, self.examples, self.anneal,
+            tail=parsed_tail(self.tail), tolerance=self.tolerance,
+        )  # fmt: skip
 
 
 def inspect_model(
@@ -104,17 +163,10 @@ def report_artifact(
     run: Session,
     artifact: str,
     data: str | None,
-    gate: str | None = None,
+    judged: Judged = Judged(),
+    measured: Measured = Measured(),
     model: str | None = None,
     reading: Reading = NO_OPTIONS,
-    examples: int = MEASURED_EXAMPLES,
-    *,
-    baseline: str | None = None,
-    max_regression: Sequence[str] = (),
-    junit: str | None = None,
-    fast: bool = False,
-    max_memory: str | None = None,
-    torch_compile: bool = False,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     check_artifact(artifact)
@@ -123,18 +175,18 @@ def report_artifact(
     from asapc.report import baseline as regression
     from asapc.report import gates, junit_text, write_report
 
-    limits = [] if gate is None else gates.load_gates(gate)
-    allowance = regression.parse_allowance(max_regression)
-    if baseline is None and max_regression:
+    limits = [] if judged.gate is None else gates.load_gates(judged.gate)
+    allowance = regression.parse_allowance(judged.max_regression or ())
+    if judged.baseline is None and judged.max_regression:
         raise InputError("--max-regression needs a --baseline to compare with")
-    earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
-    limit = _size(max_memory)
-    if junit is not None:
-        make_parent(junit)  # before minutes of measuring, not after
+    earlier = None
+    if judged.baseline is not None:
+        earlier = regression.load_baseline(judged.baseline, allowance)
+    measuring = measured.settings()
+    if judged.junit is not None:
+        make_parent(judged.junit)  # before minutes of measuring, not after
     from asapc import pipeline
-    from asapc.report.evaluate import Measuring
 
-    measuring = Measuring(examples, fast, limit, torch_compile)
     with joined() as processes:
         result = pipeline.report(
             artifact, data, limits, earlier, model=model, reading=reading, measuring=measuring,
@@ -143,8 +195,8 @@ def report_artifact(
         if processes.first:
             with run.progress.phase("drawing the page"):
                 write_report(artifact, result, run.note)
-            if junit is not None:
-                replace_file(junit, junit_text(result))
+            if judged.junit is not None:
+                replace_file(judged.junit, junit_text(result))
     return result
 
 
@@ -155,11 +207,8 @@ def run_all(
     out: str,
     recipe: str | None = None,
     gate: str | None = None,
+    measured: Measured = Measured(),
     reading: Reading = NO_OPTIONS,
-    examples: int = MEASURED_EXAMPLES,
-    *,
-    fast: bool = False,
-    max_memory: str | None = None,
 ) -> Report:
     """Calibrate into OUT.calibration, compile into OUT and report; the model is analysed once."""
     check_model(model, reading.weights)
@@ -175,29 +224,27 @@ def run_all(
         check_replaceable(folder, [model, data])
     from asapc.inputs.recipe import load_recipe
 
-    resolved, limit = load_recipe(recipe), _size(max_memory)
+    resolved, measuring = load_recipe(recipe), measured.settings()
     place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
-    from asapc.report.evaluate import Measuring
     from asapc.stages.analyse import analysed_once
 
     analyse = analysed_once()
     run.note(f"1 of 3: calibrating into {calibration}")
     pipeline.calibrate(
-        teacher, data, calibration, resolved, run.progress, max_memory=limit, analyse=analyse,
-        device=place,
+        teacher, data, calibration, resolved, run.progress, max_memory=measuring.max_memory,
+        analyse=analyse, device=place,
     )  # fmt: skip
     run.note(f"2 of 3: compiling into {out}")
     manifest = pipeline.compile(
-        teacher, calibration, out, resolved, data, run.progress, analyse=analyse, max_memory=limit,
-        device=place,
+        teacher, calibration, out, resolved, data, run.progress, analyse=analyse,
+        max_memory=measuring.max_memory, device=place,
     )  # fmt: skip
     run.note("3 of 3: measuring")
     result = pipeline.report(
         out, data, limits, model=model if manifest["capture"] == "module" else None,
-        reading=replace(reading, trust=True), measuring=Measuring(examples, fast, limit),
-        progress=run.progress,
+        reading=replace(reading, trust=True), measuring=measuring, progress=run.progress,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)

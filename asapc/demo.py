@@ -99,7 +99,10 @@ def run_demo(
         fast = name != "asap"  # the page of one of them is enough
         reports[name] = step(
             command_line("report", artifact, data=data, fast=fast), "report",
-            partial(commands.report_artifact, run, artifact, data, reading=reading, fast=fast),
+            partial(
+                commands.report_artifact, run, artifact, data, measured=commands.Measured(fast=fast),
+                reading=reading,
+            ),
         )  # fmt: skip
     run.note("\ntiming the models in turn, the teacher under torch.compile too")
     timed = time_in_turn(folder, data, reports, device)

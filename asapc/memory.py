@@ -27,12 +27,12 @@ UNITS = {
 SLACK = 64 << 20  # buffers of the allocator and of the kernels, which no piece accounts for
 
 
-def parse_size(text: str, what: str = "--max-memory") -> int:
+def parse_size(text: str) -> int:
     """"2GiB", "1.5 GB", "800M" (MiB) or bytes.  Raises InputError."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]{0,3})\s*", text)
     unit = None if match is None else UNITS.get(match[2].upper())
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise InputError(f"{what} must be a size such as 2GiB or 800MB", got=repr(text))
+        raise InputError("--max-memory must be a size such as 2GiB or 800MB", got=repr(text))
     return int(float(match[1]) * unit)
 
 

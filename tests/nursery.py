@@ -22,14 +22,10 @@ from safetensors.torch import save_file
 
 import asapc.onnx.export
 import asapc.pipeline
-import asapc.report
 from asapc import cli
-from asapc.calibration import stream
 from asapc.calibration.shards import Shards
-from asapc.calibration.stored import Calibration, save_calibration
 from asapc.formats import atomic
 from asapc.inputs.load import load_teacher
-from asapc.report import Report
 
 SHARDS, SIZE = map(int, sys.argv[1:])
 FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
@@ -59,29 +55,22 @@ def armed(last: int) -> list[str]:
 # --- writing without an end ------------------------------------------------------------------------
 
 
-def calibration(root: str, n: int) -> None:
-    hashes = tuple([n] * SIZE)
-    own = Calibration(str(n), {}, "whole", {}, str(n), "parallel", hashes)
-    save_calibration(f"{root}/calibration", own)
-
-
-def artifact(root: str, n: int, name: str = "artifact") -> None:
-    with atomic.replace_folder(f"{root}/{name}") as folder:
-        (folder / "modules").mkdir()
-        save_file({"x": torch.full((SIZE,), float(n))}, folder / "model.safetensors")
-        (folder / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
-        (folder / "manifest.json").write_text(json.dumps({"number": n}))
+def folder(root: str, n: int, name: str = "folder") -> None:
+    with atomic.replace_folder(f"{root}/{name}") as partial:
+        (partial / "modules").mkdir()
+        save_file({"x": torch.full((SIZE,), float(n))}, partial / "model.safetensors")
+        (partial / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
+        (partial / "manifest.json").write_text(json.dumps({"number": n}))
 
 
 def two_renames(root: str, n: int) -> None:
     exchange, atomic._exchange = atomic._exchange, lambda first, second: False
-    artifact(root, n, "two_renames")
+    folder(root, n, "two_renames")
     atomic._exchange = exchange
 
 
-def report(root: str, n: int) -> None:
-    document = {"model": {"source": str(n)}, "environment": {"padding": [n] * SIZE}}
-    asapc.report.write_report(f"{root}/reports", Report.from_json(document, "report"))
+def file(root: str, n: int) -> None:
+    atomic.replace_file(f"{root}/file", f"{n} " * SIZE)
 
 
 def shards(root: str, n: int) -> None:
@@ -90,7 +79,7 @@ def shards(root: str, n: int) -> None:
         parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
 
 
-WRITES = (calibration, artifact, two_renames, report, shards)
+WRITES = (folder, two_renames, file, shards)
 
 
 def loop(root: str, first: int, seed: int, last: int) -> int:
@@ -105,38 +94,19 @@ def loop(root: str, first: int, seed: int, last: int) -> int:
     return 1
 
 
-def warm_up() -> None:
-    """What is imported on a first call is there for all."""
-    # drawing is slow
-    asapc.report._page = lambda report: ("<p>" + report.model.source, None)  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as root:
-        Path(root, "reports").mkdir()
-        for write in WRITES:
-            write(root, 0)
-
-
 # --- commands that are killed ----------------------------------------------------------------------
 
 
-def until_killed(last: int, out: str, arguments: list[str]) -> int:
-    """The command up to its call of that number; in OUT.calls, how many there were if it came through."""
-    stream.ASIDE_EVERY, stream.ASIDE_SHARE = 0.0, float("inf")
-    calls = armed(last)
-    code = cli.main(arguments)
-    Path(f"{out}.calls").write_text(str(len(calls)))
-    return code
-
-
-def many_times(module: str, name: str, folder: str, states: str, arguments: list[str]) -> int:
-    """The command up to that function, and the rest of it often: in one child that lives, for each rename
-    in one that is killed before it, and in some at flushes.  What each leaves of the folder is copied."""
-    owner = sys.modules[module]
-    true = getattr(owner, name)
+def many_times(folder: str, states: str, arguments: list[str]) -> int:
+    """The export up to where its files take their places, and the rest of it often: in one child that
+    lives, for each rename in one that is killed before it, and in some at flushes.  What each leaves of
+    the folder is copied."""
+    owner, true = asapc.onnx.export, asapc.onnx.export.place
     before, record = Path(states, "before"), Path(states, "calls")
     living: list[list[str]] = []
 
     def branching(*given: Any, **options: Any) -> Any:
-        setattr(owner, name, true)
+        owner.place = true
         shutil.copytree(folder, before)
         lasts = [0]
         while lasts:
@@ -158,7 +128,7 @@ def many_times(module: str, name: str, folder: str, states: str, arguments: list
         shutil.rmtree(before)
         return true(*given, **options)
 
-    setattr(owner, name, branching)
+    owner.place = branching
     code = cli.main(arguments)
     for calls in living:  # in the child that nothing killed
         record.write_text(json.dumps(calls))
@@ -169,14 +139,14 @@ def worker(command: str, arguments: list[Any]) -> int:
     if command == "loop":
         return loop(*arguments)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if command == "until killed":
-        return until_killed(*arguments)
     return many_times(*arguments) if command == "many times" else cli.main(arguments)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    warm_up()
+    with tempfile.TemporaryDirectory() as root:  # what is imported on a first call is there for all
+        for write in WRITES:
+            write(root, 0)
     print("ready", flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 from safetensors import SafetensorError
 
+from asapc import pipeline
+from asapc.calibration.stored import Calibration, save_calibration
 from asapc.errors import InputError
 from asapc.formats import atomic
 from asapc.formats.atomic import (
@@ -18,6 +21,9 @@ from asapc.formats.atomic import (
     replace_file,
     replace_folder,
 )
+from asapc.inputs.recipe import Recipe
+from asapc.report import Report, write_report
+from asapc.terminal.progress import SILENT
 
 
 def write(folder, text):
@@ -63,17 +69,17 @@ def test_creates_parents_and_replaces(tmp_path, either_way):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError, SystemExit])
-@pytest.mark.parametrize("existing", [True, False], ids=["over_old", "fresh"])
-def test_interrupted_leaves_the_old_or_none(tmp_path, failure, existing):
+def test_interrupted_leaves_the_old_or_none(tmp_path, failure):
     out = tmp_path / "out"
-    if existing:
-        out.mkdir()
-        write(out, "old")
-    with pytest.raises(failure), replace_folder(out) as folder:
-        write(folder, "half")
-        raise failure
-    assert os.listdir(tmp_path) == (["out"] if existing else [])
-    assert not existing or read(out) == "old"
+    for existing in ([], ["out"]):
+        if existing:
+            out.mkdir()
+            write(out, "old")
+        with pytest.raises(failure), replace_folder(out) as folder:
+            write(folder, "half")
+            raise failure
+        assert os.listdir(tmp_path) == existing
+    assert read(out) == "old"
 
 
 def test_interrupt_between_the_renames_restores(tmp_path, monkeypatch, two_renames):
@@ -111,15 +117,15 @@ def test_full_disk_is_one_clear_message(tmp_path, failure):
     assert os.listdir(tmp_path) == []
 
 
-def test_reading_errors_are_not_blamed_on_the_output(tmp_path):
+def test_errors_of_reading_and_of_the_parent(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError), replace_folder(tmp_path / "out"):
-        (tmp_path / "absent").read_text()
-
-
-def test_unwritable_parent(tmp_path, monkeypatch):
+        (tmp_path / "absent").read_text()  # which is not blamed on the output
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="cannot write"), replace_folder(tmp_path / "file" / "out"):
-        pass
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for place in (tmp_path / "file" / "out", tmp_path / "a"):
+        with pytest.raises(InputError, match="cannot write"), replace_folder(place):
+            pass
 
     def read_only(self, *args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system", str(self))
@@ -130,15 +136,20 @@ def test_unwritable_parent(tmp_path, monkeypatch):
 
 
 def test_refuses_what_asapc_did_not_write(tmp_path):
+    """Also where it appears while the new folder is written."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="must be a folder"), replace_folder(tmp_path / "file"):
         pass
-    own = tmp_path / "thesis"
-    own.mkdir()
-    (own / "chapter.tex").write_text("precious")
-    with pytest.raises(InputError, match="only folders that it wrote"), replace_folder(own):
-        pass
-    assert (own / "chapter.tex").read_text() == "precious"
+    for early in (True, False):
+        own = tmp_path / f"thesis {early}"
+        if early:
+            own.mkdir()
+            (own / "chapter.tex").write_text("precious")
+        with pytest.raises(InputError, match="only folders that it wrote"), replace_folder(own):
+            own.mkdir()
+            (own / "chapter.tex").write_text("precious")
+        assert (own / "chapter.tex").read_text() == "precious"
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_follows_a_link_to_a_folder(tmp_path):
@@ -243,14 +254,6 @@ def test_everything_is_on_disk_before_the_name_changes(tmp_path, monkeypatch, ei
     assert [e for e in events if not e.startswith(".")] == ["fsync", "SWAP", "fsync", tmp_path.name]
 
 
-def test_what_appeared_at_the_target_meanwhile_is_not_deleted(tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(InputError, match="only folders that it wrote"), replace_folder(out):
-        out.mkdir()
-        (out / "chapter.tex").write_text("precious")
-    assert (out / "chapter.tex").read_text() == "precious" and os.listdir(tmp_path) == ["out"]
-
-
 def test_an_output_that_holds_what_is_read_is_refused(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -267,11 +270,37 @@ def test_an_output_that_holds_what_is_read_is_refused(tmp_path):
     check_replaceable(out, [tmp_path, tmp_path / "outer", "pkg.module:batches", "a\0b", ""])
 
 
-def test_links_in_a_circle(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(InputError, match="cannot write"), replace_folder(tmp_path / "a"):
-        pass
+def test_no_command_writes_over_what_it_reads(tmp_path):
+    """compile -o CALIB would delete the calibration."""
+    folder, teacher = tmp_path / "calib", SimpleNamespace(source="teacher")
+    folder.mkdir()
+    (folder / "calibration.json").touch()
+    (folder / "data.npz").touch()
+    data, names = str(folder / "data.npz"), os.listdir(folder)
+    for command in (
+        lambda: pipeline.calibrate(teacher, data, folder, Recipe(), SILENT),
+        lambda: pipeline.compile(teacher, folder, folder, None, None, SILENT),
+        lambda: pipeline.refresh(folder, data, None, progress=SILENT),
+    ):
+        with pytest.raises(InputError, match="must not hold what is read"):
+            command()
+    assert os.listdir(folder) == names
+
+
+def test_what_commands_write_takes_its_place_at_last(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for module, name in ((atomic.os, "rename"), (atomic.os, "replace"), (atomic, "_exchange")):
+        monkeypatch.setattr(module, name, interrupted)
+    calibration = Calibration("teacher", {}, "whole", {}, "data")
+    for write in (
+        lambda: save_calibration(tmp_path / "calibration", calibration),
+        lambda: write_report(tmp_path, Report()),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            write()
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_replaced_whole_and_a_link_is_not_followed(tmp_path):

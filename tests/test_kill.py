@@ -1,7 +1,7 @@
 """kill -9 at random points of every kind of write: what is left is absent, old or complete.
 
-Commands are killed at their own calls that change a disk, which random times seldom meet: the folders
-are then what any kill between that call and the one before would have left.
+Most are killed at their own calls that change a disk, which random times seldom meet: the folders are
+then what any kill between that call and the one before would have left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -21,24 +20,22 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from small_text import write_data, write_teacher
 
 from asapc.calibration.shards import Shards
-from asapc.calibration.stored import load_calibration
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
-from asapc.models import SinkformerText
-from asapc.report import Report, json_text, markdown
 
-KILLS = 150
+KILLS = 80
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
 
-# Imports once; every line of input forks a worker, whose process id is the answer.
 class Nursery:
+    """Imports once; every line of input forks a worker, whose process id is the answer."""
+
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -79,16 +76,7 @@ def nursery() -> Iterator[Nursery]:
     own.process.wait()
 
 
-def number_in_calibration(root: Path) -> int:
-    own = load_calibration(root / "calibration")
-    assert own.teacher == own.data and len(own.seen_hashes) == SIZE
-    assert set(own.seen_hashes) == {int(own.data)}
-    return int(own.data)
-
-
-def number_in_artifact(root: Path, name: str) -> int:
-    folder = root / name
-
+def number_in_folder(folder: Path) -> int:
     def read() -> tuple[int, torch.Tensor, str]:
         try:
             number = json.loads((folder / "manifest.json").read_text())["number"]
@@ -105,19 +93,13 @@ def number_in_artifact(root: Path, name: str) -> int:
     return number
 
 
-def number_in_report(root: Path, name: str) -> int:
-    try:
-        text = (root / "reports" / name).read_text()
-    except FileNotFoundError as error:
-        raise InputError(f"{name}: absent") from error
-    written = json_text if name.endswith(".json") else markdown
-    number = re.search(r'"source": "(\d+)"|\| model \| (\d+) \|', text)
-    assert number is not None
-    own = number[1] or number[2]
-    document = {"model": {"source": own}, "environment": {"padding": [int(own)] * SIZE}}
-    whole = written(Report.from_json(document, "report"))
-    assert sha256(text.rstrip("\n").encode()) == sha256(whole.rstrip("\n").encode())
-    return int(own)
+def number_in_file(path: Path) -> int:
+    if not path.exists():
+        raise InputError("absent")
+    text = path.read_text()
+    number = text.split()[0]
+    assert text == f"{number} " * SIZE
+    return int(number)
 
 
 def number_in_shards(root: Path) -> int:
@@ -132,11 +114,9 @@ def number_in_shards(root: Path) -> int:
 
 
 READERS = {
-    "calibration": number_in_calibration,
-    "artifact": lambda root: number_in_artifact(root, "artifact"),
-    "artifact by two renames": lambda root: number_in_artifact(root, "two_renames"),
-    "report.json": lambda root: number_in_report(root, "report.json"),
-    "report.md": lambda root: number_in_report(root, "report.md"),
+    "folder": lambda root: number_in_folder(root / "folder"),
+    "folder by two renames": lambda root: number_in_folder(root / "two_renames"),
+    "file": lambda root: number_in_file(root / "file"),
     "shards": number_in_shards,
 }
 
@@ -156,18 +136,17 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
     root = quick_disk
-    (root / "reports").mkdir()
     chance = random.Random(0)
     counts: Counter[str] = Counter()
     latest = dict.fromkeys(READERS, -1)
     most = 0
     for kill in range(KILLS):
         timed = kill % 4 == 0  # in the middle of whatever it does; the others at one of their own calls
-        last = 0 if timed else chance.randrange(1, 50)
-        worker = nursery.start("loop", str(root), 1000 * kill, chance.randrange(5), last)
+        last = 0 if timed else chance.randrange(1, 30)
+        worker = nursery.start("loop", str(root), 1000 * kill, chance.randrange(4), last)
         if timed:
             time.sleep(chance.uniform(0.005, 0.1))
-            for name in ("calibration", "artifact", "artifact by two renames"):
+            for name in ("folder", "folder by two renames"):
                 if latest[name] >= 0:
                     assert READERS[name](root) >= latest[name]
                     counts["read beside a writer"] += 1
@@ -192,129 +171,46 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
     assert counts["killed in the middle of a write"] > KILLS / 4
     assert min(latest.values()) >= 0 and max(latest.values()) > 1000 * KILLS / 2
 
-    for name in ("calibration", "artifact", "two_renames", "parts"):
+    for name in ("folder", "two_renames", "file", "parts"):
         clean_leftovers(root / name)
-    for name in ("report.json", "report.md", "junit.xml", "report.html"):
-        clean_leftovers(root / "reports" / name)
     with Shards(root / "parts", {"model": "a"}) as parts:
         for path in (root / "parts").glob("*.safetensors"):
             clean_leftovers(path)
         assert parts.keys() == [str(key) for key in range(SHARDS)]
     assert leftovers(root) == []
-    assert sorted(os.listdir(root)) == ["artifact", "calibration", "parts", "reports", "two_renames"]
-
-
-@pytest.fixture(scope="module")
-def work(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    shape = {"vocab_size": 20, "seq_len": 8, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8,
-             "num_classes": 3, "max_iter": 4}  # fmt: skip
-    torch.manual_seed(0)
-    (folder / "teacher").mkdir()
-    document = {"architecture": "sinkformer-text", **shape}
-    (folder / "teacher" / "config.json").write_text(json.dumps(document))
-    state = SinkformerText(**shape).state_dict()  # type: ignore[arg-type]
-    save_file(state, folder / "teacher" / "model.safetensors")
-    np.savez(folder / "data.npz", inputs=np.random.default_rng(0).integers(1, 20, (300, 8)))
-    nursery.analyse(folder / "teacher", folder / "data.npz")
-    return folder
+    assert sorted(os.listdir(root)) == ["file", "folder", "parts", "two_renames"]
 
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-TIMES = ("timings.json", "selection.json")  # no one's to repeat
-
-
 def digests(folder: Path) -> dict[str, str]:
     """sha256 of every file that a reader finds, by its path: not of what a killed run has left aside."""
     found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
-    return {
-        name: sha256(p.read_bytes()) for name, p in sorted(found.items())
-        if p.name not in TIMES and not name.startswith(".")
-    }  # fmt: skip
-
-
-def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
-    """The old folder stays whatever happens to the command; at last it ends as if never killed."""
-    recipe = (
-        "operator: asap\nc_transforms: 1\nside: source\nbatch_size: 8\nmax_examples: 200\n"
-        "features: ['{}:4']\n"
-    )
-
-    def arguments(out: Path, name: str) -> list[str]:
-        return ["calibrate", str(work / "teacher"), "--data", str(work / "data.npz"), "-o", str(out),
-                "--recipe", str(work / name), "--quiet"]  # fmt: skip
-
-    (work / "old.yaml").write_text(recipe.format("coarse"))
-    (work / "new.yaml").write_text(recipe.format("sliced"))
-    out, undisturbed = work / "calib", work / "undisturbed"
-    nursery.run("asapc", *arguments(out, "old.yaml"))
-    old = digests(out)
-    assert load_calibration(out).sites
-    nursery.run("until killed", 0, str(undisturbed), arguments(undisturbed, "new.yaml"))
-    new, calls = digests(undisturbed), int((work / "undisturbed.calls").read_text())
-    assert old != new and calls > 60
-    chance, kept, gone_on = random.Random(0), 0, 0
-    # few calls, so that each run goes on with what the last one has left; then up to the final rename
-    for last in [*chance.choices(range(2, 12), k=7), calls - 9, calls - 3]:
-        again = ["--restart"] if last > 12 else []
-        nursery.run("until killed", last, str(out), [*arguments(out, "new.yaml"), *again])
-        assert digests(out) in (old, new)
-        kept += digests(out) == old
-        gone_on += (work / ".calib.shards").is_dir()
-    assert kept > 6 and gone_on > 6
-    nursery.run("until killed", 0, str(out), arguments(out, "new.yaml"))
-    assert digests(out) == new and load_calibration(out).sites
-    assert int((work / "calib.calls").read_text()) < calls / 2  # it did not begin anew
-    print(f"calibrate: 9 kills among {calls} calls, the old folder was there after {kept}")
-    assert [p.name for p in work.iterdir() if p.name.startswith(".")] == []
+    return {name: sha256(p.read_bytes()) for name, p in found.items() if not name.startswith(".")}
 
 
 @pytest.fixture(scope="module")
-def compiled(nursery: Nursery, work: Path) -> Path:
+def work(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a compiled model in out/."""
+    folder = tmp_path_factory.mktemp("killed")
+    teacher, data = write_teacher(folder / "teacher", n_layers=1), write_data(folder / "data.npz", 300)
+    nursery.analyse(teacher, Path(data))
     recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], max_examples: 40}"
-    (work / "quick.yaml").write_text(recipe)
-    teacher, data = str(work / "teacher"), str(work / "data.npz")
-    nursery.run("asapc", "calibrate", teacher, "--data", data, "-o", str(work / "quick"),
-                "--recipe", str(work / "quick.yaml"), "--quiet")  # fmt: skip
-    nursery.run("asapc", "compile", teacher, "--calibration", str(work / "quick"),
-                "-o", str(work / "out"), "--quiet")  # fmt: skip
-    assert (work / "out" / "manifest.json").exists()
-    return work / "out"
+    (folder / "quick.yaml").write_text(recipe)
+    nursery.run("asapc", "calibrate", str(teacher), "--data", data, "-o", str(folder / "quick"),
+                "--recipe", str(folder / "quick.yaml"), "--quiet")  # fmt: skip
+    nursery.run("asapc", "compile", str(teacher), "--calibration", str(folder / "quick"),
+                "-o", str(folder / "out"), "--quiet")  # fmt: skip
+    assert (folder / "out" / "manifest.json").exists()
+    return folder
 
 
-def killed(nursery: Nursery, function: str, out: Path, arguments: list[str]) -> list[Path]:
-    """What kills have left of the folder that holds `out`; first what the command leaves that is not
-    killed.  At last the command was through in `out`, too."""
-    states = out.parent.with_name(f"{out.parent.name} states")
-    states.mkdir()
-    nursery.run("many times", *function.rsplit(".", 1), str(out.parent), str(states), arguments)
-    found = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
-    print(f"{arguments[0]}: {len(found) - 1} kills among {(states / 'calls').read_text()}")
-    return [place / out.name for place in found]
-
-
-def test_refresh_killed(nursery: Nursery, work: Path, compiled: Path) -> None:
-    out = work / "refreshing" / "out"
-    shutil.copytree(compiled, out)
-    old = digests(out)
-    arguments = ["refresh", str(out), "--data", str(work / "data.npz"), "--distil", "--epochs", "2",
-                 "--examples", "32", "--quiet"]  # fmt: skip
-    whole, *cut = killed(nursery, "asapc.pipeline.write_refreshed", out, arguments)
-    new = digests(whole)
-    assert new != old and len(cut) > 2
-    left = [digests(place) for place in cut]
-    assert old in left and all(found in (old, new) for found in left)
-    assert digests(out) == new
-    assert [p.name for p in out.parent.iterdir()] == ["out"]
-
-
-def test_export_killed(nursery: Nursery, work: Path, compiled: Path) -> None:
+def test_export_killed(nursery: Nursery, work: Path) -> None:
     """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
     out = work / "exporting" / "out"
-    shutil.copytree(compiled, out)
+    shutil.copytree(work / "out", out)
     arguments = ["export", str(out), "--data", str(work / "data.npz"), "--quiet"]
     (out / MODEL).write_bytes(b"of an earlier export")
     record = {"opset": 18, "bytes": 20, "sha256": sha256(b"of an earlier export"), "float16": False,
@@ -322,7 +218,11 @@ def test_export_killed(nursery: Nursery, work: Path, compiled: Path) -> None:
     (out / RECORD).write_text(json.dumps(record))
     old = digests(out)
     assert read_record(out) == record
-    whole, *cut = killed(nursery, "asapc.onnx.export.place", out, arguments)
+    states = work / "states"
+    states.mkdir()
+    nursery.run("many times", str(out.parent), str(states), arguments)
+    left = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
+    whole, *cut = [place / out.name for place in left]  # the first is of the command that lives
     new = digests(whole)
     assert new != old and set(new) == set(old) and read_record(whole) is not None
     seen = set()

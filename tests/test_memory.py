@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -28,67 +27,10 @@ from asapc.memory import (
 
 MIB = 1 << 20
 
-# A model that returns its maps, 4 MiB an example, and a site's statistics of a batch.
-CHILD = """
-import json, sys
-import torch
-from asapc.calibration.collect import SiteStatistics
-from asapc.features.predictor import transform_plan
-from asapc.ir import Convention, OutputFactor, SiteTensors
-from asapc.memory import MemoryLimit, current, peak
-from asapc.inputs.recipe import Recipe
-
-torch.set_num_threads(1)
-convention = Convention(4, "row", 0.25, OutputFactor(queries=1), "none", False, False)
-recipe = Recipe.from_dict({"features": ["coarse:8"], "c_transforms": 3, "side": "source"})
-statistics = SiteStatistics("site", convention, transform_plan(convention, 3, "source"), recipe)
-
-
-def step(examples):
-    q = torch.randn(examples, 4, 512, 16)
-    maps = torch.zeros(examples, 4, 512, 512).add_(1.0)
-    statistics.update(SiteTensors(q, q, None, None, None, q))
-    return maps
-
-
-step(1)
-room = int(sys.argv[1])
-limit = current() + room
-size = 64 if room == 0 else MemoryLimit(limit).batch_size(step, 64)
-for _ in range(2):
-    step(size)
-print(json.dumps({"size": size, "limit": limit, "peak": peak()}))
-"""
-
-
-def child(room: int) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(room)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
-    )  # fmt: skip
-    found: dict[str, int] = json.loads(done.stdout)
-    print(found)
-    return found
-
-
-def test_a_bound_is_kept() -> None:
-    """64 examples at once take 256 MiB of maps alone; the limits leave less, and are not passed."""
-    free = child(0)
-    assert free["peak"] - free["limit"] > 240 * MIB
-    sizes = []
-    for room in (200 * MIB, 520 * MIB):  # far apart: pages of libraries that come back count, too
-        found = child(room)
-        assert found["peak"] <= found["limit"]
-        assert 1 <= found["size"] < 64
-        sizes.append(found["size"])
-    assert sizes[0] < sizes[1]
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("800M", 800 << 20), ("800MB",
-    800 * 10**6),
-     ("123456", 123456), ("7 B", 7), ("1TiB", 1 << 40)],
+    [("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("800M", 800 << 20),
+     ("800MB", 800 * 10**6), ("123456", 123456), ("7 B", 7), ("1TiB", 1 << 40)],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -140,9 +82,9 @@ class Steps:
         return self.once + size * self.each
 
 
-@pytest.mark.parametrize("most", [1, 3, 32, 1000])
-@pytest.mark.parametrize("once", [0, 3 * MIB])
-@pytest.mark.parametrize("each", [0, 1, 100_000, MIB, 7 * MIB, 40 * MIB])
+@pytest.mark.parametrize("most", [1, 32, 1000])
+@pytest.mark.parametrize(("each", "once"), [(0, 0), (1, 3 * MIB), (100_000, 0), (7 * MIB, 3 * MIB),
+                                            (40 * MIB, 0)])  # fmt: skip
 def test_the_limit_is_not_passed_by_looking_for_it(
     monkeypatch: pytest.MonkeyPatch, each: int, once: int, most: int
 ) -> None:

@@ -31,13 +31,18 @@ from asapc.processes import ALONE, Processes, apart, joined, together
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
-RECIPES = {
-    "least squares": {"features": ["coarse:4", "sliced:2", "lse"]},
-    "both duals": {"operator": "asap", "c_transforms": 0, "side": "both", "features": ["norm", "lse"],
-                   "coefficients": "pooled"},
-    "shared": {"operator": "asap", "coefficients": "shared", "features": ["coarse:4"]},
-    "KL": {"operator": "asap", "fit": "kl", "features": ["coarse:4"]},
-    "distilled": {"operator": "lot", "pivots": 4},
+LEAST_SQUARES = {"features": ["coarse:4", "sliced:2", "lse"]}
+KL = {"operator": "asap", "fit": "kl", "features": ["coarse:4"]}
+# Processes, recipe, options.
+FITS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "least squares": (4, LEAST_SQUARES, []),
+    "both duals": (2, {"operator": "asap", "c_transforms": 0, "side": "both", "features": ["norm", "lse"],
+                       "coefficients": "pooled"}, []),
+    "shared": (2, {"operator": "asap", "coefficients": "shared", "features": ["coarse:4"]}, []),
+    "KL": (2, KL, []),
+    "distilled": (2, {"operator": "lot", "pivots": 4}, []),
+    "layer by layer": (2, {"operator": "asap", "features": ["norm", "lse"]}, ["--sequential"]),
+    "more processes than batches": (2, {**KL, "batch_size": 48}, []),
 }  # fmt: skip
 
 
@@ -178,32 +183,13 @@ def test_what_is_kept_is_what_one_process_keeps(limit: int) -> None:
     assert (found.bytes, found.full, found.examples) == (whole.bytes, whole.full, whole.examples)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("least squares", 4), *((name, 2) for name in RECIPES)], ids=str
-)
-def test_the_same_fits(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
-) -> None:
+@pytest.mark.parametrize("name", FITS)
+def test_the_same_fits(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(distill, "STEPS", 30)
-    assert calibrated(work, RECIPES[name], tmp_path / "one", "--quiet") == 0
-    assert in_processes(size, lambda: calibrated(work, RECIPES[name], tmp_path / "all", "--quiet")) == (
-        [0] * size
-    )
-    assert_same(tmp_path / "all", tmp_path / "one")
-
-
-def test_layer_by_layer(work: Path, tmp_path: Path) -> None:
-    recipe = {"operator": "asap", "features": ["norm", "lse"]}
-    assert calibrated(work, recipe, tmp_path / "one", "--quiet", "--sequential") == 0
-    command = lambda: calibrated(work, recipe, tmp_path / "all", "--quiet", "--sequential")  # noqa: E731
-    assert in_processes(2, command) == [0, 0]
-    assert_same(tmp_path / "all", tmp_path / "one")
-
-
-def test_more_processes_than_batches(work: Path, tmp_path: Path) -> None:
-    recipe = {**RECIPES["KL"], "batch_size": 48}
-    assert calibrated(work, recipe, tmp_path / "one", "--quiet") == 0
-    assert in_processes(2, lambda: calibrated(work, recipe, tmp_path / "all", "--quiet")) == [0, 0]
+    size, recipe, options = FITS[name]
+    assert calibrated(work, recipe, tmp_path / "one", "--quiet", *options) == 0
+    command = lambda: calibrated(work, recipe, tmp_path / "all", "--quiet", *options)  # noqa: E731
+    assert in_processes(size, command) == [0] * size
     assert_same(tmp_path / "all", tmp_path / "one")
 
 
@@ -332,39 +318,29 @@ def test_a_killed_process_ends_all_and_the_next_call_goes_on(
 ) -> None:
     monkeypatch.setattr(stream, "ASIDE_EVERY", 0.0)
     monkeypatch.setattr(stream, "ASIDE_SHARE", 1e9)
-    recipe, true = RECIPES["least squares"], stream.take_in
+    recipe, true = LEAST_SQUARES, stream.take_in
     assert calibrated(work, recipe, tmp_path / "one", "--quiet") == 0
 
-    def cut_short() -> int:
+    def counted(kill_at: int) -> tuple[int, int]:
+        """The exit code, and the batches taken in; after that many, one process is killed."""
         batches = 0
 
         def take_in(*given: Any) -> None:
             nonlocal batches
             true(*given)
             batches += 1
-            if batches == 3 and os.environ["RANK"] == "1":
+            if batches == kill_at and os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
 
         stream.take_in = take_in
         with (tmp_path / f"messages.{os.environ['RANK']}").open("w") as file, redirect_stderr(file):
-            return calibrated(work, recipe, tmp_path / "all", "--quiet")
+            return calibrated(work, recipe, tmp_path / "all", "--quiet"), batches
 
-    assert in_processes(2, cut_short) == [2, None]
+    ended, killed = in_processes(2, lambda: counted(3))
+    assert ended[0] == 2 and killed is None
     message = (tmp_path / "messages.0").read_text()
     assert message.startswith("asapc: every process must go on to the end, got rank 1 has ended")
     assert not (tmp_path / "all").exists()
-
-    def again() -> int:
-        batches = 0
-
-        def take_in(*given: Any) -> None:
-            nonlocal batches
-            true(*given)
-            batches += 1
-
-        stream.take_in = take_in
-        assert calibrated(work, recipe, tmp_path / "all", "--quiet") == 0
-        return batches
-
-    assert in_processes(2, again) == [0, 3]  # of 5 each: the first had put all aside, the second two
+    again = in_processes(2, lambda: counted(0))
+    assert again == [(0, 0), (0, 3)]  # of 5 each: the first had put all aside, the second two
     assert_same(tmp_path / "all", tmp_path / "one")

@@ -22,19 +22,20 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_recipes_are_shipped() -> None:
-    assert SHIPPED
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_loads(path: Path) -> None:
+def test_every_shipped_recipe_loads_and_names_the_schema_for_editors(path: Path) -> None:
     recipe = load_recipe(path)
     assert Recipe.from_dict(recipe.to_dict()) == recipe
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    named = path.parent / first.partition("=")[2]
+    assert named.is_file() and named.resolve().name == "recipe.schema.json"
 
 
 def test_no_file_and_an_empty_file_are_the_default(tmp_path: Path) -> None:
-    assert load_recipe(None) == Recipe()
-    assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
+    assert SHIPPED and load_recipe(None) == load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
+    assert Recipe.from_dict(Recipe().to_dict()) == Recipe().for_site("any")
+    assert Recipe().operator == "auto" and Recipe().parsed_features()
 
 
 def test_the_documented_values_are_the_defaults() -> None:
@@ -44,12 +45,6 @@ def test_the_documented_values_are_the_defaults() -> None:
     assert shown.pop("sites") and shown.pop("candidates") and shown.pop("shapes")
     assert {"operator", "side", "c_transforms", "features", "fit", "coefficients", "budget"} <= set(shown)
     assert Recipe.from_dict(shown) == Recipe()
-
-
-def test_the_default_recipe_is_valid() -> None:
-    recipe = Recipe()
-    assert Recipe.from_dict(recipe.to_dict()) == recipe.for_site("any")
-    assert recipe.operator == "auto" and recipe.parsed_features()
 
 
 def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
@@ -109,18 +104,15 @@ def test_a_pattern_must_match_a_site() -> None:
     [
         ("c_transform: 3", r"unknown key 'c_transform'(.|\n)*did you mean 'c_transforms'"),
         ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or lot or esp_hard"),
-        ("operator: [asap]", "operator must be"),
         ("c_transforms: 51", f"c_transforms must be an integer from 0 to {MAX_C_TRANSFORMS}, got 51"),
         ("c_transforms: -1", "c_transforms must be"),
         ("c_transforms: true", "c_transforms must be .* got True"),
-        ("c_transforms: 2.0", "c_transforms must be"),
         ('c_transforms: "2"', "c_transforms must be"),
         ("features: sliced:32", "features must be a list"),
         ("features: []", "features must be a list"),
         ("features: [3]", "features must be a list"),
         ("features: [sliced]", "features: sliced is written sliced:<1 to 4096>, .*random.* got"),
         ("features: [sliced:0]", "features: sliced is written"),
-        ("features: [sliced:-3]", "features: sliced is written"),
         ("features: [coarse]", "features: coarse is written coarse:<1 to 4096>, got 'coarse'"),
         ("features: [coarse:8:axis]", "features: coarse is written"),
         ("features: ['gaussian:8']", "features: gaussian takes no number"),
@@ -132,13 +124,11 @@ def test_a_pattern_must_match_a_site() -> None:
         ("ridge_mode: relative", "ridge_mode must be risk or direct"),
         ("ridge: -1", r"ridge must be a number from 0 to 1e\+30, got -1"),
         ("ridge: .nan", "ridge must be a number"),
-        ("ridge: .inf", "ridge must be a number"),
         ("ridge: small", "ridge must be a number .* got 'small'"),
         ("ridge:", "ridge must be a number .* got None"),
         ("coefficients: common", "coefficients must be per_head or pooled or shared"),
         ("seed: -1", "seed must be an integer"),
         ("budget: 0.05", "budget must be a mapping"),
-        ("budget: {}", "budget must be a mapping"),
         ("budget: {plan_l1: 0.05}", "budget: unknown metric 'plan_l1'"),
         ("budget: {attention_rel_l2: 0}", "budget: attention_rel_l2 must be a finite number > 0"),
         ("drop_attention_maps: 1", "drop_attention_maps must be true or false"),
@@ -146,7 +136,6 @@ def test_a_pattern_must_match_a_site() -> None:
         ("max_examples: 1.5", "max_examples must be an integer >= 1"),
         ("sites: [a]", "sites must be a mapping"),
         ("sites: {a: sinkhorn}", "sites: a: overrides must be a mapping"),
-        ("sites: {a: {}}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {seed: 1}}", "sites: a: unknown key 'seed'"),
         ("sites: {a: {c_transforms: 99}}", "sites: a: c_transforms must be an integer from 0 to"),
         ("sites: {a: {features: [raw:1]}}", "sites: a: features: raw takes no number"),
@@ -157,6 +146,23 @@ def test_a_pattern_must_match_a_site() -> None:
         ("c_transforms: [", "not valid YAML"),
         ("1: 2", "keys must be text"),
         ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
+        ("ridge: 1.0e+308", r"ridge must be a number from 0 to 1e\+30"),  # its products are finite
+        ("candidates: {c_transforms: 1}", "candidates must be a list"),
+        ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
+        ("candidates: [{c_transforms: []}]", r"entry 1: c_transforms must have a value, got \[\]"),
+        ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
+        ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
+        (f"candidates: [{{c_transforms: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]",
+         "at most 256"),
+        ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
+        ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
+        ("objective: speed", "objective must be latency or memory"),
+        ("shapes: 256", "shapes must be a list"),
+        ("shapes: [0]", "shapes must be a list .* got 0"),
+        ("shapes: [[1, 2, 3]]", "shapes must be a list"),
+        ("shapes: [true]", "shapes must be a list"),
+        ("shapes: [1099511627776]", "shapes must be a list"),
+        ("selection_examples: 0", "selection_examples must be an integer >= 1"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -263,14 +269,6 @@ def test_what_does_not_load_is_not_valid_by_the_schema(tmp_path: Path, text: str
     assert not Draft202012Validator(recipe_schema()).is_valid(yaml.safe_load(text))
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_recipes_name_the_schema_for_editors(path: Path) -> None:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    assert first.startswith("# yaml-language-server: $schema=")
-    assert (path.parent / first.partition("=")[2]).resolve().name == "recipe.schema.json"
-    assert (path.parent / first.partition("=")[2]).is_file()
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         load_recipe(tmp_path / "missing.yaml")
@@ -282,36 +280,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_recipe(binary)
 
 
-@pytest.mark.parametrize(
-    ("side", "c_transforms", "allowed"),
-    [
-        ("both", 0, True),
-        ("both", 1, False),
-        ("both", 3, False),
-        ("source", 0, False),
-        ("target", 0, False),
-        ("source", 1, True),
-        ("target", 50, True),
-    ],
-)
-def test_no_c_transform_goes_with_both_duals_only(side: str, c_transforms: int, allowed: bool) -> None:
-    for recipe in (
-        Recipe.from_dict({"side": side, "c_transforms": c_transforms}),
-        Recipe.from_dict({"sites": {"layers.*": {"side": side, "c_transforms": c_transforms}}}),
-    ):
-        if allowed:
-            own = recipe.for_site("layers.0")
-            assert (own.side, own.c_transforms) == (side, c_transforms)
-        else:
+def test_no_c_transform_goes_with_both_duals_only() -> None:
+    for side, c_transforms in (("both", 0), ("source", 1), ("target", 50), ("both", 3), ("source", 0)):
+        keys = {"side": side, "c_transforms": c_transforms}
+        for recipe in (Recipe.from_dict(keys), Recipe.from_dict({"sites": {"layers.*": keys}})):
+            if (side == "both") == (c_transforms == 0):
+                own = recipe.for_site("layers.0")
+                assert (own.side, own.c_transforms) == (side, c_transforms)
+                continue
             with pytest.raises(InputError, match=r"layers\.0: `side: both` goes with `c_transforms: 0`"):
                 recipe.for_site("layers.0")
-
-
-def test_an_override_that_completes_the_pair_is_allowed() -> None:
-    recipe = Recipe.from_dict({"side": "both", "sites": {"layers.0": {"c_transforms": 0}}})
-    assert recipe.for_site("layers.0").c_transforms == 0
+    completed = Recipe.from_dict({"side": "both", "sites": {"layers.0": {"c_transforms": 0}}})
+    assert completed.for_site("layers.0").c_transforms == 0
     with pytest.raises(InputError, match=r"layers\.1"):
-        recipe.for_site("layers.1")
+        completed.for_site("layers.1")
 
 
 def test_every_family_can_stand_in_a_recipe() -> None:
@@ -362,36 +344,3 @@ def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() 
     )
     assert recipe.site_budget("b") == {"attention_rel_l2": 0.1}
     assert recipe.site_budget("a.1") == {"logit_kl": 0.01}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("candidates: {c_transforms: 1}", "candidates must be a list"),
-        ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
-        ("candidates: [{}]", "candidates: entry 1 must be a mapping"),
-        ("candidates: [{c_transforms: []}]", r"entry 1: c_transforms must have a value, got \[\]"),
-        ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
-        ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
-        (f"candidates: [{{c_transforms: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]",
-         "at most 256"),
-        ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
-        ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
-        ("objective: speed", "objective must be latency or memory"),
-        ("shapes: 256", "shapes must be a list"),
-        ("shapes: [0]", "shapes must be a list .* got 0"),
-        ("shapes: [[1, 2, 3]]", "shapes must be a list"),
-        ("shapes: [1.5]", "shapes must be a list"),
-        ("shapes: [true]", "shapes must be a list"),
-        ("shapes: [1099511627776]", "shapes must be a list"),
-        ("selection_examples: 0", "selection_examples must be an integer >= 1"),
-    ],
-)
-def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_recipe(write(tmp_path, text))
-
-
-def test_a_ridge_whose_products_are_finite(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"ridge must be a number from 0 to 1e\+30"):
-        load_recipe(write(tmp_path, "ridge: 1.0e+308\n"))

@@ -71,12 +71,14 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize("order", ["parallel", "sequential"])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("sequential", "after", "again"), [(False, 0, [6] * 5), (False, 3, [3, 3, 3, 6, 6]), (True, 3, None)]
+)
 def test_the_same_bytes_after_a_crash(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, order: str
-) -> None:
-    sequential = order == "sequential"
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequential: bool, after: int,
+    again: list[int] | None,
+) -> None:  # fmt: skip
+    """Of five batches three are done: the statistics see two more, the KL fits all five again."""
     calibrate(work, tmp_path / "whole", SMALL, sequential=sequential)
     with monkeypatch.context() as crash:
         cut_short(crash, after)
@@ -84,31 +86,19 @@ def test_the_same_bytes_after_a_crash(
             calibrate(work, tmp_path / "cut", SMALL, sequential=sequential)
         assert not (tmp_path / "cut").exists()
         assert (tmp_path / ".cut.shards").exists() == (after > 0)
-    calibrate(work, tmp_path / "cut", SMALL, sequential=sequential)
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_batches_that_were_taken_in_are_not_run_again(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of five batches three are done: the statistics see two more, the KL fits all five again."""
-    with monkeypatch.context() as crash:
-        cut_short(crash, 3)
-        with pytest.raises(Killed):
-            calibrate(work, tmp_path / "out", SMALL)
     with monkeypatch.context() as later:
         taken = cut_short(later, 99)
-        calibrate(work, tmp_path / "out", SMALL)
-    assert taken == [3, 3, 3, 6, 6]
+        calibrate(work, tmp_path / "cut", SMALL, sequential=sequential)
+    assert again in (None, taken)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_ctrl_c_keeps_what_was_taken_in(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is pressed in the midst of the third batch, which is finished first."""
-    calibrate(work, tmp_path / "whole", SMALL)
-    true_take_in, batches = stream.take_in, []
+    true_take_in, batches = stream.take_in, list[int]()
 
     def take_in(pending: Any, tensors: Any) -> None:
         batches.append(len(pending))
@@ -123,7 +113,6 @@ def test_ctrl_c_keeps_what_was_taken_in(
         assert batches == [6, 6, 6]
         calibrate(work, tmp_path / "cut", SMALL)
     assert batches[3:] == [3, 3, 3, 6, 6]
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_finished_fits_are_not_made_again(
@@ -400,21 +389,3 @@ def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[
         examples = Examples(lambda: [batch], lambda: [batch])
         assert stream._taken_up(pending, examples, aside, QUIET) == {}
         assert pending[0].done == 0 and collector.examples == 0 and aside.keys() == []
-
-
-def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
-    convention = Convention(8, "row", 0.5)
-    recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["norm"]})
-    plan = transform_plan(convention, 0, "both")
-    assert plan is not None
-    full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    full.update(SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
-    tensors, facts = full.state()
-    for missing in tensors:
-        if missing != "intercepts" and not missing.endswith("gram"):
-            with pytest.raises(InputError):
-                empty.restore({n: t for n, t in tensors.items() if n != missing}, facts)
-    with pytest.raises(KeyError):
-        empty.restore(tensors, {"examples": 2})
-    assert empty.examples == 0 and all(dual.equations is None for dual in empty.duals)

@@ -68,7 +68,9 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
     try:
         try:
             yield partial
-            flush_tree(partial)
+            for place, _, files in os.walk(partial, topdown=False):
+                for name in (*files, ""):
+                    flush(Path(place, name))
             flush(final.parent)
         except Exception as error:
             if _is_write_failure(error, partial):
@@ -122,8 +124,7 @@ def new_file(path: str | Path) -> Iterator[Path]:
         flush(final.parent)
     except Exception as error:
         if isinstance(error, OSError) or _is_write_failure(error, partial or final):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise InputError(f"{path}: cannot be written", got=reason, help=_HELP) from error
+            raise _unwritable(path, error, "cannot be written") from error
         raise
     finally:
         if partial is not None:
@@ -238,14 +239,6 @@ def _clean(final: Path) -> int:
         finally:
             os.close(lock)
     return count
-
-
-def flush_tree(folder: Path) -> None:
-    """Every file and folder below, and the folder itself, to the disk."""
-    for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            flush(Path(place, name))
-        flush(Path(place))
 
 
 def flush(path: Path) -> None:
@@ -398,6 +391,8 @@ def _is_write_failure(error: Exception, partial: Path) -> bool:
     return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
 
 
-def _unwritable(final: Path, error: Exception) -> InputError:
+def _unwritable(
+    path: str | Path, error: Exception, what: str = "cannot write the output folder"
+) -> InputError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return InputError(f"{final}: cannot write the output folder", got=reason, help=_HELP)
+    return InputError(f"{path}: {what}", got=reason, help=_HELP)

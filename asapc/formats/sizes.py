@@ -116,7 +116,9 @@ def _read(text: str) -> None:
         else:
             part = _leaf(match)
         parts += 1
-        if parts > MAX_PARTS or divisions > MAX_DIVISIONS or not _is_small(part):
+        if parts > MAX_PARTS or divisions > MAX_DIVISIONS:
+            raise _Unfit
+        if part.bits > MAX_BITS or part.degree > MAX_DEGREE or part.terms > MAX_TERMS:
             raise _Unfit
         open_calls[-1][1].append(part)
         ended = True
@@ -177,7 +179,3 @@ def _power(base: _Part, exponent: _Part) -> _Part:
         raise _Unfit
     times = max(1, abs(power))
     return _Part(base.bits * times, max(base.degree * times, int(power < 0)), base.terms**times)
-
-
-def _is_small(part: _Part) -> bool:
-    return part.bits <= MAX_BITS and part.degree <= MAX_DEGREE and part.terms <= MAX_TERMS

@@ -261,7 +261,7 @@ class CallableData(DataSource):
             args = (item,)
         args, kwargs = self._signature.bind(args, kwargs, place)
         named = {
-            name: _input(value, name, place, first) if _is_array(value) else value
+            name: _input(value, name, place, first) if isinstance(value, Tensor | np.ndarray) else value
             for name, value in self._signature.names(args, kwargs)
         }
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -514,10 +514,6 @@ def _validated(
         tensors["labels"] = _labels(arrays["labels"], place)
     _check_lengths(tensors, place)
     return tensors
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, (Tensor, np.ndarray))
 
 
 def _tensor(value: object, name: str, place: str, own: bool = False) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from asapc.errors import InputError
@@ -103,11 +103,6 @@ def _not_for(model: str | Path, option: str) -> InputError:
     )
 
 
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"{path.parent} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR)
-
-
 def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(kwargs, str):
         return dict(kwargs or {})
@@ -158,7 +153,10 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
         return _module_teacher(built, str(folder), builtin=False)
     if kwargs is not None:
         raise _not_for(folder, "--kwargs")
-    _require(weights_path)
+    if not weights_path.is_file():
+        raise InputError(
+            f"{folder} must hold {weights_path.name}", got="no such file", help=MODEL_GRAMMAR
+        )
     known = ", ".join(ARCHITECTURES)
     name = config.pop("architecture", None) if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -192,25 +190,15 @@ def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place
     hints = get_type_hints(architecture.__init__)
     for name, value in config.items():
         hint = hints.get(name, Any)  # the constructor says which names it has
-        if not _is_of(value, hint):
+        items = value if isinstance(value, list) else [value]
+        try:
+            TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+            fits = all(-MOST <= x <= MOST for x in items if isinstance(x, int | float))
+        except ValidationError:
+            fits = False
+        if not fits:
             what = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
             raise InputError(f"{place}: {name} must be of type {what}, and finite", got=repr(value)[:80])
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is what a constructor's annotation says."""
-    if hint is int:
-        return type(value) is int and -MOST <= value <= MOST
-    if hint is float:
-        return type(value) in (int, float) and -MOST <= value <= MOST
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in inner)
-    if origin is Sequence:
-        return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
-    if origin in (Union, UnionType):
-        return any(_is_of(value, member) for member in inner)
-    return hint is Any or isinstance(value, hint)
 
 
 def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:

@@ -124,6 +124,8 @@ class Parameter(Record):
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError("a parameter has a name")
+        if not (self.default is None or isinstance(self.default, Default) or _is_plain(self.default)):
+            raise ValueError("a default is plain data")
 
 
 @dataclass(frozen=True)
@@ -318,23 +320,15 @@ def parameters_of(
     pytree has them in (args, kwargs).  Raises Undescribable, and TypeError for a call that the signature
     does not allow.
     """
-    trees: dict[str, Tree] = {}
-    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    rest = args[len(positional) :]
-    for parameter, value in zip(positional, args, strict=False):
-        trees[parameter.name] = described(value, tensors)
-    variadic = {p.kind: p.name for p in signature.parameters.values()}
-    star, stars = (variadic.get(kind) for kind in (inspect.Parameter.VAR_POSITIONAL,
-                                                   inspect.Parameter.VAR_KEYWORD))  # fmt: skip
-    if rest and star is not None:
-        trees[star] = Group("tuple", tuple(described(value, tensors) for value in rest))
+    signature.bind(*args, **kwargs)
+    given = signature.bind_partial(*args).arguments  # those of *args as a tuple
+    trees = {name: described(value, tensors) for name, value in given.items()}
+    named = {p.name for p in signature.parameters.values() if not p.kind.name.startswith("VAR")}
     extra: dict[str, Tree] = {}
     for name, value in kwargs.items():
-        tree = described(value, tensors)
-        (trees if name in signature.parameters and name not in (star, stars) else extra)[name] = tree
-    signature.bind(*args, **kwargs)
+        (trees if name in named else extra)[name] = described(value, tensors)
     if extra:
-        assert stars is not None
+        stars = next(p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD)
         trees[stars] = Group("dict", tuple(extra.values()), tuple(extra))
     found = []
     for parameter in signature.parameters.values():
@@ -350,9 +344,6 @@ def parameters_of(
         kind: Any = parameter.kind.name
         found.append(Parameter(parameter.name, kind, default, captured))
     return tuple(found)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _default(value: Any) -> Tree:
@@ -494,13 +485,10 @@ def types_at_hand(tree: Tree) -> dict[str, type]:
         elif group.kind == "namedtuple":
             place, _, name = group.type.rpartition(".")
             cls = vars(sys.modules[place]).get(name) if place in sys.modules else None
-            if isinstance(cls, type) and issubclass(cls, tuple) and _has_fields(cls, group.keys):
+            fields = tuple(getattr(cls, "_fields", ()))
+            if isinstance(cls, type) and issubclass(cls, tuple) and fields == group.keys:
                 found[group.type] = cls
     return found
-
-
-def _has_fields(cls: type, keys: Sequence[str]) -> bool:
-    return tuple(getattr(cls, "_fields", ())) == tuple(keys)
 
 
 def plain_spec(spec: Any) -> Any:
@@ -647,14 +635,13 @@ class _Shown:
 def _shown_default(parameter: Parameter) -> Any:
     if parameter.default is None or parameter.kind.startswith("VAR"):
         return inspect.Parameter.empty
-    if any(isinstance(part, Default) for part in (parameter.default, *_parts(parameter.default))):
-        return _Shown(shown(parameter.default))
+    if isinstance(parameter.default, Default):
+        return _Shown(parameter.default.text)
     return rebuilt(parameter.default, (), {})
 
 
-def _parts(tree: Tree) -> Iterator[Tree]:
-    for group in groups(tree):
-        yield from group.items
+def _is_plain(tree: Tree) -> bool:
+    return isinstance(tree, Constant) or (isinstance(tree, Group) and all(map(_is_plain, tree.items)))
 
 
 def _fields(kind: type, value: Any, count: int) -> tuple[str, ...]:

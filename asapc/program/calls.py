@@ -231,7 +231,8 @@ DUAL_SETTINGS = ("source_dual", "target_dual")
 
 def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> SiteFunction:
     source, key = (_predicted(graph, settings[name]) for name in DUAL_SETTINGS)
-    rescaled = _is_rescaled(o)
+    dual = o.settings["target_dual"]
+    rescaled = isinstance(dual, Node) and dual.target is operator.getitem  # it comes with row masses
 
     def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
         f, g = source(t) if source else None, key(t) if key else None
@@ -282,12 +283,6 @@ def _predicted(
         return (found if shift is None else found + shift), None
 
     return predict
-
-
-def _is_rescaled(o: Operands) -> bool:
-    """Whether the target dual of an ASAP call comes with row masses that multiply its result."""
-    key = o.settings["target_dual"]
-    return isinstance(key, Node) and key.target is operator.getitem
 
 
 def attribute(graph: GraphModule, node: object) -> Tensor:

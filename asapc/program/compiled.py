@@ -136,7 +136,8 @@ class Forward:
             differs from the captured one. Without it that is an InputError.
     before: what its instance had in place of its class's forward.
     inside: the modules whose code the graph has, as they were captured.
-    questions: that code asked of the mode it runs in, where there are no modules; see program.state.
+    constants, questions, both set by who makes it: what the graph holds of weights; what its code asked
+    of the mode it runs in, where there are no modules (program.state).
     """
 
     def __init__(
@@ -148,7 +149,6 @@ class Forward:
         live: bool = False,
         before: Callable[..., Any] | None = None,
         inside: Sequence[Inside] = (),
-        questions: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.code = code
@@ -159,7 +159,7 @@ class Forward:
         self.inside = tuple(inside)
         self.keeping = tuple(one for one in inside if one.keeps)
         self.constants = Constants()
-        self.questions = tuple(questions)
+        self.questions: tuple[str, ...] = ()
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
 

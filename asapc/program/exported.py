@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._export.verifier import TrainingIRVerifier
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, ExportGraphSignature
@@ -150,18 +150,15 @@ class _Lifted:
         else:  # of a rewrite's coefficients, whose sizes are numbers
             new.meta["val"] = self.mode.from_tensor(held, static_shapes=True)
         self._attributes[target] = new
-        persistent = None if kind is not InputKind.BUFFER else self._is_persistent(target)
+        path, _, leaf = target.rpartition(".")
+        hidden = self.module.get_submodule(path)._non_persistent_buffers_set
+        persistent = leaf not in hidden if kind is InputKind.BUFFER else None
         self.held.append((value, InputSpec(kind, TensorArgument(new.name), target, persistent)))
 
     def _kind(self, target: str) -> InputKind:
         if target in self._parameters:
             return InputKind.PARAMETER
         return InputKind.BUFFER if target in self._buffers else InputKind.CONSTANT_TENSOR
-
-    def _is_persistent(self, target: str) -> bool:
-        path, _, leaf = target.rpartition(".")
-        inner: nn.Module = self.module.get_submodule(path)
-        return leaf not in inner._non_persistent_buffers_set
 
 
 def _is_state(spec: InputSpec) -> bool:

@@ -147,7 +147,7 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
     try:
         module = model.get_submodule(patch.name)
     except AttributeError:
-        raise _another(f"it has no module {patch.name}") from None
+        raise another_model(f"it has no module {patch.name}") from None
     before = module.__dict__.get("forward")
     if isinstance(before, Forward):
         before = before.before
@@ -162,21 +162,16 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
             f"{what}: a patched module gets a submodule named {OPERATORS}",
             got="one that has an attribute of this name", help="rename it, or load without model=",
         )  # fmt: skip
-    renamed = {name: operator_name(name) for name in patch.tensors}
     try:
-        graph = flat_graph(
-            patch.program, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
-        )
+        graph, operators = with_operators(patch.program, patch.tensors, [site_line(own) for own in sites])
         _call_children(graph, patch.children)
         sweep(graph)
         graph.lint()
-    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InputError(
             f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
             help="compile again",
         ) from error  # fmt: skip
-    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()},
-                          [site_line(site) for site in sites])  # fmt: skip
     _check(module, graph, what, dict(operators.named_buffers()))
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     (outputs,) = graph.output_node().args
@@ -200,14 +195,21 @@ def constants_of(
     tensors = tensors_of(model)
     gone = next((name for name in names if name not in tensors), None)
     if gone is not None:
-        raise _another(f"it has no weight {gone}")
+        raise another_model(f"it has no weight {gone}")
     reasons = [site["no_gradient"] for site in sites if site["no_gradient"] is not None]
     return partial(Constants, model, names, reasons[0] if reasons else None)
 
 
-def operator_name(name: str) -> str:
-    """What an operator's tensor of a graph is called in the submodule of its operators."""
-    return name.removeprefix("asapc_").replace(".", "_")
+def with_operators(
+    program: GraphModule, tensors: Mapping[str, Tensor], lines: Sequence[str]
+) -> tuple[Graph, Operators]:
+    """The flat graph of a program, and the submodule from which it reads these tensors.
+
+    tensors: by their names in the program.  lines: one for each of its sites.
+    """
+    names = {name: name.removeprefix("asapc_").replace(".", "_") for name in tensors}
+    graph = flat_graph(program, lambda name: f"{OPERATORS}.{names[name]}" if name in names else name)
+    return graph, Operators({names[name]: tensor for name, tensor in tensors.items()}, lines)
 
 
 def _call_children(graph: Graph, children: Sequence[Child]) -> None:
@@ -260,21 +262,21 @@ def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, T
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     for node in graph.nodes:
         if node.op == "call_module" and node.target not in modules:
-            raise _another(f"{what} has no layer {node.target}")
+            raise another_model(f"{what} has no layer {node.target}")
         if node.op != "get_attr":
             continue
         found, traced = tensors.get(node.target), node.meta.get("val")
         if found is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
-            raise _another(f"{what} has no weight {node.target}")
+            raise another_model(f"{what} has no weight {node.target}")
         if isinstance(traced, Tensor) and found.shape != traced.shape:
-            raise _another(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
+            raise another_model(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
         if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
-            raise _another(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
+            raise another_model(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
 
 
-def _another(got: str) -> InputError:
+def another_model(got: str, place: str = "load") -> InputError:
     return InputError(
-        "load: the model must be the one that was compiled", got=got,
+        f"{place}: the model must be the one that was compiled", got=got,
         help="pass the model, or the factory and arguments, the teacher was built with",
     )  # fmt: skip
 

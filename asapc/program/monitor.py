@@ -108,18 +108,29 @@ class ScoreRange(Record):
 
 @dataclass
 class _Watch:
-    """One site; watch is called with its queries and keys before each of its operator calls."""
+    """The index-th operator call of a graph, that of one site, before which `watch` is called.
 
+    range: None where calibration saw no score.
+    """
+
+    graph: Code
+    index: int
     name: str
     score_multiplier: float
-    range: ScoreRange
-    margin: float = MARGIN
-    batches: int = 0
-    out_of_range: int = 0
-    low: float = math.inf
-    high: float = -math.inf
-    # Smallest and largest bound of batches that are yet to be counted.
-    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    range: ScoreRange | None
+
+    def begin(self, margin: float) -> None:
+        """Count from 0."""
+        assert self.range is not None
+        self.least = self.range.bound_low * (1 - margin)
+        self.most = self.range.bound_high * (1 + margin)
+        self.batches = self.out_of_range = 0
+        self.low, self.high = math.inf, -math.inf
+        # Smallest and largest bound of batches that are yet to be counted.
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        operands = _calls(self.graph)[self.index]
+        with self.graph.graph.inserting_before(operands.call):
+            self.graph.graph.call_function(self.watch, (operands.q, operands.k, operands.keep))
 
     def watch(self, q: Tensor, k: Tensor, keep: Tensor | None) -> None:
         bound = score_bound(q, k, keep, self.score_multiplier)
@@ -141,10 +152,7 @@ class _Watch:
             return
         low, high = torch.tensor([[x.item() for x in pair] for pair in self._pending]).double().T
         self._pending = []
-        # Written so that NaN is out of range, too.
-        inside = (low >= self.range.bound_low * (1 - self.margin)) & (
-            high <= self.range.bound_high * (1 + self.margin)
-        )
+        inside = (low >= self.least) & (high <= self.most)  # NaN is not
         self.out_of_range += int((~inside).sum())
         finite = torch.cat([low[low.isfinite()], high[high.isfinite()]])
         if len(finite):
@@ -159,65 +167,46 @@ class _Watch:
         return {**counted, "low": low, "high": high}
 
 
-@dataclass
-class _Place:
-    """A watched site's operator call."""
-
-    graph: Code
-    index: int
-    name: str
-    score_multiplier: float
-    range: ScoreRange
-
-
 @dataclass(eq=False)
 class Monitor(Mapping[str, dict[str, Any]]):
     """{site: {"batches", "out_of_range", "low", "high"}} of a loaded module, empty unless enabled."""
 
     module: nn.Module
-    places: list[_Place]
-    without: list[str]  # amortised sites that calibration stored no range for
+    places: list[_Watch]
     _watches: list[_Watch] = field(default_factory=list)
 
     def enable(self, margin: float = MARGIN) -> nn.Module:
         """Count from 0; returns the module.  margin: how far beyond the calibrated range is still in it.
 
         Sites whose loop was kept, or replaced without a fitted dual, have nothing that could drift and
-        are not listed. Raises InputError for an artefact whose calibration stored no ranges.
+        are not listed. Raises InputError for an artefact whose calibration saw no scores.
         """
-        if self.without:
+        if unseen := [place.name for place in self.places if place.range is None]:
             raise InputError(
-                f"monitor: {', '.join(self.without)}: calibration must have stored the score range",
-                got="an artefact of an earlier version",
-                help="calibrate and compile again",
-            )
+                f"monitor: {', '.join(unseen)}: calibration must have stored the score range",
+                got="a site without one", help="calibrate on data with active keys and compile again",
+            )  # fmt: skip
         if not (math.isfinite(margin) and margin >= 0):
             raise InputError("monitor: the margin must be a number from 0", got=margin)
         self.disable()
-        for place in self.places:
-            watch = _Watch(place.name, place.score_multiplier, place.range, margin)
-            operands = _calls(place.graph)[place.index]
-            with place.graph.graph.inserting_before(operands.call):
-                place.graph.graph.call_function(watch.watch, (operands.q, operands.k, operands.keep))
-            self._watches.append(watch)
+        self._watches = self.places
+        for watch in self._watches:
+            watch.begin(margin)
         self._recompile()
         return self.module
 
     def disable(self) -> nn.Module:
         """Take the counters out again; returns the module.  The counts are gone."""
         self._watches = []
-        for graph in self._graphs():
-            for node in list(graph.graph.nodes):
+        for place in self.places:
+            for node in list(place.graph.graph.nodes):
                 if isinstance(getattr(node.target, "__self__", None), _Watch):
-                    graph.graph.erase_node(node)
+                    place.graph.graph.erase_node(node)
         self._recompile()
         return self.module
 
-    def _graphs(self) -> list[Code]:
-        return list({id(place.graph): place.graph for place in self.places}.values())
-
     def _recompile(self) -> None:
-        for graph in self._graphs():
+        for graph in {id(place.graph): place.graph for place in self.places}.values():
             graph.recompile()
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -256,26 +245,21 @@ def attach(
                 got=f"{len(names)} sites for {count} operator calls", help="compile again",
             )  # fmt: skip
         called += [(known[name], code, index) for index, name in enumerate(names)]
-    places: list[_Place] = []
-    without: list[str] = []
+    places = []
     for site, graph, index in called:
         if site["operator"] != "asap":
             continue
-        name = str(site["name"])
+        name, told = str(site["name"]), site.get("range")
+        seen = None if told is None else ScoreRange.from_json(told, f"{name}: range")
         try:
-            told = site.get("range")
-            seen = None if told is None else ScoreRange.from_json(told, f"{name}: range")
             multiplier = float(site["convention"]["score_multiplier"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(
                 f"{name}: the manifest's range must hold finite numbers",
                 got=f"{type(error).__name__}: {error}", help="compile again",
             ) from error  # fmt: skip
-        if seen is None:
-            without.append(name)
-        else:
-            places.append(_Place(graph, index, name, multiplier, seen))
-    monitor = Monitor(module, places, without)
+        places.append(_Watch(graph, index, name, multiplier, seen))
+    monitor = Monitor(module, places)
     module.enable_monitor = monitor.enable  # type: ignore[assignment]
     module.disable_monitor = monitor.disable  # type: ignore[assignment]
     module.monitor = monitor  # type: ignore[assignment]

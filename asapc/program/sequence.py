@@ -19,6 +19,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,38 +183,24 @@ def _pointwise(target: Any, bound: Bound) -> Any:
     return first.like(result, axis)
 
 
-def _same_place(target: Any, bound: Bound) -> Any:
-    """The token axis stays where it is, and every token is by itself."""
-    x = _first(bound)
-    if not isinstance(x, Shard) or _only_shard(bound) is not x:
-        return NotImplemented
-    return x.like(_on_local(target, bound))
-
-
 def _size(target: Any, bound: Bound) -> Any:
     return _first(bound).shape[bound["dim"]]
 
 
-def _features(count: Callable[[Bound], int]) -> Rule:
-    """Something of the last axes of each token.  count: how many those are."""
+def _by_token(last: Callable[[Bound], int] = lambda _: 0, tokens: str | None = None) -> Rule:
+    """Something of each token by itself, whose axis stays where it is.
+
+    last: of how many of the last axes.  tokens: the argument that has them, the first one unless named.
+    """
 
     def rule(target: Any, bound: Bound) -> Any:
-        x = _first(bound)
-        if not isinstance(x, Shard) or _only_shard(bound) is not x or -x.from_end <= count(bound):
+        x = _first(bound) if tokens is None else bound[tokens]
+        if not isinstance(x, Shard) or _only_shard(bound) is not x or -x.from_end <= last(bound):
             return NotImplemented
-        result = _on_local(target, bound)
-        if isinstance(result, tuple):  # native_layer_norm: the mean and deviation of a token, too
-            return tuple(x.like(part) if part.dim() > x.axis else part for part in result)
-        return x.like(result)
+        # Of native_layer_norm the mean and deviation of a token, too.
+        return pytree.tree_map(lambda y: x.like(y) if y.dim() > x.axis else y, _on_local(target, bound))
 
     return rule
-
-
-def _embedding(target: Any, bound: Bound) -> Any:
-    ids = bound["indices"]
-    if not isinstance(ids, Shard) or _only_shard(bound) is not ids:
-        return NotImplemented
-    return ids.like(_on_local(target, bound))
 
 
 def _dims(x: Shard, bound: Bound) -> list[int]:
@@ -253,6 +240,11 @@ def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
 def _joined_mean(x: Shard, own: Tensor) -> Tensor:
     share = x.local.shape[x.axis] / x.size
     return x.group.summed(own * share)
+
+
+def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
+    found: Tensor = getattr(x.group.all_of(own), name)(0)
+    return found
 
 
 def _transposed(target: Any, bound: Bound) -> Any:
@@ -361,19 +353,14 @@ def _viewed(target: Any, bound: Bound) -> Any:
     x = _first(bound)
     if "dtype" in bound:  # other numbers in the same memory
         return NotImplemented
-    sizes = _new_shape(x, target, bound)
+    whole_shape = torch.empty(x.shape, device="meta")
+    sizes = list(_call(target, {**bound, next(iter(bound)): whole_shape}).shape)
     before = math.prod(x.shape[: x.axis])
     for axis, size in enumerate(sizes):
         if size == x.size and math.prod(sizes[:axis]) == before:
             sizes[axis] = x.local.shape[x.axis]
             return x.like(x.local.reshape(sizes), axis)
     return NotImplemented
-
-
-def _new_shape(x: Shard, target: Any, bound: Bound) -> list[int]:
-    """Of the whole tensor after view, reshape, flatten or unflatten."""
-    whole_shape = torch.empty(x.shape, device="meta")
-    return list(_call(target, {**bound, next(iter(bound)): whole_shape}).shape)
 
 
 def _multiplied(target: Any, bound: Bound) -> Any:
@@ -415,22 +402,19 @@ def _named(rule: Rule, *names: str) -> Iterator[tuple[str, Rule]]:
 
 RULES: dict[str, Rule] = dict((
     *_named(_size, "sym_size"),
-    *_named(_same_place, "contiguous", "clone", "to", "_to_copy", "alias", "detach", "dropout",
+    *_named(_by_token(), "contiguous", "clone", "to", "_to_copy", "alias", "detach", "dropout",
             "zeros_like", "ones_like", "full_like", "type_as", "float"),
     # Of whole sizes, and of nothing that is in the shard.
     *_named(_on_local, "new_zeros", "new_ones", "new_full", "new_empty"),
-    *_named(_features(lambda bound: 1), "linear"),
-    *_named(_features(lambda bound: len(bound["normalized_shape"])), "layer_norm", "rms_norm",
+    *_named(_by_token(lambda _: 1), "linear"),
+    *_named(_by_token(lambda bound: len(bound["normalized_shape"])), "layer_norm", "rms_norm",
             "native_layer_norm"),
-    *_named(_embedding, "embedding"),
+    *_named(_by_token(tokens="indices"), "embedding"),
     *_named(_along, "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort", "topk",
             "argsort", "glu"),
     *_named(_reduction(lambda x, own: x.group.summed(own)), "sum"),
     *_named(_reduction(_joined_mean), "mean"),
-    *_named(_reduction(lambda x, own: x.group.all_of(own).amax(0)), "amax"),
-    *_named(_reduction(lambda x, own: x.group.all_of(own).amin(0)), "amin"),
-    *_named(_reduction(lambda x, own: x.group.all_of(own).any(0)), "any"),
-    *_named(_reduction(lambda x, own: x.group.all_of(own).all(0)), "all"),
+    *((name, _reduction(partial(_joined_by, name))) for name in ("amax", "amin", "any", "all")),
     *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
             "linalg_vector_norm", "norm"),
     *_named(_transposed, "transpose", "permute", "t"),

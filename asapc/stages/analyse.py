@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect as inspection
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,12 +34,7 @@ class Inspection:
     sites: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "capture": self.capture,
-            "capture_reason": self.capture_reason,
-            "sites": self.sites,
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, teacher: Teacher, analysis: Analysis) -> Inspection:

@@ -9,14 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from asapc.artifact import (
-    Stage,
-    call_of,
-    read_artifact,
-    read_patches,
-    returns_as,
-    write_artifact,
-)
+from asapc.artifact import Stage, read_artifact, read_patches, returns_as, write_artifact
 from asapc.calibration.stored import fit_facts
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places
@@ -80,7 +73,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     manifest: dict[str, Any] = {
         "teacher": {"source": named, "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
-        "call": call_of(c.example.args, c.example.kwargs, names),
+        "call": {"args": names[: len(c.example.args)], "kwargs": sorted(c.example.kwargs)},
         "forward": _forward(teacher, c.compiled[0], c.output) if c.whole else None,
         "sizes": _sizes(c.compiled),
         "data": places.recorded(c.source.source, out),

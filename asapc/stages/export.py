@@ -7,10 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from asapc.artifact import (
-    Artifact,
-    read_artifact,
-)
+from asapc.artifact import Artifact, read_artifact
 from asapc.errors import InputError
 from asapc.inputs.data import Batch, DataSource
 from asapc.inputs.onnx.settings import OnnxSettings, require_extra

@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asapc.calibration.stored import (
-    AnySiteCalibration,
-    Calibration,
-    load_calibration,
-)
+from asapc.calibration.stored import AnySiteCalibration, Calibration, load_calibration
 from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import Batch, DataSource, empty_split
 from asapc.inputs.recipe import Recipe
@@ -23,12 +19,7 @@ from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, own_rounding
 from asapc.passes.audit import settle_exact_sorting
 from asapc.passes.candidates import Choice, fits_needed
-from asapc.passes.select import (
-    WholeModel,
-    exceeded_together,
-    select,
-    turned_back,
-)
+from asapc.passes.select import WholeModel, exceeded_together, select, turned_back
 from asapc.program.apply import apply_lossless
 from asapc.program.runner import Runner, Tap
 from asapc.stages.calibrate import selection_batches

@@ -1,0 +1,162 @@
+"""An artefact read back: programs, weights and facts, each checked before it is used."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+import asapc.kernels.library as _library  # registers torch.ops.asapc, which the programs call
+from asapc.artifact.manifest import (
+    SELECTION,
+    STAGES,
+    TENSORS,
+    Stage,
+    damaged,
+    inside,
+    read_manifest,
+    readable,
+)
+from asapc.device import running_on
+from asapc.errors import InputError
+from asapc.formats.atomic import read_whole
+from asapc.inputs.pt2 import load_program
+from asapc.inputs.weights import read_safetensors
+from asapc.ir import Program
+from asapc.program.calls import name_calls
+from asapc.program.code import under
+from asapc.terminal.printed import reason
+
+SEEN = "asapc.seen_hashes"
+MODEL = "model."  # weights of the model around captured modules
+
+assert _library is not None
+
+
+@dataclass
+class Artifact:
+    """A loaded folder. programs: stage -> one program for each captured part of the model.
+
+    tensors: of model.safetensors, by their names there.  trusted: read with trust, see read_artifact.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    tensors: dict[str, Tensor]
+    programs: dict[Stage, list[Program]]
+    seen_hashes: frozenset[int]
+    selection: dict[str, Any]
+    trusted: bool = False
+
+    @property
+    def fit_seconds(self) -> float:
+        """Spent on calibration."""
+        return float(self.selection["fit_seconds"])
+
+    @property
+    def capture(self) -> str:
+        return str(self.manifest["capture"])
+
+    @property
+    def site_names(self) -> list[str]:
+        """Of the manifest's sites, in order."""
+        return [str(site["name"]) for site in self.manifest["sites"]]
+
+    def running_on(
+        self, device: torch.device, surrounding: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        """All programs, and the model around them, on the device for a while (asapc.device)."""
+        graphs = [program.graph for parts in self.programs.values() for program in parts]
+        return running_on(device, [surrounding, *graphs])
+
+    def signature(self) -> inspect.Signature:
+        """The arguments the model was captured with, for reading data."""
+        return signature_of(self.manifest["call"])
+
+
+def signature_of(call: Mapping[str, Any]) -> inspect.Signature:
+    """call: names of its positional and keyword arguments."""
+    kinds = inspect.Parameter
+    return inspect.Signature(
+        [kinds(str(name), kinds.POSITIONAL_OR_KEYWORD) for name in call["args"]]
+        + [kinds(str(name), kinds.KEYWORD_ONLY) for name in call["kwargs"]]
+    )
+
+
+def read_artifact(
+    folder: str | Path, stages: Sequence[Stage] = STAGES, *, trust: bool = False
+) -> Artifact:
+    """Load the programs of some stages. Raises InputError for a missing or unsafe folder.
+
+    trust: the folder is the user's own, and its programs may call operators that are not on the list.
+    """
+    return read_whole(folder, lambda: _read(Path(folder), stages, trust))
+
+
+def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
+    manifest = read_manifest(place)
+    tensors = read_safetensors(place / TENSORS)
+    programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
+    for index, entry in enumerate(manifest["programs"]):
+        for stage in stages:
+            path = inside(place, entry[stage])
+            graph = runnable(path, trust, weights_of(tensors, index, stage))
+            if not name_calls(graph, entry["calls"][stage]):
+                raise damaged(
+                    f"{path}: must have one operator call for each site that the manifest lists",
+                    f"{len(entry['calls'][stage])} sites listed",
+                )
+            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
+    seen = tensors.pop(SEEN, torch.empty(0, dtype=torch.int64))
+    if seen.dtype != torch.int64 or seen.dim() != 1:
+        raise InputError(f"{place}: {SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
+    hashes = frozenset(h & ((1 << 64) - 1) for h in seen.tolist())
+    return Artifact(place, manifest, tensors, programs, hashes, _selection(place / SELECTION), trust)
+
+
+def weights_of(tensors: Mapping[str, Tensor], index: int, stage: Stage) -> dict[str, Tensor]:
+    """Of the index-th program in a stage, by their names in it."""
+    return {**under(tensors, f"{index}."), **under(tensors, f"{stage}.{index}.")}
+
+
+def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram:
+    """The one program of a model captured whole, with its weights, as torch.export has it."""
+    place = inside(artifact.folder, artifact.manifest["programs"][0][stage])
+    return load_program(place, weights_of(artifact.tensors, 0, stage), trust=artifact.trusted)
+
+
+def runnable(path: Path, trust: bool, weights: Mapping[str, Tensor] | None = None) -> GraphModule:
+    """The program in a file as a module."""
+    try:
+        graph = load_program(path, weights, trust=trust, sizes=False).module(check_guards=False)
+    except InputError:
+        raise
+    except Exception as error:  # torch raises many types for a program whose parts disagree
+        raise damaged(f"{path}: must be a program that can be run", reason(error)) from error
+    for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
+        graph.__dict__.pop(name, None)
+    assert isinstance(graph, GraphModule)
+    return graph
+
+
+def _selection(path: Path) -> dict[str, Any]:
+    """selection.json, checked for what the rest relies on."""
+    selection: Any = readable(path) if path.exists() else None
+    seconds = selection.get("fit_seconds") if isinstance(selection, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise damaged(f"{path}: fit_seconds must be a number", seconds)
+    checked: dict[str, Any] = selection
+    for key in ("sites", "rounds"):
+        listed = checked.get(key, [])
+        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+            raise damaged(f"{path}: {key} must be a list of mappings")
+    return checked
