@@ -33,6 +33,7 @@ CHILD = """
 import json, sys
 import torch
 from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.stream import Pending, take_in
 from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.memory import MemoryLimit, current, peak
@@ -47,7 +48,7 @@ statistics = SiteStatistics("site", convention, transform_plan(convention, 3, "s
 def step(examples):
     q = torch.randn(examples, 4, 512, 16)
     maps = torch.zeros(examples, 4, 512, 512).add_(1.0)
-    statistics.update(SiteTensors(q, q, None, None, None, q))
+    take_in([Pending(0, "site", 0, statistics)], [SiteTensors(q, q, None, None, None, q)])
     return maps
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import take
 from small_text import write_data, write_teacher
 
 from asapc import pipeline
@@ -202,16 +203,16 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
         assert plan is not None
         straight, first, second = (SiteStatistics("s", convention, plan, recipe) for _ in range(3))
         for batch in batches:
-            straight.update(batch)
+            take(straight, batch)
         for batch in batches[:2]:
-            first.update(batch)
+            take(first, batch)
         with Shards(tmp_path / side, {"model": "m"}).open() as shards:
             shards.put("s", *first.state())
             found = shards.get("s")
         assert found is not None
         second.restore(*found)
         for batch in batches[2:]:
-            second.update(batch)
+            take(second, batch)
         whole, resumed = (finish({"s": own})["s"] for own in (straight, second))
         pairs = zip(whole.amortised.predictors, resumed.amortised.predictors, strict=True)
         assert all(torch.equal(a.coefficients, b.coefficients) for a, b in pairs)
@@ -409,7 +410,7 @@ def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
     assert plan is not None
     full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    full.update(SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
+    take(full, SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
     tensors, facts = full.state()
     for missing in tensors:
         if missing != "intercepts" and not missing.endswith("gram"):
