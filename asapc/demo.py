@@ -6,7 +6,6 @@ import shutil
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -26,28 +25,15 @@ T = TypeVar("T")
 OPERATORS = {"lossless": "sinkhorn", "asap": "asap"}  # of the two compiled models
 
 
-@dataclass(frozen=True)
-class Example:
-    """A teacher and its data in asapc/demo_data, in the folder of its name, as teacher/ and NAME.npz.
-
-    settings: keys of the recipes of both compiled models.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def recipes(self) -> dict[str, Recipe]:
-        return {
-            name: Recipe(operator=operator, **self.settings) for name, operator in OPERATORS.items()
-        }
-
-
-EXAMPLES = {
-    "code": Example(
-        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 32, "selection_examples": 8,
-         "features": ["coarse:64"]}
-    ),
-    "digits": Example(),
-}
+# Teachers and their data in asapc/demo_data, each in the folder of its name, as teacher/ and NAME.npz;
+# keys of the recipes of both compiled models.
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "code": {
+        "drop_attention_maps": True, "batch_size": 4, "max_examples": 32, "selection_examples": 8,
+        "features": ["coarse:64"],
+    },
+    "digits": {},
+}  # fmt: skip
 
 
 def run_demo(
@@ -252,5 +238,6 @@ def _place(folder: Path, example: str) -> None:
         )
     with as_file(source) as shipped:
         shutil.copytree(shipped, folder, dirs_exist_ok=True)
-    for name, recipe in EXAMPLES[example].recipes().items():
+    for name, operator in OPERATORS.items():
+        recipe = Recipe(operator=operator, **EXAMPLES[example])
         (folder / f"{name}.yaml").write_text(recipe.to_yaml(), encoding="utf-8")

@@ -106,7 +106,7 @@ def calibrate(
                 data=places.recorded(source.source, out),
                 order=plan.order,
                 seen_hashes=tuple(seen),
-                warnings=tell_shortages(sites, None, progress),
+                warnings=tuple(tell_shortages(sites, None, progress)),
                 replayed=analysis.replayed.to_json(),
             )
             if processes.first:

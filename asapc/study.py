@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
-from asapc.calibration.stream import Collector, Nowhere, Pending, stream
+from asapc.calibration.stream import Collector, Pending, stream
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised, transform_plan
@@ -76,7 +76,7 @@ COLUMNS = (
 
 
 Fits = Sequence[AnySiteCalibration]
-Apply = Callable[[Convention, SiteTensors, Tensor | None], Tensor]
+Apply = Callable[[SiteTensors, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -189,17 +189,16 @@ def study(
 
 def _check_loops(analysis: Analysis) -> None:
     for site in analysis.sites:
+        got = ""
         if not isinstance(site.convention, Convention):
-            raise InputError(
-                "study: every site must be a Sinkhorn layer, whose dual can be predicted",
-                got=f"{site.name}, which is {site.convention.operator}",
-                help="`asapc compile` and `asapc report` measure ESP and LOT layers",
-            )
-        if site.convention.stabiliser is not None:
+            got = f"which is {site.convention.operator}"
+        elif site.convention.stabiliser is not None:
+            got = f"whose divisions keep a constant ({site.convention.stabiliser})"
+        if got:
             raise InputError(
                 "study: every site must be a plain Sinkhorn loop, whose dual can be predicted",
-                got=f"{site.name}, whose divisions keep a constant ({site.convention.stabiliser})",
-                help="`asapc compile` and `asapc report` measure such layers",
+                got=f"{site.name}, {got}",
+                help="`asapc compile` and `asapc report` measure other layers",
             )
 
 
@@ -339,7 +338,7 @@ class _Bench:
             examples_of_fit(
                 self.source, recipes[0], self.batch_size, pending, processes=self.processes
             ),
-            lambda batch: self.tap(batch)[1], Nowhere(), self.progress, f"{label}: calibrating",
+            lambda batch: self.tap(batch)[1], None, self.progress, f"{label}: calibrating",
             self.processes,
         )  # fmt: skip
         if not fits:
@@ -356,40 +355,37 @@ class _Bench:
         cut short."""
         analysis, per_site = self.analysis, []
         for index, site in enumerate(analysis.sites):
-            calls: dict[str, Any] = {}
-            t = self.seen[0][index]
+            t, units = self.seen[0][index], replace(site.loop, output_factor=OutputFactor(queries=1))
             if fits:
                 there = moved(fits[index].replacement, self.source.device)
-                apply: Apply = partial(_replaced, _in_units(there))
-                calls["site_ms"] = partial(apply_replacement, site.loop, there, t, t.k)
+                calls: dict[str, Any] = {"site_ms": partial(apply_replacement, site.loop, there, t, t.k)}
                 if isinstance(there, Amortised):
                     calls["predict_ms"] = partial(_predict_all, site.loop, there, t)
+                maps = self._maps(units, index, partial(apply_replacement, units, _in_units(there)))
             else:
                 assert row.half_steps is not None
-                apply = partial(_cut_short, row.half_steps)
-                calls["site_ms"] = partial(apply, site.loop, t, t.k)
+                short, short_units = (replace(x, half_steps=row.half_steps) for x in (site.loop, units))
+                calls = {"site_ms": partial(apply_lossless, short, t, t.k)}
+                maps = self._maps(units, index, partial(apply_lossless, short_units))
             times = interleaved_medians(calls, repeats=5)
-            taken = {name: value["median_ms"] for name, value in times.items()}
-            per_site.append({**self._maps(site, index, apply), **taken})
-        if fits:
+            per_site.append({**maps, **{name: value["median_ms"] for name, value in times.items()}})
+        if row.half_steps is None:
             chosen = zip(analysis.names, fits, strict=True)
             programs = analysis.rewritten({name: fit.replacement for name, fit in chosen})
         else:
-            assert row.half_steps is not None
             programs = shortened_programs(analysis.lifted, row.half_steps)
         metrics = self.model.of_programs(programs)
         known = [metric.key for metric in METRICS if metric.study and metric.scope == "model"]
         return {**_facts(fits), **_mean(per_site), **{key: metrics.get(key) for key in known}}
 
-    def _maps(self, site: Site, index: int, apply: Apply) -> dict[str, float]:
+    def _maps(self, units: Convention, index: int, apply: Apply) -> dict[str, float]:
         """Attention in units where rows sum to about 1; the output error is that of A V, with the layer's
         own values, or the keys where the model returns its maps and multiplies them with nothing."""
-        units = replace(site.loop, output_factor=OutputFactor(queries=1))
         attention, output = AttentionFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
             with torch.no_grad():
-                exact, approx = apply_lossless(units, t, None), apply(units, t, None)
+                exact, approx = apply_lossless(units, t, None), apply(t, None)
                 attention.update(exact, approx, t.keep)
                 v = clean_values(t.k if t.v is None else t.v, t.keep)
                 output.update(exact @ v, approx @ v)
@@ -449,16 +445,6 @@ def _in_units(replacement: Amortised | Distilled) -> Amortised | Distilled:
         return replacement
     factor = 1.0 if replacement.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
     return replace(replacement, settings={**replacement.settings, "output_factor": factor})
-
-
-def _replaced(
-    replacement: Amortised | Distilled, convention: Convention, t: SiteTensors, v: Tensor | None
-) -> Tensor:
-    return apply_replacement(convention, replacement, t, v)
-
-
-def _cut_short(half_steps: int, convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
-    return apply_lossless(replace(convention, half_steps=half_steps), t, v)
 
 
 def _predict_all(convention: Convention, replacement: Amortised, t: SiteTensors) -> list[Tensor]:

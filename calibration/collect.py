@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.calibration.checked import tensor_of
+from asapc.calibration.checked import parameters_of, tensor_of
 from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece, fit_kl
 from asapc.calibration.least_squares import Fit, NormalEquations
@@ -50,19 +50,6 @@ class SiteStatistics:
         self.range = ScoreRange()
         self._intercepts: list[Tensor] = []  # [B, H] each; only where no c-transform finds it
 
-    def update(self, tensors: SiteTensors) -> None:
-        """Add one batch. Examples without an active key are passed over: nothing attends there.
-
-        Raises InputError if an activation, or the teacher's dual, is NaN or infinite.
-        """
-        start = time.perf_counter()
-        check_finite(self.name, tensors)
-        self.prepare(tensors)
-        for piece in pieces(tensors):
-            with torch.no_grad():
-                self.add(TeacherDuals(piece, self.convention))
-        self.seconds += time.perf_counter() - start
-
     def prepare(self, tensors: SiteTensors) -> None:
         """Make slices and pivots from a batch, unless an earlier one has made them."""
         active = _active_examples(tensors)
@@ -74,10 +61,13 @@ class SiteStatistics:
     def prepare_as(self, tensors: Mapping[str, Tensor]) -> None:
         """Take slices and pivots that another process has made, as state() gives them."""
         for dual in self.duals:
-            dual.parameters = dual.parameters_of(tensors, None, None)
+            dual.parameters = parameters_of(tensors, dual.side, dual.features)
 
     def add(self, teacher: TeacherDuals) -> None:
-        """Add one piece of a batch, with the teacher's duals on it; after prepare."""
+        """Add one piece of a batch, with the teacher's duals on it; after prepare.
+
+        Raises InputError if the teacher's dual is NaN or infinite.
+        """
         for dual in self.duals:
             dual.add(teacher)
         if self.plan.side == "both":
@@ -276,25 +266,12 @@ class _DualStatistics:
         self, tensors: Mapping[str, Tensor], heads: int | None, head_dim: int | None
     ) -> tuple[tuple[Tensor | None, ...], NormalEquations]:
         """Parameters and equations as SiteStatistics.state() wrote them.  Raises InputError."""
-        parameters = self.parameters_of(tensors, heads, head_dim)
+        parameters = parameters_of(tensors, self.side, self.features, heads, head_dim)
         groups = heads if self.recipe.coefficients == "per_head" else 1
         columns = total_width(self.features, head_dim, None)
         names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
         found = {name: tensors[full] for full, name in names.items() if full in tensors}
         return parameters, NormalEquations.from_tensors(found, groups, columns)
-
-    def parameters_of(
-        self, tensors: Mapping[str, Tensor], heads: int | None, head_dim: int | None
-    ) -> tuple[Tensor | None, ...]:
-        return tuple(
-            tensor_of(
-                tensors,
-                f"{self.side}.parameter.{index}",
-                feature.parameter_shape(heads, head_dim),
-            )
-            if feature.has_parameter else None
-            for index, feature in enumerate(self.features)
-        )  # fmt: skip
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None

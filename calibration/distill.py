@@ -123,6 +123,7 @@ class Distiller:
             raise problem
         self.name = name
         self.convention = convention
+        self.plan = None  # as SiteStatistics: no dual is predicted
         self.recipe = recipe
         self.seconds = 0.0
         self._kept, self._held_out = Kept[_Piece](KEPT_BYTES), Kept[_Piece](HELD_OUT_BYTES)
@@ -132,33 +133,26 @@ class Distiller:
         self._kept.limit = min(KEPT_BYTES, size * 7 // 8)
         self._held_out.limit = min(HELD_OUT_BYTES, size // 8)
 
-    def update(self, tensors: SiteTensors) -> None:
-        """Add one batch to fit on, up to KEPT_BYTES. Examples without an active key are passed over.
-
-        Raises InputError if an activation or an output of the teacher is NaN or infinite.
-        """
-        self._add(self._kept, tensors)
-
-    def hold_out(self, tensors: SiteTensors) -> None:
-        """Add one batch to stop by. Without any, a tenth of what `update` has kept is held out."""
-        self._add(self._held_out, tensors)
-
     def prepare(self, tensors: SiteTensors) -> None:
         """As SiteStatistics: nothing is made from the first batch alone."""
 
     def add(self, teacher: TeacherDuals) -> None:
-        """As SiteStatistics: one piece of a batch."""
-        self.update(teacher.tensors)
+        """As SiteStatistics: one piece of a batch to fit on, up to KEPT_BYTES.
 
-    def _add(self, kept: Kept[_Piece], tensors: SiteTensors) -> None:
-        start = time.perf_counter()
+        Raises InputError if an output of the teacher is NaN or infinite.
+        """
+        self._add(self._kept, teacher.tensors)
+
+    def hold_out(self, tensors: SiteTensors) -> None:
+        """Add one batch to stop by. Without any, a tenth of what was added is held out."""
         check_finite(self.name, tensors)
-        for part in pieces(tensors):
-            if kept.full:
-                break
-            for few in _split(part, self._minibatch(part)):
+        for piece in pieces(tensors):
+            self._add(self._held_out, piece)
+
+    def _add(self, kept: Kept[_Piece], piece: SiteTensors) -> None:
+        if not kept.full:
+            for few in _split(piece, self._minibatch(piece)):
                 kept.add(self._piece(few))
-        self.seconds += time.perf_counter() - start
 
     def end_batch(self) -> None:
         """As SiteStatistics."""

@@ -76,19 +76,15 @@ class KlPiece:
 class KlFit:
     """Coefficients [1|H, F] float64 and how each group's optimisation ended.
 
-    before, after: J / rows at the start and at the coefficients, after <= before always.
-    gradient_norm: |gradient of J| / rows at the coefficients, in their own coordinates.
+    gradient_norm: |gradient of J| at the coefficients, in their own coordinates, over the regression rows
+    of the group, which are the points with mass of the examples used.
     converged: what is left to gain is below about 1e-16 nats per map, or below the rounding of J.
-    rows: regression rows of each group, the points with mass of the examples used.
     """
 
     coefficients: Tensor
     iterations: tuple[int, ...]
     gradient_norm: tuple[float, ...]
     converged: tuple[bool, ...]
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    rows: tuple[int, ...]
 
 
 def fit_kl(
@@ -128,8 +124,8 @@ def fit_kl(
             )
             for group in range(groups)
         ]
-    coefficients, *rest = zip(*(vars(end).values() for end in ends), strict=True)
-    return KlFit(torch.stack(coefficients), *rest)
+    coefficients, *facts = zip(*ends, strict=True)
+    return KlFit(torch.stack(coefficients), *facts)
 
 
 @dataclass(frozen=True)
@@ -290,17 +286,6 @@ def _weighted_gram(rows: Tensor, weight: Tensor) -> Tensor:
     return weighted.flatten(0, -2).T @ rows.flatten(0, -2)
 
 
-@dataclass(frozen=True)
-class _End:
-    coefficients: Tensor
-    iterations: int
-    gradient_norm: float
-    converged: bool
-    before: float
-    after: float
-    rows: int
-
-
 def _metric_basis(metric: Tensor) -> Tensor:
     """W [F, K] with W' metric W = I on the directions above rounding."""
     diagonal = metric.diagonal()
@@ -311,90 +296,81 @@ def _metric_basis(metric: Tensor) -> Tensor:
     return scale[:, None] * vectors[:, kept] * values[kept].rsqrt()
 
 
-def _minimise(objective: KlObjective, start: Tensor, max_iterations: int) -> _End:
+class _Scaled:
     """J / maps over z, omega = start + W z, where |z| is the root mean square move of the dual.
 
     In these coordinates the Hessian is near I whatever the columns' units and correlations, so one
     trust radius and one tolerance, in nats, suit every feature family.
     """
-    features = start.shape[0]
-    maps, rows = max(1, objective.maps), max(1, objective.rows)
-    basis = _metric_basis(objective.uniform_hessian(features) / maps)
-    dense = features <= DENSE_FEATURES
-    memo: dict[bytes, Evaluation] = {}
 
-    def omega(z: _Vector) -> Tensor:
-        return start + basis @ torch.from_numpy(z)
+    def __init__(self, objective: KlObjective, start: Tensor) -> None:
+        features = start.shape[0]
+        self.objective, self.start, self.maps = objective, start, max(1, objective.maps)
+        self.basis = _metric_basis(objective.uniform_hessian(features) / self.maps)
+        self.dense = features <= DENSE_FEATURES
+        self._last: tuple[bytes, Evaluation] | None = None  # SciPy asks for one point at a time
 
-    def at(z: _Vector) -> Evaluation:
+    def omega(self, z: _Vector) -> Tensor:
+        return self.start + self.basis @ torch.from_numpy(z)
+
+    def at(self, z: _Vector) -> Evaluation:
         key = z.tobytes()
-        if key not in memo:
-            memo.clear()  # SciPy asks for one point at a time
-            memo[key] = objective.evaluate(omega(z), basis if dense else None)
-        return memo[key]
+        if self._last is None or self._last[0] != key:
+            basis = self.basis if self.dense else None
+            self._last = key, self.objective.evaluate(self.omega(z), basis)
+        return self._last[1]
 
-    def value(z: _Vector) -> float:
-        return at(z).value / maps
+    def value(self, z: _Vector) -> float:
+        return self.at(z).value / self.maps
 
-    def gradient(z: _Vector) -> _Vector:
-        return (basis.T @ at(z).gradient / maps).numpy()
+    def gradient(self, z: _Vector) -> _Vector:
+        return (self.basis.T @ self.at(z).gradient / self.maps).numpy()
 
-    def hessian(z: _Vector) -> _Matrix:
-        matrix = at(z).hessian
+    def hessian(self, z: _Vector) -> _Matrix:
+        matrix = self.at(z).hessian
         assert matrix is not None
         # Rounding may leave a singular Hessian indefinite, and trust-exact would then run along
         # directions in which J is flat.
         shift = _RANK * matrix.diagonal().abs().sum() * torch.eye(len(matrix), dtype=torch.float64)
-        return ((matrix + shift) / maps).numpy()
+        return ((matrix + shift) / self.maps).numpy()
 
-    def tolerance(evaluation: Evaluation) -> float:
+    def tolerance(self, evaluation: Evaluation) -> float:
         # A gradient this small predicts a decrease below the rounding of J, which no step can verify.
-        rounding = torch.finfo(torch.float64).eps * evaluation.magnitude / maps
+        rounding = torch.finfo(torch.float64).eps * evaluation.magnitude / self.maps
         return max(_GRADIENT, math.sqrt(2 * rounding))
 
-    def done(evaluation: Evaluation) -> bool:
-        norm = torch.linalg.vector_norm(basis.T @ evaluation.gradient) / maps
-        return float(norm) <= tolerance(evaluation)
+    def done(self, evaluation: Evaluation) -> bool:
+        norm = torch.linalg.vector_norm(self.basis.T @ evaluation.gradient) / self.maps
+        return float(norm) <= self.tolerance(evaluation)
 
-    z = np.zeros(basis.shape[1])
-    first = best = at(z)
-    iterations = 0
+
+def _minimise(
+    objective: KlObjective, start: Tensor, max_iterations: int
+) -> tuple[Tensor, int, float, bool]:
+    """The fields of KlFit, for one group."""
+    scaled = _Scaled(objective, start)
+    z = np.zeros(scaled.basis.shape[1])
+    best, iterations = scaled.at(z), 0
     # A second round only where the start was so far off that its rounding hid the end's gradient.
-    while iterations < max_iterations and not done(best):
-        left = max_iterations - iterations
-        if dense:
+    while iterations < max_iterations and not scaled.done(best):
+        gradient, left = scaled.tolerance(best), max_iterations - iterations
+        if scaled.dense:
             result = scipy.optimize.minimize(
-                value,
-                z,
-                method="trust-exact",
-                jac=gradient,
-                hess=hessian,
+                scaled.value, z, method="trust-exact", jac=scaled.gradient, hess=scaled.hessian,
                 options={
-                    "gtol": tolerance(best),
-                    "maxiter": left,
-                    "initial_trust_radius": 1.0,
+                    "gtol": gradient, "maxiter": left, "initial_trust_radius": 1.0,
                     "max_trust_radius": _MAX_RADIUS,
                 },
-            )
+            )  # fmt: skip
         else:
             # Its gtol bounds the largest entry; ftol = 0 leaves the gradient as the only verdict.
             result = scipy.optimize.minimize(
-                value,
-                z,
-                method="L-BFGS-B",
-                jac=gradient,
-                options={"gtol": tolerance(best) / math.sqrt(len(z)), "ftol": 0.0, "maxiter": left},
-            )
-        end, iterations = at(result.x), iterations + int(result.nit)
+                scaled.value, z, method="L-BFGS-B", jac=scaled.gradient,
+                options={"gtol": gradient / math.sqrt(len(z)), "ftol": 0.0, "maxiter": left},
+            )  # fmt: skip
+        end, iterations = scaled.at(result.x), iterations + int(result.nit)
         if not end.value < best.value or not bool(end.gradient.isfinite().all()):
             break
         z, best = result.x, end
-    return _End(
-        coefficients=omega(z),
-        iterations=iterations,
-        gradient_norm=float(torch.linalg.vector_norm(best.gradient)) / rows,
-        converged=done(best),
-        before=first.value / rows,
-        after=best.value / rows,
-        rows=objective.rows,
-    )
+    norm = float(torch.linalg.vector_norm(best.gradient)) / max(1, objective.rows)
+    return scaled.omega(z), iterations, norm, scaled.done(best)

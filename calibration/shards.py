@@ -29,11 +29,10 @@ from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, replace_file
 from asapc.formats.json_text import parse_json, read_json
 from asapc.inputs.weights import fingerprint as tensor_digest
+from asapc.processes import Part
 
 FORMAT_VERSION = 1
 _INDEX = "shards.json"
-
-Part = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, facts
 
 
 class Shards:

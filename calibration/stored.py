@@ -17,28 +17,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asapc.calibration.checked import check_fit, distilled_tensors, tensor_of
-from asapc.calibration.students import check_follows
+from asapc.calibration.checked import check_fit, parameters_of, tensor_of
+from asapc.calibration.students import student_of
 from asapc.errors import InputError
 from asapc.features import Feature
-from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
 from asapc.formats.records import APART, Record
+from asapc.inputs.recipe import Recipe
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
-from asapc.operators.catalogue import HYBRIDS, OPERATORS
+from asapc.operators.catalogue import OPERATORS
+from asapc.processes import Part
 from asapc.program.monitor import ScoreRange
 from asapc.terminal.printed import short
-
-Kind = TypeVar("Kind")
 
 FORMAT_VERSION = 6
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
@@ -62,6 +61,10 @@ class FitQuality(Record):
     gradient_norm: tuple[float, ...] = ()
     converged: tuple[bool, ...] = ()
     kl_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.r2 or (self.fit == "kl") > bool(self.gradient_norm):
+            raise ValueError("r2 and, of a KL fit, gradient_norm must have a number for each row")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class SiteCalibration(Record):
     def replacement(self) -> Amortised:
         return self.amortised
 
+    @property
+    def plan(self) -> TransformPlan | None:
+        return self.amortised.plan
+
 
 @dataclass(frozen=True)
 class SiteDistillation(Record):
@@ -112,6 +119,10 @@ class SiteDistillation(Record):
     fit_seconds: float = field(metadata=APART)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.errors:
+            raise ValueError("errors must have a number for each head")
+
     @property
     def count(self) -> int:
         """Pivots or slices of a head, half-steps of a loop."""
@@ -122,12 +133,16 @@ class SiteDistillation(Record):
     def replacement(self) -> Distilled:
         return self.distilled
 
+    @property
+    def plan(self) -> TransformPlan | None:
+        return None
+
 
 AnySiteCalibration = SiteCalibration | SiteDistillation
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Record):
     """Every fit of one teacher's sites, in the order of the recipe's candidates.
 
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
@@ -140,11 +155,11 @@ class Calibration:
     teacher: str
     recipe: Mapping[str, Any]
     capture: str
-    sites: Mapping[str, Sequence[AnySiteCalibration]]
+    sites: Mapping[str, Sequence[AnySiteCalibration]] = field(metadata=APART)
     data: str
-    order: str = "parallel"
-    seen_hashes: tuple[int, ...] = field(default=())
-    warnings: Sequence[Mapping[str, Any]] = ()
+    order: Literal["parallel", "sequential"] = "parallel"
+    seen_hashes: tuple[int, ...] = field(default=(), metadata=APART)
+    warnings: tuple[Mapping[str, Any], ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -156,8 +171,7 @@ class Calibration:
     ) -> AnySiteCalibration | None:
         """The fit of one candidate: its settings and, where a dual is predicted, its plan."""
         for fit in self.sites.get(site, ()):
-            fitted_plan = fit.amortised.plan if isinstance(fit, SiteCalibration) else None
-            if dict(fit.settings) == dict(settings) and fitted_plan == plan:
+            if dict(fit.settings) == dict(settings) and fit.plan == plan:
                 return fit
         return None
 
@@ -171,17 +185,7 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
             tensors.update(fit_tensors(f"{name}.{index}", fit))
         sites[name] = [fit_document(fit) for fit in fits]
     seconds = {name: [fit.fit_seconds for fit in fits] for name, fits in calibration.sites.items()}
-    document = {
-        "format_version": FORMAT_VERSION,
-        "teacher": calibration.teacher,
-        "capture": calibration.capture,
-        "data": calibration.data,
-        "order": calibration.order,
-        "recipe": dict(calibration.recipe),
-        "warnings": [dict(warning) for warning in calibration.warnings],
-        "replayed": dict(calibration.replayed),
-        "sites": sites,
-    }
+    document = {"format_version": FORMAT_VERSION, **calibration.to_json(), "sites": sites}
     with replace_folder(folder) as partial:
         save_file(tensors, partial / _TENSORS)
         text = json.dumps(document, indent=2, allow_nan=False)
@@ -217,20 +221,12 @@ def _load(place: Path) -> Calibration:
     timings = _read_json(place / _TIMINGS)
     try:
         seconds = timings["fit_seconds"]
-        return Calibration(
-            teacher=_is(str, document["teacher"]),
-            recipe=_is(dict, document["recipe"]),
-            capture=_is(str, document["capture"]),
-            sites={
-                name: _fits(name, fits, tensors, seconds.get(name, ()))
-                for name, fits in document["sites"].items()
-            },
-            data=_is(str, document["data"]),
-            order=_one_of(document["order"], "parallel", "sequential"),
-            seen_hashes=tuple(h & (2**64 - 1) for h in _hashes(tensors)),
-            warnings=tuple(dict(warning) for warning in document.get("warnings", ())),
-            replayed=_is(dict, document.get("replayed", {})),
-        )
+        sites = {
+            name: _fits(name, fits, tensors, seconds.get(name, ()))
+            for name, fits in document["sites"].items()
+        }
+        hashes = tuple(h & (2**64 - 1) for h in _hashes(tensors))
+        return Calibration.from_json(document, _JSON, sites=sites, seen_hashes=hashes)
     except InputError as error:
         raise InputError(
             f"{place}: damaged calibration folder: {error.rule}",
@@ -256,7 +252,7 @@ def _fits(
     if not isinstance(fits, list) or not fits:
         raise ValueError(f"{name}: expected a list of fits")
     return tuple(
-        fit_from(f"{name}.{index}", data, tensors, float(taken))
+        fit_from(f"{name}.{index}", {**data, "seconds": float(taken)}, tensors)
         for index, (data, taken) in enumerate(zip(fits, seconds, strict=True))
     )
 
@@ -278,6 +274,11 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
     return tensors
 
 
+def fit_part(name: str, site: AnySiteCalibration) -> Part:
+    """All of a fit: its tensors, and its document with how long it took."""
+    return fit_tensors(name, site), {**fit_document(site), "seconds": site.fit_seconds}
+
+
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     """The rest of a fit, except how long it took: JSON types."""
     facts = {**site.to_json(), "settings": dict(sorted(site.settings.items()))}
@@ -297,92 +298,64 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fit_from(
-    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor], seconds: float
-) -> AnySiteCalibration:
-    """Inverse of fit_tensors and fit_document.  Raises KeyError, TypeError, ValueError or InputError
-    where they do not fit together."""
-    convention = Convention.from_json(data["convention"], "convention")
+def fit_from(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AnySiteCalibration:
+    """Inverse of fit_part.
+
+    Only numbers are taken from the file; what is computed with them follows from the convention, the plan
+    and the recipe's settings, and the file must say the same.  Raises KeyError, TypeError, ValueError or
+    InputError where it does not.
+    """
+    seconds = float(data["seconds"])
     if not math.isfinite(seconds):
         raise ValueError(f"{name}: the seconds of a fit must be finite")
-    if "operator" in data:
-        distilled = _distilled(name, data, tensors)
-        check_fit(name, distilled)
+    convention = Convention.from_json(data["convention"], f"{name}: convention")
+    settings = Recipe.from_dict(data["settings"], where=f"{name}: settings").fit_settings()
+    found: AnySiteCalibration
+    if settings["operator"] == "asap":
+        amortised = _amortised(name, convention, settings, data["plan"], tensors)
+        quality = tuple(FitQuality.from_json(dual, f"{name}: duals") for dual in data["duals"])
+        found = SiteCalibration.from_json(
+            data, name, amortised=amortised, quality=quality, fit_seconds=seconds
+        )
+    else:
+        distilled = student_of(name, convention, settings, tensors)
         found = SiteDistillation.from_json(data, name, distilled=distilled, fit_seconds=seconds)
-        check_follows(name, convention, found.settings, distilled)
-        _check_numbers(f"{name}: errors", found.errors)
-        return found
-    plan = TransformPlan(**data["plan"])
-    if plan != transform_plan(convention, plan.c_transforms, plan.side, plan.aim):
+    for key, value in fit_document(found).items():
+        if _canonical(data.get(key)) != _canonical(value):
+            raise InputError(
+                f"{name}: {key} must be what the fit's convention, plan and settings make it",
+                got=short(data.get(key)),
+            )
+    return found
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def _amortised(
+    name: str,
+    convention: Convention,
+    settings: Mapping[str, Any],
+    plan_data: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> Amortised:
+    plan = transform_plan(convention, *(plan_data[key] for key in ("c_transforms", "side", "aim")))
+    if plan is None:
         raise ValueError(f"{name}: the plan does not fit the convention")
-    features = tuple(Feature.parse(text, name) for text in data["features"])
-    duals = data["duals"]
-    if tuple(dual["side"] for dual in duals) != plan.sides():
-        raise ValueError(f"{name}: expected the duals {plan.sides()}")
+    features = tuple(map(Feature.parse, settings["features"]))
     predictors = tuple(
-        _predictor(name, features, plan.budget(convention, side), side, dual, tensors)
-        for side, dual in zip(plan.sides(), duals, strict=True)
-    )
-    both = plan.side == "both"
-    intercept = tensor_of(tensors, f"{name}.intercept", (None,)) if both else None
+        DualPredictor(
+            side, features, parameters_of(tensors, f"{name}.{side}", features),
+            tensor_of(tensors, f"{name}.{side}.coefficients", (None, None)),
+            plan.budget(convention, side), settings["points"],
+        )
+        for side in plan.sides()
+    )  # fmt: skip
+    intercept = tensor_of(tensors, f"{name}.intercept", (None,)) if plan.side == "both" else None
     amortised = Amortised(plan, predictors, intercept)
     check_fit(name, amortised)
-    quality = tuple(FitQuality.from_json(dual, f"{name}: duals") for dual in duals)
-    for one in quality:
-        _check_numbers(f"{name}: r2", one.r2)
-        _check_numbers(f"{name}: gradient_norm", one.gradient_norm, least=0)
-    return SiteCalibration.from_json(
-        data, name, amortised=amortised, quality=quality, fit_seconds=seconds
-    )
-
-
-def _distilled(
-    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> Distilled:
-    operator = _one_of(data["operator"], *HYBRIDS, *HYBRIDS.values())
-    arguments = _is(dict, data["arguments"])
-    held = distilled_tensors(operator, arguments, tensors, f"{name}.{operator}")
-    settings = {key: value for key, value in arguments.items() if value != "tensor"} | held
-    return Distilled(operator, settings, _is(bool, data["share"]))
-
-
-def _predictor(
-    name: str,
-    features: tuple[Feature, ...],
-    budget: Budget,
-    side: PredictedSide,
-    dual: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-) -> DualPredictor:
-    stem = f"{name}.{side}"
-    parameters = tuple(
-        tensor_of(tensors, f"{stem}.parameter.{index}", feature.parameter_shape(None, None))
-        if feature.has_parameter else None
-        for index, feature in enumerate(features)
-    )  # fmt: skip
-    coefficients = tensor_of(tensors, f"{stem}.coefficients", (None, None))
-    points: Points = _one_of(dual.get("points", "all"), "all", "active")  # type: ignore[assignment]
-    if dual["budget"] != asdict(budget):
-        raise ValueError(f"{stem}: the budget does not fit the plan")
-    return DualPredictor(side, features, parameters, coefficients, budget, points)
-
-
-def _check_numbers(name: str, numbers: Sequence[float], least: int = 1) -> None:
-    """Raises ValueError unless they are finite, and at least so many."""
-    if len(numbers) < least or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{name}: expected finite numbers, got {short(numbers)}")
-
-
-def _is(kind: type[Kind], value: Any) -> Kind:
-    if not isinstance(value, kind):
-        raise ValueError(f"expected a {kind.__name__}, got {value!r}")
-    return value
-
-
-def _one_of(value: Any, *allowed: str) -> str:
-    if value not in allowed:
-        raise ValueError(f"expected {' or '.join(allowed)}, got {value!r}")
-    return str(value)
+    return amortised
 
 
 def _read_json(path: Path) -> Any:

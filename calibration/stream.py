@@ -28,13 +28,7 @@ from asapc.calibration.collect import SiteStatistics, check_finite, finish, piec
 from asapc.calibration.distill import Distiller
 from asapc.calibration.reading import Examples, Reading
 from asapc.calibration.shards import Shards
-from asapc.calibration.stored import (
-    AnySiteCalibration,
-    SiteCalibration,
-    fit_document,
-    fit_from,
-    fit_tensors,
-)
+from asapc.calibration.stored import AnySiteCalibration, fit_from, fit_part
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
@@ -51,25 +45,6 @@ _KEPT = "what was calibrated before is kept: {mend}the same command goes on from
 Collector = SiteStatistics | Distiller
 Observe = Callable[[Batch], list[SiteTensors]]
 Tensors = Mapping[str, Tensor]
-
-
-class Nowhere:
-    """Keeps nothing of what is put aside."""
-
-    def get(self, key: str) -> None: ...
-
-    def put(self, key: str, tensors: Tensors, facts: Mapping[str, Any]) -> None: ...
-
-    def drop(self, key: str) -> None: ...
-
-    def keys(self) -> list[str]:
-        return []
-
-    def release(self, name: str) -> None: ...
-
-
-Aside = Shards | Nowhere
-"""Where unfinished work is kept."""
 
 
 @dataclass
@@ -97,14 +72,15 @@ def stream(
     pending: Sequence[Pending],
     examples: Examples,
     observe: Observe,
-    aside: Aside,
+    aside: Shards | None,
     progress: Progress,
     label: str,
     processes: Processes = ALONE,
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
     """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
-    observe: what every site sees on a batch.  label: of the progress bar.
+    observe: what every site sees on a batch.  aside: where unfinished work is kept.  label: of the
+    progress bar.
     processes: among which `examples` are dealt out; all of them come to the same, which the first makes.
     """
     waiting: list[Pending] = []
@@ -145,7 +121,7 @@ def stream(
     except (InputError, KeyboardInterrupt) as error:  # what came before an example need not be done again
         if not torn:
             _put_aside(waiting, aside, number, len(seen), reading)
-        if aside.keys() and processes.alone:
+        if aside is not None and aside.keys() and processes.alone:
             faulty = isinstance(error, InputError)
             if faulty:
                 aside.release("data")
@@ -183,13 +159,13 @@ def _shared(
     """The first process's fits, in all of them."""
     if processes.alone:
         return dict(fitted)
-    tensors = together((key, fit_tensors(key, fit)) for key, fit in fitted.items())
-    facts = {key: {**fit_document(fit), "seconds": fit.fit_seconds} for key, fit in fitted.items()}
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, Any] = {}
+    for key, fit in fitted.items():
+        own, facts[key] = fit_part(key, fit)
+        tensors |= own
     tensors, facts = processes.from_first((tensors, facts))
-    return {
-        key: fit_from(key, its, apart(tensors, key), float(its["seconds"]))
-        for key, its in facts.items()
-    }  # fmt: skip
+    return {key: fit_from(key, its, tensors) for key, its in facts.items()}
 
 
 def _gathered(pending: Sequence[Pending], seen: list[int], processes: Processes) -> list[int]:
@@ -211,12 +187,12 @@ def _check(pending: Sequence[Pending], tensors: Sequence[SiteTensors], batch: Ba
 
 
 def _hold_out(pending: Sequence[Pending], batch: Batch, observe: Observe) -> None:
-    distillers = [p for p in pending if isinstance(p.collector, Distiller)]
+    distillers = [(p.site, p.collector) for p in pending if isinstance(p.collector, Distiller)]
     if distillers:
         tensors = observe(batch)
-        for p in distillers:
-            assert isinstance(p.collector, Distiller)
-            p.collector.hold_out(tensors[p.site])
+        for site, distiller in distillers:
+            with _timed(distiller):
+                distiller.hold_out(tensors[site])
 
 
 def _prepare(
@@ -305,12 +281,11 @@ def _timed(*collectors: Collector) -> Iterator[None]:
     start = time.perf_counter()
     yield
     for collector in collectors:
-        if isinstance(collector, SiteStatistics):  # the other kind has a clock of its own
-            collector.seconds += (time.perf_counter() - start) / len(collectors)
+        collector.seconds += (time.perf_counter() - start) / len(collectors)
 
 
 def _fits(
-    pending: Sequence[Pending], aside: Aside, progress: Progress, reading: Reading
+    pending: Sequence[Pending], aside: Shards | None, progress: Progress, reading: Reading
 ) -> dict[str, AnySiteCalibration]:
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
@@ -319,17 +294,17 @@ def _fits(
         fitted.update({p.key: fits[p.name] for p in group if p.name in fits})
     for key, fit in fitted.items():
         _keep(key, fit, aside, reading)
-    distillers = [p for p in pending if isinstance(p.collector, Distiller)]
-    for p in progress.track(distillers, "distilling", len(distillers)) if distillers else ():
-        assert isinstance(p.collector, Distiller)
-        fitted[p.key] = p.collector.calibration()
-        _keep(p.key, fitted[p.key], aside, reading)
+    distillers = [(p.key, p.collector) for p in pending if isinstance(p.collector, Distiller)]
+    for key, distiller in progress.track(distillers, "distilling") if distillers else ():
+        fitted[key] = distiller.calibration()
+        _keep(key, fitted[key], aside, reading)
     return fitted
 
 
-def _keep(key: str, fit: AnySiteCalibration, aside: Aside, reading: Reading) -> None:
-    facts = {**fit_document(fit), "seconds": fit.fit_seconds, "read": reading.digest}
-    aside.put(_fit(key), fit_tensors(key, fit), facts)
+def _keep(key: str, fit: AnySiteCalibration, aside: Shards | None, reading: Reading) -> None:
+    if aside is not None:
+        tensors, facts = fit_part(key, fit)
+        aside.put(_fit(key), tensors, {**facts, "read": reading.digest})
 
 
 def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
@@ -341,9 +316,11 @@ def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
 
 
 def _taken_up(
-    pending: Sequence[Pending], examples: Examples, aside: Aside, progress: Progress
+    pending: Sequence[Pending], examples: Examples, aside: Shards | None, progress: Progress
 ) -> dict[str, AnySiteCalibration]:
     """Fits of an earlier run that this data would lead to; what it collected likewise is restored."""
+    if aside is None:
+        return {}
     fits = {p.key: part for p in pending if (part := aside.get(_fit(p.key))) is not None}
     begun = {p.key: part for p in pending if (part := aside.get(_statistics(p.key))) is not None}
     if not fits and not begun:
@@ -397,18 +374,13 @@ def _restored(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> bool:
 
 def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySiteCalibration | None:
     try:
-        fit = fit_from(p.key, facts, tensors, float(facts["seconds"]))
+        fit = fit_from(p.key, facts, tensors)
         check_fit(p.key, fit.replacement, p.heads, p.head_dim)
     except _BROKEN:
         return None
-    collector = p.collector
-    if isinstance(fit, SiteCalibration):
-        if not isinstance(collector, SiteStatistics) or fit.amortised.plan != collector.plan:
-            return None
-    elif isinstance(collector, SiteStatistics):
-        return None
-    wanted = (collector.convention, collector.recipe.fit_settings())
-    return fit if (fit.convention, fit.settings) == wanted else None
+    own = p.collector
+    wanted = (own.convention, own.plan, own.recipe.fit_settings())
+    return fit if (fit.convention, fit.plan, fit.settings) == wanted else None
 
 
 def _told(taken: int, others: int, fitted: int, fits: int) -> str:
@@ -437,9 +409,11 @@ def _fitted_together(
 
 
 def _put_aside(
-    pending: Sequence[Pending], aside: Aside, batches: int, examples: int, reading: Reading
+    pending: Sequence[Pending], aside: Shards | None, batches: int, examples: int, reading: Reading
 ) -> None:
     """What was collected from so many batches; where it is of more, that was put aside before."""
+    if aside is None:
+        return
     for p in pending:
         if isinstance(p.collector, SiteStatistics) and p.collector.additive and p.done == batches > 0:
             tensors, facts = p.collector.state()

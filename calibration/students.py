@@ -1,7 +1,7 @@
 """Students: the operators that a site may be distilled into, and all they are given that is not fitted.
 
-That follows from the teacher's convention and the recipe: a fit that a file holds is checked
-against it, since another operator would pass for the one that was asked for.
+That follows from the teacher's convention and the recipe: of a fit that a file holds, only the tensors
+are taken, since another operator would pass for the one that was asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asapc.calibration.checked import AXES
+from asapc.calibration.checked import AXES, check_fit
 from asapc.errors import InputError
 from asapc.inputs.recipe import beside
 from asapc.ir import Convention, Coupling, Distilled, OutputFactor, Ties
@@ -84,42 +84,26 @@ def hybrid_of(
     return Distilled(HYBRIDS[fitted.operator], {**fitted.settings, **kept}, fitted.share)
 
 
-def check_follows(
-    name: str, convention: Convention, settings: Mapping[str, Any], given: Distilled
-) -> None:
-    """InputError where an operator is another than its convention and its settings make it."""
+def student_of(
+    name: str, convention: Convention, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Distilled:
+    """The operator that the convention and the settings make of fitted tensors, by their names in a file.
+
+    Raises InputError where a site of this convention cannot become it, or a tensor is none that it has.
+    """
     problem = refusal(name, convention, settings)
     if problem is not None:
         raise InputError(problem.rule.removeprefix("recipe: "), got=problem.got)
-    operator, size = settings["operator"], OPERATORS[settings["operator"]].size
+    operator, kept = settings["operator"], beside(settings)
+    stem = f"{name}.{HYBRIDS[operator] if kept else operator}"
     # Whether there are as many queries as keys, which no file says, changes nothing but what is refused.
-    student = maker_of(name, convention, settings, True)(*[None] * len(AXES[operator]))
-    if beside(settings):
-        student = hybrid_of(student, settings["summary_tokens"], convention.score_multiplier, None)
-    difference = _difference(student, given)
-    sized = given.settings[size]  # pivots or slices [H, n, D]; a number of half-steps is seen above
-    if difference is None and isinstance(sized, Tensor) and sized.shape[1] != settings[size]:
-        difference = f"{size}: {sized.shape[1]}, not {settings[size]}"
-    if difference is not None:
-        rule = f"{name} must be what its convention and its settings make it"
-        raise InputError(rule, got=difference)
-    kernel = given.settings.get("depthwise")
-    if kernel is not None and kernel.shape[2] != settings["depthwise"]:
-        rule = f"{name}: the convolution must be as wide as the settings say"
-        raise InputError(rule, got=f"{kernel.shape[2]}, `depthwise: {settings['depthwise']}`")
-
-
-def _difference(student: Distilled, given: Distilled) -> str | None:
-    """What of the second is not as in the first, None where all is.  Tensors may be any."""
-    if given.operator != student.operator:
-        return f"{given.operator}, not {student.operator}"
-    if given.share != student.share:
-        return f"share: {given.share}, not {student.share}"
-    for key, value in student.settings.items():
-        found = given.settings.get(key)
-        if not isinstance(found, Tensor) and found != value:
-            return f"{key}: {found}, not {value}"
-    return None
+    make = maker_of(name, convention, settings, True)
+    student = make(*(tensors.get(f"{stem}.{key}") for key in AXES[operator]))
+    if kept:
+        depthwise = tensors.get(f"{stem}.depthwise")
+        student = hybrid_of(student, settings["summary_tokens"], convention.score_multiplier, depthwise)
+    check_fit(name, student, n=settings[OPERATORS[operator].size], w=settings["depthwise"])
+    return student
 
 
 def lot_maker(name: str, convention: Convention, square: bool) -> Maker:

@@ -18,7 +18,7 @@ KEYWORDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_teacher(folder: Path, seq_len: int = 12, **changed: int) -> Path:
+def write_teacher(folder: Path, seq_len: int = 12, sharpness: float = 4.0, **changed: int) -> Path:
     """Random, with attention that is not flat and an output that depends on it."""
     torch.manual_seed(0)
     keywords = {**KEYWORDS, "seq_len": seq_len, **changed}
@@ -27,7 +27,7 @@ def write_teacher(folder: Path, seq_len: int = 12, **changed: int) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "WQ" in name or "WK" in name:
-                parameter.mul_(4.0)
+                parameter.mul_(sharpness)
     save_file(model.state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"architecture": "sinkformer-text", **keywords}))
     return folder

@@ -9,13 +9,13 @@ import shutil
 
 import pytest
 import torch
+from collected import take
 
 from asapc.calibration import collect, teacher
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import (
     Calibration,
-    SiteCalibration,
     fit_facts,
     load_calibration,
     save_calibration,
@@ -51,11 +51,12 @@ def site_tensors(seed=0, batch=3, heads=2, n=9, m=9, dim=4, masked=False, bias=F
 def statistics_of(batches, rule=None, name="layer", **fields):
     """Statistics of one site; `fields` are those of its recipe."""
     rule = rule or convention()
-    recipe = Recipe(**{"side": "source", "c_transforms": 3, "features": ("sliced:4",), **fields})
+    defaults = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ("sliced:4",)}
+    recipe = Recipe(**{**defaults, **fields})
     plan = transform_plan(rule, recipe.c_transforms, recipe.side, recipe.aim)
     statistics = SiteStatistics(name, rule, plan, recipe)
     for batch in batches:
-        statistics.update(batch)
+        take(statistics, batch)
     return statistics
 
 
@@ -91,6 +92,15 @@ def double(tensors):
     return tensors.q.double(), tensors.k.double(), tensors.keep, bias
 
 
+def assert_closes(tensors, rule, f, g, c_transforms, half_steps=None):
+    """f and g, through the c-transforms, are the loop of the rule, or one of other half-steps."""
+    loop = rule if half_steps is None else dataclasses.replace(rule, half_steps=half_steps)
+    factor = factor_terms(rule.output_factor)
+    found = asap_attention(*double(tensors), f, g, 0.5, c_transforms, factor)
+    exact = sinkhorn_attention(*double(tensors), *settings_of(loop))
+    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
+
+
 def cost_offset(tensors, side, multiplier=0.5):
     wide = SiteTensors(tensors.q.double(), tensors.k.double(), tensors.keep)
     return clouds_of(wide, multiplier, side).cost_offset()
@@ -99,9 +109,9 @@ def cost_offset(tensors, side, multiplier=0.5):
 # Targets
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 10), (1, 1)], ids=["square", "cross", "one"])
+@pytest.mark.parametrize(("n", "m", "masked", "bias"), [
+    (9, 9, False, False), (7, 10, True, True), (7, 10, False, True), (1, 1, True, False),
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("half_steps", "first_side", "side", "c_transforms"),
     [
@@ -128,11 +138,7 @@ def test_exact_target_reproduces_the_finite_teacher(
         assert float(target.masked_fill(keep[:, None], 0.0).abs().max()) == 0.0
     assert float(target.sum(-1).abs().max()) < 1e-11
     dual = target - cost_offset(tensors, side)
-    duals = (dual, None) if side == "source" else (None, dual)
-    factor = factor_terms(rule.output_factor)
-    found = asap_attention(*double(tensors), *duals, 0.5, c_transforms, factor)
-    exact = sinkhorn_attention(*double(tensors), *settings_of(rule))
-    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
+    assert_closes(tensors, rule, *((dual, None) if side == "source" else (None, dual)), c_transforms)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
@@ -149,10 +155,7 @@ def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_s
     )
     shift = duals.intercept(plan.half_steps)
     assert shift.shape == (3, 2)
-    factor = factor_terms(rule.output_factor)
-    found = asap_attention(*double(tensors), f + shift[..., None], g, 0.5, 0, factor)
-    exact = sinkhorn_attention(*double(tensors), *settings_of(rule))
-    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
+    assert_closes(tensors, rule, f + shift[..., None], g, 0)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
@@ -193,12 +196,10 @@ def test_fully_masked_example_has_a_finite_target(side):
 # Statistics
 
 
-FITS = [("source", 3), ("source", 1), ("target", 2), ("target", 1)]
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize("coefficients", ["pooled", "per_head", "shared"])
-@pytest.mark.parametrize(("side", "c_transforms"), FITS)
+@pytest.mark.parametrize(("side", "c_transforms", "coefficients", "masked"), [
+    ("source", 3, "pooled", False), ("source", 1, "per_head", True), ("target", 2, "shared", True),
+    ("target", 1, "pooled", True), ("target", 2, "per_head", False),
+])  # fmt: skip
 def test_statistics_equal_a_direct_fit(side, c_transforms, coefficients, masked):
     batches = [site_tensors(seed, masked=masked, batch=4) for seed in range(3)]
     features = ("sliced:3", "gaussian")
@@ -353,11 +354,11 @@ def test_pieces_change_nothing(monkeypatch, fields):
     whole = statistics_of([], seed=5, **fields)
     cut = statistics_of([], seed=5, **fields)
     for batch in batches:
-        whole.update(batch)
+        take(whole, batch)
     monkeypatch.setattr(collect, "_PIECE", 1)
     assert len(collect.pieces(batches[0])) == 3
     for batch in batches:
-        cut.update(batch)
+        take(cut, batch)
     one, other = (finish({"layer": own})["layer"] for own in (whole, cut))
     for index in range(len(one.amortised.predictors)):
         one_own, other_own = coefficients_of(one, index), coefficients_of(other, index)
@@ -422,18 +423,11 @@ def degenerate(kind):
 
 
 @pytest.mark.parametrize("kind", DEGENERATE)
-@pytest.mark.parametrize(
-    "features",
-    [
-        ("sliced:8",), ("gaussian",), ("coarse:4",), ("farthest:4",),
-        ("coarse:4", "gaussian", "norm", "active"),
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize(
-    ("side", "c_transforms"), [("source", 3), ("target", 2), ("target", 1), ("both", 0)]
-)
-def test_degenerate_layers_fit_without_nan(kind, features, side, c_transforms):
+@pytest.mark.parametrize(("side", "c_transforms", "features"), [
+    ("source", 3, ("sliced:8",)), ("target", 2, ("coarse:4", "gaussian", "norm", "active")),
+    ("target", 1, ("farthest:4",)), ("both", 0, ("coarse:4", "gaussian")),
+])  # fmt: skip
+def test_degenerate_layers_fit_without_nan(kind, side, c_transforms, features):
     """Finite coefficients without a ridge, and a finite map that keeps the teacher's last sums."""
     tensors = degenerate(kind)
     for ridge in (0.0, 1e-3):
@@ -459,8 +453,9 @@ def test_non_finite_activations_name_the_site(where, value):
         statistics_of([tensors], name="encoder.layer3")
 
 
-@pytest.mark.parametrize("features", [("sliced:4",), ("coarse:4", "gaussian", "lse")], ids=" ".join)
-@pytest.mark.parametrize(("side", "c_transforms"), FITS)
+@pytest.mark.parametrize(("side", "c_transforms", "features"), [
+    ("source", 3, ("sliced:4",)), ("target", 1, ("coarse:4", "gaussian", "lse")),
+])  # fmt: skip
 def test_nan_behind_the_mask_is_harmless(side, c_transforms, features):
     tensors = site_tensors(masked=True, batch=8)
     assert tensors.keep is not None
@@ -518,25 +513,8 @@ def test_c_transforms_go_on_from_the_last_dual(
     last = half_steps if rule.last_side == ("row" if side == "source" else "column") else half_steps - 1
     assert plan.half_steps == last == plan.budget(rule, side).half_steps
     dual = TeacherDuals(tensors, rule).target(plan.half_steps, side) - cost_offset(tensors, side)
-    duals = (dual, None) if side == "source" else (None, dual)
-    longer = convention(last + c_transforms, first_side)
-    factor = factor_terms(rule.output_factor)
-    found = asap_attention(*double(tensors), *duals, 0.5, c_transforms, factor)
-    exact = sinkhorn_attention(*double(tensors), *settings_of(longer))
-    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.parametrize("given", [1, 2])
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_one_c_transform_from_the_last_dual_is_what_it_always_was(side, given):
-    """ASAP-0 on a column-ending teacher; rescaled rows, and a row-ending teacher's keys, likewise."""
-    for half_steps in (1, 2, 10, 5):
-        rule = convention(half_steps)
-        aligned, last = (transform_plan(rule, given, side, aim) for aim in ("aligned", "last"))
-        if last is not None and last.aim == "last":
-            assert rule.last_side == ("row" if side == "source" else "column")
-        else:
-            assert last == aligned
+    f, g = (dual, None) if side == "source" else (None, dual)
+    assert_closes(tensors, rule, f, g, c_transforms, last + c_transforms)
 
 
 def test_one_fit_serves_any_number_of_c_transforms():
@@ -613,7 +591,7 @@ def flat(value):
     if dataclasses.is_dataclass(value):
         return [(f.name, flat(getattr(value, f.name))) for f in dataclasses.fields(value)]
     if isinstance(value, dict):
-        return [(key, flat(item)) for key, item in value.items()]
+        return [(key, flat(item)) for key, item in sorted(value.items())]
     if isinstance(value, tuple):
         return [flat(item) for item in value]
     return value
@@ -628,16 +606,6 @@ def test_folder_round_trip(saved, tmp_path):
     ]
     shutil.move(tmp_path / "calib", tmp_path / "moved")
     assert flat(load_calibration(tmp_path / "moved")) == flat(saved)
-
-
-def test_a_loaded_calibration_computes_the_same(saved, tmp_path):
-    save_calibration(tmp_path / "calib", saved)
-    unseen = site_tensors(77)
-    for name, (site,) in load_calibration(tmp_path / "calib").sites.items():
-        found = apply_amortised(site.convention, site.amortised, unseen, None)
-        (own,) = saved.sites[name]
-        assert isinstance(site, SiteCalibration)
-        assert torch.equal(found, apply_amortised(own.convention, own.amortised, unseen, None))
 
 
 def test_folder_round_trip_without_hashes_and_with_infinite_condition(saved, tmp_path):
@@ -701,29 +669,24 @@ FIRST, KEY, BOTH = (("sites", f"layers.{index}.attn", 0) for index in (0, 2, 3))
 DAMAGE = {
     "no tensors": (lambda f: (f / "calibration.safetensors").unlink(), "is missing"),
     "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
-    "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
     "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
     "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 6"),
     "old version": (edited("format_version", value=1), "format_version must be 6.*got 1"),
     "no teacher": (edited("teacher"), "damaged"),
-    "no order": (edited("order"), "damaged"),
-    "another type of teacher": (edited("teacher", value={"a": 1}), "expected a str"),
-    "another type of recipe": (edited("recipe", value=[]), "expected a dict"),
-    "another type of capture": (edited("capture", value=3), "expected a str"),
-    "another type of data": (edited("data", value=7), "expected a str"),
-    "bad order": (edited("order", value="random"), "expected parallel or sequential"),
+    "another type of teacher": (edited("teacher", value={"a": 1}), "teacher must be text"),
+    "another type of recipe": (edited("recipe", value=[]), "recipe must be a mapping"),
+    "bad order": (edited("order", value="random"), "order must be one of parallel, sequential"),
     "no such site": (edited("sites", "other", value=[{}]), "damaged"),
     "no fit": (edited("sites", "other", value={}), "expected a list of fits"),
     "no times": (lambda f: (f / "timings.json").unlink(), "no timings.json"),
     "a time too few": (overwritten("timings.json", lambda b: b.replace(b"[", b"[[]", 1)), "damaged"),
     "no such time": (overwritten("timings.json", lambda b: b"{}"), "damaged"),
-    "sites of another type": (edited("sites", value=[]), "damaged"),
-    "impossible plan": (edited(*FIRST, "plan", "c_transforms", value=2), "plan does not fit"),
-    "plan of a later time": (edited(*FIRST, "plan", "half_steps", value=8), "plan does not fit"),
-    "other first side": (edited(*FIRST, "convention", "first_side", value="column"), "plan does not"),
-    "not rescaled": (edited(*KEY, "plan", "rescaled", value=False), "plan does not fit"),
-    "one dual of two": (edited(*BOTH, "duals", 0), "expected the duals"),
-    "unknown feature": (edited(*FIRST, "features", value=["slices:4"]), "unknown feature family"),
+    "impossible plan": (edited(*FIRST, "plan", "c_transforms", value=2), "plan must be what"),
+    "other first side": (edited(*FIRST, "convention", "first_side", value="column"), "must be what the"),
+    "not rescaled": (edited(*KEY, "plan", "rescaled", value=False), "plan must be what"),
+    "one dual of two": (edited(*BOTH, "duals", 0), "damaged"),
+    "unknown feature": (edited(*FIRST, "features", value=["slices:4"]), "features must be what"),
+    "unknown setting": (edited(*FIRST, "settings", "features", value=["s:4"]), "unknown feature family"),
     "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "fit must be one of ls, kl"),
     "no coefficients": (retensored("layers.0.attn.0.source.coefficients", lambda t: None), "damaged"),
     "flat coefficients": (
@@ -731,9 +694,6 @@ DAMAGE = {
         r"must be float32 \[any, any\], got float32 \[4\]",
     ),
     "nan": (retensored("layers.0.attn.0.source.coefficients", lambda t: t * math.nan), "finite numbers"),
-    "infinite pivots": (
-        retensored("layers.2.attn.0.target.parameter.0", lambda t: t * math.inf), "finite numbers",
-    ),
     "no pivots": (retensored("layers.2.attn.0.target.parameter.0", lambda t: None), "damaged"),
     "no hashes": (retensored("seen_hashes", lambda t: None), "damaged"),
 }  # fmt: skip
@@ -751,23 +711,15 @@ def test_damaged_folders_are_one_clear_message(saved, tmp_path, damage):
     assert "asapc calibrate" in str(caught.value)
 
 
-@pytest.mark.parametrize("half_steps", [1, 6])
-@pytest.mark.parametrize("first", ["row", "column"])
-@pytest.mark.parametrize("spread", [1.0, 300.0], ids=["linear domain", "log domain"])
+@pytest.mark.parametrize(("half_steps", "first", "spread"), [(1, "column", 1.0), (6, "row", 300.0)])
 def test_the_map_of_the_duals_is_the_references(half_steps, first, spread):
-    """Padded, with an example that has no active key, and a bias."""
-    convention = Convention(half_steps, first, 0.5, mask="key", bias=True)
-    tensors = site_tensors(batch=3, masked=True)
-    keep = tensors.keep.clone()
-    keep[1] = False
-    tensors = dataclasses.replace(
-        tensors, q=spread * tensors.q, keep=keep, bias=torch.randn(1, 2, 9, 9)
-    )
-    found = TeacherDuals(tensors, convention).attention()
-    exact = sinkhorn_attention(
-        tensors.q.double(), tensors.k.double(), keep, tensors.bias.double(), 0.5, half_steps,
-        first == "row", [1.0, 1.0, 0.0, 0.0],
-    )  # fmt: skip
+    """In the linear and the log domain; padded, with an example that has no active key, and a bias."""
+    rule = Convention(half_steps, first, 0.5, mask="key", bias=True)
+    tensors = site_tensors(masked=True, bias=True)
+    keep = tensors.keep & torch.tensor([[True], [False], [True]])
+    tensors = dataclasses.replace(tensors, q=spread * tensors.q, keep=keep)
+    found = TeacherDuals(tensors, rule).attention()
+    exact = sinkhorn_attention(*double(tensors), *settings_of(rule)[:-1], [1.0, 1.0, 0.0, 0.0])
     assert found.dtype == torch.float32 and not bool(found[1].any())
     active = [0, 2]
     torch.testing.assert_close(found[active], exact.float()[active], rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import take
 from small_text import KEYWORDS, write_data, write_teacher
 
 import asapc
@@ -39,7 +40,7 @@ def fits(
     for name in names:
         sites[name] = SiteStatistics(name, rule, plan, recipe)
         q, k = (torch.randn(examples, HEADS, tokens, 4, generator=generator) for _ in range(2))
-        sites[name].update(SiteTensors(q, k, None, None))
+        take(sites[name], SiteTensors(q, k, None, None))
     return {name: (fit,) for name, fit in finish(sites).items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from collected import take
 from junk import JUNK, places, survives, with_junk
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
@@ -165,7 +166,7 @@ def test_statistics_of_an_unfinished_run_are_looked_at() -> None:
     assert plan is not None
     full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    full.update(SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
+    take(full, SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
     tensors, facts = full.state()
     for name, tensor in tensors.items():
         for what, other in other_tensors(tensor).items():
@@ -218,7 +219,7 @@ def test_columns_for_each_position_are_of_these_positions() -> None:
     generator = torch.Generator().manual_seed(0)
     seen = SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator))
     for _ in range(9):
-        statistics.update(seen)
+        take(statistics, seen)
     own = finish({"s": statistics})["s"].amortised
     apply_amortised(convention, own, seen, None)
     with pytest.raises(InputError, match=r"9 columns, as it was fitted, got 7 columns of 7 tokens"):

@@ -120,6 +120,16 @@ def split(piece, *cuts):
     return done
 
 
+def solved(pieces, penalty=0.0, groups=1, start=None, **rest):
+    start = torch.zeros(groups, pieces[0].columns.shape[-1]) if start is None else start
+    return fit_kl(pieces, groups=groups, penalty=penalty, start=start, **rest)
+
+
+def value(pieces, penalty, coefficients, head=None):
+    """J at these coefficients."""
+    return KlObjective(pieces, penalty, head).evaluate(coefficients.double()).value
+
+
 @pytest.mark.parametrize("head", [None, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_value_gradient_hessian_against_autograd(layout, head):
@@ -142,21 +152,7 @@ def test_value_gradient_hessian_against_autograd(layout, head):
     torch.testing.assert_close(inside, basis.T @ hessian @ basis, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_finite_differences(layout):
-    piece, _ = piece_for(layout, seed=4)
-    objective = KlObjective([piece], 0.1)
-    omega, step = torch.tensor([0.1, 0.4, -0.3, 0.2]).double(), 1e-5
-    here = objective.evaluate(omega, torch.eye(4).double())
-    for index, unit in enumerate(torch.eye(4).double()):
-        up, down = objective.evaluate(omega + step * unit), objective.evaluate(omega - step * unit)
-        slope = (up.value - down.value) / (2 * step)
-        assert float(here.gradient[index]) == pytest.approx(slope, rel=1e-6, abs=1e-8)
-        curve = (up.gradient - down.gradient) / (2 * step)
-        torch.testing.assert_close(here.hessian[index], curve, rtol=1e-6, atol=1e-8)
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),
@@ -180,40 +176,37 @@ def test_the_exact_dual_is_the_optimum_and_is_found(layout):
     exact = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     gradient = KlObjective([piece], 0.0).evaluate(exact).gradient
     assert gradient.abs().max() < 1e-13
-    fit = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    fit = solved([piece])
     assert fit.converged == (True,) and 0 < fit.iterations[0] < 20
     torch.testing.assert_close(fit.coefficients[0], exact, atol=1e-7, rtol=0)
-    again = fit_kl([piece], groups=1, penalty=0.0, start=exact[None])
+    again = solved([piece], start=exact[None])
     assert again.iterations == (0,) and again.converged == (True,)
-    assert torch.equal(again.coefficients, exact[None]) and again.before == again.after
+    assert torch.equal(again.coefficients, exact[None])
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "penalty"), [*((layout, 0.5) for layout in LAYOUTS), ("x_keep", 0.0)])
 def test_beats_least_squares_on_its_own_objective(layout, penalty):
     piece, dual = piece_for(layout, seed=2)
     equations = NormalEquations(4)
     equations.add(piece.columns, dual)
     start = equations.solve(penalty / equations.tokens).coefficients
-    fit = fit_kl([piece], groups=1, penalty=penalty, start=start)
-    assert fit.converged == (True,) and fit.after[0] < fit.before[0]
-    value = direct_objective(piece, penalty, fit.coefficients[0]) / fit.rows[0]
-    assert fit.after[0] == pytest.approx(float(value), rel=1e-12)
+    fit = solved([piece], penalty, start=start)
+    least = direct_objective(piece, penalty, fit.coefficients[0])
+    assert fit.converged == (True,) and least < direct_objective(piece, penalty, start[0])
     keep = piece.clouds.x_keep
-    assert fit.rows[0] == 2 * (3 * piece.mass.shape[2] if keep is None else int(keep.sum()))
+    rows = 2 * (3 * piece.mass.shape[2] if keep is None else int(keep.sum()))
     end = KlObjective([piece], penalty).evaluate(fit.coefficients[0])
-    assert fit.gradient_norm[0] == pytest.approx(float(end.gradient.norm()) / fit.rows[0])
+    assert fit.gradient_norm[0] == pytest.approx(float(end.gradient.norm()) / rows)
     for other in torch.eye(4).double() * 1e-3:  # nothing near is lower
-        moved = direct_objective(piece, penalty, fit.coefficients[0] + other)
-        assert moved > value * fit.rows[0]
+        assert direct_objective(piece, penalty, fit.coefficients[0] + other) > least
 
 
 def test_per_head_equals_one_fit_per_head_and_differs_from_pooled():
     piece, _ = piece_for("y_keep", batch=6)
-    per_head = fit_kl([piece], groups=2, penalty=0.1, start=torch.zeros(2, 4))
-    pooled = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    per_head = solved([piece], 0.1, groups=2)
+    pooled = solved([piece], 0.1)
     assert per_head.coefficients.shape == (2, 4) and pooled.coefficients.shape == (1, 4)
-    assert per_head.coefficients.dtype == torch.float64 and per_head.rows == (42, 42)
+    assert per_head.coefficients.dtype == torch.float64
     for head in range(2):
         part = slice(head, head + 1)
         c = piece.clouds
@@ -222,31 +215,30 @@ def test_per_head_equals_one_fit_per_head_and_differs_from_pooled():
             Clouds(c.x[:, part], c.y[:, part], y_keep=c.y_keep),
             piece.mass[:, part],
         )
-        fit = fit_kl([alone], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+        fit = solved([alone], 0.1)
         torch.testing.assert_close(per_head.coefficients[head], fit.coefficients[0], atol=1e-8, rtol=0)
         assert (per_head.coefficients[head] - pooled.coefficients[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "groups"), [("N<M", 1), ("x_keep", 2), ("y_keep", 2), ("bias", 1)])
 def test_streaming_changes_nothing(layout, groups, monkeypatch):
     piece, _ = piece_for(layout, batch=6)
     start = torch.zeros(groups, 4)
-    whole = fit_kl([piece], groups=groups, penalty=0.01, start=start)
-    parts = fit_kl(split(piece, 1, 4), groups=groups, penalty=0.01, start=start)
+    whole = solved([piece], 0.01, groups=groups, start=start)
+    parts = solved(split(piece, 1, 4), 0.01, groups=groups, start=start)
     monkeypatch.setattr(kl, "_TILE", 1)
-    tiles = fit_kl([piece], groups=groups, penalty=0.01, start=start)
+    tiles = solved([piece], 0.01, groups=groups, start=start)
     for other in (parts, tiles):
         torch.testing.assert_close(other.coefficients, whole.coefficients, atol=1e-8, rtol=1e-8)
-        assert other.rows == whole.rows and all(other.converged)
+        assert all(other.converged)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
 def test_lbfgs_equals_newton(penalty, monkeypatch):
     piece, _ = piece_for("y_keep", batch=6, features=9)
-    dense = fit_kl([piece], groups=2, penalty=penalty, start=torch.zeros(2, 9))
+    dense = solved([piece], penalty, groups=2)
     monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
-    lbfgs = fit_kl([piece], groups=2, penalty=penalty, start=torch.zeros(2, 9))
+    lbfgs = solved([piece], penalty, groups=2)
     assert all(dense.converged) and all(lbfgs.converged)
     torch.testing.assert_close(lbfgs.coefficients, dense.coefficients, atol=1e-6, rtol=1e-6)
 
@@ -255,43 +247,40 @@ def test_float32_activations_and_columns_of_any_unit():
     piece, _ = piece_for("square", batch=8)
     units = torch.tensor([1e-6, 1.0, 1e3, 1e8], dtype=torch.float64)
     scaled = KlPiece(piece.columns * units, piece.clouds, piece.mass)
-    plain = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 4))
-    fit = fit_kl([scaled], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    plain = solved([piece])
+    fit = solved([scaled])
     torch.testing.assert_close(fit.coefficients * units, plain.coefficients, atol=1e-7, rtol=1e-7)
     c = piece.clouds
     single = KlPiece(piece.columns.float(), Clouds(c.x.float(), c.y.float()), piece.mass.float())
-    fit = fit_kl([single], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    fit = solved([single])
     assert fit.converged == (True,)
     torch.testing.assert_close(fit.coefficients, plain.coefficients, atol=1e-4, rtol=1e-4)
 
 
 def test_a_start_far_off_ends_as_well():
     piece, _ = piece_for("square", batch=8)
-    near = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    near = solved([piece], 0.1)
     far = fit_kl([piece], groups=1, penalty=0.1, start=torch.full((1, 4), 1e5))
     assert far.converged == (True,)
     torch.testing.assert_close(far.coefficients, near.coefficients, atol=1e-6, rtol=0)
 
 
 def finite(fit):
-    return bool(fit.coefficients.isfinite().all()) and all(
-        math.isfinite(v) for v in (*fit.gradient_norm, *fit.before, *fit.after)
-    )
+    return bool(fit.coefficients.isfinite().all()) and all(map(math.isfinite, fit.gradient_norm))
 
 
-@pytest.mark.parametrize("free", [False, True], ids=["newton", "lbfgs"])
-@pytest.mark.parametrize("penalty", [0.0, 1e-3, 1e6])
-@pytest.mark.parametrize("spread", [1.0, 5.0, 50.0], ids=["mild", "sharp", "huge"])
+@pytest.mark.parametrize("features", [4, 0], ids=["newton", "lbfgs"])
+@pytest.mark.parametrize(("spread", "penalty"), [(5.0, 1e-3), (50.0, 0.0), (50.0, 1e6)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_never_nan_never_worse(layout, spread, penalty, free, monkeypatch):
-    if free:
-        monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
+def test_never_nan_never_worse(layout, spread, penalty, features, monkeypatch):
+    monkeypatch.setattr(kl, "DENSE_FEATURES", features)
     piece, dual = piece_for(layout, spread=spread, teacher=True)  # huge: scores to 1e4
     equations = NormalEquations(4)
     equations.add(piece.columns[..., :4], dual)
     for start in (torch.zeros(1, 4), 10 * torch.ones(1, 4), 0.9 * equations.solve(1e-3).coefficients):
-        fit = fit_kl([piece], groups=1, penalty=penalty, start=start)
-        assert finite(fit) and fit.after[0] <= fit.before[0]
+        fit = solved([piece], penalty, start=start)
+        before, after = (value([piece], penalty, x[0]) for x in (start, fit.coefficients))
+        assert finite(fit) and after <= before
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
@@ -302,8 +291,8 @@ def test_dependent_and_constant_columns(penalty):
         piece.clouds,
         piece.mass,
     )
-    fit = fit_kl([twice], groups=1, penalty=penalty, start=torch.zeros(1, 12))
-    once = fit_kl([piece], groups=1, penalty=penalty / 2, start=torch.zeros(1, 4))
+    fit = solved([twice], penalty)
+    once = solved([piece], penalty / 2)
     assert fit.converged == (True,)
     first, second, zero = fit.coefficients[0].split(4)
     torch.testing.assert_close(first, second, atol=1e-8, rtol=0)
@@ -327,7 +316,7 @@ def test_nothing_to_learn(penalty):
         [],
     ]
     for pieces in cases:
-        fit = fit_kl(pieces, groups=1, penalty=penalty, start=start)
+        fit = solved(pieces, penalty, start=start)
         assert finite(fit) and fit.converged == (True,)
         expected = start if penalty == 0 else torch.zeros_like(start)
         torch.testing.assert_close(fit.coefficients, expected, atol=1e-6, rtol=0)
@@ -335,7 +324,7 @@ def test_nothing_to_learn(penalty):
 
 def test_examples_without_a_key_are_passed_over():
     piece, _ = piece_for("y_keep")
-    alone = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    alone = solved([piece], 0.1)
     c = piece.clouds
     clouds = Clouds(
         torch.cat([c.x, c.x[:1]]),
@@ -344,8 +333,7 @@ def test_examples_without_a_key_are_passed_over():
     )
     nan = torch.full_like(piece.mass[:1], math.nan)
     more = KlPiece(torch.cat([piece.columns, piece.columns[:1]]), clouds, torch.cat([piece.mass, nan]))
-    fit = fit_kl([more], groups=1, penalty=0.1, start=torch.zeros(1, 4))
-    assert fit.rows == alone.rows
+    fit = solved([more], 0.1)
     torch.testing.assert_close(fit.coefficients, alone.coefficients, atol=1e-12, rtol=0)
 
 
@@ -355,9 +343,7 @@ def test_duplicated_tokens():
     same = Clouds(x, y)
     dual, mass = teacher_of(same)
     columns = torch.stack([dual, dual.square(), x[..., 0]], -1)
-    fit = fit_kl(
-        [KlPiece(same.centre(columns), same, mass)], groups=1, penalty=0.0, start=torch.zeros(1, 3)
-    )
+    fit = solved([KlPiece(same.centre(columns), same, mass)])
     assert fit.converged == (True,)
     torch.testing.assert_close(fit.coefficients[0], torch.tensor([1.0, 0, 0]).double(), atol=1e-7, rtol=0)
 
@@ -371,8 +357,9 @@ def test_an_optimum_at_infinity_stays_finite():
     mass[..., 0] = 0.0
     clouds = piece.clouds
     piece = KlPiece(clouds.centre(columns), clouds, mass)
-    fit = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 1))
-    assert finite(fit) and fit.coefficients[0, 0] < -10 and fit.after[0] < fit.before[0]
+    fit = solved([piece])
+    assert finite(fit) and fit.coefficients[0, 0] < -10
+    assert value([piece], 0.0, fit.coefficients[0]) < value([piece], 0.0, torch.zeros(1))
 
 
 def test_a_y_out_of_reach_takes_no_mass():
@@ -389,28 +376,27 @@ def test_a_y_out_of_reach_takes_no_mass():
     torch.testing.assert_close(left.gradient, right.gradient, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("free", [False, True], ids=["newton", "lbfgs"])
-def test_says_when_it_did_not_converge(free, monkeypatch):
-    if free:
-        monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
+@pytest.mark.parametrize("features", [4, 0], ids=["newton", "lbfgs"])
+def test_says_when_it_did_not_converge(features, monkeypatch):
+    monkeypatch.setattr(kl, "DENSE_FEATURES", features)
     piece, _ = piece_for("square", spread=2.0, teacher=True)
     start = torch.full((1, 4), 30.0)
-    cut = fit_kl([piece], groups=1, penalty=0.0, start=start, max_iterations=1)
-    assert cut.converged == (False,) and cut.iterations == (1,) and cut.after[0] <= cut.before[0]
-    full = fit_kl([piece], groups=1, penalty=0.0, start=start)
-    assert full.converged == (True,) and full.after[0] < cut.after[0]
+    cut = solved([piece], start=start, max_iterations=1)
+    assert cut.converged == (False,) and cut.iterations == (1,)
+    full = solved([piece], start=start)
+    ends = [value([piece], 0.0, x) for x in (full.coefficients[0], cut.coefficients[0], start[0])]
+    assert full.converged == (True,) and ends == sorted(ends) and ends[0] < ends[1]
     assert full.gradient_norm[0] < 1e-6 * cut.gradient_norm[0]
 
 
 def test_bad_arguments():
     piece, _ = piece_for("square")
-    for penalty in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="penalty"):
-            fit_kl([piece], groups=1, penalty=penalty, start=torch.zeros(1, 4))
-    for start in (torch.zeros(2, 4), torch.zeros(4), torch.full((1, 4), math.nan)):
-        with pytest.raises(ValueError, match="start"):
-            fit_kl([piece], groups=1, penalty=0.0, start=start)
-    with pytest.raises(ValueError, match="columns"):
-        fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="columns"):
-        fit_kl([piece], groups=3, penalty=0.0, start=torch.zeros(3, 4))
+    zeros = torch.zeros(1, 4)
+    for rule, change in [
+        *(("penalty", {"penalty": x}) for x in (-1.0, math.nan, math.inf)),
+        *(("start", {"start": x}) for x in (torch.zeros(2, 4), zeros[0], zeros * math.nan)),
+        ("columns", {"start": torch.zeros(1, 5)}),
+        ("columns", {"groups": 3, "start": torch.zeros(3, 4)}),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            fit_kl([piece], **{"groups": 1, "penalty": 0.0, "start": zeros, **change})

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainable_loop import set_loop, trainable_sinkhorn_attention
 
-from asapc.models import ARCHITECTURES, SinkformerText, SinkformerViT
+from asapc.models import SinkformerText, SinkformerViT
 from asapc.models.sinkhorn import PADDED_SCORE, sinkhorn_attention
 from asapc.models.text import sinusoid_table
 from asapc.models.vit import Patches
@@ -59,7 +59,7 @@ def scaled_plan(scores: Tensor, half_steps: int, keep: list[bool]) -> Tensor:
     return torch.tensor(plan, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("half_steps", [0, 1, 2, 3, 10, 21])
+@pytest.mark.parametrize("half_steps", [0, 1, 2, 21])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (4, 7), (7, 3)], ids=str)
 def test_loop_equals_independent_scaling_loop(half_steps: int, shape: tuple[int, int]) -> None:
     scores = 2 * torch.randn(shape, dtype=torch.float64, generator=torch.manual_seed(1))
@@ -70,7 +70,7 @@ def test_loop_equals_independent_scaling_loop(half_steps: int, shape: tuple[int,
     torch.testing.assert_close(cold, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("half_steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("half_steps", [1, 10])
 @pytest.mark.parametrize("active", [1, 3, 6], ids="{}_of_6_active".format)
 def test_padded_keys_get_nothing_and_padded_queries_keep_mass(half_steps: int, active: int) -> None:
     scores = torch.randn(6, 6, dtype=torch.float64, generator=torch.manual_seed(2))
@@ -241,12 +241,9 @@ def test_output_is_logits_and_a_list_of_maps(model: SinkformerViT | SinkformerTe
     assert isinstance(output, tuple) and isinstance(output[1], list)
     assert len(output[1]) == 2 and output[1][0].shape[:2] == (3, 2)
     assert all(torch.equal(t, model.example_inputs(3)[n]) for n, t in inputs.items())
-
-
-def test_text_example_inputs_show_padding() -> None:
-    tokens = small_text().example_inputs(3)["inputs"]
-    counts = tokens.ne(0).sum(1).tolist()
-    assert counts[0] == 9 and counts == sorted(counts, reverse=True) and counts[-1] < 9
+    if "inputs" in inputs:  # rows with and without padding
+        counts = inputs["inputs"].ne(0).sum(1).tolist()
+        assert counts[0] == 9 and counts == sorted(counts, reverse=True) and counts[-1] < 9
 
 
 def test_single_pixel_images_and_single_tokens() -> None:
@@ -255,20 +252,6 @@ def test_single_pixel_images_and_single_tokens() -> None:
     probabilities, maps = small_text(seq_len=1)(torch.tensor([[4]]))
     torch.testing.assert_close(maps[0], torch.ones(1, 2, 1, 1))
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(1))
-
-
-@pytest.mark.parametrize("name", ["vit", "text"])
-def test_exports_with_dynamic_batch(name: str) -> None:
-    model = small_vit() if name == "vit" else small_text()
-    inputs = model.example_inputs(3)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(
-        model, (), inputs, dynamic_shapes={key: {0: batch} for key in inputs}
-    )
-    more = model.example_inputs(5)
-    actual, expected = program.module()(**more), model(**more)
-    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-6)
 
 
 def test_bad_arguments() -> None:
@@ -283,11 +266,6 @@ def test_bad_arguments() -> None:
 def test_image_size_may_be_a_pair() -> None:
     logits, maps = small_vit(image_size=[8, 4], patch_size=[4, 2])(torch.randn(2, 2, 8, 4))
     assert logits.shape == (2, 3) and maps[0].shape[-1] == 5
-
-
-def test_architecture_names() -> None:
-    assert ARCHITECTURES["sinkformer-vit"] is SinkformerViT
-    assert ARCHITECTURES["sinkformer-text"] is SinkformerText
 
 
 def test_shipped_digits_teacher() -> None:
@@ -322,7 +300,7 @@ def test_shipped_code_teacher() -> None:
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 1_000_000
     model = load_teacher(str(folder / "teacher")).model
     assert model is not None
-    batches = list(open_data(str(folder / "code.npz"), None).batches(2, limit=32))
+    batches = list(open_data(str(folder / "code.npz"), None).batches(2, limit=16))
     with torch.no_grad():
         usual = model(**batches[0].kwargs)[0]
         set_loop(model, trainable_sinkhorn_attention)  # the same map, ten times as fast
@@ -330,7 +308,7 @@ def test_shipped_code_teacher() -> None:
     torch.testing.assert_close(found[0], usual, rtol=1e-3, atol=1e-4)
     labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
     tokens = torch.cat([batch.kwargs["inputs"] for batch in batches])
-    assert tokens.shape == (32, 896) and tokens.eq(0).any(-1).sum() > 16 and tokens.max() < 1024
+    assert tokens.shape == (16, 896) and tokens.eq(0).any(-1).sum() > 8 and tokens.max() < 1024
     assert (torch.cat(found).argmax(-1) == labels).double().mean() > 0.85
 
 

@@ -64,13 +64,8 @@ def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
     assert all(attributes["scope"] in ("row", "col") for tag, attributes in reader.tags if tag == "th")
     assert "<script>alert(1)" in "".join(reader.text)
     assert not re.search("[\x1b\u202e]|https?:|url\\(", html) and len(html) < 10_000
-
-
-def test_a_deep_model_is_a_short_table() -> None:
-    document = page_report.full_report()
     document["sites"] = [{**document["sites"][0], "name": f"layers.{i}"} for i in range(ROWS + 5)]
-    html = page_report.typed(document)._repr_html_()
-    assert html.count('<th scope="row"') == ROWS and "and 5 more" in html
+    assert "and 5 more" in page_report.typed(document)._repr_html_()
 
 
 # Models
@@ -215,15 +210,12 @@ def test_a_notebook_has_bars_in_its_cell(cell: Display, capsys: pytest.CaptureFi
     nested = [html for html in cell.shown if html.count("<progress") == 2]
     assert len(nested) == 2 and "replaying\\u001b" in nested[0]
     assert cell.shown[-1] == ""  # gone at the end
-    progress.note("noted")
-    assert capsys.readouterr() == ("noted\n", "")
-
-
-def test_a_loop_that_stops_early_leaves_no_bar(cell: Display) -> None:
-    loop = progress_here(quiet=False).track(iter([1, 2, 3]), "fitting")
+    loop = progress.track(iter([1, 2, 3]), "fitting")
     assert next(iter(loop)) == 1
     loop.close()  # type: ignore[attr-defined]
-    assert cell.shown[-1] == "" and len(cell.shown) > 1
+    assert cell.shown[-1] == ""  # nor is a bar left of a loop that stops early
+    progress.note("noted")
+    assert capsys.readouterr() == ("noted\n", "")
 
 
 def test_elsewhere_and_when_quiet_there_is_none(

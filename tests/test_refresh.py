@@ -27,7 +27,7 @@ from asapc.passes.capture import export_graph
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
-from asapc.training import anneal, refresh
+from asapc.training import anneal, parameters, refresh
 
 NET = """
 import torch
@@ -192,19 +192,6 @@ def test_labels_train_what_is_selected_and_nothing_else(work: Path, out: Path) -
     assert float((own_out - old).abs().max()) > 1e-4
 
 
-def test_gradients_reach_every_coefficient(work: Path) -> None:
-    artifact = read_artifact(work / "out")
-    names = refresh.choose_parameters(artifact.programs["graph"], 0)
-    trained = refresh._parameters(artifact.programs["graph"], None, names)
-    assert {own.label for own in trained} == TRAINED
-    batch = next(open_data(str(work / "data.npz"), artifact.signature()).batches(16))
-    objective = refresh.Objective("labels", 0, True)
-    scores = objective.scores(Runner(None, artifact.programs["graph"], gradients=True)(batch))
-    objective.loss(scores, refresh.Part(batch, None)).backward()
-    for own in trained:
-        assert own.tensor.grad is not None and float(own.tensor.grad.abs().max()) > 0, own.label
-
-
 def test_the_same_seed_gives_the_same_bytes(work: Path, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (3, 3, 4), strict=True):
@@ -255,6 +242,7 @@ def expect(
         (("--distil", "--parameters", "tail.*"), ("'tail.*'", "must match a parameter")),
         (("--distil", "--learning-rate", "1e30"), ("stay finite", "nothing was written")),
         (("--distil", "--model", "x.py:y"), ("holds the whole model",)),
+        (("--distil", "--anneal"), ("sort softly", "asap", "leave out --anneal")),
     ],
 )
 def test_what_is_refused_leaves_the_artefact_alone(
@@ -285,7 +273,7 @@ def test_an_interrupt_leaves_the_old_artefact(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(refresh, "_require_finite", interrupted)
+    monkeypatch.setattr(refresh.Trainer, "_require_finite", interrupted)
     arguments = ("refresh", out, "--data", work / "data.npz", "--distil")
     expect(capsys, EXIT_INTERRUPTED, arguments, "untouched")
     assert files(out) == files(work / "out")
@@ -325,7 +313,6 @@ class Times(nn.Module):
 @pytest.mark.parametrize(
     ("out", "head", "expected"),
     [
-        (nn.Linear(8, 8), nn.Linear(8, 3), {"out.weight", "out.bias", "head.weight", "head.bias"}),
         (nn.Identity(), nn.Linear(8, 3, bias=False), {"head.weight"}),
         (
             nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.0)),
@@ -340,12 +327,12 @@ class Times(nn.Module):
              "head.parametrizations.weight.original1"},
         ),
     ],
-    ids=["plain", "no-projection", "mlp-head", "matmul", "weight-norm"],
+    ids=["no-projection", "mlp-head", "matmul", "weight-norm"],
 )  # fmt: skip
 def test_choice_on_graphs(out: nn.Module, head: nn.Module, expected: set[str]) -> None:
     exported = export_graph(Block(out, head).eval(), (torch.randn(2, 5, 8),), {}, None)
     graph = exported.module(check_guards=False)
-    assert refresh.trainable(graph, 0) == expected | {"norm.weight", "norm.bias"}  # type: ignore[arg-type]
+    assert parameters.trainable(graph, 0) == expected | {"norm.weight", "norm.bias"}  # type: ignore[arg-type]
 
 
 class TwoSites(nn.Module):
@@ -376,22 +363,13 @@ class TwoSites(nn.Module):
 def test_coefficients_are_found_site_by_site() -> None:
     exported = export_graph(TwoSites(), (torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)), {}, None)
     graph = exported.module(check_guards=False)
-    assert refresh.coefficients(graph) == [{"one"}, {"two", "three"}, set()]  # type: ignore[arg-type]
+    assert parameters.coefficients(graph) == [{"one"}, {"two", "three"}, set()]  # type: ignore[arg-type]
 
 
 # Class scores
 
 
-def test_log_probabilities_of_logits_probabilities_and_single_columns() -> None:
-    logits = torch.randn(6, 4, dtype=torch.float64)
-    assert not class_scores.are_probabilities(logits)
-    exact = logits.log_softmax(-1)
-    assert class_scores.are_probabilities(exact.exp())
-    for scores, probabilities in ((logits, False), (exact.exp(), True)):
-        own = class_scores.log_probabilities(scores, probabilities)
-        assert torch.allclose(own, exact, rtol=0, atol=1e-12)
-    one = class_scores.log_probabilities(logits[:, :1], False)
-    assert torch.allclose(one, class_scores.log_probabilities(logits[:, :1].sigmoid(), True), atol=1e-12)
+def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
     zero = torch.tensor([[0.0, 1.0]], requires_grad=True)
     loss = class_scores.log_probabilities(zero, True)[0, 0]
     loss.backward()
@@ -551,11 +529,3 @@ def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(
     kept = after[f"graph.0.{tau}"].equal(before[f"0.{tau}"])
     assert kept == (entry["best_epoch"] == 0)
     assert read_artifact(out).manifest["sites"][0]["operator"] == "esp_hard"
-
-
-def test_annealing_needs_soft_sorts(
-    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ("refresh", out, "--data", work / "data.npz", "--distil", "--anneal")
-    expect(capsys, EXIT_BAD_INPUT, command, "sort softly", "asap", "leave out --anneal")
-    assert files(out) == files(work / "out")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import take
 from safetensors.torch import load_file, save_file
 
 from asapc.calibration.collect import SiteStatistics, finish
@@ -115,7 +116,7 @@ def test_the_batch_size_does_not_change_a_bit(
         statistics = SiteStatistics("site", convention, plan, recipe)
         statistics.prepare(rows(tensors, slice(0, 32)))
         for start in range(0, 48, size):
-            statistics.update(rows(tensors, slice(start, start + size)))
+            take(statistics, rows(tensors, slice(start, start + size)))
         fit = finish({"site": statistics})["site"]
         equations = statistics.duals[0].equations
         assert equations is not None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import take
 from small_text import write_data, write_teacher
 
 from asapc import pipeline
@@ -191,16 +192,16 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
         assert plan is not None
         straight, first, second = (SiteStatistics("s", convention, plan, recipe) for _ in range(3))
         for batch in batches:
-            straight.update(batch)
+            take(straight, batch)
         for batch in batches[:2]:
-            first.update(batch)
+            take(first, batch)
         with Shards(tmp_path / side, {"model": "m"}).open() as shards:
             shards.put("s", *first.state())
             found = shards.get("s")
         assert found is not None
         second.restore(*found)
         for batch in batches[2:]:
-            second.update(batch)
+            take(second, batch)
         whole, resumed = (finish({"s": own})["s"] for own in (straight, second))
         pairs = zip(whole.amortised.predictors, resumed.amortised.predictors, strict=True)
         assert all(torch.equal(a.coefficients, b.coefficients) for a, b in pairs)
@@ -389,3 +390,21 @@ def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[
         examples = Examples(lambda: [batch], lambda: [batch])
         assert stream._taken_up(pending, examples, aside, QUIET) == {}
         assert pending[0].done == 0 and collector.examples == 0 and aside.keys() == []
+
+
+def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
+    convention = Convention(8, "row", 0.5)
+    recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["norm"]})
+    plan = transform_plan(convention, 0, "both")
+    assert plan is not None
+    full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    take(full, SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
+    tensors, facts = full.state()
+    for missing in tensors:
+        if missing != "intercepts" and not missing.endswith("gram"):
+            with pytest.raises(InputError):
+                empty.restore({n: t for n, t in tensors.items() if n != missing}, facts)
+    with pytest.raises(KeyError):
+        empty.restore(tensors, {"examples": 2})
+    assert empty.examples == 0 and all(dual.equations is None for dual in empty.duals)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import take
 from test_softmax import tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +21,7 @@ from asapc.artifact import read_artifact
 from asapc.calibration import distill
 from asapc.calibration.checked import check_fit
 from asapc.calibration.distill import Distiller, fit_depthwise, fit_loop
-from asapc.calibration.stored import fit_document, fit_from, fit_tensors, load_calibration
+from asapc.calibration.stored import fit_document, fit_from, fit_part, load_calibration
 from asapc.calibration.students import hybrid_of, loop_maker
 from asapc.cli import app
 from asapc.errors import InputError
@@ -33,7 +34,6 @@ from asapc.passes.candidates import fits_needed
 from asapc.program.apply import apply_distilled
 from asapc.program.calls import call_of, site_function
 from asapc.report.tables import amortised_text
-from asapc.study import load_grid
 
 ops = torch.ops.asapc
 BATCH, HEADS, TOKENS, DIM, WIDTH = 3, 2, 7, 4, 5
@@ -136,8 +136,7 @@ def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("count", [1, 2, TOKENS, TOKENS + 2])
+@pytest.mark.parametrize(("count", "masked"), [(1, False), (2, True), (TOKENS, False), (9, True)])
 def test_summary_tokens_keep_softmax_and_the_others_are_among_themselves(
     kind: str, masked: bool, count: int
 ) -> None:
@@ -158,13 +157,11 @@ def test_summary_tokens_keep_softmax_and_the_others_are_among_themselves(
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 1), (1, 2), (2, 4)], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_hostile_shapes(kind: str, shape: tuple[int, int], masked: bool) -> None:
+def test_hostile_shapes(kind: str, shape: tuple[int, int]) -> None:
     """No example, no other token, one; values at masked keys are anything."""
-    t = seen(*shape, masked=masked)
-    assert t.v is not None
-    if t.keep is not None:
-        t = replace(t, v=t.v.masked_fill(~t.keep[:, None, :, None], torch.nan))
+    t = seen(*shape, masked=True)
+    assert t.v is not None and t.keep is not None
+    t = replace(t, v=t.v.masked_fill(~t.keep[:, None, :, None], torch.nan))
     student = hybrid_of(fitted(kind), 1, 0.5, normal(HEADS, WIDTH, 3))
     found = apply_distilled(student, t, t.v)
     assert found.shape == (*t.q.shape[:3], WIDTH) and found.isfinite().all()
@@ -258,14 +255,14 @@ def test_what_cannot_be_is_refused() -> None:
         distiller(loop, half_steps=2, depthwise=3)
     t = seen()
     with pytest.raises(InputError, match=r"tokens to themselves.*got 4 queries and 7 keys"):
-        distiller(summary_tokens=1).update(replace(t, q=t.q[:, :, :4]))
+        take(distiller(summary_tokens=1), replace(t, q=t.q[:, :, :4]))
     with pytest.raises(InputError, match=r"besides the summary tokens.*got 7 tokens"):
-        distiller(summary_tokens=7).update(t)
+        take(distiller(summary_tokens=7), t)
     with pytest.raises(InputError, match="leaves no map"):
-        distiller(depthwise=3).update(replace(t, v=None))
+        take(distiller(depthwise=3), replace(t, v=None))
     scaled = replace(SOFTMAX, output_factor=OutputFactor(0.5, queries=1))
     with pytest.raises(InputError, match=r"rows sum to 1.*0.5\*N"):
-        distiller(scaled, summary_tokens=1).update(t)
+        take(distiller(scaled, summary_tokens=1), t)
     for key, value in (("depthwise", 4), ("depthwise", True), ("half_steps", 0), ("summary_tokens", -1)):
         with pytest.raises(InputError, match=key):
             Recipe.from_dict({key: value})
@@ -277,9 +274,9 @@ def forged(**recipe: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for seed in range(3):
         q, k = normal(2, BATCH, HEADS, 12, DIM, seed=seed).float()
         v = normal(BATCH, HEADS, 12, WIDTH, seed=seed + 3).float()
-        one.update(SiteTensors(q, k, None, None, None, v))
-    fit = one.calibration()
-    return json.loads(json.dumps(fit_document(fit))), fit_tensors("site", fit)
+        take(one, SiteTensors(q, k, None, None, None, v))
+    tensors, document = fit_part("site", one.calibration())
+    return json.loads(json.dumps(document)), tensors
 
 
 @pytest.mark.parametrize("operator", ["fitted_sinkhorn", "lot", "esp_hard"])
@@ -290,53 +287,41 @@ def test_a_forged_fit_is_no_other_operator(
     """Whatever does not follow from the convention and the settings is one message."""
     monkeypatch.setattr(distill, "STEPS", 2)
     document, tensors = forged(operator=operator, **beside)
-    again = fit_from("site", document, tensors, 1.0)
-    assert json.loads(json.dumps(fit_document(again))) == document
-    forgeries: list[tuple[str, Any]] = [
-        (key, other) for key, value in document["arguments"].items() if value != "tensor"
-        for other in others_than(value)
+    again = fit_from("site", document, tensors)
+    assert {**json.loads(json.dumps(fit_document(again))), "seconds": again.fit_seconds} == document
+    facts: list[tuple[str, Any]] = [
+        ("arguments", {**document["arguments"], key: other})
+        for key, value in document["arguments"].items() if value != "tensor"
+        for other in (None, not value, float(value) if type(value) is int else -1)
+        if json.dumps(other) != json.dumps(value)
     ]  # fmt: skip
-    assert len(forgeries) > 9
-    for key, other in forgeries:
-        wrong = {**document, "arguments": {**document["arguments"], key: other}}
-        with pytest.raises((InputError, KeyError, TypeError, ValueError)):
-            fit_from("site", wrong, tensors, 1.0)
-    facts = [("share", True), ("share", "x"), ("settings", {**document["settings"], "summary_tokens": 2}),
-             ("settings", {**document["settings"], "depthwise": 5 if beside else 3, "summary_tokens": 0}),
-             ("convention", {**document["convention"], "score_multiplier": 0.7}),
-             ("convention", {**document["convention"], "first_side": "column"})]  # fmt: skip
+    assert len(facts) > 9
+    facts += [
+        ("share", True), ("share", "x"), ("settings", {**document["settings"], "summary_tokens": 2}),
+        ("settings", {**document["settings"], "depthwise": 5 if beside else 3, "summary_tokens": 0}),
+        ("convention", {**document["convention"], "score_multiplier": 0.7}),
+        ("convention", {**document["convention"], "first_side": "column"}),
+    ]  # fmt: skip
     size = OPERATORS[operator].size
     facts.append(("settings", {**document["settings"], size: document["settings"][size] + 2}))
     for key, other in facts:
         if key == "convention" and operator != "fitted_sinkhorn" and not beside:
             continue  # the operator alone does not know all of it
         with pytest.raises((InputError, KeyError, TypeError, ValueError)):
-            fit_from("site", {**document, key: other}, tensors, 1.0)
+            fit_from("site", {**document, key: other}, tensors)
     for name, tensor in tensors.items():
         if name.endswith(("pivot_mass", "inverse_temperature", "head_multiplier")):
             with pytest.raises(InputError, match=r"must not be negative, got -1"):
-                fit_from("site", document, {**tensors, name: tensor * 0 - 1}, 1.0)
+                fit_from("site", document, {**tensors, name: tensor * 0 - 1})
 
 
-def others_than(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value, "x", None]
-    if isinstance(value, int):
-        return [value + 1, value + 2, -1, 2**70, True, None]
-    if isinstance(value, float):
-        return [value * 2 + 1, -value - 1, 1e308, None, "x"]
-    if isinstance(value, list):
-        return [[2.0, *value[1:]], [*value[:-1], value[-1] + 1], value[:-1], []]
-    return ["interpolated" if value == "monotone" else "monotone", 3]
-
-
-@pytest.mark.parametrize("width", [1, 4, 5, 99])
+@pytest.mark.parametrize("width", [1, 4])
 def test_a_convolution_is_as_wide_as_was_asked_for(width: int) -> None:
     document, tensors = forged(summary_tokens=1, depthwise=3)
     document["arguments"]["depthwise"], name = "tensor", "site.hybrid_fitted_sinkhorn.depthwise"
-    with pytest.raises(InputError, match=rf"as wide as the settings say, got {width}, `depthwise: 3`"):
-        fit_from("site", document, {**tensors, name: torch.zeros(HEADS, WIDTH, width)}, 1.0)
-    fit = fit_from("site", document, {**tensors, name: torch.zeros(HEADS, 9, 3)}, 1.0)
+    with pytest.raises(InputError, match=rf"float32 \[2, any, 3\], got float32 \[2, 5, {width}\]"):
+        fit_from("site", document, {**tensors, name: torch.zeros(HEADS, WIDTH, width)})
+    fit = fit_from("site", document, {**tensors, name: torch.zeros(HEADS, 9, 3)})
     with pytest.raises(InputError, match=r"float32 \[2, 5, any\], got float32 \[2, 9, 3\]"):
         check_fit("site", fit.replacement, HEADS, DIM, WIDTH)
 
@@ -346,15 +331,6 @@ def test_labels_tell_candidates_apart() -> None:
     labels = [one.label() for one in Recipe.from_dict({"candidates": [block]}).alternatives()]
     assert len({*labels}) == 8
     assert "lot 32 summary_tokens 1 depthwise 3" in labels and "fitted_sinkhorn 3" in labels
-
-
-def test_a_study_may_fit_loops(tmp_path: Path) -> None:
-    grid = tmp_path / "grid.yaml"
-    grid.write_text("blocks: [{operator: fitted_sinkhorn, half_steps: [3, 5]}, {half_steps: 3}]")
-    fitted_ones, cut = load_grid(grid)
-    assert [row.describe()["features"] for row in fitted_ones + cut] == [
-        "fitted_sinkhorn, 3 half-steps", "fitted_sinkhorn, 5 half-steps", "Sinkhorn, 3 half-steps",
-    ]  # fmt: skip
 
 
 FACTORY = """

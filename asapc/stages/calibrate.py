@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
@@ -17,7 +17,7 @@ from asapc.calibration.enough import shortages
 from asapc.calibration.reading import Examples
 from asapc.calibration.shards import Shards, code_digest
 from asapc.calibration.stored import AnySiteCalibration
-from asapc.calibration.stream import Aside, Collector, Pending, stream, take_in
+from asapc.calibration.stream import Collector, Pending, stream, take_in
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch, DataSource, empty_split, split_of
@@ -51,7 +51,7 @@ class Plan:
     limit: MemoryLimit | None
 
     @property
-    def order(self) -> str:
+    def order(self) -> Literal["parallel", "sequential"]:
         return "sequential" if self.sequential else "parallel"
 
     @property
@@ -103,7 +103,7 @@ def fit(
     analysis: Analysis,
     source: DataSource,
     plan: Plan,
-    aside: Aside,
+    aside: Shards,
     progress: Progress,
     processes: Processes = ALONE,
 ) -> tuple[dict[str, tuple[AnySiteCalibration, ...]], list[int]]:

@@ -40,7 +40,8 @@ class Annealing:
 
     def __init__(self, programs: Sequence[Program], gamma: float, steps: int) -> None:
         """steps: of the whole training.  Raises InputError where no sort is soft."""
-        self.programs, self.graphs = programs, [program.graph for program in programs]
+        self.programs, self.gamma = programs, gamma
+        self.graphs = [program.graph for program in programs]
         self.starts = [[temperature_of(o) for o in soft_calls(graph)] for graph in self.graphs]
         if not any(self.starts):
             operators = sorted({o.operator.name for g in self.graphs for o in operator_calls(g)})

@@ -1,0 +1,235 @@
+"""What a refresh trains, read off the compiled graphs.
+
+The coefficients of every predicted dual (a token bias is among them), the layer norms, the projection
+each attention output meets, and the head.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from asapc.errors import InputError
+from asapc.ir import Program
+from asapc.operators.catalogue import by_name
+from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
+
+aten = torch.ops.aten
+DUALS = {torch.ops.asapc.dual.default, torch.ops.asapc.dual_and_row_mass.default}
+NORMS = {aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default}
+AFFINE = {
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default,
+    aten.matmul.default, aten.einsum.default, aten.conv1d.default, aten.conv2d.default,
+    aten.convolution.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tensor that is trained: its compiled program by number, its name there and for reports."""
+
+    program: int
+    name: str
+    label: str
+    tensor: nn.Parameter
+
+
+def choose_parameters(
+    programs: Sequence[Program], leaf: int, patterns: Sequence[str] = ()
+) -> list[tuple[int, str]]:
+    """(program, name) of what is trained, in the order of the state dicts.
+
+    leaf: where the class scores are among the outputs of a whole-model program; a program of one
+    module has no head. patterns: replace the choice; each must match a name.
+    """
+    available = [
+        (index, name)
+        for index, program in enumerate(programs)
+        for name, tensor in program.graph.state_dict().items()
+        if tensor.is_floating_point()
+    ]
+    labels = {pair: label_of(programs[pair[0]], pair[1]) for pair in available}
+    if patterns:
+        for pattern in patterns:
+            if not fnmatch.filter(labels.values(), pattern):
+                raise InputError(
+                    f"--parameters: the pattern {pattern!r} must match a parameter",
+                    got="no match",
+                    help=f"there are {', '.join(list(labels.values())[:12])}, ...",
+                )
+        chosen = {o for o in available if any(fnmatch.fnmatchcase(labels[o], p) for p in patterns)}
+    else:
+        chosen = {
+            (index, name)
+            for index, program in enumerate(programs)
+            for name in trainable(program.graph, leaf if program.name == "" else None)
+        }
+    found = [pair for pair in available if pair in chosen]
+    if not found:
+        raise InputError(
+            "refresh: the model must have something to train",
+            got="no coefficients, layer norms, projections or head",
+            help="name parameters with --parameters",
+        )
+    return found
+
+
+def label_of(program: Program, name: str) -> str:
+    """The name of a program's tensor in the whole model."""
+    return f"{program.name}.{name}" if program.name else name
+
+
+def trainable(graph: GraphModule, leaf: int | None) -> set[str]:
+    """Names of coefficients, norms, projections of attention outputs, and the head of output `leaf`."""
+    constants = constant_sources(graph.graph)
+    names: set[str] = set().union(*coefficients(graph))
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in NORMS:
+            names |= _weights_read(node, constants)
+    for operands in operator_calls(graph):
+        names |= projection(operands.call, constants)
+    if leaf is not None:
+        output = pytree.tree_leaves(graph.graph.output_node().args[0])[leaf]
+        if isinstance(output, Node):
+            names |= head(output, constants)
+    return names
+
+
+def coefficients(graph: GraphModule) -> list[set[str]]:
+    """For each operator call in order, the names of the coefficients its duals are predicted by, and of
+    what an operator that was fitted otherwise has trained."""
+    found = []
+    for operands in operator_calls(graph):
+        own = map(operands.settings.get, operands.operator.trained)
+        names = {str(node.target) for node in own if isinstance(node, Node)}
+        for dual in map(operands.settings.get, DUAL_SETTINGS):
+            while isinstance(dual, Node) and dual.target not in DUALS:
+                dual = dual.args[0]  # an intercept that is added, or one of two outputs
+            if isinstance(dual, Node):
+                fitted = by_name(dual.target, dual.args)["coefficients"]
+                if isinstance(fitted, Node):
+                    names.add(str(fitted.target))
+        found.append(names)
+    return found
+
+
+Constants = dict[Node, frozenset[str] | None]
+
+
+def constant_sources(graph: Graph) -> Constants:
+    """The attributes a node is computed from, None where it also depends on the model's inputs.
+
+    A weight may be transposed, cast or normalised before it is used: it is still a weight.
+    """
+    found: Constants = {}
+    for node in graph.nodes:
+        sources = [found[source] for source in node.all_input_nodes]
+        if node.op == "get_attr":
+            found[node] = frozenset({str(node.target)})
+        elif node.op == "placeholder" or None in sources:
+            found[node] = None
+        else:
+            found[node] = frozenset().union(*(s for s in sources if s is not None))
+    return found
+
+
+def projection(call: Node, constants: Constants) -> set[str]:
+    """The first affine map on each way from an attention output.
+
+    A way ends at a residual sum or a norm: what comes after them is no projection of this output.
+    """
+
+    def further(node: Node) -> list[Node]:
+        return [user for user in node.users if user.op == "call_function"]
+
+    def ends(node: Node) -> bool:
+        sums = node.target is aten.add.Tensor and len(_data(node, constants)) > 1
+        return sums or node.target in NORMS | DUALS | CALLS.keys()
+
+    return _first_affine(further(call), further, ends, constants)
+
+
+def head(output: Node, constants: Constants) -> set[str]:
+    """The last affine map on each way to an output."""
+    return _first_affine(
+        [output],
+        lambda node: _data(node, constants),
+        lambda node: node.target in NORMS | CALLS.keys(),
+        constants,
+    )
+
+
+def _first_affine(
+    nodes: list[Node],
+    further: Callable[[Node], list[Node]],
+    ends: Callable[[Node], bool],
+    constants: Constants,
+) -> set[str]:
+    """Weights of the first affine maps on the ways that begin at these nodes."""
+    names: set[str] = set()
+    stack, seen = [*nodes], {*nodes}
+    while stack:
+        node = stack.pop()
+        affine = _affine(node, constants)
+        names |= affine
+        if not affine and not ends(node):
+            fresh = [other for other in further(node) if other not in seen]
+            seen.update(fresh)
+            stack += fresh
+    return names
+
+
+def _data(node: Node, constants: Constants) -> list[Node]:
+    """Operands that depend on the model's inputs."""
+    return [source for source in node.all_input_nodes if constants[source] is None]
+
+
+def _weights_read(node: Node, constants: Constants) -> set[str]:
+    return {name for source in node.all_input_nodes for name in constants[source] or ()}
+
+
+def _affine(node: Node, constants: Constants) -> set[str]:
+    """Weights and biases of x -> x W + b; empty for a node that is none, a product of data too."""
+    if node.target not in AFFINE or not _data(node, constants):
+        return set()
+    names = _weights_read(node, constants)
+    users = list(node.users)
+    if names and len(users) == 1 and users[0].target is aten.add.Tensor:
+        names |= _weights_read(users[0], constants)  # a bias that is added separately
+    return names
+
+
+def freed_parameters(
+    programs: Sequence[Program], model: nn.Module | None, names: Sequence[tuple[int, str]]
+) -> list[Trained]:
+    """The named tensors as separate parameters, everything else frozen.
+
+    Their memory was shared with the teacher's and lossless programs, which must not be trained.
+    """
+    for module in (*(program.graph for program in programs), *([model] if model else [])):
+        module.requires_grad_(False)
+    trained = []
+    for index, name in names:
+        parent, _, leaf = name.rpartition(".")
+        owner = programs[index].graph.get_submodule(parent)
+        fresh = nn.Parameter(getattr(owner, leaf).detach().clone())
+        delattr(owner, leaf)  # coefficients are buffers
+        owner.register_parameter(leaf, fresh)
+        trained.append(Trained(index, name, label_of(programs[index], name), fresh))
+    return trained
+
+
+def parameters_of(programs: Sequence[Program]) -> list[tuple[int, str]]:
+    """(program, name) of every floating parameter; buffers are none, nor are a site's constants."""
+    return [
+        (index, name)
+        for index, program in enumerate(programs)
+        for name, tensor in program.graph.named_parameters()
+        if tensor.is_floating_point()
+    ]
