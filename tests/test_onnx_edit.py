@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -23,13 +24,15 @@ import onnx_ir
 import small_text
 from onnx import numpy_helper
 
-from asapc.errors import InputError
+from asapc.errors import InputError, VerificationError
+from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import value_nodes
 from asapc.inputs.onnx.session import open_session, run
 from asapc.inputs.onnx.settings import DOMAIN, read_record
-from asapc.inputs.onnx.verify import first_difference
+from asapc.inputs.onnx.verify import verify
 from asapc.onnx import edit, export
 from asapc.passes.capture import capture
+from asapc.terminal.progress import make_progress
 
 # Of one family of features: the exporter takes seconds for most, and test_onnx_out.py goes through them.
 RECIPE = "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n"
@@ -134,8 +137,9 @@ def test_the_first_value_that_differs_is_one_of_the_file(folder: Path, tmp_path:
     bias = next(own for own in model.graph.initializer if own.name == "linear.bias")
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + 0.5, bias.name))
     onnx.save(model, tmp_path / "spoilt.onnx")
-    found = first_difference(tmp_path / "spoilt.onnx", captured, {"inputs": ids}, 1e-4, known)
-    assert found.startswith(f"first in {last.output[0]}: 0.")
+    batch, quiet = Batch((ids,), {}, None, [0] * 3), make_progress(quiet=True)
+    with pytest.raises(VerificationError, match=rf"first in {re.escape(last.output[0])}: 0\."):
+        verify(tmp_path / "spoilt.onnx", captured, ["inputs"], [batch], 1e-4, quiet, known)
 
 
 def test_a_file_that_cannot_be_cut_is_written_anew(

@@ -113,10 +113,9 @@ def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
 
 TEACHERS = {
     "sink_text": sink_text, "lot_text": lot_text, "esp_vit": esp_vit,
-    **{name: of_zoo(name) for name in ("Alternating", "SlicedSoft", "Biased", "GluedMasked",
-                                       "AdditiveMask")},
+    **{name: of_zoo(name) for name in ("Biased", "GluedMasked", "AdditiveMask")},
 }  # fmt: skip
-OLD = ("sink_text", "lot_text", "esp_vit", "Alternating", "SlicedSoft", "Biased", "AdditiveMask")
+OLD = ("lot_text", "esp_vit", "Biased", "AdditiveMask")
 NEW = ("sink_text", "GluedMasked")  # this exporter takes ten seconds a model
 
 
@@ -210,11 +209,10 @@ def test_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         torch.testing.assert_close(asapc.load(out)(x[:5]), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamo", [False, True])
-def test_every_value_is_found_in_the_captured_graph(dynamo: bool, tmp_path: Path) -> None:
+def test_every_value_is_found_in_the_captured_graph(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model, args, axes = of_zoo("Alternating")() if dynamo else sink_text()
-    path = export(model.eval(), args, tmp_path / "m.onnx", dynamo, axes)
+    model, args, axes = sink_text()
+    path = export(model.eval(), args, tmp_path / "m.onnx", False, axes)
     teacher = load_teacher(str(path))
     module = teacher.model
     assert isinstance(module, OnnxModule)
@@ -298,13 +296,13 @@ def external(model: onnx.ModelProto, location: str, length: int | None = None, o
 
 
 def test_arguments_are_named_after_the_inputs(tmp_path: Path) -> None:
-    nodes = [node("Sum", ["class", "in.1", "in_1", "2x"], "y")]
+    nodes = [node("Max", ["class", "in.1", "in_1", "2x"], "y")]
     inputs = [info(name, ["n"]) for name in ("class", "in.1", "in_1", "2x")]
     module = loaded(model_of(nodes, inputs=inputs, weights=[]), tmp_path)
     assert list(inspection.signature(module.forward).parameters) == ["class_", "in_1", "in_1_", "_2x"]
     x = torch.ones(3)
-    assert torch.equal(module(x, 2 * x, _2x=4 * x, in_1_=3 * x), 10 * x)
-    assert torch.equal(copy.deepcopy(module)(x, x, x, x), 4 * x)
+    assert torch.equal(module(x, 2 * x, _2x=4 * x, in_1_=3 * x), 4 * x)
+    assert torch.equal(copy.deepcopy(module)(x, x, x, x), x)
 
 
 def test_weights_that_are_inputs_too_are_weights(tmp_path: Path) -> None:
@@ -412,16 +410,6 @@ def test_functions_that_are_nested_too_deeply(met_first: str, tmp_path: Path) ->
             assert f"functions may be nested {MAX_CALLS} deep" in refused(model, tmp_path)
 
 
-def test_a_file_that_asapc_has_written(tmp_path: Path) -> None:
-    own = helper.make_function(
-        "ai.asapc", "sinkhorn", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])],
-        [helper.make_opsetid("", 18)],
-    )  # fmt: skip
-    nodes = [node("sinkhorn", ["x"], "y", domain="ai.asapc")]
-    model = model_of(nodes, weights=[], functions=[own], extra=["ai.asapc"])
-    assert "one that asapc has written already" in refused(model, tmp_path)
-
-
 def test_functions_that_call_themselves_or_explode(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
 
@@ -473,24 +461,22 @@ def test_no_file(tmp_path: Path) -> None:
         load_teacher(str(tmp_path / "d.onnx"))
 
 
-@pytest.mark.parametrize("opset", [1, 10, 24, 99])
-def test_opsets(opset: int, tmp_path: Path) -> None:
-    message = refused(model_of(opset=opset), tmp_path)
-    assert f"must be of opset 11 to 23, got opset {opset}" in message and "opset_version=18" in message
-
-
-def test_no_opset(tmp_path: Path) -> None:
-    model = model_of()
-    del model.opset_import[:]
-    assert "got no opset" in refused(model, tmp_path)
-
-
 def with_weight(array: Any) -> onnx.ModelProto:
     return model_of(weights=[numpy_helper.from_array(np.asarray(array, dtype=np.float32), "w")])
 
 
 NOT_OF_OPSET = "must have the inputs and attributes of opset 18"
+OWN_FUNCTION = helper.make_function(
+    "ai.asapc", "sinkhorn", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])],
+    [helper.make_opsetid("", 18)],
+)  # fmt: skip
 UNREADABLE: list[tuple[Callable[[], onnx.ModelProto], str]] = [
+    (lambda: model_of(opset=10), "must be of opset 11 to 23, got opset 10\n  help: export it again"),
+    (lambda: model_of(opset=24), "must be of opset 11 to 23, got opset 24"),
+    (lambda: helper.make_model(model_of().graph, opset_imports=[helper.make_opsetid("own", 1)]),
+     "got no opset"),
+    (lambda: model_of([node("sinkhorn", ["x"], "y", domain="ai.asapc")], functions=[OWN_FUNCTION],
+                      extra=["ai.asapc"]), "one that asapc has written already"),
     (lambda: model_of([node("FusedGemm", ["x"], "y", domain="com.microsoft")], extra=["com.microsoft"]),
      "must be a standard ONNX operator, got com.microsoft.FusedGemm\n  help: fused operators"),
     (lambda: model_of([node("Magic", ["x"], "y", domain="my.own")], extra=["my.own"]),

@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 from torch.fx import GraphModule
 
+from asapc.errors import InputError
 from asapc.inputs.onnx.graph import Reader, read_inputs
 from asapc.inputs.onnx.module import OnnxModule, onnx_module
 from asapc.inputs.onnx.ops import OPERATORS
@@ -79,30 +80,24 @@ X, Y = f(2, 3, 4), f(2, 3, 4, seed=1)
 IMAGE = f(2, 4, 7, 6)
 REDUCTIONS = [
     f"Reduce{name}"
-    for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSumExp")
+    for name in ("Sum", "Mean", "Max", "Min", "Prod", "L2", "LogSumExp")
 ]
 
 CASES = [
     *(c(op, X) for op in (
         "Neg", "Abs", "Exp", "Sign", "Floor", "Ceil", "Erf", "Relu", "Tanh", "Sigmoid", "Softplus",
-        "HardSwish", "Mish", "Sin", "Cos", "Identity", "Reciprocal",
+        "Sin", "Cos", "Identity", "Reciprocal",
     )),
     c("Round", np.array([0.5, 1.5, 2.5, -0.5, -1.5, 2.4], dtype=np.float32)),
     *(c(op, f(2, 3, low=1.1)) for op in ("Sqrt", "Log")),
     *(c(op, WEIRD) for op in ("Neg", "Abs", "Relu", "IsNaN", "IsInf", "Exp")),
     c("IsInf", WEIRD, detect_negative=0), c("IsInf", WEIRD, detect_positive=0),
-    *(c(op, Const(a, d), Const(b, d)) for op in ("Add", "Sub", "Mul", "Div") for a, b, d in (
-        (70000, 70000, np.int32), ([2**31 - 1, -(2**31)], [2, 3], np.int32),
-        ([2**40, -(2**63)], 2**40, np.int64), ([7, -7], [-2, -2], np.int32),
-    )),
-    *(c(op, Const([700, -800, 5], np.int32), Const([0])) for op in ("ReduceSum", "ReduceProd")),
-    c("ReduceMax", Const([3, 9], np.int32), Const([0])),
-    c("Range", *(Const(n, np.int32) for n in (1, 9, 3))),
-    *(c("Cast", Const(value), to=to) for value in (2**31 + 5, [-(2**31) - 1, 7], [-1, 0])
-      for to in (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)),
-    c("Min", Const([7], np.int32), Const([3, 9], np.int32)), c("Max", Const([7]), Const([3, 9])),
+    *(c(op, Const([7, -7]), Const([-2, -2])) for op in ("Add", "Sub", "Mul", "Div")),
+    *(c(op, Const([700, -800, 5]), Const([0])) for op in ("ReduceSum", "ReduceProd", "ReduceMax")),
+    c("Cast", Const([-1, 0]), to=TensorProto.INT64), c("Cast", Const([-1, 0]), to=TensorProto.BOOL),
+    c("Max", Const([7]), Const([3, 9])),
     c("Neg", i(1, -2, 3)), c("Abs", i(1, -2, 3, dtype=np.int32)), c("Not", BOOLS),
-    *(c(op, X, Y) for op in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Sum", "Mean", "Less", "Equal")),
+    *(c(op, X, Y) for op in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Less", "Equal")),
     *(c(op, X, f(4, seed=2)) for op in ("Add", "Sub", "Mul", "Div")),
     *(c(op, f(0, 3), f(3)) for op in ("Add", "Div", "Less")),
     *(c(op, X, Const(2.0, np.float32)) for op in ("Add", "Sub", "Mul", "Div", "Pow", "Max", "Greater")),
@@ -113,9 +108,8 @@ CASES = [
     c("Mod", f(6), f(6, low=0.3, seed=1), fmod=1),
     c("Pow", f(2, 3, low=0.1), f(2, 3, seed=1)), c("Pow", X, Const(2)), c("Pow", i(2, -3), i(3, 2)),
     c("Pow", i(2, 3), Const([2.0, 2.0], np.float32)),
-    c("Sum", X), c("Sum", X, Y, X), c("Max", X, Y, f(4)), c("Mean", X, Y, f(1)),
-    c("Min", i(1, 5), i(4, 2)),
-    c("And", BOOLS, ~BOOLS), c("Or", BOOLS, BOOLS[:1]), c("Xor", BOOLS, BOOLS[1]),
+    c("Max", X, Y, f(4)), c("Min", i(1, 5), i(4, 2)),
+    c("And", BOOLS, ~BOOLS), c("Or", BOOLS, BOOLS[:1]),
     c("Equal", BOOLS, BOOLS[:1]), c("Equal", i(1, 2), i(1, 3)), c("LessOrEqual", X, Y),
     c("GreaterOrEqual", X, Y), c("Greater", X, Y), c("Greater", WEIRD, f(8)),
     c("Clip", X, Const(-0.5, np.float32), Const(0.5, np.float32)),
@@ -123,9 +117,6 @@ CASES = [
     c("Clip", X), c("Clip", i(-3, 0, 3), Const(-1), Const(1)),
     c("Clip", X, np.float32(0.4), np.float32(-0.4)), c("Clip", X, opset=11),
     c("Gelu", X, opset=20), c("Gelu", X, opset=20, approximate="tanh"),
-    c("HardSigmoid", X), c("HardSigmoid", X, alpha=0.3, beta=0.4), c("LeakyRelu", X),
-    c("Elu", X, alpha=0.7),
-    c("PRelu", X, f(4)),
     *(c(op, X, opset=v, **a) for op in ("Softmax", "LogSoftmax") for v in (11, 13)
       for a in ({}, {"axis": 0}, {"axis": 1}, {"axis": -1})),
     *(c("Cast", value, to=to) for value in (WEIRD[:3], i(0, 1, 2), BOOLS)
@@ -148,7 +139,7 @@ CASES = [
     # reductions
     *(c(op, X, opset=17, axes=[-1]) for op in REDUCTIONS if op != "ReduceSum"),
     *(c(op, X, Const([0, -1]), keepdims=0) for op in REDUCTIONS),
-    c("ReduceLogSum", f(2, 3, low=0.1), Const([1])), c("ReduceSum", X, opset=11, axes=[1], keepdims=0),
+    c("ReduceSum", X, opset=11, axes=[1], keepdims=0),
     c("ReduceSum", X), c("ReduceSum", X, keepdims=0), c("ReduceSum", X, noop_with_empty_axes=1),
     c("ReduceMax", X), c("ReduceSum", f(2, 0), Const([1])), c("ReduceSum", i(1, 2, 3, dtype=np.int32)),
     c("ReduceMean", i([1, 2, 4], [0, 0, -7], dtype=np.int32), Const([1])),
@@ -156,9 +147,8 @@ CASES = [
     c("ReduceMax", i([1, 2], [3, 4]), Const([0])), c("ReduceMax", f(2, 0), Const([1]), opset=20),
     c("ReduceMin", f(2, 0), Const([1]), opset=20, keepdims=0),
     c("ReduceLogSumExp", np.array([[-1e4, -1e4], [500.0, 1.0]], dtype=np.float32), Const([1])),
-    *(c(op, X, axis=axis, keepdims=k) for op in ("ArgMax", "ArgMin") for axis, k in ((0, 1), (-1, 0))),
+    *(c(op, X, axis=axis, keepdims=k) for op in ("ArgMax",) for axis, k in ((0, 1), (-1, 0))),
     c("ArgMax", np.array([[1, 2, 2], [3, 3, 1]], dtype=np.float32), axis=1, select_last_index=1),
-    c("ArgMin", np.array([[1, 1, 2], [3, 3, 1]], dtype=np.float32), axis=1),
     # layout
     c("Transpose", X), c("Transpose", X, perm=[0, 2, 1]), c("Transpose", X, perm=[2, 0, 1]),
     c("Transpose", X, perm=[0, 1, 2]),
@@ -208,8 +198,6 @@ CASES = [
     *(c("TopK", (np.arange(400).reshape(2, 200) % 3).astype(np.float32), Const([k]), outputs=2, largest=v)
       for k in (2, 50, 200) for v in (0, 1)),
     c("OneHot", i(0, 2, -1, 5), Const(3), f(2)), c("OneHot", i(0, 2), Const([3]), f(2), axis=0),
-    c("EyeLike", f(3, 4)), c("EyeLike", f(3, 4), k=1, dtype=TensorProto.INT64),
-    c("EyeLike", f(3, 3), k=-1),
     c("Trilu", f(2, 3, 4)), c("Trilu", f(3, 3), Const(1), upper=0),
     c("Trilu", f(3, 3), Const(-1), upper=1),
     c("CumSum", X, Const(1)), c("CumSum", X, Const(-1), exclusive=1),
@@ -230,9 +218,6 @@ CASES = [
     c("LayerNormalization", X, f(4, low=0.5), f(4)), c("LayerNormalization", X, f(3, 4, low=0.5), axis=1),
     c("LayerNormalization", X, f(4, low=0.5), f(4), epsilon=0.1),
     c("RMSNormalization", X, f(4, low=0.5), opset=23, reference=True),
-    c("InstanceNormalization", IMAGE, f(4), f(4, seed=1)),
-    c("GroupNormalization", IMAGE, f(2), f(2, seed=1), num_groups=2, reference=True),
-    c("GroupNormalization", IMAGE, f(4), f(4, seed=1), num_groups=2, opset=21, reference=True),
     c("BatchNormalization", IMAGE, f(4), f(4, seed=1), f(4, seed=2), f(4, low=0.5)),
     c("Dropout", X), c("Dropout", X, outputs=2), c("Dropout", X, Const(0.5, np.float32)),
     c("Conv", IMAGE, f(3, 4, 2, 3)),
@@ -245,16 +230,13 @@ CASES = [
     c("MaxPool", IMAGE, kernel_shape=[2, 3]),
     c("MaxPool", IMAGE, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2]),
     c("MaxPool", IMAGE, kernel_shape=[2, 2], pads=[0, 1, 1, 0], ceil_mode=0),
-    c("AveragePool", IMAGE, kernel_shape=[2, 3]),
-    c("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2]),
-    c("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[1, 1, 1, 1], count_include_pad=1),
     c("GlobalAveragePool", IMAGE),
     c("Attention", f(2, 2, 3, 4), f(2, 2, 5, 4), f(2, 2, 5, 4), opset=23, reference=True),
     c("Attention", f(2, 3, 8), f(2, 5, 8), f(2, 5, 8), opset=23, reference=True, q_num_heads=2,
       kv_num_heads=2, is_causal=1, scale=0.3),
     c("Attention", f(2, 4, 3, 4), f(2, 2, 5, 4), f(2, 2, 5, 4), f(3, 5), opset=23, reference=True),
 ]  # fmt: skip
-ELSEWHERE = {"Loop", "If", "Scan"}  # tests of their own below
+ELSEWHERE = {"Loop", "If"}  # tests of their own below
 
 
 def model_of(case: Case) -> onnx.ModelProto:
@@ -413,22 +395,6 @@ def test_if(wide: bool) -> None:
     check(graph_model(nodes, [info("x", [None]), info("w", [None])], ["y"]), {"x": f(n), "w": f(n)})
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"scan_input_directions": [1], "scan_output_directions": [1]},
-    {"scan_input_axes": [1], "scan_output_axes": [1]},
-], ids=["plain", "backward", "axis"])  # fmt: skip
-def test_scan(settings: dict[str, Any]) -> None:
-    nodes = [
-        helper.make_node("Add", ["state", "item"], ["next"]),
-        helper.make_node("Mul", ["next", "w"], ["seen"]),
-    ]
-    body = body_of(nodes, [info("state", [3]), info("item", [3])], [info("next", [3]), info("seen", [3])])
-    settings = {"body": body, "num_scan_inputs": 1, **settings}
-    scan = helper.make_node("Scan", ["start", "x"], ["end", "all"], **settings)
-    model = graph_model([scan], [info("start", [3]), info("x", [3, 3]), info("w", [3])], ["end", "all"])
-    check(model, {"start": f(3), "x": f(3, 3, seed=1), "w": f(3, seed=2)})
-
-
 # Shapes that stay symbols
 
 
@@ -529,8 +495,8 @@ def test_a_branch_that_is_the_same_for_every_size(condition: list[onnx.NodeProto
     [node("Concat", ["half", "six"], "both", axis=0), node("ReduceMax", ["both"], "k", keepdims=1)],
     *([node("Less", ["n1", "six"], "c"), node("Less", ["half", "two"], "d"), node(op, ["c", "d"], "e"),
        node("Cast", ["e"], "e_int", to=TensorProto.INT64), node("Add", ["e_int", "two"], "k")]
-      for op in ("And", "Or", "Xor")),
-], ids=["min", "max", "reduce_min", "reduce_max", "and", "or", "xor"])  # fmt: skip
+      for op in ("And", "Or")),
+], ids=["min", "max", "reduce_min", "reduce_max", "and", "or"])  # fmt: skip
 def test_a_choice_between_sizes_stays_one(choose: list[onnx.NodeProto]) -> None:
     """The first k of n tokens, for n on both sides of the six that the example has."""
     nodes = [
@@ -572,17 +538,17 @@ def test_a_loop_without_an_end() -> None:
         ours(model, {"x": torch.ones(3), "w": torch.zeros(3)})
 
 
-@pytest.mark.parametrize("op, inputs, attributes", [
-    ("ConstantOfShape", [Const([1 << 20, 1 << 20])], {}), ("ConstantOfShape", [Const([1 << 27])], {}),
-    ("Range", [Const(0), Const(1 << 27), Const(1)], {}),
-    ("Expand", [f(1), Const([1 << 40])], {}),
-    ("Tile", [f(4), Const([1 << 40])], {}),
-    ("Pad", [f(4), Const([0, 1 << 40])], {}),
-    ("Range", [Const(0), Const(1 << 40), Const(1)], {}),
-    ("OneHot", [i(0), Const(1 << 40), f(2)], {}),
-], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
-def test_a_wild_size_is_refused_before_memory_is_taken(op: str, inputs: Any, attributes: Any) -> None:
-    case = Case(op, tuple(inputs), attributes=attributes)
-    given = {f"x{n}": torch.as_tensor(x) for n, x in enumerate(inputs) if not isinstance(x, Const)}
-    with pytest.raises(RuntimeError, match="is not made"):
+@pytest.mark.parametrize("case", [
+    c("ConstantOfShape", Const([1 << 20, 1 << 20])), c("Range", Const(0), Const(1 << 40), Const(1)),
+    c("Tile", f(4), Const([1 << 40])), c("Pad", f(4), Const([0, 1 << 40])),
+    c("OneHot", i(0), Const(1 << 40), f(2)),
+], ids=str)  # fmt: skip
+def test_a_wild_size_is_refused_before_memory_is_taken(case: Case) -> None:
+    given = {f"x{n}": torch.as_tensor(x) for n, x in enumerate(case.inputs) if not isinstance(x, Const)}
+    with pytest.raises(InputError, match=r"may take .* at once"):
         ours(model_of(case), given)
+
+
+def test_a_shape_has_no_numbers_beyond_64_bits() -> None:
+    with pytest.raises(RuntimeError, match="a shape of a number of 81 bits"):
+        ours(model_of(c("Mul", Const([1 << 40]), Const(1 << 40))), {})

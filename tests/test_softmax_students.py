@@ -27,7 +27,6 @@ from asapc.cli import app
 from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, OutputFactor, SiteTensors
-from asapc.onnx import twins
 from asapc.operators.catalogue import HYBRIDS, OPERATORS, reference_named
 from asapc.operators.tokens import depthwise_values
 from asapc.passes.candidates import fits_needed
@@ -182,14 +181,11 @@ def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_twins_and_gradients(kind: str) -> None:
+def test_gradients(kind: str) -> None:
     t, name = seen(masked=True, biased=True), HYBRIDS[kind]
     settings = hybrid_of(fitted(kind), 1, 0.5, normal(HEADS, WIDTH, 3)).settings
     arguments = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias, **settings}
-    torch.testing.assert_close(getattr(twins, name)(**arguments), reference_named(name)(**arguments))
     del arguments["v"]
-    dense = f"{name}_attention"
-    torch.testing.assert_close(getattr(twins, dense)(**arguments), reference_named(dense)(**arguments))
     learnt = {"q": t.q, "v": t.v, "depthwise": settings["depthwise"]}
     if "head_multiplier" in settings:
         learnt["head_multiplier"] = settings["head_multiplier"]

@@ -69,7 +69,7 @@ def load(
     sequence_group: a process group of torch.distributed whose processes share every sequence, each its
            queries: all of them call the model with the same tensors, and get the same outputs. Forward
            only, without model= and without a monitor.  See asapc.program.sequence.
-    trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
+    trust: the folder is your own: its programs may call operators that files may not.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
     Raises InputError.
     """

@@ -103,7 +103,11 @@ def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
     clusters' total mass is that of the points x, which a column step has just made exact.
     """
     problem = coarse_problem(clouds, pivots)
-    u, v = coarse_duals(problem, clouds.x_keep, budget)
+    return mass_of_duals(problem, *coarse_duals(problem, clouds.x_keep, budget), clouds)
+
+
+def mass_of_duals(problem: CoarseProblem, u: Tensor, v: Tensor, clouds: Clouds) -> Tensor:
+    """The same of the duals u [B, H, N] and v [B, H, R], each up to a constant."""
     log_mass = v + _over_x(problem.scores + u[..., None], clouds.x_keep)
     used = problem.counts > 0
     top = log_mass.masked_fill(~used, -math.inf).amax(-1, keepdim=True)

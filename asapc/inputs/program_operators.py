@@ -17,7 +17,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -28,111 +27,78 @@ from asapc.ir import WRITTEN, Coupling, Stabiliser, Ties, is_damping
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import DEFAULTS
 
-
-@dataclass(frozen=True)
-class Group:
-    """Operators of one kind.  why: where they are needed.  in_place: `name_` is allowed as well."""
-
-    title: str
-    why: str
-    names: tuple[str, ...]
-    in_place: bool = False
-
-
-def _group(title: str, why: str, names: str, in_place: bool = False) -> Group:
-    return Group(title, why, tuple(sorted(names.split())), in_place)
-
-
-GROUPS = (
-    _group(
-        "elementwise",
-        "activations, masks and the arithmetic of loops; torch.export keeps in-place forms",
-        "__and__ __or__ __xor__ "
-        "abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
-        "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copy cos cosh cumsum "
-        "deg2rad div divide dropout elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmod "
-        "frac ge gelu glu greater greater_equal gt hardsigmoid hardswish hardtanh isfinite isinf "
-        "isnan le leaky_relu lerp less less_equal log log10 log1p log2 log_sigmoid logaddexp "
-        "logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish "
-        "mul multiply nan_to_num ne neg negative not_equal pow prelu reciprocal relu relu6 "
-        "remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softshrink sqrt square "
-        "sub subtract tan tanh threshold tril triu true_divide trunc where xlogy zero",
-        in_place=True,
-    ),
-    _group(
-        "reductions",
-        "softmax, marginals, convergence checks, pooling over tokens",
-        "_log_softmax _safe_softmax _softmax all amax amin aminmax any argmax argmin count_nonzero "
-        "cumprod linalg_vector_norm log_softmax logcumsumexp logsumexp max mean min norm prod "
-        "softmax std std_mean sum var var_mean",
-    ),
-    _group(
-        "products",
-        "scores, values, projections, patch embeddings, distances",
-        "_cdist_forward _trilinear addmm baddbmm bilinear bmm cdist conv1d conv2d conv3d "
-        "conv_transpose1d conv_transpose2d conv_transpose3d convolution cosine_similarity dot "
-        "einsum inner linear matmul mm mv outer scaled_dot_product_attention tensordot",
-    ),
-    _group(
-        "normalisation",
-        "layers around attention",
-        "batch_norm group_norm instance_norm layer_norm native_group_norm native_layer_norm rms_norm",
-    ),
-    _group(
-        "images",
-        "vision models around attention",
-        "_adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d "
-        "avg_pool3d constant_pad_nd im2col max_pool1d max_pool2d max_pool2d_with_indices max_pool3d "
-        "pad pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d replication_pad1d "
-        "replication_pad2d upsample_bicubic2d upsample_bilinear2d upsample_linear1d "
-        "upsample_nearest1d upsample_nearest2d",
-    ),
+GROUPS: Mapping[str, str] = {
+    # activations, masks and the arithmetic of loops; torch.export keeps in-place forms
+    "elementwise": """
+        __and__ __or__ __xor__ abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh
+        bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copy cos
+        cosh cumsum deg2rad div divide dropout elu eq erf erfc exp exp2 expm1 fill floor floor_divide
+        fmod frac ge gelu glu greater greater_equal gt hardsigmoid hardswish hardtanh isfinite isinf
+        isnan le leaky_relu lerp less less_equal log log10 log1p log2 log_sigmoid logaddexp logical_and
+        logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul multiply
+        nan_to_num ne neg negative not_equal pow prelu reciprocal relu relu6 remainder round rsqrt rsub
+        selu sigmoid sign silu sin sinh softplus softshrink sqrt square sub subtract tan tanh threshold
+        tril triu true_divide trunc where xlogy zero
+    """,
+    # softmax, marginals, convergence checks, pooling over tokens
+    "reductions": """
+        _log_softmax _safe_softmax _softmax all amax amin aminmax any argmax argmin count_nonzero
+        cumprod linalg_vector_norm log_softmax logcumsumexp logsumexp max mean min norm prod softmax std
+        std_mean sum var var_mean
+    """,
+    # scores, values, projections, patch embeddings, distances
+    "products": """
+        _cdist_forward _trilinear addmm baddbmm bilinear bmm cdist conv1d conv2d conv3d conv_transpose1d
+        conv_transpose2d conv_transpose3d convolution cosine_similarity dot einsum inner linear matmul
+        mm mv outer scaled_dot_product_attention tensordot
+    """,
+    # layers around attention
+    "normalisation": """
+        batch_norm group_norm instance_norm layer_norm native_group_norm native_layer_norm rms_norm
+    """,
+    # vision models around attention
+    "images": """
+        _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d avg_pool3d
+        constant_pad_nd im2col max_pool1d max_pool2d max_pool2d_with_indices max_pool3d pad
+        pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d replication_pad1d
+        replication_pad2d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+        upsample_nearest2d
+    """,
     # _unsafe_view is what run_decompositions writes for a view of a product; it checks as view does
-    _group(
-        "layout",
-        "heads, patches, tokens, types and devices",
-        "_to_copy _unsafe_view adjoint alias atleast_1d atleast_2d broadcast_tensors broadcast_to "
-        "cat chunk clone concat concatenate contiguous detach diag_embed diagonal expand expand_as "
-        "flatten flip hstack lift_fresh_copy mH mT meshgrid movedim moveaxis narrow numpy_T permute "
-        "ravel repeat reshape reshape_as roll select select_scatter slice slice_scatter split "
-        "split_with_sizes squeeze stack swapaxes t tensor_split tile to transpose type_as unbind "
-        "unflatten unfold unsqueeze view view_as vstack",
-    ),
-    _group(
-        "makers",
-        "masks, uniform marginals, positions, starting duals",
-        "arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros "
-        "ones ones_like scalar_tensor zeros zeros_like",
-    ),
-    _group(
-        "indices",
-        "embeddings, sorting, matching by rank; every index is checked when it is used",
-        "argsort bucketize embedding gather index index_add index_copy index_fill index_put "
-        "index_select one_hot scatter scatter_add scatter_reduce searchsorted sort take "
-        "take_along_dim topk",
-        in_place=True,
-    ),
-    _group(
-        "repetition by a number",
-        "grouped keys and values; counts in a tensor could sum to less than what is written",
-        "repeat_interleave",
-    ),
-    _group(
-        "numbers and checks",
-        "sizes, early stops, what torch.export asserts about a trace",
-        "_assert_scalar _assert_tensor_metadata _local_scalar_dense is_nonzero item "
-        "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
-    ),
-)
-_MARKS = {"child", "holds", "kept_keys", "keys_of_empty", "rows_kept"}
-OWN = tuple(sorted(
-    _MARKS.union({"dual", "dual_and_row_mass"}, *(x.names for x in OPERATORS.values()))
-))  # fmt: skip
-NOT_ALLOWED = {
-    "aten.view.dtype": "reads entries of one type as another",
-    "aten.repeat_interleave.Tensor": "counts in a tensor",
-    "aten.repeat_interleave.self_Tensor": "counts in a tensor",
+    # heads, patches, tokens, types and devices
+    "layout": """
+        _to_copy _unsafe_view adjoint alias atleast_1d atleast_2d broadcast_tensors broadcast_to cat
+        chunk clone concat concatenate contiguous detach diag_embed diagonal expand expand_as flatten
+        flip hstack lift_fresh_copy mH mT meshgrid moveaxis movedim narrow numpy_T permute ravel repeat
+        reshape reshape_as roll select select_scatter slice slice_scatter split split_with_sizes squeeze
+        stack swapaxes t tensor_split tile to transpose type_as unbind unflatten unfold unsqueeze view
+        view_as vstack
+    """,
+    # masks, uniform marginals, positions, starting duals
+    "makers": """
+        arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones
+        ones_like scalar_tensor zeros zeros_like
+    """,
+    # embeddings, sorting, matching by rank; every index is checked when it is used
+    "indices": """
+        argsort bucketize embedding gather index index_add index_copy index_fill index_put index_select
+        one_hot scatter scatter_add scatter_reduce searchsorted sort take take_along_dim topk
+    """,
+    # grouped keys and values; counts in a tensor could sum to less than what is written
+    "repetition by a number": "repeat_interleave",
+    # sizes, early stops, what torch.export asserts about a trace
+    "numbers and checks": """
+        _assert_scalar _assert_tensor_metadata _local_scalar_dense is_nonzero item sym_constrain_range
+        sym_constrain_range_for_size sym_numel sym_size sym_stride
+    """,
 }
+IN_PLACE = {"elementwise", "indices"}  # `name_` is allowed as well: torch.export keeps in-place forms
+_MARKS = {"child", "holds", "kept_keys", "keys_of_empty", "rows_kept"}
+OWN = {*_MARKS, "dual", "dual_and_row_mass", *(name for own in OPERATORS.values() for name in own.names)}
+NOT_ALLOWED = {
+    "aten.view.dtype",  # reads entries of one type as another
+    "aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor",  # counts in a tensor
+}  # fmt: skip
 REPLACED = {"aten._native_batch_norm_legit_no_training.default"}  # see replace_unchecked
 NEVER = {"from_file", "_print"}  # even for a file that is trusted: the first maps, or makes, a file
 
@@ -143,22 +109,19 @@ _LIMIT = 2**10  # of a factor that pictures are enlarged by, and its inverse
 
 
 @functools.cache
-def allowed_operators() -> Mapping[str, Group | None]:
-    """Group of every allowed overload by its full name ("aten.add.Tensor"); None for asapc's own."""
-    found: dict[str, Group | None] = {}
-    known = _overloads()
-    for group in GROUPS:
-        for name in group.names:
-            for spelling in (name, f"{name}_") if group.in_place else (name,):
-                for overload in known.get(f"aten::{spelling}", ()):
-                    full = f"aten.{spelling}.{overload or 'default'}"
-                    if full not in NOT_ALLOWED and _writes_as_named(spelling, overload):
-                        found[full] = group
-    for full in REPLACED:
-        found[full] = next(group for group in GROUPS if group.title == "normalisation")
-    for name in OWN:
-        found[f"asapc.{name}.default"] = None
-    return found
+def allowed_operators() -> frozenset[str]:
+    """Every allowed overload by its full name ("aten.add.Tensor")."""
+    spellings = [
+        name + ending
+        for kind, names in GROUPS.items() for name in names.split()
+        for ending in (("", "_") if kind in IN_PLACE else ("",))
+    ]  # fmt: skip
+    found = {
+        f"aten.{name}.{overload or 'default'}"
+        for name in spellings for overload in _overloads().get(f"aten::{name}", ())
+        if _writes_as_named(name, overload)
+    }  # fmt: skip
+    return frozenset(found - NOT_ALLOWED | REPLACED | {f"asapc.{name}.default" for name in OWN})
 
 
 @functools.cache
@@ -187,7 +150,7 @@ def unlisted(graph: torch.nn.Module) -> set[str]:
         for module in graph.modules() if isinstance(module, GraphModule)
         for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
     }  # fmt: skip
-    return {str(target) for target in targets} - {*allowed_operators()}
+    return {str(target) for target in targets} - allowed_operators()
 
 
 def _writes_as_named(name: str, overload: str) -> bool:

@@ -21,11 +21,15 @@ def log_marginals(
     keep: [B, M] bool or None.  like: gives dtype and device.
     Returns log_mu [N] and log_nu [M] or [B, 1, M].
     """
-    log_mu = like.new_full((num_queries,), -math.log(num_queries) if num_queries else 0.0)
-    log_nu = like.new_full((num_keys,), -math.log(num_keys) if num_keys else 0.0)
+    log_mu, log_nu = uniform_log_mass(num_queries, like), uniform_log_mass(num_keys, like)
     if keep is not None:
         log_nu = torch.where(keep[:, None, :], log_nu, -math.inf)
     return log_mu, log_nu
+
+
+def uniform_log_mass(count: int, like: Tensor) -> Tensor:
+    """log 1/n of n points, [n]: of a tensor, since math.log of a size would fix it in a graph."""
+    return -like.new_full((count,), count).log()
 
 
 def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:

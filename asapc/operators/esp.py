@@ -56,9 +56,9 @@ ENTRIES = 1 << 18  # of the plans that are formed at once; a plan with more is f
 def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, key_power: int) -> float:
     """factor N^a M^b; no length counts as less than 1."""
     if query_power:
-        output_factor = output_factor * float(max(1, q.shape[2])) ** query_power
+        output_factor = output_factor * torch.sym_max(1, q.shape[2]) ** float(query_power)
     if key_power:
-        output_factor = output_factor * float(max(1, k.shape[2])) ** key_power
+        output_factor = output_factor * torch.sym_max(1, k.shape[2]) ** float(key_power)
     return output_factor
 
 
@@ -171,7 +171,7 @@ def expected_plan(
 
     width = clouds.k.shape[2] if values is None else values.shape[3]
     result = total = lowest = cost.new_zeros(*clouds.q.shape[:3], width)
-    together = max(1, ENTRIES // max(1, cost.numel()))
+    together = 1 if torch.compiler.is_exporting() else max(1, ENTRIES // max(1, cost.numel()))
     tau_of_sums = tau[..., None]
     for start in range(0, clouds.num_slices, together):
         x, y = (lines[:, :, start : start + together] for lines in (clouds.x, clouds.y))
@@ -288,7 +288,8 @@ def _esp_hard(
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
     their cost takes D for every tied pair. Where a map is wanted and tokens tie, and while a CUDA graph
-    is recorded, which must not depend on the data, the plans are formed; else keys are gathered.
+    is recorded or a program exported, which must not depend on the data, the plans are formed; else keys
+    are gathered.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
@@ -300,7 +301,7 @@ def _esp_hard(
 
         return expected_plan(q, k, v, keep, query_keep, *settings, slice_weight, plan_of)
 
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_exporting() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return formed()
     if masked and coupling == "monotone":
         return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties, slice_weight))

@@ -80,9 +80,10 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
         if count == 0:
             return out
         out = out[:, :, count - start :, count - start if dense else 0 :]
-        first = bias if bias is None or bias.shape[-2] == 1 else bias[..., :count, :]
+        there = torch.sym_min(count, q.shape[2])  # a graph of a longer example holds for fewer, too
+        first = bias if bias is None or bias.shape[-2] == 1 else bias[..., :there, :]
         values = () if dense else (v,)
-        rows = softmax(q[:, :, :count], k, *values, keep, first, multiplier, *OF_ROWS)
+        rows = softmax(q[:, :, :there], k, *values, keep, first, multiplier, *OF_ROWS)
         if dense:
             out = functional.pad(out, (k.shape[2] - out.shape[3], 0))  # no other row sees the first keys
         return torch.cat([rows, out.to(rows.dtype)], 2)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asapc.operators.c_transforms import close_columns, close_rows
+from asapc.operators.c_transforms import close_columns, close_rows, uniform_log_mass
 from asapc.operators.pair import pair
 
 
@@ -146,9 +146,8 @@ def pivot_plan(
 
 def token_log_mass(keep: Tensor | None, scores: Tensor) -> Tensor:
     """log(1 / n) on the n active tokens, -inf on the others: [N], or [B, 1, N] with keep [B, N]."""
-    count = scores.shape[-1]
     if keep is None:
-        return scores.new_full((count,), -math.log(count))
+        return uniform_log_mass(scores.shape[-1], scores)
     opened = keep | ~keep.any(-1, keepdim=True)
     log_count = opened.sum(-1, keepdim=True).to(scores.dtype).log()
     return torch.where(opened, -log_count, -math.inf)[:, None, :]
@@ -163,12 +162,12 @@ def token_factor(
 ) -> float | Tensor:
     """coefficient n_q^a n_k^b N^c, counts at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
     coefficient, query_power, key_power, length_power = output_factor
-    value: float | Tensor = coefficient * float(max(1, q.shape[2])) ** length_power
+    value: float | Tensor = coefficient * torch.sym_max(1, q.shape[2]) ** float(length_power)
     for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
         if power == 0:
             continue
         if mask is None:
-            value = value * float(tokens.shape[2]) ** power
+            value = value * tokens.shape[2] ** float(power)
         else:
             counts = mask.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
             value = value * counts**power

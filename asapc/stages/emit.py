@@ -165,7 +165,7 @@ def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progre
     names = {name for parts in programs.values() for program in parts for name in unlisted(program.graph)}
     if names:
         progress.note(
-            f"the programs call {', '.join(sorted(names))}, beyond the operators that SECURITY.md lists: "
+            f"the programs call {', '.join(sorted(names))}, beyond the operators that files may call: "
             "they are read with --trust (in Python asapc.load(OUT, trust=True)) alone"
         )
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
-from asapc.inputs.onnx.session import observe, open_session, run
+from asapc.inputs.onnx.session import open_session, run
 from asapc.inputs.onnx.settings import TOLERANCE
-from asapc.inputs.onnx.verify import difference_of
-from asapc.terminal.printed import reason
+from asapc.inputs.onnx.verify import difference_of, first_difference
 
 
 def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
@@ -38,24 +35,13 @@ def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
         found = module.values(values, module.graph.outputs)
     worst = difference_of(expected, found)
     if not worst <= TOLERANCE:
+        nodes = {name: node for node in module.graph.nodes for name in node.outputs if name}
+        with torch.no_grad():
+            ours = dict(zip(nodes, module.values(values, list(nodes)), strict=True))
+        first = first_difference(path, ours, inputs, TOLERANCE, nodes)
         raise VerificationError(
             f"{path}: the imported model computes what onnxruntime computes",
-            got=f"relative difference {worst:.2g}, {_first_difference(module, path, inputs)}",
+            got=f"relative difference {worst:.2g}; {first}",
             help="this is a defect of asapc: please report the node",
         )
     return worst
-
-
-def _first_difference(module: OnnxModule, path: Path, inputs: Mapping[str, Tensor]) -> str:
-    """In words, the first node whose values differ."""
-    nodes = {name: node for node in module.graph.nodes for name in node.outputs if name}
-    try:
-        expected = observe(path, nodes, inputs)
-        with torch.no_grad():
-            found = module.values([inputs[value.name] for value in module.inputs], list(expected))
-    except (InputError, RuntimeError) as error:
-        return f"and no first node, for {reason(error)}"
-    for (name, value), ours in zip(expected.items(), found, strict=True):
-        if not difference_of([ours], [value]) <= TOLERANCE:
-            return f"first in {nodes[name]}"
-    return "in no node alone"

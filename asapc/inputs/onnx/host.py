@@ -2,15 +2,15 @@
 
 A graph computes shapes with the operators it computes tensors with. What comes out of `Shape` stays an
 int or SymInt, or a list of them, through such operators, so that a dynamic size remains a symbol under
-torch.export; an operator on tensors turns it into an int64 (or bool) tensor. A `Real` is a float that
-is not in a tensor yet: a constant that scales something, or a size cast to float.
+torch.export; an operator on tensors turns it into an int64 tensor, where it was an int32 too, or into a
+bool. A `Real` is a float that is not in a tensor yet: a constant that scales something, or a size cast to
+float.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ DTYPES = {
 }  # fmt: skip
 MOST_HOST = 16  # entries of a constant that may be a shape; a longer one is a tensor
 MOST_NUMBERS = 1024  # of a host value that other numbers make: a shape has few
-MOST_ENTRIES = 1 << 31  # of a tensor that is made larger
-MOST_MADE = 1 << 26  # of one that a few bytes of a file ask for: a mask of 8192 tokens, 512 MB at most
 
 
 def dtype_of(number: int) -> torch.dtype:
@@ -43,10 +41,6 @@ class Real:
     number: Any
 
 
-class Int32(int):
-    """An int32: any other host integer is an int64."""
-
-
 def is_host(value: Any) -> bool:
     """An integer or bool (0-d), a list of them (1-d), or None for an input that is left out."""
     return not isinstance(value, (Tensor, Real))
@@ -60,22 +54,16 @@ def tensor_of(value: Any) -> Any:
         return torch.full((), value.number, dtype=torch.float32)
     if isinstance(value, list):
         if all(isinstance(item, int) for item in value):
-            types = {_type_of(item) for item in value}
-            return torch.tensor(value, dtype=types.pop() if len(types) == 1 else torch.int64)
+            booleans = value and all(isinstance(item, bool) for item in value)
+            return torch.tensor(value, dtype=torch.bool if booleans else torch.int64)
         return torch.stack([tensor_of(item) for item in value])
-    return torch.full((), value, dtype=_type_of(value))
-
-
-def _type_of(number: Any) -> torch.dtype:
-    if isinstance(number, (bool, torch.SymBool)):
-        return torch.bool
-    return torch.int32 if isinstance(number, Int32) else torch.int64
+    boolean = isinstance(value, (bool, torch.SymBool))
+    return torch.full((), value, dtype=torch.bool if boolean else torch.int64)
 
 
 def operand_of(value: Any) -> Any:
     """The second operand of a torch function whose first is a tensor: a plain number stays one."""
     number = value.number if isinstance(value, Real) else value
-    number = int(number) if isinstance(number, Int32) else number
     return number if isinstance(number, (bool, int, float)) else tensor_of(value)
 
 
@@ -86,8 +74,7 @@ def constant_of(tensor: Tensor) -> Any:
     most = {torch.int64: MOST_HOST, torch.int32: MOST_HOST, torch.bool: 1}.get(tensor.dtype, 0)
     if tensor.dim() > 1 or tensor.numel() > most or (tensor.dtype == torch.bool and not tensor.numel()):
         return tensor
-    value = tensor.tolist()
-    return elementwise(Int32)(value) if tensor.dtype == torch.int32 else value
+    return tensor.tolist()
 
 
 def shortest(number: float) -> float:
@@ -109,8 +96,7 @@ def ints(value: Any, what: str) -> list[Any]:
         value = value.tolist()
     if isinstance(value, Real):
         value = value.number
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [int(number) if isinstance(number, Int32) else number for number in values]
+    return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
 def decided(condition: Any) -> Any:
@@ -140,45 +126,12 @@ def chosen(flag: Any, a: Any, b: Any) -> Any:
     return a if known(flag, "the condition of Where") else b
 
 
-def differ(a: Any, b: Any) -> Any:
-    """Exclusive or."""
-    return (a & torch.sym_not(b)) | (torch.sym_not(a) & b)
-
-
 def least(a: Any, b: Any) -> Any:
     return torch.sym_min(a, b) if torch.SymInt in (type(a), type(b)) else min(a, b)
 
 
 def greatest(a: Any, b: Any) -> Any:
     return torch.sym_max(a, b) if torch.SymInt in (type(a), type(b)) else max(a, b)
-
-
-def wrapped(number: int, dtype: torch.dtype) -> int:
-    """The number as one of int32 or int64, which both begin again where they end."""
-    half = 1 << (31 if dtype == torch.int32 else 63)
-    number = (number + half) % (2 * half) - half
-    return Int32(number) if dtype == torch.int32 else number
-
-
-def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Arithmetic of int32 or int64, of whichever its operands are."""
-
-    def apply(*values: Any) -> Any:
-        result = function(*values)
-        if not isinstance(result, int):  # a symbol
-            return result
-        small = any(isinstance(value, Int32) for value in values)
-        return wrapped(result, torch.int32 if small else torch.int64)
-
-    return apply
-
-
-def checked_size(shape: Sequence[Any], most: int = MOST_ENTRIES) -> Sequence[Any]:
-    """The shape of a tensor that is about to be made.  Raises ValueError if it is absurdly large."""
-    entries = math.prod(size for size in shape if isinstance(size, int))
-    if entries > most:
-        raise ValueError(f"a tensor of {entries} entries, more than {most}, is not made")
-    return shape
 
 
 def checked_numbers(count: int) -> int:
@@ -220,7 +173,12 @@ def on_host(host: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
             result = NotImplemented
             if all(is_host(value) for value in values):
                 result = host(*values, **attributes)
-            return function(*values, **attributes) if result is NotImplemented else result
+            if result is NotImplemented:
+                return function(*values, **attributes)
+            for number in result if isinstance(result, list) else [result]:
+                if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                    raise ValueError(f"a shape of a number of {number.bit_length()} bits")
+            return result
 
         return apply
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asapc.inputs.onnx.host import checked_size, ints, known, tensor_of
+from asapc.inputs.onnx.host import ints, known, tensor_of
 
 Body = Callable[..., list[Any]]
 
@@ -34,21 +33,6 @@ def rms_norm(
     x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
     return F.rms_norm(x, list(x.shape[axis % x.dim() :]), scale, epsilon)
-
-
-def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
-
-
-def group_norm(
-    x: Tensor, scale: Tensor, bias: Tensor, *,
-    num_groups: int, epsilon: float = 1e-5, stash_type: int = 1, opset: int,
-) -> Tensor:  # fmt: skip
-    if opset < 21:  # one scale a group
-        each = x.shape[1] // num_groups
-        checked_size([len(scale), each])
-        scale, bias = (w.repeat_interleave(each) for w in (scale, bias))
-    return F.group_norm(x, num_groups, scale, bias, epsilon)
 
 
 def batch_norm(
@@ -86,18 +70,10 @@ def _window(
 
 def _padded(x: Tensor, pairs: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
     flat = [amount for pair in reversed(pairs) for amount in pair]
-    _check_padded(x, pairs)
     return F.pad(x, flat, value=value) if any(flat) else x
 
 
-def _check_padded(x: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError where padding alone makes x absurdly large."""
-    sizes = [size + sum(pair) for size, pair in zip(x.shape[2:], pairs, strict=True)]
-    checked_size([*x.shape[:2], *sizes])
-
-
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 MAXIMUM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
@@ -110,7 +86,6 @@ def conv(
     steps, spread, pairs = _window(x, kernel, strides, dilations, pads, auto_pad)
     convolve = CONV[len(kernel)]
     if all(before == after for before, after in pairs):
-        _check_padded(x, pairs)
         return convolve(x, weight, bias, steps, [before for before, _ in pairs], spread, group)
     return convolve(_padded(x, pairs), weight, bias, steps, 0, spread, group)
 
@@ -126,23 +101,6 @@ def max_pool(
     x = _padded(x, pairs, -math.inf)
     pool = MAXIMUM[len(kernel_shape)]
     return pool(x, [*kernel_shape], steps, 0, spread, bool(ceil_mode))
-
-
-def average_pool(
-    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
-    count_include_pad: int = 0, dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
-    if any(gap != 1 for gap in dilations or ()):
-        raise ValueError("AveragePool with dilations is not supported")
-    steps, _, pairs = _window(x, kernel_shape, strides, None, pads, auto_pad)
-    pool = functools.partial(
-        AVERAGE[len(kernel_shape)], kernel_size=[*kernel_shape], stride=steps, ceil_mode=bool(ceil_mode)
-    )
-    total = pool(_padded(x, pairs))
-    if count_include_pad or not any(sum(pair) for pair in pairs):
-        return total
-    return total / pool(_padded(torch.ones_like(x), pairs))
 
 
 def attention(
@@ -197,30 +155,3 @@ def _is_true(condition: Any) -> bool:
 
 def branch(condition: Any, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
     return tuple(then_branch() if known(condition, "the condition of If") else else_branch())
-
-
-def scan(
-    *values: Any, body: Body, num_scan_inputs: int,
-    scan_input_axes: Sequence[int] | None = None, scan_input_directions: Sequence[int] | None = None,
-    scan_output_axes: Sequence[int] | None = None, scan_output_directions: Sequence[int] | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    states = list(values[: len(values) - num_scan_inputs])
-    axes = scan_input_axes or [0] * num_scan_inputs
-    backward = scan_input_directions or [0] * num_scan_inputs
-    steps = []
-    for x, axis, turned in zip(values[len(states) :], axes, backward, strict=True):
-        parts = tensor_of(x).unbind(axis)
-        steps.append(parts[::-1] if turned else parts)
-    if len(steps[0]) > MAX_TRIPS:
-        raise ValueError(f"a Scan must have at most {MAX_TRIPS} steps, not {len(steps[0])}")
-    scanned = []
-    for inputs in zip(*steps, strict=True):
-        results = body(*states, *inputs)
-        scanned.append(results[len(states) :])
-        states = results[: len(states)]
-    outputs = []
-    for i, found in enumerate(zip(*scanned, strict=True)):
-        turned = bool(scan_output_directions and scan_output_directions[i])
-        axis = scan_output_axes[i] if scan_output_axes else 0
-        outputs.append(torch.stack([tensor_of(x) for x in (found[::-1] if turned else found)], axis))
-    return (*states, *outputs)

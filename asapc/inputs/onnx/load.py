@@ -24,7 +24,7 @@ MAX_BYTES = 2**31 - 1  # of a protobuf
 MAX_NODES = 200_000  # after functions are inlined
 MOST_INLINED = 1 << 26  # bytes that any model's functions may add; of a larger one
 MAX_COPIES = 8  # times its own size
-MAX_CALLS = 64  # of functions in functions, subgraphs counted
+MAX_CALLS = 64  # of functions in functions
 EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
 
 
@@ -37,10 +37,16 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     path = Path(path)
     model = _parsed(path)
     opset = _opset(model, path)
+    if any(function.domain == DOMAIN for function in model.functions):
+        raise InputError(
+            f"{path}: the model must be a teacher", got="one that asapc has written already",
+            help="compile the teacher that it was made from",
+        )  # fmt: skip
     if model.functions:
-        _check_teacher(model, path)
         model = _inlined(model, path)
-    _check_count(model.graph, path)
+    count = sum(1 for _ in _nodes(model.graph))
+    if count > MAX_NODES:
+        raise InputError(f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}")
     check_external(_tensors(model.graph), path)
     reader = Reader(path, opset)
     graph = reader.graph(model.graph)
@@ -55,14 +61,6 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
         model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
         builtin=False, factory=None, onnx=path,
     )  # fmt: skip
-
-
-def _check_teacher(model: onnx.ModelProto, path: Path) -> None:
-    if any(function.domain == DOMAIN for function in model.functions):
-        raise InputError(
-            f"{path}: the model must be a teacher", got="one that asapc has written already",
-            help="compile the teacher that it was made from",
-        )  # fmt: skip
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -114,7 +112,7 @@ def _opset(model: onnx.ModelProto, path: Path) -> int:
     return versions[0]
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
     """Every node, those of subgraphs too."""
     for node in graph.node:
         yield node
@@ -133,54 +131,34 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield from inner.initializer
 
 
-def _check_count(graph: onnx.GraphProto, path: Path) -> None:
-    count = sum(1 for _ in _nodes(graph))
-    if count > MAX_NODES:
-        raise InputError(f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}")
-
-
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """The model without local functions.  Raises InputError where they call each other in circles,
     too deeply, or would become absurdly many nodes or bytes."""
     import onnx.inliner
 
-    bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
-    sizes: dict[Any, tuple[int, int, int] | None] = {}
+    def key(item: Any, name: str) -> tuple[str, str, str]:
+        return item.domain, name, item.overload
 
-    def size(nodes: Any, depth: int) -> tuple[int, int, int]:
-        """How many nodes they become, how deeply calls and subgraphs are nested in them, and how many
-        bytes the functions that they call add."""
-        inner = [of(node, depth + 1) for node in nodes]
-        height = max((height for _, height, _ in inner), default=0)
-        return len(inner) + sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
+    bodies = {key(own, own.name): own for own in model.functions}
+    sizes: dict[Any, tuple[int, int]] = {}  # nodes and bytes of a function, with those that it calls
 
-    def of(node: onnx.NodeProto, depth: int) -> tuple[int, int, int]:
-        key = (node.domain, node.op_type, node.overload)
-        if key not in bodies:
-            graphs = (graph for a in node.attribute for graph in (a.g, *a.graphs) if graph.node)
-            inner = [size(graph.node, depth) for graph in graphs]
-            height = max((1 + height for _, height, _ in inner), default=0)
-            return sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
-        if depth > MAX_CALLS:
-            raise too_deep(node)
-        if key not in sizes:
-            sizes[key] = None
-            count, height, added = size(bodies[key].node, depth)
-            sizes[key] = count, height, added + bodies[key].ByteSize()
-        known = sizes[key]
-        if known is None:
-            raise InputError(f"{path}: functions must not call themselves", got=node.op_type)
-        if depth + known[1] > MAX_CALLS:
-            raise too_deep(node)
-        return known[0], 1 + known[1], known[2]
+    def size(nodes: list[onnx.NodeProto]) -> tuple[int, int]:
+        called = [sizes.get(key(node, node.op_type), (0, 0)) for node in nodes]
+        return len(nodes) + sum(count for count, _ in called), sum(added for _, added in called)
 
-    def too_deep(node: onnx.NodeProto) -> InputError:
-        return InputError(
-            f"{path}: functions may be nested {MAX_CALLS} deep", got=f"more, in {node.op_type}",
-            help="export the model without functions",
+    waiting = {name: list(_nodes(own)) for name, own in bodies.items()}
+    for _ in range(MAX_CALLS):  # each time those that call nothing that is not known
+        ready = [name for name, nodes in waiting.items()
+                 if not any(key(node, node.op_type) in waiting for node in nodes)]  # fmt: skip
+        for name in ready:
+            count, added = size(waiting.pop(name))
+            sizes[name] = count, added + bodies[name].ByteSize()
+    if waiting:
+        raise InputError(
+            f"{path}: functions may be nested {MAX_CALLS} deep, and must not call themselves",
+            got=f"more, in {next(iter(waiting))[1]}", help="export the model without functions",
         )  # fmt: skip
-
-    count, _, added = size(model.graph.node, 0)
+    count, added = size(list(_nodes(model.graph)))
     if count > MAX_NODES:
         raise InputError(
             f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}, functions written out"

@@ -13,11 +13,7 @@ from torch.nn import functional as F
 
 from asapc.inputs.onnx.host import (
     MOST_HOST,
-    MOST_MADE,
-    Int32,
     checked_numbers,
-    checked_size,
-    dtype_of,
     elementwise,
     ints,
     is_host,
@@ -87,14 +83,7 @@ def concat(*parts: Any, axis: int) -> Any:
     if all(isinstance(part, list) for part in parts):
         checked_numbers(sum(map(len, parts)))
         return [size for part in parts for size in part]
-    tensors = [tensor_of(part) for part in parts]
-    checked_size([sum(map(_known_entries, tensors))])
-    return torch.cat(tensors, axis)
-
-
-def _known_entries(x: Tensor) -> int:
-    """As many as the sizes that are numbers say."""
-    return math.prod(size for size in x.shape if isinstance(size, int))
+    return torch.cat([tensor_of(part) for part in parts], axis)
 
 
 def split(
@@ -142,9 +131,7 @@ def tile(x: Any, repeats: Any) -> Any:
     counts = ints(repeats, "the repeats of Tile")
     if isinstance(x, list) and isinstance(counts[0], int) and counts[0] * len(x) <= MOST_HOST:
         return x * counts[0]
-    x = tensor_of(x)
-    checked_size([size * count for size, count in zip(x.shape, counts, strict=True)])
-    return x.repeat(counts)
+    return tensor_of(x).repeat(counts)
 
 
 def expand(x: Any, shape: Any) -> Any:
@@ -154,7 +141,6 @@ def expand(x: Any, shape: Any) -> Any:
     x = tensor_of(x)
     sizes = [1] * (x.dim() - len(sizes)) + sizes
     current = [1] * (len(sizes) - x.dim()) + [*x.shape]
-    checked_size(sizes)
     return x.expand([length if size == 1 else size for length, size in zip(current, sizes, strict=True)])
 
 
@@ -165,7 +151,6 @@ def pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str 
     amounts = ints(pads, "the pads of Pad")
     dims = [*range(x.dim())] if axes is None else [d % x.dim() for d in ints(axes, "the axes of Pad")]
     pairs = dict(zip(dims, zip(amounts[: len(dims)], amounts[len(dims) :], strict=True), strict=True))
-    checked_size([x.shape[d] + sum(pair) for d, pair in pairs.items()])
     flat = [amount for axis in reversed(range(x.dim())) for amount in pairs.get(axis, (0, 0))]
     number = 0 if value is None else operand_of(value)
     if not isinstance(number, Tensor):
@@ -244,7 +229,6 @@ def one_hot(indices: Any, depth: Any, values: Tensor, *, axis: int = -1) -> Tens
     count = ints(depth, "the depth of OneHot")[0]
     index = tensor_of(indices)
     axis = axis % (index.dim() + 1)
-    checked_size([*index.shape, count])
     classes = torch.arange(count).view(-1, *[1] * (index.dim() - axis))
     off, on = tensor_of(values).unbind(0)
     return torch.where(_wrapped(index.long(), count).unsqueeze(axis) == classes, on, off)
@@ -270,7 +254,7 @@ def constant_of_shape(shape: Any, *, value: tuple[Any, torch.dtype] = (0.0, torc
             return number
         if isinstance(sizes[0], int) and sizes[0] <= MOST_HOST:
             return [number] * sizes[0]
-    return torch.full([*checked_size(sizes, MOST_MADE)], number, dtype=dtype)
+    return torch.full(sizes, number, dtype=dtype)
 
 
 def range_of(start: Any, limit: Any, delta: Any) -> Any:
@@ -278,23 +262,13 @@ def range_of(start: Any, limit: Any, delta: Any) -> Any:
     if all(map(is_host, (start, limit, delta))) and all(isinstance(x, int) for x in (first, last, step)):
         values = range(first, last, step)
         if len(values) <= MOST_HOST:
-            return [Int32(value) for value in values] if isinstance(start, Int32) else [*values]
-    on_host = torch.int32 if isinstance(start, Int32) else torch.int64
-    dtype = on_host if is_host(start) else tensor_of(start).dtype
+            return [*values]
+    dtype = tensor_of(start).dtype
     if all(isinstance(x, (int, torch.SymInt)) or float(x).is_integer() for x in (first, last, step)):
         first, last, step = (int(x) if isinstance(x, float) else x for x in (first, last, step))
-        checked_size([(last - first) // step], MOST_MADE)
         return torch.arange(first, last, step).to(dtype)
     count = max(math.ceil((last - first) / step), 0)
-    checked_size([count], MOST_MADE)
     return first + torch.arange(count, dtype=dtype) * step
-
-
-def eye_like(x: Any, *, dtype: int | None = None, k: int = 0) -> Tensor:
-    x = tensor_of(x)
-    rows, columns = x.shape
-    place = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
-    return (place == k).to(x.dtype if dtype is None else dtype_of(dtype))
 
 
 @on_tensor

@@ -56,7 +56,8 @@ def verify(
 ) -> Verified:
     """Run both at up to SHAPES shapes.
 
-    names: of the program's tensor inputs, in order, as the file has them.  known: as first_difference.
+    names: of the program's tensor inputs, in order, as the file has them.  known: the file's values by
+    the name of the program's node; None where they have the same names.
     Raises VerificationError, with the first node that differs, where an output does by more than
     `tolerance`; InputError if there is no example to run.
     """
@@ -84,7 +85,8 @@ def verify(
                 got=f"at {_told(sizes)}: {error.got}",
             ) from error
         if not difference <= tolerance:
-            where = first_difference(path, program, feeds, tolerance, known)
+            values = _values(program, feeds, known)
+            where = first_difference(path, values, feeds, tolerance)
             raise VerificationError(
                 f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
                 got=f"{difference:.2g} at {_told(sizes)}; {where}",
@@ -101,17 +103,13 @@ def verify(
 
 
 def first_difference(
-    path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float,
-    known: Mapping[str, Sequence[str]] | None = None,
+    path: Path, values: Mapping[str, Tensor], feeds: Mapping[str, Tensor], tolerance: float,
+    nodes: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """In words, the first value of the file, in its order, that differs from the program's.
+    """In words, the first value of the file, in its order, that differs from that in `values`.
 
-    known: the file's values by the name of the program's node; None where they have the same names.
+    nodes: what to call the values, if not by their names.
     """
-    found = _values(program, feeds)
-    values = found if known is None else {
-        in_file: found[name] for name, names in known.items() if name in found for in_file in names
-    }  # fmt: skip
     try:
         theirs = observe(path, values, feeds)
     except InputError as error:
@@ -119,19 +117,22 @@ def first_difference(
     for name, value in theirs.items():
         difference = difference_of([values[name]], [value])
         if not difference <= tolerance:
-            return f"first in {name}: {difference:.2g}"
+            return f"first in {name if nodes is None else nodes[name]}: {difference:.2g}"
     return "no value before the outputs differs"
 
 
-def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every floating tensor of the program by the name of its node."""
+def _values(
+    program: GraphModule, feeds: Mapping[str, Tensor], known: Mapping[str, Sequence[str]] | None
+) -> dict[str, Tensor]:
+    """Every floating tensor of the program by its names in the file, see verify."""
     values: dict[str, Tensor] = {}
 
     class Recorder(Interpreter):
         def run_node(self, n: Node) -> Any:
             value = super().run_node(n)
             if n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
-                values[n.name] = value
+                names = [n.name] if known is None else known.get(n.name, ())
+                values.update(dict.fromkeys(names, value))
             return value
 
     with torch.no_grad():
