@@ -222,7 +222,7 @@ def _side_by_side(
             a, b = a / len(a), b / len(b)
     native.scale(
         kernel, a, b, row_mass, column_mass, settings["half_steps"], task.rows_first, task.damping,
-        _least(kernel.dtype), stabiliser, beside=True,
+        native.least(kernel.dtype), stabiliser, beside=True,
     )  # fmt: skip
     if settings["log"]:
         out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
@@ -249,11 +249,6 @@ def _lowest(s: Tensor) -> Tensor:
     return s.masked_fill(s == -torch.inf, 0.0).amin((-1, -2)) if bool(low.isneginf().any()) else low
 
 
-def _least(dtype: torch.dtype) -> float:
-    """The smallest sum that is divided by."""
-    return float(torch.finfo(dtype).tiny ** 0.75)
-
-
 def _are_finite(scaling: Tensor) -> Tensor:
     return scaling.isfinite().all(-1)
 
@@ -270,8 +265,8 @@ def _products(
     kernel = torch.exp(s, out=out)
     a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
     native.scale(
-        kernel, a, b, mu.mass, nu.mass, half_steps, rows_first, task.damping, _least(kernel.dtype), None,
-        beside=False,
+        kernel, a, b, mu.mass, nu.mass, half_steps, rows_first, task.damping, native.least(kernel.dtype),
+        None, beside=False,
     )  # fmt: skip
     low = s.amin((-1, -2))
     if settings["damping"]:
@@ -392,7 +387,7 @@ def _held_damped(low: Tensor, high: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _divided(scaling: Tensor, mass: Tensor, absent: Tensor) -> Tensor:
     """Whether all tokens that are not absent were divided by what they sum to: [G]."""
-    return (absent | (scaling < mass / (2 * _least(scaling.dtype)))).all(-1)
+    return (absent | (scaling < mass / (2 * native.least(scaling.dtype)))).all(-1)
 
 
 def _spread(scaling: Tensor, absent: Tensor) -> Tensor:

@@ -183,6 +183,11 @@ def scale(
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
 
 
+def least(dtype: torch.dtype) -> float:
+    """The smallest sum that `scale` may be asked to divide by, so that no scaling overflows."""
+    return float(torch.finfo(dtype).tiny ** 0.75)
+
+
 def esp(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
     slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
