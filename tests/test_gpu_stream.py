@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu_env import DEVICE
 from second_device import GPU, WAITING, NeverWaiting, OnGpu, one_gpu
-from test_autocast import CALLS, is_float, ops
+from test_every_operator import CALLS, is_float, ops
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
