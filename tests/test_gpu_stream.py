@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from test_gpu_attention import Case
 from test_gpu_features import ALL, parameters_of, width_of
+from test_gpu_loops import Case
 
 from asapc.device import moved
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
