@@ -183,8 +183,9 @@ def banded_loop(
             held = _linear(layout, *tensors, here, loop, bounded, buffer, out[part])
             for head in (~held).nonzero().flatten().tolist():
                 one = slice(head, head + 1)
+                head_q, head_k, head_v = (x[one] for x in tensors)
                 head_active = here if keep is None else here[one]
-                _in_log_domain(layout, *(x[one] for x in tensors), head_active, loop, out[part][one])
+                _in_log_domain(layout, head_q, head_k, head_v, head_active, loop, out[part][one])
             scale = mass * factor
             if isinstance(scale, Tensor):
                 scale = scale.to(dtype).reshape(batch)[example, None, None]

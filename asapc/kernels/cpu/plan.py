@@ -68,19 +68,17 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     offset = None
     if task.stabiliser is not None and task.stabiliser.start == "tensor":
         offset = _largest(given, task.settings["score_multiplier"]) * task.settings["score_multiplier"]
-    run = _side_by_side if small else _products if task.stabiliser is None else _stabilised_products
-
     def work(starts: Iterator[int]) -> None:
         for start in starts:
             part = slice(start, start + per_tile)
             own_share = share if len(share) == 1 else share[part]
             sides = mu.part(part), nu.part(part)
-            held = run(given[part], *sides, own_share, task, offset, out[part])
+            held = _scaled(given[part], *sides, own_share, task, offset, out[part])
             if task.as_written:
                 held = held & _near(given[part], task.settings["score_multiplier"])
             if task.settings["log"]:  # of a share that is 0 or infinite, nothing is left to add
                 held = held & own_share.isfinite() & (own_share != 0)
-                for lost in (side.lost() for side in sides if small or not balanced):
+                for lost in (side.lost() for side in sides if not balanced):
                     held = held if lost is None else held & ~lost.any(-1)
             if not bool(held.all()):
                 which = start + (~held).nonzero().squeeze(1)
@@ -196,98 +194,56 @@ def _in_log_domain(
     out[which] = found[:, 0].to(out.dtype)
 
 
-def _side_by_side(
+def _scaled(
     given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Small matrices [G, N, M] at once, into `out`; which of them the linear domain holds, [G] bool."""
-    settings, stabiliser = task.settings, task.stabiliser
-    s = (given * settings["score_multiplier"]).permute(1, 2, 0).contiguous()  # [N, M, G]
-    if stabiliser is None:
-        start = "plain" if settings["damping"] else "row" if task.rows_first else "column"
-    else:
-        start = stabiliser.start
-    if start == "tensor":
-        s -= offset
-    elif start == "matrix":
-        s -= s.amax((0, 1))
-    elif start != "plain":  # "softmax" is safe after any offset
-        s -= _finite(s.amax(0 if start == "column" else 1, keepdim=True))
-    kernel = s.exp()
-    a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
-    row_mass, column_mass = mu.mass.t(), nu.mass.t()  # [N, 1 or G], [M, 1 or G]
-    if stabiliser is not None:
-        if not stabiliser.shares:
-            row_mass, column_mass = torch.ones_like(row_mass), torch.ones_like(column_mass)
-        if stabiliser.form == "scaling" and stabiliser.start_share:
-            a, b = a / len(a), b / len(b)
-    native.scale(
-        kernel, a, b, row_mass, column_mass, settings["half_steps"], task.rows_first, task.damping,
-        native.least(kernel.dtype), stabiliser, beside=True,
-    )  # fmt: skip
-    if settings["log"]:
-        out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
-    else:
-        out.copy_((kernel.mul_((a * share)[:, None]).mul_(b)).permute(2, 0, 1))
-    low = s.amin((0, 1))
-    if stabiliser is not None:
-        safe = SAFE_ROW_RANGE[given.dtype]
-        return (low >= -safe) & (s.amax((0, 1)) <= safe) & _are_finite(a.t()) & _are_finite(b.t())
-    if settings["damping"]:
-        return _held_damped(low, s.amax((0, 1)), a.t(), b.t())
-    sides = ((a.t(), mu.mass, s.amax(1).t()), (b.t(), nu.mass, s.amax(0).t()))
-    return _held(low, *(sides if settings["rows_first"] else sides[::-1]))
-
-
-def _finite(top: Tensor) -> Tensor:
-    """What is subtracted from scores: 0 where all are -inf."""
-    return top.masked_fill_(top == -torch.inf, 0.0)
-
-
-def _lowest(s: Tensor) -> Tensor:
-    """The smallest score [G] of matrices [G, N, M] that is not -inf: those are hidden."""
-    low = s.amin((-1, -2))
-    return s.masked_fill(s == -torch.inf, 0.0).amin((-1, -2)) if bool(low.isneginf().any()) else low
-
-
-def _are_finite(scaling: Tensor) -> Tensor:
-    return scaling.isfinite().all(-1)
-
-
-def _products(
-    given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, _offset: Tensor | None, out: Tensor
-) -> Tensor:
-    """Matrices [G, N, M] one after the other, into `out`; which of them the linear domain holds, [G]."""
-    settings = task.settings
+    """Matrices [G, N, M] at once, into `out`; which of them the linear domain holds, [G] bool."""
+    settings, stabiliser, (groups, *sizes) = task.settings, task.stabiliser, given.shape
+    rows_first, half_steps = task.rows_first, settings["half_steps"]
+    beside = is_small(given)
     s = given * settings["score_multiplier"]
-    rows_first, half_steps = bool(settings["rows_first"]), settings["half_steps"]
-    if not settings["damping"]:
-        s -= _finite(s.amax(-1 if rows_first else -2, keepdim=True))
-    kernel = torch.exp(s, out=out)
-    a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
+    if beside:  # as before, and in memory with the matrix as the last axis
+        s = s.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    s -= _top(s, task, offset)
+    kernel = s.exp() if beside else torch.exp(s, out=out)
+    a, b = (given.new_ones(groups, n) if not beside else given.new_ones(n, groups).t() for n in sizes)
+    masses = mu.mass, nu.mass
+    if stabiliser is not None and not stabiliser.shares:
+        masses = torch.ones_like(mu.mass), torch.ones_like(nu.mass)
+    if stabiliser is not None and stabiliser.form == "scaling" and stabiliser.start_share:
+        a, b = a.div_(sizes[0]), b.div_(sizes[1])
     native.scale(
-        kernel, a, b, mu.mass, nu.mass, half_steps, rows_first, task.damping, native.least(kernel.dtype),
-        None, beside=False,
+        kernel, a, b, *masses, half_steps, rows_first, task.damping, native.least(kernel.dtype),
+        stabiliser, beside,
     )  # fmt: skip
-    low = s.amin((-1, -2))
-    if settings["damping"]:
-        held = _held_damped(low, s.amax((-1, -2)), a, b)
-    else:
-        deep = not bool((low >= -SAFE_ROW_RANGE[low.dtype]).all())  # the largest tell what is lost
-        tops = (s.amax(-1), s.amax(-2)) if deep else (None, None)
-        sides = ((a, mu.mass, tops[0]), (b, nu.mass, tops[1]))
-        held = _held(low, *(sides if rows_first else sides[::-1]))
-    share = share[:, None]
+    held = _held(s, (a, mu.mass), (b, nu.mass), task)
     if settings["log"]:
         log_a, log_b = a.log(), b.log()
-        if not settings["damping"]:
+        if settings["damping"] is None:
             closed = half_steps > 1 or rows_first, half_steps > 1 or not rows_first
             log_a, log_b, known = _with_lost(s, log_a, log_b, mu, nu, closed)
             held = held & known
-        torch.add(s, (log_a + torch.log(share))[:, :, None], out=out)
+        torch.add(s, (log_a + torch.log(share)[:, None])[:, :, None], out=out)
         out += log_b[:, None]
     else:
-        kernel.mul_((a * share)[:, :, None]).mul_(b[:, None])
+        torch.mul(kernel, (a * share[:, None])[:, :, None], out=out).mul_(b[:, None])
     return held
+
+
+def _top(s: Tensor, task: Task, offset: Tensor | None) -> Tensor | float:
+    """What is subtracted from scores [G, N, M]; 0 from those that are all -inf."""
+    if task.stabiliser is not None:
+        start: str = task.stabiliser.start
+    else:
+        start = "plain" if task.settings["damping"] else "row" if task.rows_first else "column"
+    if start == "tensor":
+        assert offset is not None
+        return offset
+    if start == "plain":
+        return 0.0
+    # "softmax" is safe after any offset.
+    top = s.amax((1, 2) if start == "matrix" else 1 if start == "column" else 2, keepdim=True)
+    return top.masked_fill_(top == -torch.inf, 0.0)
 
 
 def _with_lost(
@@ -313,38 +269,25 @@ def _with_lost(
     return log_a, log_b, known
 
 
-def _stabilised_products(
-    given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
-) -> Tensor:
-    """The same with a constant in the divisions."""
-    settings, stabiliser = task.settings, task.stabiliser
-    assert stabiliser is not None
-    s = given * settings["score_multiplier"]
-    if stabiliser.start == "tensor":
-        s -= offset
-    elif stabiliser.start == "matrix":
-        s -= s.amax((-1, -2), keepdim=True)
-    elif stabiliser.start != "plain":
-        s -= _finite(s.amax(-1, keepdim=True))
-    kernel = torch.exp(s, out=out)
-    a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
-    rows, columns = (x if stabiliser.shares else torch.ones_like(x) for x in (mu.mass, nu.mass))
-    if stabiliser.form == "scaling" and stabiliser.start_share:
-        a, b = a / a.shape[-1], b / b.shape[-1]
-    native.scale(
-        kernel, a, b, rows, columns, settings["half_steps"], task.rows_first, task.damping, 0.0,
-        stabiliser, beside=False,
-    )  # fmt: skip
-    safe = SAFE_ROW_RANGE[given.dtype]
-    held = (_lowest(s) >= -safe) & (s.amax((-1, -2)) <= safe)
-    held &= _are_finite(a) & _are_finite(b)
-    scaled = (a * share[:, None])[:, :, None]
-    if settings["log"]:
-        torch.add(s, scaled.log(), out=out)
-        out += b.log()[:, None]
-    else:
-        kernel.mul_(scaled).mul_(b[:, None])
-    return held
+Scaled = tuple[Tensor, Tensor]
+"""A side's scalings [G, X] and masses [G or 1, X]."""
+
+
+def _held(s: Tensor, rows: Scaled, columns: Scaled, task: Task) -> Tensor:
+    """Which matrices with log K = s [G, N, M] the linear domain holds with these scalings, [G] bool."""
+    low, safe = s.amin((1, 2)), SAFE_ROW_RANGE[s.dtype]
+    if task.stabiliser is not None:
+        hidden = bool(low.isneginf().any())
+        low = s.masked_fill(s == -torch.inf, 0.0).amin((1, 2)) if hidden else low
+        finite = rows[0].isfinite().all(-1) & columns[0].isfinite().all(-1)
+        return finite & (low >= -safe) & (s.amax((1, 2)) <= safe)
+    if task.settings["damping"]:
+        return _held_damped(low, s.amax((1, 2)), rows[0], columns[0])
+    tops: tuple[Tensor | None, Tensor | None] = (None, None)
+    if not bool((low >= -safe).all()):  # the largest tell what is lost
+        tops = s.amax(2), s.amax(1)
+    sides = (*rows, tops[0]), (*columns, tops[1])
+    return _held_balanced(low, *(sides if task.rows_first else sides[::-1]))
 
 
 Closed = tuple[Tensor, Tensor, Tensor | None]
@@ -352,7 +295,7 @@ Closed = tuple[Tensor, Tensor, Tensor | None]
 matrix is below the safe range."""
 
 
-def _held(low: Tensor, first: Closed, second: Closed) -> Tensor:
+def _held_balanced(low: Tensor, first: Closed, second: Closed) -> Tensor:
     """Which matrices the linear domain holds, [G] bool. Tokens without mass, or all of whose scores are
     -inf, are absent.
 
