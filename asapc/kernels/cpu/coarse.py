@@ -15,6 +15,8 @@ from asapc.features.coarse import CoarseProblem, coarse_duals, coarse_problem, m
 from asapc.kernels import native
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 
+ENTRIES = 1 << 19  # of the scores of some examples, which are worked on together
+
 
 def dual_and_mass(
     clouds: Clouds, pivots: Tensor, budget: Budget, want_mass: bool
@@ -23,10 +25,18 @@ def dual_and_mass(
 
     pivots: [H, R, D], or [B, H, R, D]. Without gradients.
     """
-    problem = coarse_problem(clouds, pivots)
-    u, v = _duals(problem, clouds.x_keep, budget)
-    column = u + clouds.cost_offset()
-    return column, masses_of(problem, u, v, clouds.x_keep) if want_mass else None
+    batch, heads, queries, _ = clouds.x.shape
+    entries = heads * max(queries, clouds.y.shape[2]) * pivots.shape[-2]
+    step = max(1, ENTRIES // max(1, entries))
+    columns, masses = [], []
+    for start in range(0, max(1, batch), step):
+        some = clouds.unbiased(slice(start, start + step))
+        problem = coarse_problem(some, pivots if pivots.dim() == 3 else pivots[start : start + step])
+        u, v = _duals(problem, some.x_keep, budget)
+        columns.append(u + some.cost_offset())
+        if want_mass:
+            masses.append(masses_of(problem, u, v, some.x_keep))
+    return torch.cat(columns), torch.cat(masses) if want_mass else None
 
 
 def contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
