@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("attention", "features", "backward", "plan", "stream")
+TESTS = ("loops", "features", "plan", "stream")
 NEEDED = (
     "numpy", "scipy", "safetensors", "psutil", "yaml", "typer", "rich", "pydantic", "annotated_types",
     "onnx", "pytest", "xdist",

@@ -481,7 +481,7 @@ def test_kernel_equals_the_columns(seed, n, m, x_masked, y_masked, ties, pooled,
     x, y = (clouds.x.round(), clouds.y.round()) if ties else (clouds.x, clouds.y)
     clouds = Clouds(x.to(dtype), y.to(dtype), clouds.x_keep, clouds.y_keep)
     theta = theta_for(seed)
-    weights = torch.randn(1 if pooled else 2, 3, generator=generator(seed))
+    weights = torch.randn(1 if pooled else 2, 3, generator=generator(seed)).to(dtype)
     found = kernel.contribution(clouds, theta, weights, BUDGET)
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
@@ -514,7 +514,7 @@ def test_kernel_stays_on_the_calling_thread_for_a_single_tile(monkeypatch):
 
     clouds, theta = case(0, 8, 8), theta_for(0)
     monkeypatch.setattr("asapc.kernels.cpu.workers._workers", refuse)
-    kernel.contribution(clouds, theta, torch.ones(1, 3), BUDGET)
+    kernel.contribution(clouds, theta, torch.ones(1, 3, dtype=E), BUDGET)
 
 
 def test_kernel_takes_views_and_leaves_inputs_and_gradients_alone():

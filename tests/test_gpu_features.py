@@ -100,15 +100,14 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("starts_on_x", [True, False], ids=["x first", "y first"])
-@pytest.mark.parametrize("half_steps", range(10))
+@pytest.mark.parametrize("half_steps", [0, 1, 2, 3, 9])
 def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: bool) -> None:
     q, k = points(1, 2, 19, 5), points(1, 2, 13, 5, seed=1)
     arguments = {"half_steps": half_steps, "starts_on_x": starts_on_x, "sides": ("target",)}
     assert_honest(q, k, "coarse:4", **arguments)
 
 
-@pytest.mark.parametrize("half_steps", [0, 3, 4], ids=str)
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(("half_steps", "masked"), [(0, True), (3, False), (4, True)])
 def test_coarse_of_several_blocks(half_steps: int, masked: bool, layout: None) -> None:
     q, k = points(2, 1, 35, 48), points(2, 1, 39, 48, seed=1)
     keep = torch.arange(39, device=DEVICE) < torch.tensor([[30], [39]], device=DEVICE)
@@ -125,11 +124,10 @@ def test_masked_keys_hold_nan(features: str) -> None:
     assert_honest(q, k, features, keep)  # the errors compared would be nan if it leaked
 
 
-@pytest.mark.parametrize("features", ["coarse:5", "farthest:5", "gaussian", "sliced:3"])
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 6), (7, 1), (17, 18)], ids=str)
-def test_lengths(features: str, lengths: tuple[int, int]) -> None:
+def test_lengths(lengths: tuple[int, int]) -> None:
     q, k = points(1, 1, lengths[0], 4), points(1, 1, lengths[1], 4, seed=1)
-    assert_honest(q, k, features)
+    assert_honest(q, k, f"{ALL} farthest:5")
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -14,15 +14,15 @@ import pytest
 import torch
 from gpu_env import DEVICE
 from second_device import GPU, WAITING, NeverWaiting, OnGpu, one_gpu
-from test_autocast import CALLS, is_float, ops
+from test_every_operator import CALLS, is_float, ops
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from test_gpu_attention import Case
 from test_gpu_features import ALL, parameters_of, width_of
+from test_gpu_loops import Case
 
 from asapc.device import moved
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn

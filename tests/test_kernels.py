@@ -6,12 +6,9 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ import torch
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.features.clouds import Budget, Clouds
 from asapc.kernels import native
 from asapc.kernels.cpu import workers
 from asapc.kernels.thresholds import Thresholds, using
@@ -204,14 +200,6 @@ def test_scores_at_the_edge_of_the_linear_domain() -> None:
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(dtype: torch.dtype) -> None:
-    q, k, v = tokens(2, 2, 21, 8, dtype=dtype)
-    out = assert_honest(q, k, v, torch.rand(2, 21) > 0.3)
-    assert out.dtype == dtype
-
-
-@pytest.mark.usefixtures("memory")
 def test_slices_of_one_projection() -> None:
     """q, k and v as views of one [B, N, 3 H D] tensor, as models produce them."""
     packed = torch.randn(2, 33, 3, 4, 8)
@@ -316,18 +304,6 @@ def test_inputs_are_not_written_to() -> None:
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sinkhorn_attention", "asap_attention"])
-def test_opcheck(name: str) -> None:
-    q, k, _ = tokens(2, 2, 6, 4)
-    q.requires_grad_()
-    keep = torch.arange(6).expand(2, 6) < 4
-    inputs: dict[str, tuple[Any, ...]] = {
-        "sinkhorn_attention": (q, k, keep, torch.randn(1, 2, 6, 6), 0.4, 4, True, ATTENTION),
-        "asap_attention": (q, k, keep, None, None, torch.randn(2, 2, 6), 0.4, 2, ATTENTION),
-    }
-    torch.library.opcheck(getattr(ops, name), inputs[name])
-
-
 def test_every_start_is_worked_on_once_by_threads_that_compute_serially() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -346,57 +322,6 @@ def test_every_start_is_worked_on_once_by_threads_that_compute_serially() -> Non
         torch.set_num_threads(before)
     assert sorted(seen) == list(range(50))
     assert set(threads) == {1}
-
-
-@pytest.mark.parametrize("bytes_of_one", [0, 1, workers.TILE_BYTES, workers.TILE_BYTES + 1])
-@pytest.mark.parametrize("heads", [0, 1, 7])
-def test_every_head_is_in_one_group_and_large_ones_are_alone(heads: int, bytes_of_one: int) -> None:
-    threads: list[str] = []
-    done: list[range] = []
-
-    def work(parts: Iterator[slice]) -> None:
-        for part in parts:
-            assert not torch.is_grad_enabled()
-            threads.append(threading.current_thread().name)
-            done.append(range(heads)[part])
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        workers.each_group(work, heads, bytes_of_one)
-    finally:
-        torch.set_num_threads(before)
-    assert sorted(head for some in done for head in some) == list(range(heads))
-    large = bytes_of_one > workers.TILE_BYTES
-    most = 1 if large else 3 if bytes_of_one == workers.TILE_BYTES else heads
-    assert max(map(len, done), default=0) == min(most, heads)
-    assert all(name.startswith("asapc") for name in threads) == ((large and heads > 1) or not heads)
-
-
-def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
-    """One call of a kernel on a few odd sizes, padded or not, with its second output if it has one."""
-    draw = torch.Generator().manual_seed(3)
-    q, k = (torch.randn(3, 2, n, 5, generator=draw) for n in (19, 23))
-    keep = torch.rand(3, 23, generator=draw) > 0.3 if masked else None
-    pivots, mass = torch.randn(2, 7, 5, generator=draw), torch.full((2, 7), 1 / 7)
-    clouds = Clouds(q, k, None, keep)
-    if name == "coarse":
-        column, mass = module.dual_and_mass(clouds, pivots, Budget(5, False), True)
-        return [column - column.mean(-1, keepdim=True), mass]  # a dual has its gauge
-    return [module.beta(clouds)]
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", ["coarse", "gaussian"])
-def test_results_do_not_depend_on_how_many_heads_are_done_together(
-    name: str, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = import_module(f"asapc.kernels.cpu.{name}")
-    together = _small_call(name, module, masked)
-    monkeypatch.setattr(workers, "TILE_BYTES", 1)
-    for one, other in zip(together, _small_call(name, module, masked), strict=True):
-        assert one.isfinite().all()
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
 def test_an_error_in_a_worker_reaches_the_caller() -> None:

@@ -97,8 +97,10 @@ def assert_honest(own: Sequence[Tensor], case: Given, loop: Loop, tail: int | No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("first", ["row", "column"])
-@pytest.mark.parametrize("half_steps", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("first", "half_steps"),
+    [("row", 1), ("column", 1), ("row", 2), ("column", 3), ("row", 8), ("column", 8)],
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_whole_loop(dtype: torch.dtype, first: Side, half_steps: int, shape: tuple[int, int]) -> None:
     for masked, biased, started in [(False, False, False), (True, True, False), (True, False, True)]:
@@ -137,7 +139,7 @@ def test_a_head_that_is_not_kept(
 
 @pytest.mark.parametrize("first", ["row", "column"])
 @pytest.mark.parametrize("spread", [1.0, 400.0], ids=["linear", "log"])
-@pytest.mark.parametrize("tail", [0, 1, 2, 3, 6, 7, 99])
+@pytest.mark.parametrize("tail", [0, 1, 2, 7, 99])
 def test_a_tail(first: Side, spread: float, tail: int) -> None:
     """The gradient of the loop whose first half-steps are constants."""
     case = given(19, 16, torch.float64, first, spread=spread, masked=True)
@@ -241,8 +243,12 @@ def test_gradients_keep_little() -> None:
 # The GPU's kernels, in the interpreter where there is no GPU
 
 
-@pytest.mark.parametrize("first", ["row", "column"])
-@pytest.mark.parametrize("tail", [Tail(0), Tail(1), Tail(3), Tail(6, 1e-2), Tail(6, 1e-9)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "tail"),
+    [("row", Tail(0)), ("column", Tail(1)), ("row", Tail(3)), ("column", Tail(6, 1e-2)),
+     ("row", Tail(6, 1e-9))],
+    ids=str,
+)  # fmt: skip
 def test_tails_on_the_gpu(first: Side, tail: Tail) -> None:
     pytest.importorskip("triton")
     from asapc.kernels.gpu import backward

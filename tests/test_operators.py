@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -50,8 +50,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("half_steps", [1, 2, 5, 20])
-@pytest.mark.parametrize("rows_first", [True, False], ids=["rows first", "columns first"])
+LOOPS = {"R": (1, True), "CR": (2, False), "RCR": (3, True), "C..C": (5, False), "R..C": (20, True)}
+
+
+@pytest.mark.parametrize(("half_steps", "rows_first"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["linear domain", "log domain"])
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -97,24 +99,11 @@ def test_asap_kernel_is_within_the_honest_error(
     assert float((kernel - exact).abs().max()) <= budget
 
 
-def test_empty_batch_and_non_contiguous_inputs() -> None:
-    q, k, v, _, _ = problem((0, 2, 5, 4, 3, 6))
-    assert ops.sinkhorn(q, k, v, None, None, 1.0, 4, True, ATTENTION).shape == (0, 2, 5, 6)
-    q, k, v, _, _ = problem((2, 3, 6, 6, 4, 4))
-    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    own = ops.sinkhorn(*strided, None, None, 0.5, 4, True, ATTENTION)
-    assert torch.equal(own, ops.sinkhorn(q, k, v, None, None, 0.5, 4, True, ATTENTION))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
-    q, k, v = (t.to(dtype) for t in problem((2, 2, 40, 40, 8, 8))[:3])
-    settings = (None, None, 0.35, 20, True, ATTENTION)
-    own = ops.sinkhorn(q, k, v, *settings)
-    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
-    assert own.dtype == dtype
-    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
-    assert float((own.double() - exact).abs().max()) <= rounding
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4, 3, 6), (1, 2, 0, 4, 3, 6), (1, 2, 5, 0, 3, 6)], ids=str)
+def test_nothing_at_all(shape: tuple[int, ...]) -> None:
+    q, k, v, _, _ = problem(shape)
+    out = ops.sinkhorn(q, k, v, None, None, 1.0, 4, True, ATTENTION)
+    assert out.shape == (*shape[:3], 6) and not out.any()
 
 
 def test_one_token_takes_its_only_key() -> None:
@@ -245,66 +234,6 @@ def test_two_duals_alone_are_the_plan_itself() -> None:
     torch.testing.assert_close(ops.asap(q, k, v, keep, bias, f, g, 0.4, 0, ATTENTION), expected @ v)
 
 
-CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "sinkhorn": lambda q, k, v: ops.sinkhorn(q, k, v, None, None, 0.4, 5, True, ATTENTION),
-    "sinkhorn_attention": lambda q, k, v: ops.sinkhorn_attention(
-        q, k, None, None, 0.4, 5, True, ATTENTION
-    ),
-    "asap source": lambda q, k, v: ops.asap(
-        q, k, v, None, None, q.sum(-1), None, 0.4, 3, ATTENTION
-    ),
-    "asap key": lambda q, k, v: ops.asap(q, k, v, None, None, None, k.sum(-1), 0.4, 2, ATTENTION),
-    "asap key c-transform": lambda q, k, v: ops.asap(
-        q, k, v, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
-    ),
-    "asap both": lambda q, k, v: ops.asap(
-        q, k, v, None, None, q.sum(-1), k.sum(-1), 0.4, 0, ATTENTION
-    ),
-    "asap_attention source": lambda q, k, v: ops.asap_attention(
-        q, k, None, None, q.sum(-1), None, 0.4, 3, ATTENTION
-    ),
-    "asap_attention key": lambda q, k, v: ops.asap_attention(
-        q, k, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
-    ),
-}
-VALUED = ("sinkhorn", "asap source", "asap key", "asap key c-transform", "asap both")
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_the_meaning(name: str) -> None:
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    used = inputs if name in VALUED else inputs[:2]
-    assert torch.autograd.gradcheck(lambda *x: CALLS[name](*x, *inputs[len(x) :]), used)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize(
-    ("source", "key", "c_transforms"),
-    [(True, False, 1), (True, False, 3), (False, True, 1), (False, True, 2), (True, True, 0)],
-    ids=["source 1", "source 3", "key 1", "key 2", "both 0"],
-)
-def test_gradients_reach_duals_and_operands(
-    source: bool, key: bool, c_transforms: int, masked: bool
-) -> None:
-    """Finite differences in float64 of everything ASAP is given that is a number."""
-    torch.manual_seed(1)
-    q, v = (torch.randn(2, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
-    k = torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
-    f, g = (torch.randn(2, 2, n, dtype=torch.float64, requires_grad=True) for n in (4, 5))
-    keep = torch.tensor([[True, False, True, True, False], [True] * 5]) if masked else None
-    duals = [dual for dual, given in ((f, source), (g, key)) if given]
-
-    def output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *duals: Tensor) -> Tensor:
-        given = list(duals)
-        both = (given.pop(0) if source else None, given.pop(0) if key else None)
-        result: Tensor = ops.asap(q, k, v, keep, bias, *both, 0.4, c_transforms, ATTENTION)
-        return result
-
-    assert torch.autograd.gradcheck(output, (q, k, v, bias, *duals))
-
-
 def test_gradients_are_finite_where_keys_or_whole_examples_are_masked() -> None:
     q, k, v, keep, _ = problem((3, 2, 6, 6, 4, 4), masked=True)
     for tensor in (q, k, v):
@@ -313,33 +242,6 @@ def test_gradients_are_finite_where_keys_or_whole_examples_are_masked() -> None:
     for tensor in (q, k, v):
         assert tensor.grad is not None and bool(tensor.grad.isfinite().all())
     assert float(q.grad.abs().max()) > 0
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_operators_export_and_compile(name: str) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return CALLS[name](q, k, v) * 2.0
-
-    inputs = tuple(torch.randn(2, 2, 6, 4) for _ in range(3))
-    expected = Module()(*inputs)
-    dims = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}
-    exported = torch.export.export(Module(), inputs, dynamic_shapes=(dims, dims, dims)).module()
-    torch.testing.assert_close(exported(*inputs), expected)
-    other = tuple(torch.randn(3, 2, 9, 4) for _ in range(3))
-    torch.testing.assert_close(exported(*other), Module()(*other))
-    compiled = torch.compile(Module(), backend="aot_eager", dynamic=True)
-    torch.testing.assert_close(compiled(*inputs), expected)
-
-
-def test_operators_pass_opcheck() -> None:
-    q, k, v, keep, bias = problem((2, 2, 6, 6, 4, 4), masked=True, biased=True)
-    q.requires_grad_()
-    torch.library.opcheck(ops.sinkhorn, (q, k, v, keep, None, 0.4, 4, True, ATTENTION))
-    f, g = torch.randn(2, 2, 6, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)
-    for source, key, c_transforms, own in ((f, None, 3, bias), (None, g, 1, None), (f, g, 0, None)):
-        given = (keep, own, source, key, 0.4, c_transforms, ATTENTION)
-        torch.library.opcheck(ops.asap, (q, k, v, *given))
 
 
 def test_the_callers_thread_count_is_left_alone() -> None:

@@ -202,3 +202,15 @@ def test_cpu_twins_are_within_the_honest_error(
         # In float64 the reference is exact only up to where its square root stops, 1e-10.
         rounding = 1e-6 if dtype == torch.float32 else 1e-9
         assert float((found.double() - exact).abs().max()) <= 2 * float(honest) + rounding * scale
+
+
+@pytest.mark.parametrize("features", ["coarse:5", "farthest:5"])
+def test_coarse_duals_do_not_depend_on_how_many_examples_are_done_together(
+    features: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = site(19, 23, True, seed=3)
+    pivots = [torch.randn(2, 5, 4).double()] if features == "coarse:5" else []
+    tail = (None, pivots, torch.ones(1, 1), features, SCALE, 5, True)
+    together = torch.ops.asapc.dual_and_row_mass(own.q, own.k, own.keep, *tail)
+    monkeypatch.setattr("asapc.kernels.cpu.coarse.ENTRIES", 1)
+    torch.testing.assert_close(torch.ops.asapc.dual_and_row_mass(own.q, own.k, own.keep, *tail), together)

@@ -73,31 +73,6 @@ def test_a_constant_too_small_to_be_seen_is_the_plain_loop() -> None:
     assert float((dense - sinkhorn_attention(*args, FACTOR)).abs().max()) < 1e-13
 
 
-@pytest.mark.parametrize("form", ["plan", "scaling"])
-def test_gradients(form: str) -> None:
-    q, k, v, _ = tensors(1.0)
-    own = Stabiliser.of(form, "add", 1e-3, "softmax" if form == "plan" else "row", False, False)
-    settings = (0.5, 4, True, *astuple(own), FACTOR)
-
-    def run(*operands: Tensor) -> Tensor:
-        return torch.ops.asapc.stabilised_sinkhorn(*operands, None, None, *settings)
-
-    small = [x[:1, :1].clone().requires_grad_(True) for x in (q, k, v)]
-    assert torch.autograd.gradcheck(run, small)
-
-
-@pytest.mark.parametrize("name", ["stabilised_sinkhorn", "stabilised_sinkhorn_attention"])
-def test_registration(name: str) -> None:
-    q, k, v, keep = (x.float() if x.is_floating_point() else x for x in tensors(1.0))
-    own = astuple(Stabiliser("plan", "clamp", 1e-6, "softmax"))
-    values = () if name.endswith("attention") else (v.requires_grad_(True),)
-    operator = getattr(torch.ops.asapc, name).default
-    torch.library.opcheck(
-        operator, (q.requires_grad_(True), k, *values, keep, None, 0.5, 4, True, *own, FACTOR),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
-
-
 def test_what_a_file_may_not_say() -> None:
     wrong = (("map", "add", 1e-6), ("plan", "multiply", 1e-6), ("plan", "add", 0.0), ("plan", "add", 2.0))
     for own in wrong:

@@ -46,22 +46,3 @@ def test_a_bad_file_of_the_user_is_an_error(
     monkeypatch.setenv("ASAPC_THRESHOLDS", str(tmp_path / "own.json"))
     with pytest.raises(InputError, match="ASAPC_THRESHOLDS"):
         thresholds(*tensors())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU")
-def test_another_tile_computes_the_same() -> None:
-    pytest.importorskip("triton")
-    import gpu_env  # noqa: F401 -- the interpreter
-
-    from asapc.kernels.gpu.sinkhorn import streaming_loop
-    from asapc.kernels.loop import Loop
-
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 37, 8, generator=generator) for _ in range(3))
-    loop = Loop(0.3, 3, "row", [1.0, 1.0, 0.0, 0.0])
-    outputs = []
-    for limits in (Thresholds(), Thresholds(tile_x=16, tile_y=32, warps=8, stages=3)):
-        with using(limits):
-            outputs.append(streaming_loop(q, k, v, None, None, None, loop))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(*outputs)  # other tiles add in another order

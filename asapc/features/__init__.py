@@ -1,4 +1,4 @@
-"""What a dual is predicted from, one family per file; FAMILIES is the list.
+"""What a dual is predicted from, one family per file but for the plainest; FAMILIES is the list.
 
 A recipe names features as `family`, `family:count` or `family:count:kind`. A feature has at most
 one parameter, a tensor made once from calibration activations (slices, pivots); from then on it maps
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import active, coarse, farthest, gaussian, lse, norm, raw, sliced, token_bias
+from asapc.features import coarse, farthest, gaussian, lse, points, sliced, token_bias
 from asapc.features.clouds import Budget, Clouds
 
 MAX_COUNT = 4096
@@ -52,11 +52,11 @@ FAMILIES: dict[str, Family] = {
         shape=lambda heads, dim, count: (heads, count, dim),
     ),
     "farthest": Family(coarse.columns, counted=True, derived=farthest.farthest_points),
-    "raw": Family(raw.columns, width=lambda dim, tokens, count: dim),
+    "raw": Family(points.raw, width=lambda dim, tokens, count: dim),
     "lse": Family(lse.columns),
     "token_bias": Family(token_bias.columns, width=lambda dim, tokens, count: tokens),
-    "norm": Family(norm.columns),
-    "active": Family(active.columns),
+    "norm": Family(points.norm),
+    "active": Family(points.active),
 }  # fmt: skip
 
 

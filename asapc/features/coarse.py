@@ -103,19 +103,19 @@ def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
     clusters' total mass is that of the points x, which a column step has just made exact.
     """
     problem = coarse_problem(clouds, pivots)
-    return mass_of_duals(problem, *coarse_duals(problem, clouds.x_keep, budget), clouds)
+    return masses_of(problem, *coarse_duals(problem, clouds.x_keep, budget), clouds.x_keep)
 
 
-def mass_of_duals(problem: CoarseProblem, u: Tensor, v: Tensor, clouds: Clouds) -> Tensor:
-    """The same of the duals u [B, H, N] and v [B, H, R], each up to a constant."""
-    log_mass = v + _over_x(problem.scores + u[..., None], clouds.x_keep)
+def masses_of(problem: CoarseProblem, u: Tensor, v: Tensor, x_keep: Tensor | None) -> Tensor:
+    """row_mass of the duals u [B, H, N] and v [B, H, R]."""
+    log_mass = v + _over_x(problem.scores + u[..., None], x_keep)
     used = problem.counts > 0
     top = log_mass.masked_fill(~used, -math.inf).amax(-1, keepdim=True)
     masses = (log_mass - top.masked_fill(top == -math.inf, 0.0)).exp().masked_fill(~used, 0.0)
     total = (problem.counts * masses).sum(-1, keepdim=True)
     masses = masses * problem.counts.sum(-1, keepdim=True) / torch.where(total > 0, total, 1.0)
-    if clouds.x_keep is not None:
-        masses = masses * clouds.x_keep.to(masses.dtype).mean(-1)[:, None, None]
+    if x_keep is not None:
+        masses = masses * x_keep.to(masses.dtype).mean(-1)[:, None, None]
     return (problem.member @ masses[..., None])[..., 0]
 
 

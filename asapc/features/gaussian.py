@@ -7,7 +7,7 @@ With means m_x, m_y and covariances Sx, Sy over the points with mass, in units o
 is the entropic Brenier potential, exact for Gaussian clouds; the dual is |x|^2 / 2 - beta(x). With
 Sy = L L' the matrix is symmetric, A = L (W + I/2)^-1 L', W = (L' Sx L + I/4)^(1/2), so that one
 square root of a symmetric matrix is all it takes. Columns: |x|^2 / 2, beta(x), and 1 on real
-tokens (see active.py). Cost O(N D^2 + D^3) a head.
+tokens (see points.py). Cost O(N D^2 + D^3) a head.
 
 Source: Janati et al. 2020, Entropic optimal transport between unbalanced Gaussian measures, Theorem 1
 (balanced case).
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from asapc.features import active
+from asapc.features import points
 from asapc.features.clouds import Budget, Clouds
 
 MatrixOf = Callable[[Tensor, Tensor], Tensor]  # two covariances to A
@@ -33,14 +33,9 @@ CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y 
 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     """|x|^2 / 2, beta(x), active: [B, H, N, 3]."""
-    return torch.cat(
-        [
-            clouds.cost_offset()[..., None],
-            brenier_potential(clouds)[..., None],
-            active.columns(clouds, parameter, budget),
-        ],
-        -1,
-    )
+    beta = brenier_potential(clouds)[..., None]
+    given = clouds, parameter, budget
+    return torch.cat([points.norm(*given), beta, points.active(*given)], -1)
 
 
 def weighted(clouds: Clouds, beta: Tensor, weights: Tensor) -> Tensor:

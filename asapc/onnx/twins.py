@@ -260,7 +260,7 @@ def _coarse(
     if not want_mass:
         return column, None
     v = loop.g + loop.v[..., 0].log() - log_nu
-    return column, coarse.mass_of_duals(problem, f, v, clouds)
+    return column, coarse.masses_of(problem, f, v, clouds.x_keep)
 
 
 def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:

@@ -121,6 +121,8 @@ def _banded_sinkhorn(
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys.
     """
+    if 0 in (q.shape[2], k.shape[2]):
+        return q.new_zeros(*q.shape[:3], k.shape[2] if v is None else v.shape[3])
     scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
     attention = banded_map(scores, keep, half_steps, rows_first, output_factor, low, high)
     return attention if v is None else attention @ widen(clean_values(v, keep))

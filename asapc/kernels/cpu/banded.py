@@ -147,24 +147,22 @@ def _merged(x: Tensor) -> Tensor:
 
 
 def banded_loop(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, loop: Loop, low: int, high: int
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
 ) -> Tensor:
-    """A v [B, H, N, E], or the map A [B, H, N, M] where v is None.  Shapes as in operators.banded."""
+    """A v [B, H, N, E].  Shapes as in operators.banded."""
     batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
-    out_dtype = q.dtype if v is None else v.dtype
+    keys, width = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    width = keys if v is None else v.shape[3]
     out = torch.empty((batch * heads, queries, width), dtype=dtype)
     layout = Layout.of(queries, keys, low, high)
     if out.numel() == 0 or keys == 0 or layout.low > layout.high:
-        return out.zero_().view(batch, heads, queries, width).to(out_dtype)
+        return out.zero_().view(batch, heads, queries, width).to(v.dtype)
 
     def rows(tensor: Tensor) -> Tensor:  # [B, H, X, Y] -> [B*H, X, Y]
         return tensor.to(dtype).reshape(batch * heads, tensor.shape[2], tensor.shape[3])
 
-    scaled_q, flat_k = rows(q) * loop.score_multiplier, rows(clean_values(k, keep))
-    flat_v = None if v is None else rows(clean_values(v, keep))
+    scaled_q = rows(q) * loop.score_multiplier
+    flat_k, flat_v = (rows(clean_values(x, keep)) for x in (k, v))
     # Of every example; [1, M] where nothing is masked.
     active = seen_keys(queries, keys, low, high, q).expand(1 if keep is None else batch, keys)
     active = active if keep is None else active & keep
@@ -181,25 +179,20 @@ def banded_loop(
             part = slice(start, min(start + per_tile, batch * heads))
             example = torch.arange(part.start, part.stop) // heads
             here = active if keep is None else active[example]
-            values = None if flat_v is None else flat_v[part]
-            held = _linear(
-                layout, scaled_q[part], flat_k[part], values, here, loop, bounded, buffer, out[part]
-            )
+            tensors = scaled_q[part], flat_k[part], flat_v[part]
+            held = _linear(layout, *tensors, here, loop, bounded, buffer, out[part])
             for head in (~held).nonzero().flatten().tolist():
                 one = slice(head, head + 1)
-                head_values = None if values is None else values[one]
+                head_q, head_k, head_v = (x[one] for x in tensors)
                 head_active = here if keep is None else here[one]
-                _in_log_domain(
-                    layout, scaled_q[part][one], flat_k[part][one], head_values, head_active, loop,
-                    out[part][one],
-                )  # fmt: skip
+                _in_log_domain(layout, head_q, head_k, head_v, head_active, loop, out[part][one])
             scale = mass * factor
             if isinstance(scale, Tensor):
                 scale = scale.to(dtype).reshape(batch)[example, None, None]
             out[part] *= scale
 
     each_worker(work, range(0, batch * heads, per_tile))
-    return out.view(batch, heads, queries, width).to(out_dtype)
+    return out.view(batch, heads, queries, width).to(v.dtype)
 
 
 def _reach(scaled_q: Tensor, k: Tensor) -> float:
@@ -211,7 +204,7 @@ def _linear(
     layout: Layout,
     scaled_q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     active: Tensor,
     loop: Loop,
     bounded: bool,
@@ -272,14 +265,8 @@ def _linear(
             seen_sums.append(torch.aminmax(total, dim=1))
         rows_turn = not rows_turn
     scaled_a = (a if loop.ends_on_rows else a / share).reshape(-1, layout.rows, 1)
-    if v is None:
-        gathered.copy_(windows)
-        merged *= column.transpose(1, 2)
-    else:
-        v = v * layout.unpadded(b)[:, :, None]
-    _applied(layout, merged.mul_(scaled_a) if v is None else merged, v, out)
-    if v is not None:
-        out *= scaled_a.view(groups, -1)[:, : layout.queries, None]
+    _applied(layout, merged, v * layout.unpadded(b)[:, :, None], out)
+    out *= scaled_a.view(groups, -1)[:, : layout.queries, None]
     least = torch.stack([x.min for x in seen_sums]).amin(0)
     most = torch.stack([x.max for x in seen_sums]).amax(0)
     return _held(lowest, least, most, layout)
@@ -300,7 +287,7 @@ def _held(lowest: Tensor, least: Tensor, most: Tensor, layout: Layout) -> Tensor
 
 
 def _in_log_domain(
-    layout: Layout, scaled_q: Tensor, k: Tensor, v: Tensor | None, active: Tensor, loop: Loop, out: Tensor
+    layout: Layout, scaled_q: Tensor, k: Tensor, v: Tensor, active: Tensor, loop: Loop, out: Tensor
 ) -> None:
     """One head [1, N, *] into `out`, as _linear: f and g on scores by blocks of queries and of keys."""
     turned = layout.turned()
@@ -335,24 +322,8 @@ def _log_sums(layout: Layout, scores: Tensor, dual: Tensor) -> Tensor:
     return torch.logsumexp(scores + seen[:, :, None], -1).flatten(1)[:, : layout.queries]
 
 
-def _applied(layout: Layout, plan: Tensor, v: Tensor | None, out: Tensor) -> None:
-    """Plans by blocks [G * blocks, rows, width] times values [G, M, E], or as maps, into `out`."""
-    if v is None:
-        _placed(layout, plan, out)
-        return
+def _applied(layout: Layout, plan: Tensor, v: Tensor, out: Tensor) -> None:
+    """Plans by blocks [G * blocks, rows, width] times values [G, M, E], into `out`."""
     windows = layout.padded_keys(v).unfold(1, layout.width, layout.rows)  # [G, blocks, E, width]
     made = torch.bmm(plan, _merged(windows).transpose(1, 2))
     out.copy_(made.unflatten(0, (len(out), -1)).flatten(1, 2)[:, : layout.queries])
-
-
-def _placed(layout: Layout, entries: Tensor, out: Tensor) -> None:
-    """K's blocks [G * blocks, rows, width] as maps [G, N, M]."""
-    length, rows = layout.length, layout.blocks * layout.rows
-    for head, blocks in enumerate(entries.unflatten(0, (-1, layout.blocks))):
-        whole = entries.new_zeros(rows, length)
-        strides = (layout.rows * length + layout.rows, length, 1)
-        whole.as_strided(blocks.shape, strides).copy_(blocks)
-        begin, queries, keys = max(0, layout.first), layout.queries, layout.keys
-        out[head].zero_()
-        shhere = whole[:queries, max(0, -layout.first) :][:, : keys - begin]
-        out[head][:, begin : begin + shhere.shape[1]] = shhere

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from asapc.kernels.cpu import coarse, gaussian, sliced
+from asapc.kernels.cpu import coarse, sliced
 from asapc.kernels.dual import Backend
 
 _BACKEND = Backend(
     {
         "coarse": coarse.contribution,
         "farthest": coarse.contribution,
-        "gaussian": gaussian.contribution,
         "sliced": sliced.contribution,
     },
     coarse.dual_and_mass,

@@ -47,30 +47,6 @@ def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) ->
         pass
 
 
-def each_group(
-    work: Callable[[Iterator[slice]], None], heads: int, bytes_of_one: int | None, tiles: int = 1
-) -> None:
-    """Call work(groups of heads to do), without gradients.
-
-    Where one head fills its tiles, or bytes_of_one is None, each worker does one at a time. Smaller ones
-    are done together, as many as fill those of every thread, and torch's threads share each operation:
-    in dozens of short operations, threads of our own would mostly wait for the interpreter lock.
-    """
-    threads, tile_bytes, group = torch.get_num_threads(), tiles * TILE_BYTES, 1
-    if bytes_of_one is not None and bytes_of_one <= tile_bytes:
-        group = threads * tile_bytes // max(1, bytes_of_one)
-
-    def of(starts: Iterator[int]) -> Iterator[slice]:
-        return (slice(start, min(start + group, heads)) for start in starts)
-
-    starts = range(0, heads, group)
-    if group == 1:
-        each_worker(lambda some: work(of(some)), starts)
-        return
-    with torch.no_grad():
-        work(of(iter(starts)))
-
-
 @cache
 def _workers(process: int, count: int) -> ThreadPoolExecutor:
     """`count` threads whose torch operators run serially; one pool per process, fork or not.

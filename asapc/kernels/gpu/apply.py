@@ -8,6 +8,7 @@ FlashAttention: every weight is at most 1, which half precision holds, and exp(m
 total comes in once at the end.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
@@ -137,62 +138,17 @@ def _launch(
 
 @triton.jit
 def _attend(
-    p_q: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    p_keep: tl.tensor,
-    p_bias: tl.tensor,
-    p_f: tl.tensor,
-    p_g: tl.tensor,
-    p_factors: tl.tensor,
-    p_out: tl.tensor,
-    p_new_f: tl.tensor,
-    heads: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    dim: tl.tensor,
-    value_dim: tl.tensor,
-    stride_qb: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_qn: tl.tensor,
-    stride_qd: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_kn: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_vb: tl.tensor,
-    stride_vh: tl.tensor,
-    stride_vn: tl.tensor,
-    stride_vd: tl.tensor,
-    stride_keep_b: tl.tensor,
-    stride_keep_n: tl.tensor,
-    stride_bias_b: tl.tensor,
-    stride_bias_h: tl.tensor,
-    stride_bias_x: tl.tensor,
-    stride_bias_y: tl.tensor,
-    stride_fb: tl.tensor,
-    stride_fh: tl.tensor,
-    stride_fn: tl.tensor,
-    stride_gb: tl.tensor,
-    stride_gh: tl.tensor,
-    stride_gn: tl.tensor,
-    scale: float,
-    log_mass: float,
-    factor: float,
-    HAS_KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_F: tl.constexpr,
-    HAS_G: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    STORE_F: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> None:
+    p_q, p_k, p_v, p_keep, p_bias, p_f, p_g, p_factors, p_out, p_new_f,
+    heads, queries, keys, dim, value_dim,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_vb,
+    stride_vh, stride_vn, stride_vd, stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h,
+    stride_bias_x, stride_bias_y, stride_fb, stride_fh, stride_fn, stride_gb, stride_gh, stride_gn,
+    scale, log_mass, factor,
+    HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr, HAS_G: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, STORE_F: tl.constexpr, AS_FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(queries, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
     i_b = i_bh // heads

@@ -6,6 +6,7 @@ Rows and columns are one kernel: points x get a new dual by a sum over points y,
 these two roles. The sum is kept as a running maximum and a total relative to it.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
@@ -116,46 +117,16 @@ def _close(
 
 @triton.jit
 def _half_step(
-    p_x: tl.tensor,
-    p_y: tl.tensor,
-    p_keep: tl.tensor,
-    p_bias: tl.tensor,
-    p_dual: tl.tensor,
-    p_out: tl.tensor,
-    heads: tl.tensor,
-    count_x: tl.tensor,
-    count_y: tl.tensor,
-    dim: tl.tensor,
-    stride_xb: tl.tensor,
-    stride_xh: tl.tensor,
-    stride_xn: tl.tensor,
-    stride_xd: tl.tensor,
-    stride_yb: tl.tensor,
-    stride_yh: tl.tensor,
-    stride_yn: tl.tensor,
-    stride_yd: tl.tensor,
-    stride_keep_b: tl.tensor,
-    stride_keep_n: tl.tensor,
-    stride_bias_b: tl.tensor,
-    stride_bias_h: tl.tensor,
-    stride_bias_x: tl.tensor,
-    stride_bias_y: tl.tensor,
-    stride_dual_b: tl.tensor,
-    stride_dual_h: tl.tensor,
-    stride_dual_n: tl.tensor,
-    scale: float,
-    log_mass: float,
-    HAS_KEEP: tl.constexpr,
-    KEEP_ON_X: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DUAL: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> None:
+    p_x, p_y, p_keep, p_bias, p_dual, p_out,
+    heads, count_x, count_y, dim,
+    stride_xb, stride_xh, stride_xn, stride_xd, stride_yb, stride_yh, stride_yn, stride_yd,
+    stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h, stride_bias_x, stride_bias_y,
+    stride_dual_b, stride_dual_h, stride_dual_n,
+    scale, log_mass,
+    HAS_KEEP: tl.constexpr, KEEP_ON_X: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(count_x, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
     i_b = i_bh // heads

@@ -5,6 +5,7 @@ written once; a half-step is a reduction of a [G, N, M] tile over one axis, in t
 in the divisions of a plan keeps its arithmetic: the plan is divided by its sums, as its teacher does.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -75,7 +76,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
 
 
 @triton.jit
-def _closed(logits: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+def _closed(logits, log_mass, AXIS: tl.constexpr):
     """log mass - logsumexp over an axis; 0 where there is nothing."""
     maximum = tl.max(logits, AXIS)
     total = tl.sum(tl.exp(logits - tl.expand_dims(finite_or_zero(maximum), AXIS)), AXIS)
@@ -83,7 +84,7 @@ def _closed(logits: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -> tl.te
 
 
 @triton.jit
-def _closed_plan(log_plan: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+def _closed_plan(log_plan, log_mass, AXIS: tl.constexpr):
     """See operators.c_transforms.closed_log_plan."""
     shifted = log_plan - tl.expand_dims(finite_or_zero(tl.max(log_plan, AXIS)), AXIS)
     total = tl.sum(tl.exp(shifted), AXIS)
@@ -93,13 +94,9 @@ def _closed_plan(log_plan: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -
 
 @triton.jit
 def _divided(
-    plan: tl.tensor,
-    mass: float,
-    constant: float,
-    exact: tl.tensor,
-    ADDED: tl.constexpr,
-    AXIS: tl.constexpr,
-) -> tl.tensor:
+    plan, mass, constant, exact,
+    ADDED: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
     """A plan whose sums over an axis are brought to a mass, but for the constant."""
     total = tl.sum(plan, AXIS)
     kept = total + constant if ADDED else tl.maximum(total, constant)
@@ -110,46 +107,15 @@ def _divided(
 
 @triton.jit
 def _side_by_side(
-    p_scores: tl.tensor,
-    p_mu: tl.tensor,
-    p_nu: tl.tensor,
-    p_scales: tl.tensor,
-    p_out: tl.tensor,
-    count: tl.tensor,
-    heads: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    stride_b: tl.tensor,
-    stride_h: tl.tensor,
-    stride_n: tl.tensor,
-    stride_m: tl.tensor,
-    stride_mu_b: tl.tensor,
-    stride_mu_h: tl.tensor,
-    stride_mu_n: tl.tensor,
-    stride_nu_b: tl.tensor,
-    stride_nu_h: tl.tensor,
-    stride_nu_m: tl.tensor,
-    multiplier: float,
-    factor: float,
-    damping_rows: float,
-    damping_columns: float,
-    constant: float,
-    row_mass: float,
-    column_mass: float,
-    half_steps: tl.tensor,
-    ROWS_FIRST: tl.constexpr,
-    LOG: tl.constexpr,
-    HAS_MU: tl.constexpr,
-    HAS_NU: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    DAMPED: tl.constexpr,
-    STABILISED: tl.constexpr,
-    ADDED: tl.constexpr,
-    START: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> None:
+    p_scores, p_mu, p_nu, p_scales, p_out,
+    count, heads, queries, keys,
+    stride_b, stride_h, stride_n, stride_m, stride_mu_b, stride_mu_h, stride_mu_n, stride_nu_b,
+    stride_nu_h, stride_nu_m,
+    multiplier, factor, damping_rows, damping_columns, constant, row_mass, column_mass, half_steps,
+    ROWS_FIRST: tl.constexpr, LOG: tl.constexpr, HAS_MU: tl.constexpr, HAS_NU: tl.constexpr,
+    HAS_SCALES: tl.constexpr, DAMPED: tl.constexpr, STABILISED: tl.constexpr, ADDED: tl.constexpr,
+    START: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     o_n = tl.arange(0, BLOCK_N).to(tl.int64)
     o_m = tl.arange(0, BLOCK_M).to(tl.int64)

@@ -4,6 +4,7 @@ N and M are at most RESIDENT_LIMIT. The scores are formed once, every half-step 
 the tile in the log domain, and the last row c-transform comes out of the product with the values.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -94,7 +95,7 @@ def resident_loop(
 
 
 @triton.jit
-def _rows_closed(scores: tl.tensor, g: tl.tensor, log_mu: tl.tensor) -> tl.tensor:
+def _rows_closed(scores, g, log_mu):
     """T_Q: f [BLOCK_X] from g [BLOCK_Y]; 0 where a row sees no active key."""
     logits = scores + g[None, :]
     maximum = tl.max(logits, 1)
@@ -103,7 +104,7 @@ def _rows_closed(scores: tl.tensor, g: tl.tensor, log_mu: tl.tensor) -> tl.tenso
 
 
 @triton.jit
-def _columns_closed(scores: tl.tensor, f: tl.tensor, log_nu: tl.tensor, m_y: tl.tensor) -> tl.tensor:
+def _columns_closed(scores, f, log_nu, m_y):
     """T_K: g [BLOCK_Y] from f [BLOCK_X]; -inf where there is no active key, 0 where no query sees it."""
     logits = scores + f[:, None]
     maximum = tl.max(logits, 0)
@@ -114,58 +115,17 @@ def _columns_closed(scores: tl.tensor, f: tl.tensor, log_nu: tl.tensor, m_y: tl.
 
 @triton.jit
 def _resident(
-    p_q: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    p_keep: tl.tensor,
-    p_bias: tl.tensor,
-    p_dual: tl.tensor,
-    p_factors: tl.tensor,
-    p_out: tl.tensor,
-    heads: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    dim: tl.tensor,
-    value_dim: tl.tensor,
-    stride_qb: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_qn: tl.tensor,
-    stride_qd: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_kn: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_vb: tl.tensor,
-    stride_vh: tl.tensor,
-    stride_vn: tl.tensor,
-    stride_vd: tl.tensor,
-    stride_keep_b: tl.tensor,
-    stride_keep_n: tl.tensor,
-    stride_bias_b: tl.tensor,
-    stride_bias_h: tl.tensor,
-    stride_bias_x: tl.tensor,
-    stride_bias_y: tl.tensor,
-    stride_dual_b: tl.tensor,
-    stride_dual_h: tl.tensor,
-    stride_dual_n: tl.tensor,
-    scale: float,
-    factor: float,
-    pairs: tl.tensor,
-    ODD: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    CLOSES_ROWS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DUAL: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> None:
+    p_q, p_k, p_v, p_keep, p_bias, p_dual, p_factors, p_out,
+    heads, queries, keys, dim, value_dim,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_vb,
+    stride_vh, stride_vn, stride_vd, stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h,
+    stride_bias_x, stride_bias_y, stride_dual_b, stride_dual_h, stride_dual_n,
+    scale, factor, pairs,
+    ODD: tl.constexpr, ROWS_FIRST: tl.constexpr, CLOSES_ROWS: tl.constexpr, HAS_KEEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads

@@ -11,6 +11,7 @@ MIN_BLOCK queries for the product: longer heads than SWEEP_LIMIT do not fit, and
 of a tile is cheaper than to write it to memory. Memory: N M / BLOCK_X numbers beside the inputs.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
@@ -107,47 +108,16 @@ def swept(
 
 @triton.jit
 def _stripe(
-    p_q: tl.tensor,
-    p_k: tl.tensor,
-    p_keep: tl.tensor,
-    p_bias: tl.tensor,
-    p_dual: tl.tensor,
-    p_f: tl.tensor,
-    p_parts: tl.tensor,
-    heads: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    dim: tl.tensor,
-    stride_qb: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_qn: tl.tensor,
-    stride_qd: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_kn: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_keep_b: tl.tensor,
-    stride_keep_n: tl.tensor,
-    stride_bias_b: tl.tensor,
-    stride_bias_h: tl.tensor,
-    stride_bias_x: tl.tensor,
-    stride_bias_y: tl.tensor,
-    stride_dual_b: tl.tensor,
-    stride_dual_h: tl.tensor,
-    stride_dual_n: tl.tensor,
-    scale: float,
-    log_mass: float,
-    ROWS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DUAL: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> None:
+    p_q, p_k, p_keep, p_bias, p_dual, p_f, p_parts,
+    heads, queries, keys, dim,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h, stride_bias_x, stride_bias_y,
+    stride_dual_b, stride_dual_h, stride_dual_n,
+    scale, log_mass,
+    ROWS: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
     stripes = tl.cdiv(queries, BLOCK_X)
     i_bh = (tl.program_id(0) // stripes).to(tl.int64)
     i_stripe = tl.program_id(0) % stripes
@@ -194,18 +164,12 @@ def _stripe(
 
 @triton.jit
 def _join(
-    p_parts: tl.tensor,
-    p_keep: tl.tensor,
-    p_g: tl.tensor,
-    heads: tl.tensor,
-    stripes: tl.tensor,
-    keys: tl.tensor,
-    stride_keep_b: tl.tensor,
-    stride_keep_n: tl.tensor,
-    log_mass: float,
-    HAS_KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    p_parts, p_keep, p_g,
+    heads, stripes, keys,
+    stride_keep_b, stride_keep_n,
+    log_mass,
+    HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """g [BLOCK] of some columns from what the stripes say of them."""
     blocks = tl.cdiv(keys, BLOCK)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)

@@ -6,6 +6,7 @@ a score of 1e3 lose more digits than the whole loop in PyTorch. Clouds are [B, H
 strides.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import os
@@ -114,15 +115,11 @@ def supported(q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None) -> st
 
 @triton.jit
 def load_rows(
-    p_x: tl.tensor,
-    o_x: tl.tensor,
-    m_x: tl.tensor,
-    o_d: tl.tensor,
-    dim: tl.tensor,
-    stride_n: tl.tensor,
-    stride_d: tl.tensor,
+    p_x, o_x, m_x, o_d,
+    dim,
+    stride_n, stride_d,
     AS_FLOAT32: tl.constexpr,
-) -> tl.tensor:
+):  # fmt: skip
     """Points o_x, features o_d: [BLOCK_X, BLOCK_D], 0 where masked, so that a NaN there is not read."""
     mask = m_x[:, None] & (o_d < dim)[None, :]
     places = p_x + o_x[:, None] * stride_n + o_d[None, :].to(tl.int64) * stride_d
@@ -133,7 +130,7 @@ def load_rows(
 
 
 @triton.jit
-def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+def product(a, b, total, PRECISION: tl.constexpr):
     """total + a b in float32; a and b have one dtype."""
     if INTERPRETED:
         a = a.to(tl.float32)
@@ -143,30 +140,13 @@ def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexp
 
 @triton.jit
 def score_tile(
-    b_x: tl.tensor,
-    p_x: tl.tensor,
-    p_y: tl.tensor,
-    p_bias: tl.tensor,
-    o_x: tl.tensor,
-    o_y: tl.tensor,
-    m_x: tl.tensor,
-    m_y: tl.tensor,
-    dim: tl.tensor,
-    stride_xn: tl.tensor,
-    stride_xd: tl.tensor,
-    stride_yn: tl.tensor,
-    stride_yd: tl.tensor,
-    stride_bias_x: tl.tensor,
-    stride_bias_y: tl.tensor,
-    scale: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> tl.tensor:
+    b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y,
+    dim,
+    stride_xn, stride_xd, stride_yn, stride_yd, stride_bias_x, stride_bias_y,
+    scale,
+    HAS_BIAS: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
     """scale x.y + bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
 
     b_x: the features of o_x [BLOCK_X, BLOCK_D]; where they are CHUNKED, BLOCK_D at a time are read.
@@ -190,18 +170,18 @@ def score_tile(
 
 
 @triton.jit
-def load_keep(p_keep: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tensor) -> tl.tensor:
+def load_keep(p_keep, o_x, m_x, stride):
     """Which points o_x [BLOCK_X] are inside the tensor and active."""
     return m_x & (tl.load(p_keep + o_x * stride, mask=m_x, other=0) != 0)
 
 
 @triton.jit
-def load_dual(p_dual: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tensor) -> tl.tensor:
+def load_dual(p_dual, o_x, m_x, stride):
     """A dual of the points o_x [BLOCK_X], 0 where masked."""
     return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def finite_or_zero(maximum: tl.tensor) -> tl.tensor:
+def finite_or_zero(maximum):
     """What exponents are shifted by: -inf - (-inf) would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

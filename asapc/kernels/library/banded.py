@@ -38,13 +38,16 @@ def _banded(
         return plain()
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
     all_paired = keep is None and q.shape[2] == k.shape[2] and low <= 0 <= high
-    short = q.shape[:3].numel() * k.shape[2] * half_steps <= SHORT
-    if all_paired and short and native.missing() is None:
+    whole = v is None or q.shape[:3].numel() * k.shape[2] * half_steps <= SHORT
+    if all_paired and whole and native.missing() is None:
         hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
         bias = hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
         out, widest = native.sinkhorn_loop(q, k, v, None, bias, None, loop)
         dispatch.note(name, q, k, lambda: native.path(q, k, widest))
         return out
+    if v is None:
+        dispatch.note_plain(name, q, k, "the dense attention map is wanted")
+        return plain()
     why = f"windows of {high - low + 1} keys; log domain where they need it"
     dispatch.note(name, q, k, lambda: ("CPU, blocks of a band", why))
     return cpu_banded.banded_loop(q, k, v, keep, loop, low, high)

@@ -209,11 +209,13 @@ def scale(
 ) -> None:  # fmt: skip
     """All half-steps on K, in place of the scalings a [G, N] and b [G, M].
 
-    kernel: [G, N, M]; mu: [G or 1, N] and nu: [G or 1, M], masses; beside: G is the last axis of all of
-    them instead.  damping: powers of both sides' quotients.  least: sums count as that at least, but with
-    a stabiliser.  All of one dtype.
+    kernel: [G, N, M]; mu: [G or 1, N] and nu: [G or 1, M], masses; beside: in memory, G is the last axis
+    of kernel, a and b.  damping: powers of both sides' quotients.  least: sums count as that at least,
+    but with a stabiliser.  All of one dtype.
     """
-    groups, rows, columns = (kernel.shape[2], *kernel.shape[:2]) if beside else kernel.shape
+    groups, rows, columns = kernel.shape
+    if beside:
+        kernel, a, b, mu, nu = kernel.permute(1, 2, 0), a.t(), b.t(), mu.t(), nu.t()
     kernel, mu, nu = kernel.contiguous(), mu.contiguous(), nu.contiguous()
     assert a.is_contiguous() and b.is_contiguous()
     pointers = [x.data_ptr() for x in (kernel, mu, nu, a, b)]
@@ -224,6 +226,11 @@ def scale(
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
+
+
+def least(dtype: torch.dtype) -> float:
+    """The smallest sum that `scale` may be asked to divide by, so that no scaling overflows."""
+    return float(torch.finfo(dtype).tiny ** 0.75)
 
 
 def esp(

@@ -1,4 +1,9 @@
-"""Autocast decides what an operator is given, never what happens inside, on any number of threads."""
+"""What holds for every operator: one table of calls, and what is asked of all of them.
+
+Values and gradients are the reference's, with the engine and without it; torch's own checks of a custom
+operator; contiguous results, whatever the layout of what is given; export for other sizes. Autocast
+decides what an operator is given, never what happens inside, on any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +14,26 @@ import pytest
 import torch
 from small_text import KEYWORDS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
+from asapc.kernels import native
 from asapc.measure.differences import comparable
 from asapc.models import ARCHITECTURES
+from asapc.operators import asap
+from asapc.operators.catalogue import reference_named
 from asapc.passes.analyse import Analysis, analyse
 from asapc.program.runner import Runner
 
 ops = torch.ops.asapc
-BATCH, HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 3, 9, 7, 4, 5
+HEADS, DIM, VALUE_DIM = 3, 4, 5
 ATTENTION = [1.0, 1.0, 0.0, 0.0]
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def calls() -> dict[str, tuple[Any, list[Any]]]:
+def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[Any, list[Any]]]:
     """Operator and arguments, by the operator's name and what is particular."""
     generator = torch.Generator().manual_seed(0)
 
@@ -32,24 +41,24 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         return torch.randn(*shape, generator=generator)
 
     q, k, v = (
-        random(BATCH, HEADS, tokens, dim)
-        for tokens, dim in ((QUERIES, DIM), (KEYS, DIM), (KEYS, VALUE_DIM))
+        random(batch, HEADS, tokens, dim)
+        for tokens, dim in ((queries, DIM), (keys, DIM), (keys, VALUE_DIM))
     )
-    keep = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    keep = torch.ones(batch, keys, dtype=torch.bool)
     keep[0, -2:] = False
-    bias = random(HEADS, QUERIES, KEYS)
-    f, g = random(BATCH, HEADS, QUERIES), random(BATCH, HEADS, KEYS)
+    bias = random(HEADS, queries, keys)
+    f, g = random(batch, HEADS, queries), random(batch, HEADS, keys)
     sorting = [keep, None, random(HEADS, 6, DIM), torch.tensor([0.5, 1.0, 2.0])]
     soft, hard = [*sorting, 0.3, False, True, 1.0], [*sorting, False, True, 1.0]
     pivots, mass = random(HEADS, 4, DIM), torch.full((HEADS, 4), 0.25)
-    lot = [keep, None, random(1, HEADS, 4, KEYS), pivots, mass, 0.5, 0.5, 4, True, 5, False,
+    lot = [keep, None, random(1, HEADS, 4, keys), pivots, mass, 0.5, 0.5, 4, True, 5, False,
            [1.0, 0.0, 0.0, 1.0]]  # fmt: skip
     features = {
         "norm": ([], 1), "raw": ([], DIM), "gaussian": ([], 3), "sliced:4": ([random(4, DIM)], 4),
         "coarse:4": ([pivots], 1),
     }  # fmt: skip
     constant = ["plan", "clamp", 1e-6, "softmax", False, False]
-    alike, beside = q[:, :, :KEYS], [keep, bias[:, :KEYS], 2, 0.5, random(HEADS, VALUE_DIM, 3)]
+    alike, beside = q[:, :, :keys], [keep, bias[:, :keys], 2, 0.5, random(HEADS, VALUE_DIM, 3)]
     fitted = [torch.tensor([0.5, 1.0, 2.0]), 0.5, 3, True, ATTENTION]
     forms = {"lot": [None, *lot[3:]], "esp_hard": hard[2:], "fitted_sinkhorn": fitted}
     return {
@@ -84,8 +93,14 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
             [q, k, keep, bias, [pivots], random(HEADS, 1), "coarse:4", 0.5, 5, True],
         ),
         "esp_soft": (ops.esp_soft, [q, k, v, *soft]),
+        "esp_soft, weighed axes": (
+            ops.esp_soft,
+            [q, k, v, keep, None, None, *soft[3:], "monotone", random(HEADS, DIM).exp(), 0, 1],
+        ),
         "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
-        "plan": (ops.plan, [random(BATCH, HEADS, 9, 7), f[0, 0], None, -0.5, 5, True, ATTENTION]),
+        "plan": (
+            ops.plan, [random(batch, HEADS, queries, keys), f[0, 0], None, -0.5, 5, True, ATTENTION]
+        ),
         "plan, log": (ops.plan, [bias[None], None, g[:1, :1], 0.5, 4, False, ATTENTION, True]),
         "plan, larger": (ops.plan, [random(1, 2, 20, 17), None, None, 0.5, 4, False, ATTENTION]),
         "plan, constant": (
@@ -110,20 +125,26 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
             for form, values in (("", [v]), ("_attention", []))
         },
         "lot": (ops.lot, [q, k, v, *lot]),
+        "lot, weighed rows of all heads": (
+            ops.lot,
+            [q, k, v, None, None, None, pivots, random(HEADS, 4).softmax(-1), 0.6, 0.4, 3, True, 2, False,
+             [1.5, 1.0, -1.0, 0.5], True, random(HEADS, 4).exp()],
+        ),
         "lot_attention": (ops.lot_attention, [q, k, *lot]),
     }
 
 
 CALLS = calls()
+MASKS = ("kept_keys", "rows_kept", "keys_of_empty")
 
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def run(operator: Any, inputs: Sequence[Any]) -> list[Tensor]:
+def run(operator: Any, inputs: Sequence[Any], has_gradient: bool = True) -> list[Tensor]:
     """The outputs, then the gradients of every input that has one."""
-    has_gradient = operator is not ops.esp_released_hard_attention  # argmax has none
+    has_gradient = has_gradient and operator is not ops.esp_released_hard_attention  # argmax has none
     leaves = [x.detach().requires_grad_(has_gradient) if is_float(x) else x for x in inputs]
     given = operator(*leaves)
     outputs = [given] if isinstance(given, Tensor) else list(given)
@@ -154,6 +175,112 @@ def test_every_operator_is_among_the_calls() -> None:
     assert registered - called == {"loop_gradients", "esp_hard_gradients", "child", "holds", "seen"}
 
 
+def reference_of(operator: Any) -> Any:
+    name = operator._qualified_op_name.removeprefix("asapc::")
+    return getattr(asap, name) if name in ("dual", "dual_and_row_mass") else reference_named(name)
+
+
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "no engine"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in MASKS])
+def test_values_and_gradients_are_the_references(
+    name: str, engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, of everything that is a number; gradients by autograd through the reference."""
+    if not engine:
+        monkeypatch.setattr(native, "missing", lambda: "ASAPC_NATIVE=0")
+    operator, inputs = CALLS[name]
+    given = [in_double(x) for x in inputs]
+    has_gradient = "released" not in name
+    found, exact = run(operator, given), run(reference_of(operator), given, has_gradient)
+    for own, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(own, true, rtol=1e-7, atol=1e-9)
+
+
+def in_double(value: Any) -> Any:
+    if isinstance(value, list):
+        return [in_double(x) for x in value]
+    return value.double() if is_float(value) else value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torchs_own_checks(name: str) -> None:
+    operator, inputs = CALLS[name]
+    with_gradient = name not in MASKS and "released" not in name
+    given = [x.clone().requires_grad_(with_gradient) if is_float(x) else x for x in inputs]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator.default, tuple(given), test_utils=checks)
+
+
+def turned(x: Any) -> Any:
+    """The same numbers, with tokens outside of heads: heads that were split off a projection."""
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def faked(mode: FakeTensorMode, x: Any) -> Any:
+    if isinstance(x, list):
+        return [faked(mode, own) for own in x]
+    return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_layout_is_taken_and_results_are_laid_out_as_their_fakes(name: str) -> None:
+    """A program that torch.compile has made counts on the strides of the fakes."""
+    operator, inputs = CALLS[name]
+    given = [turned(x) for x in inputs]
+    found = leaves(operator(*given))
+    torch.testing.assert_close(found, leaves(operator(*inputs)))
+    assert all(x.is_contiguous() for x in found)
+    with FakeTensorMode() as mode:
+        fakes = leaves(operator(*(faked(mode, x) for x in given)))
+    assert [x.stride() for x in fakes] == [x.stride() for x in found]
+
+
+@pytest.mark.parametrize("half_steps", [1, 4])
+def test_gradients_are_laid_out_as_their_fakes(half_steps: int) -> None:
+    given = [turned(torch.randn(2, 3, 6, 4)) for _ in range(4)]
+    settings = (None, None, None, 0.5, half_steps, True, ATTENTION, half_steps, 0.0)
+    found = ops.loop_gradients(*given, *settings)
+    with FakeTensorMode() as mode:
+        fakes = ops.loop_gradients(*(faked(mode, x) for x in given), *settings)
+    assert [x.stride() for x in fakes] == [x.stride() for x in found]
+
+
+EXPORTED = (
+    "sinkhorn", "sinkhorn_attention", "asap, source", "asap, one pass", "asap, no pass", "esp_soft",
+    "esp_hard", "esp_hard_attention", "lot", "lot_attention", "dual, coarse:4 source", "plan, larger",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_for_other_sizes_and_compiled(name: str) -> None:
+    """Sizes that differ between two calls are dynamic; compiled with its gradient where it has values."""
+    operator, inputs = CALLS[name]
+    _, others = calls(batch=3, queries=12, keys=8)[name]
+    places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            return operator(*(given.get(i, x) for i, x in enumerate(inputs))) * 2.0
+
+    own, other = ([given[i] for i in places] for given in (inputs, others))
+    dynamic = [
+        {axis: torch.export.Dim.AUTO for axis, size in enumerate(x.shape) if size != y.shape[axis]}
+        for x, y in zip(own, other, strict=True)
+    ]
+    exported = torch.export.export(Module(), tuple(own), dynamic_shapes=(tuple(dynamic),)).module()
+    for tensors in (own, other):
+        torch.testing.assert_close(exported(*tensors), Module()(*tensors))
+    compiled = torch.compile(Module(), backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(run(compiled, own), run(Module(), own))
+
+
+def leaves(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, tuple) else [results]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> None:
     operator, inputs = CALLS[name]
@@ -165,7 +292,7 @@ def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> 
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "keys" not in name and "kept" not in name])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in MASKS])
 def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
     """One input in half precision beside float32, or the other way round.
 
