@@ -168,7 +168,7 @@ def _from_duals(
         g = duals[1].to(scores.dtype)
         if opened is not None:
             g = g.masked_fill(~opened[:, None, :], -math.inf)
-    log_mu, log_nu = log_marginals(*scores.shape[-2:], opened, scores)
+    log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], opened, scores)
     return _applied(a, run_loop(scores, f, g, log_mu, log_nu, half_steps, first_side), opened)
 
 
@@ -193,9 +193,10 @@ def _plan(a: SimpleNamespace) -> Tensor:
     s = plan_meaning.scaled(widen(a.scores), a.score_multiplier, a.by_head)
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)
     s = s - torch.where(top == -math.inf, 0.0, top)
-    marginals = log_marginals(*s.shape[-2:], None, s)
+    marginals = log_marginals(s.shape[-2], s.shape[-1], None, s)
     loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, _side(a.rows_first))
-    return (loop.plan() * factor_value(a.output_factor, *s.shape[-2:], None)).to(a.scores.dtype)
+    factor = factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    return (loop.plan() * factor).to(a.scores.dtype)
 
 
 plan = _called_as("plan", _plan)

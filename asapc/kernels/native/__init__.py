@@ -196,7 +196,7 @@ def plan(
         beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
         settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
         *task.damping, near, far, one,
-        *_rule(stabiliser, queries, keys, torch.finfo(scores.dtype).tiny ** 0.75),
+        *_rule(stabiliser, queries, keys, least(scores.dtype)),
     ))  # fmt: skip
     if lost < 0:
         raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
