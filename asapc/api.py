@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from asapc import pipeline
-from asapc.artifact import load, read_manifest
+from asapc.artifact import load
 from asapc.device import CPU, chosen_device, running_on
 from asapc.errors import FewExamplesWarning, InputError
 from asapc.inputs.data import DataSource, data_of
@@ -175,15 +175,15 @@ def _compiled(
             calibration = artifact.with_name(f"{artifact.name}.calibration")
         analyse = analysed_once()
         pipeline.calibrate(teacher, source, calibration, parsed, progress, analyse=analyse, device=device)
-        manifest = pipeline.compile(
+        written = pipeline.compile(
             teacher, calibration, artifact, parsed, source, progress, analyse=analyse, device=device
         )
+        manifest = written.manifest
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=3)
-        manifest = read_manifest(artifact)
         around = copy.deepcopy(untouched) if manifest["capture"] == "module" else None
         measured = pipeline.report(
-            artifact, source, limits, model=around, reading=Reading(trust=True, device=str(device)),
+            written, source, limits, model=around, reading=Reading(trust=True, device=str(device)),
             measuring=Measuring(examples), progress=progress,
         )  # fmt: skip
         report = MeasuredReport(measured)

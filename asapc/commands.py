@@ -154,9 +154,10 @@ def compile_model(
     teacher = reading.teacher(model)
     from asapc import pipeline
 
-    return pipeline.compile(
+    written = pipeline.compile(
         teacher, calibration, out, resolved, data, run.progress, onnx, max_memory=limit, device=place
     )
+    return written.manifest
 
 
 def report_artifact(
@@ -237,13 +238,13 @@ def run_all(
         analyse=analyse, device=place,
     )  # fmt: skip
     run.note(f"2 of 3: compiling into {out}")
-    manifest = pipeline.compile(
+    written = pipeline.compile(
         teacher, calibration, out, resolved, data, run.progress, analyse=analyse,
         max_memory=measuring.max_memory, device=place,
     )  # fmt: skip
     run.note("3 of 3: measuring")
     result = pipeline.report(
-        out, data, limits, model=model if manifest["capture"] == "module" else None,
+        written, data, limits, model=model if written.manifest["capture"] == "module" else None,
         reading=replace(reading, trust=True), measuring=measuring, progress=run.progress,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asapc.artifact import places_moved, read_artifact, surrounding_model, write_refreshed
+from asapc.artifact import Artifact, places_moved, read_artifact, surrounding_model, write_refreshed
 from asapc.calibration.stored import Calibration, save_calibration
 from asapc.device import CPU
 from asapc.formats import places
@@ -127,8 +127,8 @@ def compile(
     analyse: Analyse = analyse_teacher,
     max_memory: int | None = None,
     device: torch.device = CPU,
-) -> dict[str, Any]:
-    """Select an operator per site, rewrite, verify, write the artefact; returns its manifest.
+) -> Artifact:
+    """Select an operator per site, rewrite, verify, write the artefact; returns it as it was read back.
 
     onnx: write OUT/model.onnx too, verified on examples that calibration and selection have not seen;
     where that fails nothing is written at all. analyse: see calibrate.  max_memory: bytes that the
@@ -171,7 +171,7 @@ def export(
 
 
 def report(
-    artifact_path: str | Path,
+    artifact: str | Path | Artifact,
     data: str | DataSource | None,
     limits: Sequence[Gate] = (),
     baseline: Baseline | None = None,
@@ -179,9 +179,9 @@ def report(
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits.
 
-    options: of evaluate.report, which measures.
+    artifact: its folder, or what `compile` returned.  options: of evaluate.report, which measures.
     """
-    measured = evaluate.report(artifact_path, data, **options)
+    measured = evaluate.report(artifact, data, **options)
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
 

@@ -84,7 +84,7 @@ def main() -> None:
             out = folder / str(number)
             manifest = pipeline.compile(
                 teacher, folder / "calibration", out, recipe, options.data, progress
-            )
+            ).manifest
             trail = json.loads((out / "selection.json").read_text())
             errors = [site["selection_attention_rel_l2"] or 0.0 for site in manifest["sites"]]
             labels = [

@@ -111,7 +111,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
     calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
-    pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
+    pipeline.compile = stand_in("compile", SimpleNamespace(manifest=MANIFEST))  # type: ignore[attr-defined]
     measured = Report.from_json(REPORT, "REPORT")
     monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
     pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
@@ -322,7 +322,7 @@ def test_the_next_command_has_all_it_needs_and_is_one(
 ) -> None:
     arguments, expected = HINTS[name]
     if "per module" in name:
-        per_module = {**MANIFEST, "capture": "module"}
+        per_module = SimpleNamespace(manifest={**MANIFEST, "capture": "module"})
         monkeypatch.setattr("asapc.pipeline.compile", lambda *_, **__: per_module)
     refreshed = {"mode": "distil", "best_epoch": 0, "before": {}, "after": {}}
     monkeypatch.setattr("asapc.pipeline.refresh", lambda *_, **__: refreshed, raising=False)

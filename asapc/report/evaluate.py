@@ -65,7 +65,7 @@ class Measuring:
 
 
 def report(
-    artifact_path: str | Path,
+    artifact: str | Path | Artifact,
     data: str | DataSource | None = None,
     *,
     model: str | nn.Module | None = None,
@@ -84,18 +84,19 @@ def report(
     Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
     measure on.
     """
-    with _read(artifact_path, data, model, reading, "report") as (artifact, surrounding, source):
-        return _measured(artifact, surrounding, source, measuring, progress, processes)
+    with _read(artifact, data, model, reading, "report") as (read, surrounding, source):
+        return _measured(read, surrounding, source, measuring, progress, processes)
 
 
 @contextlib.contextmanager
 def _read(
-    path: str | Path, data: str | DataSource | None, model: str | nn.Module | None, reading: Reading,
-    command: str,
+    artifact: str | Path | Artifact, data: str | DataSource | None, model: str | nn.Module | None,
+    reading: Reading, command: str,
 ) -> Iterator[tuple[Artifact, nn.Module | None, DataSource]]:  # fmt: skip
     """The artefact, the model around it and the data, on the device for a while."""
     device = reading.place()
-    artifact = read_artifact(path, trust=reading.trust)
+    if not isinstance(artifact, Artifact):
+        artifact = read_artifact(artifact, trust=reading.trust)
     surrounding = surrounding_model(artifact, model, reading)
     data = data or recorded_data(artifact.manifest["data"], artifact.folder, command)
     source = open_data(data, artifact.signature()).on(device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from asapc.artifact import Stage, read_artifact, read_patches, returns_as, write_artifact
+from asapc.artifact import Artifact, Stage, read_artifact, read_patches, returns_as, write_artifact
 from asapc.calibration.stored import fit_facts
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places
@@ -40,8 +41,8 @@ ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its 
 
 def emit(
     compilation: Compilation, out: str | Path, onnx: OnnxSettings | None, progress: Progress
-) -> dict[str, Any]:
-    """Write the artefact, read it back and compare; returns its manifest."""
+) -> Artifact:
+    """Write the artefact, read it back and compare; returns what was read."""
     c, analysis = compilation, compilation.analysis
     modules: Any = ([], {})
     if c.teacher.onnx is None:
@@ -59,10 +60,10 @@ def emit(
             )  # fmt: skip
         _note_unlisted(c.programs, progress)
         with progress.phase("reading it back and comparing"):
-            verify_written(folder, analysis.model, c.programs, c.example)
+            written = verify_written(folder, analysis.model, c.programs, c.example)
             _verify_live(folder, c, modules[1])
         _emit_onnx(folder, c, onnx, progress)
-    return manifest
+    return replace(written, folder=Path(out))
 
 
 def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
@@ -175,8 +176,8 @@ def verify_written(
     model: nn.Module | None,
     programs: Mapping[Stage, Sequence[Program]],
     example: Batch,
-) -> None:
-    """What was written computes what was verified."""
+) -> Artifact:
+    """What was written, which computes what was verified."""
     written = read_artifact(folder, list(programs), trust=True)
     returns_as(written)
     for stage, parts in programs.items():
@@ -189,6 +190,7 @@ def verify_written(
                 got=f"relative difference {error:.2g}",
                 help="this is a defect of asapc: please report the model",
             )
+    return written
 
 
 def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
