@@ -2,6 +2,7 @@
 
     python benchmarks/loop.py                              # ten shapes, B H N D T
     python benchmarks/loop.py --shapes "1 8 2048 64 20" --compile --threads 1
+    python benchmarks/loop.py --mixers --compile           # matrices of given scores, as hyper-connections have
 
 q, k and v are views of [B, N, H, D], as models have them. A row is printed only after parity: asapc is
 at most twice as wrong as the usual loop is in the same dtype. Candidates take turns; figures are medians
@@ -64,6 +65,43 @@ def measure(shape: Shape, dtype: torch.dtype, candidates: Candidates, seconds: f
     print(f"{shape!s:24}{times}  {ratios}", flush=True)
 
 
+MIXERS = (
+    (1, 4, 20), (16, 4, 20), (512, 4, 20), (4096, 4, 20), (1, 16, 20), (8, 200, 20), (1, 513, 50),
+)  # fmt: skip
+
+
+def divided(scores: Tensor, iterations: int) -> Tensor:
+    """The usual loop of a mixer: softmax, then columns and rows in turn."""
+    plan = torch.softmax(scores, -1)
+    for _ in range(iterations):
+        plan = plan / plan.sum(-2, keepdim=True)
+        plan = plan / plan.sum(-1, keepdim=True)
+    return plan
+
+
+def measure_mixers(seconds: float, with_compile: bool) -> None:
+    """G matrices [n, n] of scores and so many iterations; of the G = tokens of a hyper-connection."""
+    for groups, size, iterations in MIXERS:
+        generator = torch.Generator().manual_seed(groups + size)
+        scores = torch.randn(groups, 1, size, size, generator=generator)
+        settings = (None, None, 1.0, 2 * iterations + 1, True, [1.0, 1.0, 0.0, 0.0])
+        ours = partial(torch.ops.asapc.plan.default, scores, *settings)
+        exact = divided(scores.double(), iterations)
+        if error(ours(), exact) > 2 * error(divided(scores, iterations), exact) + SLACK:
+            raise SystemExit(f"loop.py: mixers of {size} x {size} are off")
+        functions = {"usual loop": partial(divided, scores, iterations), "asapc": ours}
+        if with_compile:
+            torch._dynamo.reset()
+            compiled = torch.compile(divided, dynamic=False)
+            functions["torch.compile"] = partial(compiled, scores, iterations)
+        found = interleaved_medians(functions, repeats=5, warmup=2, min_time=seconds)
+        own = found["asapc"]["median_ms"]
+        times = "".join(f"  {name} {one['median_ms']:.3f}" for name, one in found.items())
+        others = (name for name in found if name != "asapc")
+        ratios = "".join(f"  {name}/asapc {found[name]['median_ms'] / own:.1f}" for name in others)
+        print(f"G{groups} n{size} iterations {iterations:<6}{times}{ratios}", flush=True)
+
+
 def measure_call() -> None:
     """What a call costs beside the arithmetic."""
     timed = problem_of(Shape(1, 1, 16, 16, 4), torch.float32).to(torch.float32)
@@ -81,11 +119,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=2.0, help="at least so many a shape")
     parser.add_argument("--compile", action="store_true", help="also the usual loop under torch.compile")
+    parser.add_argument("--mixers", action="store_true", help="matrices of given scores instead")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, {native.described()}, {options.dtype}")
     dtype = getattr(torch, options.dtype)
     with torch.no_grad():
+        if options.mixers:
+            return measure_mixers(options.seconds, options.compile)
         measure_call()
         for text in options.shapes.split(";"):
             shape, candidates = Shape(*map(int, text.split())), dict(CANDIDATES)
