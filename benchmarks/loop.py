@@ -2,7 +2,7 @@
 
     python benchmarks/loop.py                              # ten shapes, B H N D T
     python benchmarks/loop.py --shapes "1 8 2048 64 20" --compile --threads 1
-    python benchmarks/loop.py --mixers --compile           # matrices of given scores, as hyper-connections have
+    python benchmarks/loop.py --mixers --compile           # matrices of given scores
 
 q, k and v are views of [B, N, H, D], as models have them. A row is printed only after parity: asapc is
 at most twice as wrong as the usual loop is in the same dtype. Candidates take turns; figures are medians
