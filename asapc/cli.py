@@ -103,6 +103,10 @@ Device = Annotated[
         "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:1; auto takes a GPU if there is one."
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, help="Threads of the CPU, unless as torch has it."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print nothing on success, but for what --json asks.")
@@ -123,7 +127,7 @@ def _given(kind: Any, help: str, *names: str, **more: Any) -> Any:
 BUNDLES: dict[Any, dict[str, Any]] = {
     Reading: {
         "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
-        "device": Device,
+        "device": Device, "threads": Threads,
     },
     commands.Measured: {
         "examples": Examples, "fast": Fast, "max_memory": MaxMemory,

@@ -298,3 +298,14 @@ def test_the_second_device_refuses_what_a_gpu_refuses(gpu: None) -> None:
             x + torch.ones(3)
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
+
+
+def test_so_many_threads_as_are_asked_for(
+    work: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert run("inspect", work[0], "--threads", 3, "--quiet") == 0
+    assert asked[0] == 3
+    assert run("inspect", work[0], "--threads", 0) == EXIT_BAD_INPUT
+    assert "--threads" in capsys.readouterr().err

@@ -19,13 +19,15 @@ AUTO = "auto"  # of --device
 @dataclass(frozen=True)
 class Reading:
     """weights, kwargs: of a factory.  trust: a program may call any operator.  trust_remote_code: code in
-    a transformers folder may run.  device: by its name, see asapc.device."""
+    a transformers folder may run.  device: by its name, see asapc.device.  threads: of a CPU, as many as
+    torch takes where None."""
 
     weights: str | None = None
     kwargs: str | None = None
     trust: bool = False
     trust_remote_code: bool = False
     device: str = AUTO
+    threads: int | None = None
 
     def teacher(self, model: str) -> Teacher:
         from asapc.inputs.load import load_teacher
@@ -36,13 +38,18 @@ class Reading:
         )  # fmt: skip
 
     def place(self) -> torch.device:
+        """The device. From here on the process uses so many threads."""
+        import torch
+
         from asapc.device import chosen_device
 
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         return chosen_device(self.device)
 
     def options(self) -> dict[str, Any]:
         """For the line of a command that reads the same model."""
-        return {key: value for key, value in asdict(self).items() if key != "device"}
+        return {key: value for key, value in asdict(self).items() if key not in ("device", "threads")}
 
 
 NO_OPTIONS = Reading()
