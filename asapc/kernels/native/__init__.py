@@ -40,7 +40,9 @@ def missing() -> str | None:
     """Why the engine does not run here; None where it does."""
     if os.environ.get("ASAPC_NATIVE") == "0":
         return "ASAPC_NATIVE=0"
-    return None if _engine() else "the C++ engine was not built: no compiler at installation"
+    if _build() is None:
+        return "the C++ engine was not built: no compiler at installation"
+    return None if _engine() else "the C++ engine was built from another version: install asapc again"
 
 
 def described() -> str:
@@ -51,15 +53,27 @@ def described() -> str:
 
 
 @cache
-def _engine() -> Any:
+def _build() -> Path | None:
     """The build for this CPU, None without one."""
     name = BUILDS.get(torch.backends.cpu.get_cpu_capability(), "engine")
     paths = [Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES]
     given = os.environ.get("ASAPC_NATIVE")
-    path = next((path for path in ([Path(given)] if given else paths) if path.exists()), None)
+    return next((path for path in ([Path(given)] if given else paths) if path.exists()), None)
+
+
+@cache
+def _engine() -> Any:
+    """The build, loaded; None without one, and for one of another version."""
+    path = _build()
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
+    own = [layout.size for layout in (PROBLEM, SCALING, PLAN, ESP)]
+    try:
+        if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
+            return None
+    except ValueError:  # of a version that had no such list
+        return None
     library.asapc_sinkhorn.restype = ctypes.c_double
     library.asapc_plan.restype = ctypes.c_int64
     for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_plan, library.asapc_esp):

@@ -24,6 +24,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -848,15 +849,25 @@ class Pool {
   int64_t threads_ = 0;
 };
 
-// Never destroyed: its threads wait until the process ends. A fork has none of them, nor of torch's, and gets
-// its own.
+// Whether this process was forked and has started no program since, or cannot be asked: where its parent had
+// threads of torch's, it waits for them forever.
+bool is_fork() {
+  std::FILE* file = std::fopen("/proc/self/stat", "r");
+  if (file == nullptr) return true;
+  unsigned flags = 0;
+  const int found = std::fscanf(file, "%*d (%*[^)]) %*c %*d %*d %*d %*d %*d %u", &flags);
+  std::fclose(file);
+  return found != 1 || (flags & 0x40) != 0;  // PF_FORKNOEXEC
+}
+
+// Never destroyed: its threads wait until the process ends. A fork has none of them, and gets its own.
 Pool* pool = nullptr;
 bool forked = false;
 std::once_flag pool_made;
 
 void work_on(int64_t threads, const std::function<void()>& work) {
   std::call_once(pool_made, [] {
-    pool = new Pool;
+    pool = new Pool, forked = is_fork();
     pthread_atfork(nullptr, nullptr, [] { pool = new Pool, forked = true; });
   });
   const auto call = [](void* of) { (*static_cast<const std::function<void()>*>(of))(); };
@@ -1701,6 +1712,9 @@ template <class T> bool sort(const Esp& p) {
 }
 
 }  // namespace
+
+// What Python's side must agree with: a build of another version would read other fields.
+extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Scaling), sizeof(Plan), sizeof(Esp)};
 
 // Returns whether there was enough memory.
 extern "C" int asapc_scale(const Scaling* scaling) {
