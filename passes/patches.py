@@ -23,7 +23,7 @@ from asapc.passes.candidates import Choice, chosen_programs
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
-from asapc.passes.observe import eager_calls, entering
+from asapc.passes.observe import Leave, eager_calls, entering
 from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
@@ -134,21 +134,28 @@ def _with_insides(
     }
     insides: dict[str, tuple[Inside, ...]] = {}
 
-    def enter(name: str, *_: Any) -> None:
-        for path in paths.get(name, ()) if name not in insides else ():
-            module, full = model.get_submodule(name).get_submodule(path), f"{name}.{path}".strip(".")
-            reads = observed.guard(full, observed.reads(full, module))
-            insides[name] = (*insides.get(name, ()), Inside.of(module, path, reads))
+    def enter(name: str, *_: Any) -> Leave | None:
+        if name not in paths or name in insides:
+            return None
+        modules = {path: model.get_submodule(name).get_submodule(path) for path in paths[name]}
+        full = {path: f"{name}.{path}".strip(".") for path in modules}
+        before = {path: observed.stored(full[path], module) for path, module in modules.items()}
+        insides[name] = tuple(
+            Inside.of(module, path, observed.guard(full[path], observed.reads(full[path], module)))
+            for path, module in modules.items()
+        )
+
+        def leave() -> None:
+            insides[name] = tuple(
+                replace(one, keeps=observed.kept(full[one.path], modules[one.path], before[one.path]))
+                for one in insides[name]
+            )
+
+        return leave
 
     if found:
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
-    for name, its in insides.items():
-        paths_of = [f"{name}.{one.path}".strip(".") for one in its]
-        insides[name] = tuple(
-            replace(one, keeps=observed.kept(full, model.get_submodule(full)))
-            for one, full in zip(its, paths_of, strict=True)
-        )
     return [replace(module, inside=insides[module.program.name]) for module in found]
 
 

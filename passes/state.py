@@ -40,6 +40,7 @@ from asapc.program.state import (
     Value,
     can_be_taken_away,
     encoded,
+    found,
     reachable,
     text_of,
 )
@@ -119,21 +120,32 @@ class Observed:
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
         return Reads(values, tuple(sorted(self.questions.get(name, ()))))
 
-    def kept(self, name: str, module: nn.Module) -> tuple[Steps, ...]:
-        """Attributes, of the module or of an object that it can reach, in which its code has kept tensors
-        of its last call, for others to read."""
+    def stored(self, name: str, module: nn.Module) -> dict[Steps, Any]:
+        """What is in the attributes that the module's code sets and does not load: its own, and those of
+        objects that it can reach."""
         names = self.names.get(name, Names())
         if names.attributes is None:
-            return ()
+            return {}
         instructions = (step for code in names.code for step in dis.get_instructions(code))
         stored = {str(step.argval) for step in instructions if step.opname == "STORE_ATTR"}
         own = stored - names.attributes
-        values = reachable(module, replace(names, attributes=names.attributes | stored)) if own else {}
-        tensors = [steps for steps, x in values.items() if isinstance(x, tuple) and x[0] == "tensor"]
-        return tuple(
-            steps for steps in sorted(values, key=str)
+        try:
+            paths = reachable(module, replace(names, attributes=names.attributes | stored)) if own else {}
+        except TooMuch:
+            paths = {(("attr", key),): None for key in vars(module)}
+        return {
+            steps: found(module, steps) for steps in sorted(paths, key=str)
             if steps[-1][1] in own and can_be_taken_away(steps)
-            and any(inner[: len(steps)] == steps for inner in tensors)
+        }
+
+    def kept(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> tuple[Steps, ...]:
+        """Of these attributes, those in which the code has kept tensors of its last call, for others to
+        read.  before: what was stored when the module was entered; what is another object now was set on
+        the way, while an attribute of a shared object may only be called like one that is."""
+        return tuple(
+            steps for steps, value in self.stored(name, module).items()
+            if (len(steps) == 1 or value is not before.get(steps, GONE))
+            and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
         )
 
     def within(self, outer: str) -> Observed:

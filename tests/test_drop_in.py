@@ -769,6 +769,39 @@ def test_so_is_one_of_an_object_that_is_shared() -> None:
     assert not hasattr(notes, "last")
 
 
+def test_what_is_only_called_alike_stays() -> None:
+    """A tensor of another module under the name of what the layer keeps in itself."""
+
+    class Scaling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            scaled: Tensor = x * self.scales.last
+            return scaled
+
+    class Reaching(Keeping):
+        def forward(self, x: Tensor) -> Tensor:
+            gained: Tensor = super().forward(x) * self.scales.gain
+            return gained
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scaling(), Reaching()).eval(), torch.randn(40, 7, 8)
+    model[0].scales = model[1].scales = SimpleNamespace(last=torch.full((8,), 2.0), gain=0.5)
+    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
+    with torch.no_grad():
+        for _ in range(2):
+            assert largest_difference(model(x[:3]), patched(x[:3])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "steps", [[["attr", "forward"], ["attr", "x"]], [["attr", "__dict__"]], [["attr", "_modules"]], [],
+              [["global", "os"], ["attr", "environ"]], [["attr", "last"], ["item", 0]]],
+)  # fmt: skip
+def test_a_file_cannot_have_anything_else_taken_away(steps: list[list[Any]]) -> None:
+    known = Inside.of(nn.Linear(2, 2), "", Reads()).to_json()
+    assert Inside.from_json({**known, "keeps": [[["attr", "ctx"], ["attr", "last"]]]}, "inside").keeps
+    with pytest.raises((InputError, ValueError), match="keeps"):
+        Inside.from_json({**known, "keeps": [steps]}, "inside")
+
+
 @pytest.mark.parametrize("shared", [None, Shared()])
 def test_what_the_model_reads_of_such_an_attribute_is_refused(shared: Shared | None) -> None:
     torch.manual_seed(0)

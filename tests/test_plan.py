@@ -705,3 +705,27 @@ def test_huge_scores_keep_the_digits_of_a_running_plan(rows_first: bool) -> None
         exact = reference.plan(scores.double(), None, None, **settings, log=log).clamp(min=-10)
         single = reference.plan(scores, None, None, **settings, log=log).clamp(min=-10)
         assert float((single - exact).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("log_mu", "settings"),
+    [
+        (torch.randn(4, 2, 3).log_softmax(0).permute(1, 2, 0), {"damping": [0.9, 0.8]}),  # not row by row
+        (torch.zeros(2, 3, 1), {}),  # every token's
+        (None, {"damping": [0.9, 0.8], "form": "summed", "shares": False}),  # masses of 1, which damp
+    ],
+)
+def test_masses_in_any_layout(log_mu: Tensor | None, settings: dict[str, Any]) -> None:
+    given = (torch.randn(2, 3, 4, 5), log_mu, None, 1.0, 3, True, [1.0, 1.0, 0.0, 0.0])
+    meant = reference.plan(given[0].double(), *given[1:], **settings)
+    found = torch.ops.asapc.plan(*given, **settings)
+    assert float((found - meant).abs().max()) < 1e-5
+
+
+def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
+    nothing = torch.full((2, 1, 3, 3), -torch.inf)
+    stabiliser = {"constant": 1e-6, "form": "plan", "kind": "add", "start": "tensor"}
+    factor = [1.0, 0.0, 0.0, 0.0]
+    assert not torch.ops.asapc.plan(nothing, None, None, 1.0, 4, True, factor, **stabiliser).any()
+    turned = torch.randn(2, 3, 5, 4).mT
+    assert torch.ops.asapc.plan(turned, None, None, 1.0, 0, True, factor).is_contiguous()

@@ -272,27 +272,59 @@ def _stepped(thing: Any, step: Step) -> Any:
         return GONE
 
 
+def found(module: nn.Module, steps: Steps) -> Any:
+    """What is at the end of these steps, or GONE."""
+    thing: Any = module
+    for step in steps:
+        thing = _stepped(thing, step)
+    return thing
+
+
 def can_be_taken_away(steps: Steps) -> bool:
-    """An attribute, by way of attributes and items; none of torch's."""
-    kinds, last = [kind for kind, _ in steps], steps[-1:]
-    known = {*kinds} <= {"attr", "key", "item"}
-    return known and any(kind == "attr" and name not in _OF_TORCH for kind, name in last)
+    """An attribute, by way of attributes and items; none of torch's or Python's."""
+    ways = {kind for kind, _ in steps} <= {"attr", "key", "item"} and 0 < len(steps) <= DEEPEST
+    names = {str(name) for kind, name in steps if kind == "attr"}
+    reserved = names & {*_OF_TORCH, "forward"} or any(name.startswith("__") for name in names)
+    return ways and steps[-1][0] == "attr" and not reserved
 
 
 def take_away(module: nn.Module, steps: Steps) -> None:
-    """Delete the attribute at the end of these steps, which are attributes and items.
+    """Delete the attribute at the end of these steps, for which can_be_taken_away holds.
 
-    In plain Python, which torch.compile follows; nothing where a step leads nowhere.
+    In plain Python, which torch.compile follows, and without any of the user's. Nothing where a step
+    leads nowhere, or to what is no object with attributes of its own.
     """
     holder: Any = module
     for kind, name in steps[:-1]:
-        try:
-            holder = getattr(holder, str(name)) if kind == "attr" else holder[name]
-        except (AttributeError, LookupError, TypeError):
-            return
-    name = str(steps[-1][1])
-    if hasattr(holder, "__dict__") and not isinstance(holder, type | ModuleType):
-        vars(holder).pop(name, None)
+        if kind == "attr":
+            holder = _own_attribute(holder, str(name))
+        elif type(holder) is dict:
+            holder = holder.get(name)
+        elif type(holder) in (list, tuple):
+            holder = holder[name] if type(name) is int and name < len(holder) else None
+        else:
+            holder = None
+    if _has_own(holder):
+        vars(holder).pop(str(steps[-1][1]), None)
+
+
+def _own_attribute(holder: Any, name: str) -> Any:
+    if not _has_own(holder):
+        return None
+    if name in vars(holder):
+        return vars(holder)[name]
+    if isinstance(holder, nn.Module) and name in holder._modules:
+        return holder._modules[name]
+    for kind in type(holder).__mro__:
+        if name in vars(kind):
+            return vars(kind)[name]
+    return None
+
+
+def _has_own(thing: Any) -> bool:
+    """Whether it is an object that code sets attributes of: no class, function or module of Python."""
+    kinds = (type, ModuleType, FunctionType, MethodType, Tensor)
+    return hasattr(thing, "__dict__") and not isinstance(thing, kinds)
 
 
 def text_of(steps: Steps) -> str:
@@ -342,12 +374,10 @@ class Reads(Record):
         if watched is module and all(get() is value for get, value in checks):
             return None
         for steps, expected in self.values:
-            found: Any = module
-            for step in steps:
-                found = _stepped(found, step)
-            now = encoded(found)
-            if found is GONE or type(now) is not type(expected) or now != expected:
-                text = "is gone" if found is GONE else f"is {_shown(found)}"
+            value = found(module, steps)
+            now = encoded(value)
+            if value is GONE or type(now) is not type(expected) or now != expected:
+                text = "is gone" if value is GONE else f"is {_shown(value)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
                 return text_of(steps), f"was captured as {captured}, and {text}"
         self._watched[:] = [module, list(_checks(module, [steps for steps, _ in self.values]))]
@@ -359,10 +389,10 @@ class Reads(Record):
             followed = [kind in ("attr", "key", "item") for kind, _ in steps]
             if isinstance(expected, tuple) or not all(followed):
                 continue
-            found: Any = module
+            value: Any = module
             for kind, name in steps:
-                found = getattr(found, str(name), GONE) if kind == "attr" else found[name]
-            if type(found) is not type(expected) or found != expected:
+                value = getattr(value, str(name), GONE) if kind == "attr" else value[name]
+            if type(value) is not type(expected) or value != expected:
                 return text_of(steps), f"was captured as {expected!r}"
         return None
 

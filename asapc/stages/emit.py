@@ -211,7 +211,8 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
     with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
         try:
-            error = largest_difference(output, Runner(model)(c.example))
+            run = Runner(model)
+            errors = [largest_difference(output, run(c.example)) for _ in range(2)]  # it may keep state
         except AttributeError as missing:
             inside = [one for patch in patches for one in patch.inside]
             kept = sorted({str(steps[-1][1]) for one in inside for steps in one.keeps})
@@ -222,9 +223,9 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
                 f"what the model reads of a layer is returned, and {', '.join(kept)} is only kept there",
                 got=missing, help="return it from forward, or read it after the model's own code has run",
             ) from None  # fmt: skip
-    if not error <= ROUND_TRIP_TOLERANCE:
+    if not all(error <= ROUND_TRIP_TOLERANCE for error in errors):
         raise VerificationError(
             "live: the patched model computes what was verified",
-            got=f"relative difference {error:.2g}",
+            got=f"relative difference {max(errors):.2g}",
             help="this is a defect of asapc: please report the model",
         )

@@ -42,8 +42,10 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     """[B, H, N, M] in the dtype of the scores, see operators.plan."""
     batch, heads, queries, keys = scores.shape
     settings, stabiliser = task.settings, task.stabiliser
-    if scores.numel() == 0 or settings["half_steps"] < 1:
-        return task.plain(scores)
+    given_masses = task.log_mu is not None and task.log_nu is not None
+    units = task.as_written and not settings["shares"] and not given_masses  # masses of 1, which damp
+    if scores.numel() == 0 or settings["half_steps"] < 1 or (units and settings["damping"]):
+        return task.plain(scores).contiguous()
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
     multiplier = settings["score_multiplier"]
@@ -79,9 +81,14 @@ def _masses(
     put back."""
     if logs is None:
         return None
-    logs, tokens = logs.to(dtype), shape[-1]
-    rows = (logs if logs.numel() == tokens else logs.broadcast_to(shape)).reshape(-1, tokens)
-    return torch.softmax(rows, -1) if balanced else rows.exp(), rows.contiguous()
+    rows = _by_token(logs.to(dtype), shape).contiguous()
+    return torch.softmax(rows, -1) if balanced else rows.exp(), rows
+
+
+def _by_token(logs: Tensor, shape: Sequence[int]) -> Tensor:
+    """[G, X] of a side, or [1, X] where all matrices have the same."""
+    logs = logs.expand(*logs.shape[:-1], shape[-1])
+    return (logs if logs.numel() == shape[-1] else logs.broadcast_to(shape)).reshape(-1, shape[-1])
 
 
 def _share(scores: Tensor, task: Task) -> float | Tensor:
@@ -92,14 +99,14 @@ def _share(scores: Tensor, task: Task) -> float | Tensor:
     logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
     if logs is None or task.settings["damping"] is not None:
         return factor
-    totals = torch.logsumexp(logs.double(), -1).exp() * factor
-    shared = logs.numel() == tokens
-    return float(totals) if shared else totals.broadcast_to(scores.shape[:2]).reshape(-1).contiguous()
+    totals = torch.logsumexp(_by_token(logs.double(), (*scores.shape[:2], tokens)), -1).exp() * factor
+    return float(totals) if len(totals) == 1 else totals.contiguous()
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
-    """Of all scores, the one that is largest once it is multiplied."""
-    return scores.amax() if multiplier > 0 else scores.amin()
+    """Of all scores, the one that is largest once it is multiplied; 0 where none is finite."""
+    top = scores.amax() if multiplier > 0 else scores.amin()
+    return torch.where(top.isinf(), 0.0, top)
 
 
 def _in_log_domain(

@@ -201,6 +201,7 @@ def plan(
     shares, one = (share, 1.0) if isinstance(share, Tensor) else (None, share)
     (mu, log_mu), (nu, log_nu) = rows or (None, None), columns or (None, None)
     given = (scores, mu, nu, log_mu, log_nu, shares, out, held)
+    assert all(x is None or x.is_contiguous() for x in given)
     units = stabiliser is None or stabiliser.shares
     starts_shared = stabiliser is not None and stabiliser.form == "scaling" and stabiliser.start_share
     lost = _engine().asapc_plan(PLAN.pack(
