@@ -23,6 +23,7 @@ def contribution(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget)
 
     theta: [L, D]; weights: [1, L] for all heads or [H, L].
     """
+    theta, weights = theta.detach().to(clouds.x), weights.detach().to(clouds.x)
     out = torch.empty_like(clouds.x[..., 0])
     entries = len(theta) * max(clouds.x[:1].shape[:3].numel(), clouds.y[:1].shape[:3].numel())
     step = max(1, TILE_BYTES // max(1, entries * out.element_size()))
