@@ -283,11 +283,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
         q @ k.transpose(-1, -2), None, None, 0.5, 3, True, FACTOR, True, None, None, "plan", "clamp",
         "plain", False, False, [0.7, 1.0],
     ),
-    # Every slice and axis is traced by itself: one is as good as many.
     # The exact coupling and a mask of the keys alone, beside summary tokens.
     "hybrid_esp_hard": lambda q, k, v, keep: OPS.hybrid_esp_hard(
         q[..., :1], k[..., :1], v, keep, None, 1, 0.5, None, THETA[:1, :1], TAU, False, True, 1.0,
         "monotone", "shared",
+    ),
+    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(
+        q[..., :2], k[..., :2], v, keep, None, None, TAU, False, True, 1.0, "interpolated", "shared"
     ),
     "hybrid_lot": lambda q, k, v, keep: OPS.hybrid_lot(
         q, k, v, keep, None, 2, 0.5, KERNEL, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, FACTOR

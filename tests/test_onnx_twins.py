@@ -14,7 +14,7 @@ from asapc.features.clouds import clouds_from
 from asapc.features.gaussian import brenier_matrix, moments
 from asapc.onnx import twins
 from asapc.onnx.translate import translate
-from asapc.operators import asap, hybrid, plan, sinkhorn
+from asapc.operators import asap, esp, hybrid, plan, sinkhorn
 
 BATCH, HEADS, DIM = 2, 3, 8
 FACTOR = [1.0, 0.0, 1.0, 0.0]
@@ -78,6 +78,20 @@ def test_plans_of_given_scores(shape: tuple[int, int]) -> None:
         for (half_steps, rows_first), by_head in itertools.product(STEPS, (None, [1.0, 2.0, 0.5])):
             settings = (0.4, half_steps, rows_first, [0.5, 1.0, -0.5, 0.0], False, by_head)
             close(twins.plan(scores, None, None, *settings), plan.plan(scores, None, None, *settings))
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "twins"])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (6, 11)])
+def test_exact_sorting(shape: tuple[int, int], kind: str) -> None:
+    q, k, v, keep, _ = tensors(*shape, kind)
+    own = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
+    theta, omega = torch.randn(4, DIM, dtype=torch.float64), torch.rand(HEADS, 4, dtype=torch.float64)
+    couplings, ties = ("interpolated", "monotone"), ("shared", "descending", "ascending")
+    for slices, coupling, tie in itertools.product((theta, None), couplings, ties):
+        weight = None if slices is None else omega
+        arguments = (keep, None, slices, own, False, True, 0.5, coupling, tie, weight, 1, 0)
+        for points in ((q, k), (q.round(), k.round())):
+            close(twins.esp_hard(*points, v, *arguments), esp.esp_hard(*points, v, *arguments))
 
 
 @pytest.mark.parametrize("summary", [0, 2])

@@ -27,6 +27,7 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
     table: dict[Any, Any] = {
         torch.ops.aten.sort.stable: _stable_sort,
         torch.ops.aten.logsumexp.default: _log_sum_exp,
+        torch.ops.aten.sym_stride.int: _stride,
         torch.ops.aten._cdist_forward.default: _distances,
         torch.ops.aten._euclidean_dist.default: _distances,
     }
@@ -80,6 +81,13 @@ def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     top = op.Where(op.Equal(op.Abs(top), endless), zero, top)  # IsInf knows no float16
     total = op.Add(op.Log(op.ReduceSum(op.Exp(op.Sub(x, top)), axes)), top)
     return total if keepdim else op.Squeeze(total, axes)
+
+
+def _stride(x: Any, dim: int) -> Any:
+    """By which torch may name a size in the body of a loop; what a loop is given is contiguous."""
+    from onnxscript import opset18 as op
+
+    return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
 
 
 def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:

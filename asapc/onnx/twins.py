@@ -2,7 +2,7 @@
 
 Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
 they run in PyTorch, where tests hold them against operators/. What has no twin is traced from its
-reference: pivots, bands, sliced plans, all but loops and duals.
+reference: pivots, bands and soft sliced plans.
 
 A loop takes its first two half-steps in the log domain, as the meaning does. The plan is closed on one
 side then, so that no later factor is further from 1 than the number of rows or columns: what is left are
@@ -10,8 +10,8 @@ products with a kernel, where the log domain takes an exponential of every entry
 of many steps multiply, and an entry too small for the kernel may become the whole row, so every
 KERNEL_STEPS it is formed anew.
 
-Sizes are read from shapes and nothing branches on a value, so that one body serves every batch and
-length.
+Sizes are read from shapes and nothing branches on a value but exact sorting, on whether tokens tie: one
+body serves every batch and length.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from asapc.features.clouds import Budget, Clouds
 from asapc.ir import Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
+from asapc.operators import matching, ranks
 from asapc.operators import plan as plan_meaning
 from asapc.operators.c_transforms import log_marginals
 from asapc.operators.catalogue import reference_named
+from asapc.operators.esp import with_lengths
 from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
 from asapc.operators.masks import FINE
@@ -233,6 +235,58 @@ def _asap(a: SimpleNamespace) -> Tensor:
 asap, asap_attention = _both("asap", _asap)
 
 
+def _esp_hard(a: SimpleNamespace) -> Tensor:
+    """Keys are gathered; where tokens tie the plans are formed, which takes twenty times as long."""
+    clouds = ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
+    if a.coupling == "monotone" and not clouds.one_to_one():
+        return reference_named("esp_hard")(**vars(a))
+    tied: list[Tensor] = []
+    orders: list[Tensor] = []
+    for x, keep in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep)):
+        x = ranks.padded_last(x, keep)
+        orders.append(ranks.order_of(x, a.ties))
+        ordered = x.gather(-1, orders[-1])
+        same = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] > -math.inf)
+        tied.append(same.sum() > 0)
+    given = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+    tensors = (*given.values(), *orders)
+
+    def gathered(*tensors: Tensor) -> Tensor:
+        parts = vars(a) | dict(zip(given, tensors, strict=False))
+        return _gathered(SimpleNamespace(**parts), *tensors[-2:]).flatten()
+
+    def formed(*tensors: Tensor) -> Tensor:
+        return reference_named("esp_hard")(**vars(a) | dict(zip(given, tensors, strict=False))).flatten()
+
+    if a.ties == "shared" and torch.compiler.is_exporting():
+        cond: Any = torch.ops.higher_order.cond  # torch.cond compiles first, and fixes its sizes
+        result: Tensor = cond(tied[0] | tied[1], formed, gathered, tensors)
+    else:
+        result = (formed if a.ties == "shared" and any(tied) else gathered)(*tensors)
+    return result.view(*a.q.shape[:3], a.v.shape[3])  # flat: in a file a choice has no shape
+
+
+def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
+    """operators.esp.esp_hard without ties, all slices at once: memory O(L N (D + E))."""
+    clouds = ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
+    ordered = matching.Ranked(order_x), matching.Ranked(order_y)
+    pairs = matching.match(clouds, *ordered, a.coupling)
+    cost = matching.matched_costs(clouds, *ordered, pairs, a.coupling, a.squared_cost)
+    count = ranks.active(clouds.query_keep, clouds.q)[:, None, None]
+    weights = matching.slice_weights(cost, a.inverse_temperature, count, a.mean_cost, a.slice_weight)
+    table: Tensor = clean_values(widen(a.v), a.keep).flatten(0, 2)
+    moved: Any = 0.0
+    for index, rows in enumerate(pairs.keys):
+        found = table.index_select(0, rows.flatten()).view(*rows.shape, a.v.shape[3])
+        moved = moved + (found if pairs.shares is None else found * pairs.shares[index][..., None])
+    mixed = (weights.to(moved.dtype)[..., None, :] @ moved.flatten(3)).view(*a.q.shape[:3], -1)
+    factor = with_lengths(a.output_factor, a.q, a.k, a.query_power, a.key_power)
+    return ranks.close(mixed, a.keep, a.query_keep, factor).to(a.v.dtype)
+
+
+esp_hard = _called_as("esp_hard", _esp_hard)
+
+
 # Predicted duals: each family's contribution, where its meaning does not translate well
 
 
@@ -358,5 +412,6 @@ def _named(name: str) -> Callable[..., Tensor]:
     return twin
 
 
+hybrid_esp_hard = hybrid("esp_hard", _named)
 hybrid_fitted_sinkhorn = hybrid("fitted_sinkhorn", _named)
 hybrid_fitted_sinkhorn_attention = hybrid("fitted_sinkhorn_attention", _named)

@@ -16,7 +16,7 @@ Plain PyTorch, any dtype, differentiable; permutations are constants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,24 @@ def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, k
     if key_power:
         output_factor = output_factor * torch.sym_max(1, k.shape[2]) ** float(key_power)
     return output_factor
+
+
+def scanned(
+    step: Callable[..., tuple[Tensor, ...]],
+    state: Sequence[Tensor],
+    lines: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The state after step(*state, *part, *given) for every part of the lines, a loop in the program."""
+
+    def filled(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors[len(state) :])
+        others = (None if one is None else next(rest) for one in (*lines, *given))
+        return [part.clone() for part in step(*tensors[: len(state)], *others)]
+
+    there = ([one.contiguous() for one in some if one is not None] for some in (lines, given))
+    scan: Any = torch.ops.higher_order.scan
+    return tuple(scan(filled, list(state), *map(tuple, there)))
 
 
 def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
@@ -153,35 +171,41 @@ def expected_plan(
     values = None if v is None else clean_values(widen(v), keep)
     cost = cost_matrix(clouds.q, clouds.k, squared_cost)
     tau = inverse_temperature.to(cost.dtype).view(-1, 1)
-    count = active(clouds.query_keep, clouds.q).view(-1, 1, 1)
 
-    def some_slices(
-        x: Tensor, y: Tensor, omega: Tensor | None, cost: Tensor, v: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Their lowest cost and, relative to it, the sum of their weights and that of P or P v."""
-        plans = plan_of(clouds, x.flatten(1, 2), y.flatten(1, 2)).to(cost.dtype)
-        plans = plans.unflatten(1, x.shape[1:3])  # [B, H, slices, N, M]
+    def with_some(
+        result: Tensor, total: Tensor, lowest: Tensor,
+        x: Tensor, y: Tensor, omega: Tensor | None, *given: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The sums of weights times P or P v and of weights, relative to the lowest cost, with theirs."""
+        q, k, keep, query_keep, cost, v, tau = given  # all it takes, for it may be a program of its own
+        plans = plan_of(Clouds(q, k, x, y, keep, query_keep), x.flatten(1, 2), y.flatten(1, 2))
+        plans = plans.to(cost.dtype).unflatten(1, x.shape[1:3])  # [B, H, slices, N, M]
         costs = (cost[:, :, None] * plans).sum((-1, -2))  # [B, H, slices]
-        costs = costs / count if mean_cost else costs
-        least = costs.detach().amin(-1, keepdim=True)
-        weights = torch.exp(-tau * (costs - least))
+        costs = costs / active(query_keep, q).view(-1, 1, 1) if mean_cost else costs
+        before, lowest = lowest, torch.minimum(lowest, costs.detach().amin(-1, keepdim=True))
+        kept = torch.exp(-tau * torch.where(before == torch.inf, 0.0, before - lowest))
+        weights = torch.exp(-tau * (costs - lowest))
         weights = weights if omega is None else weights * omega.to(weights.dtype)
-        mixed = (weights[..., None, :] @ plans.flatten(3)).view(cost.shape)
-        return least[..., None], weights.sum(-1)[..., None, None], mixed if v is None else mixed @ v
+        mixed = (weights[..., None, None] * plans).sum(2)
+        result = result * kept[..., None] + (mixed if v is None else mixed @ v)
+        return result, total * kept + weights.sum(-1, keepdim=True), lowest
 
     width = clouds.k.shape[2] if values is None else values.shape[3]
-    result = total = lowest = cost.new_zeros(*clouds.q.shape[:3], width)
-    together = 1 if torch.compiler.is_exporting() else max(1, ENTRIES // max(1, cost.numel()))
-    tau_of_sums = tau[..., None]
-    for start in range(0, clouds.num_slices, together):
-        x, y = (lines[:, :, start : start + together] for lines in (clouds.x, clouds.y))
-        omega = None if slice_weight is None else slice_weight[..., start : start + together]
-        least, weight, mixed = recomputed(some_slices, x, y, omega, cost, values)
-        before = least if start == 0 else lowest
-        lowest = torch.minimum(before, least)
-        kept, share = (torch.exp(-tau_of_sums * (bound - lowest)) for bound in (before, least))
-        result, total = result * kept + share * mixed, total * kept + share * weight
-    return close(result / total, keep, query_keep, output_factor)
+    total = cost.new_zeros(*clouds.q.shape[:2], 1)
+    state: tuple[Tensor, ...] = (cost.new_zeros(*clouds.q.shape[:3], width), total, total + torch.inf)
+    given = (clouds.q, clouds.k, clouds.keep, clouds.query_keep, cost, values, tau)
+    if torch.compiler.is_exporting():
+        lines = [None if line is None else line.movedim(axis, 0).unsqueeze(axis)
+                 for line, axis in ((clouds.x, -2), (clouds.y, -2), (slice_weight, -1))]  # fmt: skip
+        state = scanned(with_some, state, lines, given)
+    else:
+        together = max(1, ENTRIES // max(1, cost.numel()))
+        for start in range(0, clouds.num_slices, together):
+            x, y = (line[:, :, start : start + together] for line in (clouds.x, clouds.y))
+            omega = None if slice_weight is None else slice_weight[..., start : start + together]
+            state = recomputed(with_some, *state, x, y, omega, *given)
+    result, total, _ = state
+    return close(result / total[..., None], keep, query_keep, output_factor)
 
 
 def _soft(
@@ -297,7 +321,8 @@ def _esp_hard(
 
     def formed() -> Tensor:
         def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
-            return lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
+            pairs: Coupling = "monotone" if clouds.one_to_one() else coupling  # the same, and shorter
+            return lifted_plan(x, y, clouds.keep, clouds.query_keep, pairs, ties)
 
         return expected_plan(q, k, v, keep, query_keep, *settings, slice_weight, plan_of)
 

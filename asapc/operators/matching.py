@@ -7,7 +7,8 @@ queries receives, so that what ties cost grows with their number. No N x M matri
 The cost of a slice is linear in its plan. Ties of equal points leave it as any order of them has it;
 of a tied group of different points every pair counts, which is the only work here that is not linear.
 
-Nothing here may be traced: how much there is to do depends on the data.
+How much there is to do depends on the data: only what follows orders without ties may be traced, and not
+the stairs of the monotone coupling.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def rank_partners(
 def match(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling) -> Matching:
     """Who meets whom, of two clouds in order."""
     ranks, shares = rank_partners(clouds, coupling)
-    size, bags = clouds.k.shape[:3].numel(), []
+    size, bags = clouds.k[..., 0].numel(), []
     rows = plain = keys.order + _starts(clouds.k)
     if keys.same is not None:
         (rows,), _, bag = _shared(keys, (rows,), None, size)
@@ -251,7 +252,8 @@ def matched_costs(
             total = total.masked_fill(left_out[:, :, part.start : part.stop], 0.0)
         return total.sum(-1, dtype=torch.float64)
 
-    step = max(1, GATHERED_AT_ONCE // max(1, clouds.q.numel()))
+    most = GATHERED_AT_ONCE
+    step = most if torch.compiler.is_exporting() else max(1, most // max(1, clouds.q.numel()))
     parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
     total = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
     return total if groups is None else total + _tied_costs(clouds, queries, keys, groups, squared)
