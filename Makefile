@@ -49,7 +49,7 @@ native-check: $(VENV)/.installed-dev
 	    -fno-sanitize-recover=all -shared -fPIC -pthread -o $(CHECKED) asapc/kernels/native/engine.cpp
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libstdc++.so) \
 	    ASAN_OPTIONS=detect_leaks=0 ASAPC_NATIVE=$(CHECKED) OMP_NUM_THREADS=2 \
-	    $(BIN)/pytest -q -s tests/test_kernels.py tests/test_stabilised.py tests/test_plan.py \
+	    $(BIN)/pytest -q -s tests/test_kernels.py tests/test_every_operator.py tests/test_stabilised.py tests/test_plan.py \
 	    tests/test_esp.py tests/test_lot.py
 
 docs: $(VENV)/.installed-docs
