@@ -73,8 +73,9 @@ def _in_linear_domain(
     a = (top - highest).to(dtype).exp_()[..., 0].masked_fill(mu == 0, 0.0)  # u = 0
     b = nu.clone()  # v = 0
     native.scale(
-        kernel, a.flatten(0, 1), b.flatten(0, 1), mu.expand(a.shape).flatten(0, 1), nu.flatten(0, 1),
-        budget.half_steps, budget.starts_on_x, (1.0, 1.0), native.least(dtype), None, beside=False,
+        kernel.contiguous(), a.flatten(0, 1), b.flatten(0, 1),
+        mu.expand(a.shape).flatten(0, 1).contiguous(), nu.flatten(0, 1), budget.half_steps,
+        budget.starts_on_x,
     )  # fmt: skip
     u = (a.log() - top[..., 0]).masked_fill((mu == 0) | (active == 0), 0.0)
     v = torch.where(nu > 0, b.log() - nu.log(), 0.0)

@@ -29,7 +29,7 @@ from asapc.operators import lot as lot_reference
 from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
+PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
 PLAN = Struct("8P14q9d3q3d")
 ESP = Struct("10P15q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
@@ -219,32 +219,27 @@ def plan(
 
 
 def scale(
-    kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool,
-    damping: tuple[float, float], least: float, stabiliser: Stabiliser | None, beside: bool,
-) -> None:  # fmt: skip
+    kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
+) -> None:
     """All half-steps on K, in place of the scalings a [G, N] and b [G, M].
 
-    kernel: [G, N, M]; mu: [G or 1, N] and nu: [G or 1, M], masses; beside: in memory, G is the last axis
-    of kernel, a and b.  damping: powers of both sides' quotients.  least: sums count as that at least,
-    but with a stabiliser.  All of one dtype.
+    kernel: [G, N, M]; mu: [G, N] and nu: [G, M], masses.  All contiguous and of one dtype.  No sum counts
+    as less than `least`.
     """
     groups, rows, columns = kernel.shape
-    if beside:
-        kernel, a, b, mu, nu = kernel.permute(1, 2, 0), a.t(), b.t(), mu.t(), nu.t()
-    kernel, mu, nu = kernel.contiguous(), mu.contiguous(), nu.contiguous()
-    assert a.is_contiguous() and b.is_contiguous()
-    pointers = [x.data_ptr() for x in (kernel, mu, nu, a, b)]
+    given = (kernel, mu, nu, a, b)
+    assert all(x.is_contiguous() and x.dtype is kernel.dtype for x in given)
     fits = _engine().asapc_scale(SCALING.pack(
-        *pointers, groups, rows, columns, beside, mu.numel() != rows, nu.numel() != columns, half_steps,
-        rows_first, kernel.dtype == torch.float64, torch.get_num_threads(), *damping,
-        *_rule(stabiliser, rows, columns, least),
+        *[x.data_ptr() for x in given], groups, rows, columns, half_steps, rows_first,
+        kernel.dtype is torch.float64, torch.get_num_threads(), 1.0, 1.0,
+        *_rule(None, rows, columns, least(kernel.dtype)),
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
 
 
 def least(dtype: torch.dtype) -> float:
-    """The smallest sum that `scale` may be asked to divide by, so that no scaling overflows."""
+    """The smallest sum that `scale` and `plan` divide by, so that no scaling overflows."""
     return float(torch.finfo(dtype).tiny ** 0.75)
 
 

@@ -696,14 +696,13 @@ double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens&
 
 }  // namespace
 
-// Half-steps on a kernel K of any origin: [matrices, rows, columns], or with `beside` [rows, columns,
-// matrices]. a and b, the scalings of rows and columns, laid out alike, hold where they start and what they
-// become; mu and nu are masses, of every matrix where mu_each and nu_each, or one for all. The quotients of
-// kPlain are taken to a power.
+// Half-steps on a kernel K of any origin: [matrices, rows, columns]. a and b, the scalings of rows and columns,
+// hold where they start and what they become; mu and nu are their masses. The quotients of kPlain are taken to
+// a power.
 struct Scaling {
   const void *kernel, *mu, *nu;
   void *a, *b;
-  int64_t matrices, rows, columns, beside, mu_each, nu_each, half_steps, rows_first, is_double, threads;
+  int64_t matrices, rows, columns, half_steps, rows_first, is_double, threads;
   double row_power, column_power;
   Rule rule;
 };
@@ -765,38 +764,12 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
   }
 }
 
-// A register's worth of matrices that lie side by side, from number `first` on.
-template <class T> void scale_beside(const Scaling& s, int64_t first, Scratch& scratch) {
-  const int64_t count = std::min<int64_t>(kLanes<T>, s.matrices - first), size = s.rows * s.columns;
-  scratch.reserve((size + 2 * s.rows + 3 * s.columns) * sizeof(V<T>));
-  const auto taken = [&](const void* from, int64_t length, bool each) {
-    V<T>* to = scratch.take<V<T>>(length);
-    const T* at = static_cast<const T*>(from) + (each ? first : 0);
-    const int64_t step = each ? s.matrices : 1;
-    for (int64_t i = 0; i < length; ++i) {
-      to[i] = V<T>{} + at[i * step];  // also of what is no matrix any more
-      if (each && count == kLanes<T>) to[i] = load(at + i * step);
-      else if (each) for (int64_t g = 0; g < count; ++g) to[i][g] = at[i * step + g];
-    }
-    return to;
-  };
-  V<T>* kernel = taken(s.kernel, size, true);
-  V<T>*mu = taken(s.mu, s.rows, s.mu_each), *nu = taken(s.nu, s.columns, s.nu_each);
-  V<T>*a = taken(s.a, s.rows, true), *b = taken(s.b, s.columns, true);
-  scale<V<T>>(s, kernel, mu, nu, a, b, scratch.take<V<T>>(s.columns));
-  const auto put = [&](const V<T>* from, void* to, int64_t length) {
-    for (int64_t i = 0; i < length; ++i)
-      for (int64_t g = 0; g < count; ++g) static_cast<T*>(to)[i * s.matrices + first + g] = from[i][g];
-  };
-  put(a, s.a, s.rows), put(b, s.b, s.columns);
-}
-
 template <class T> void scale_one(const Scaling& s, int64_t index, Scratch& scratch) {
   scratch.reserve(s.columns * sizeof(T) + kBytes);
   const auto at = [&](const void* from, int64_t each) { return static_cast<const T*>(from) + index * each; };
-  scale<T>(s, at(s.kernel, s.rows * s.columns), at(s.mu, s.mu_each ? s.rows : 0),
-           at(s.nu, s.nu_each ? s.columns : 0), static_cast<T*>(s.a) + index * s.rows,
-           static_cast<T*>(s.b) + index * s.columns, scratch.take<T>(s.columns));
+  scale<T>(s, at(s.kernel, s.rows * s.columns), at(s.mu, s.rows), at(s.nu, s.columns),
+           static_cast<T*>(s.a) + index * s.rows, static_cast<T*>(s.b) + index * s.columns,
+           scratch.take<T>(s.columns));
 }
 
 // Threads that wait for calls, where torch's are not at hand. A call's own thread works too, and waits for no
@@ -929,11 +902,9 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
 }
 
 template <class T> bool scale_all(const Scaling& s) {
-  const int64_t step = s.beside ? kLanes<T> : 1;
   const double products = double(s.matrices) * double(s.rows) * double(s.columns) * double(s.half_steps);
-  return each((s.matrices + step - 1) / step, products, s.threads, [&](int64_t index, Scratch& scratch) {
-    if (s.beside) scale_beside<T>(s, step * index, scratch);
-    else scale_one<T>(s, index, scratch);
+  return each(s.matrices, products, s.threads, [&](int64_t index, Scratch& scratch) {
+    scale_one<T>(s, index, scratch);
   });
 }
 
