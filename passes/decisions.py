@@ -10,7 +10,7 @@ it was, and who tries conventions scales the scores until both sides of each hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ class Decisions(Interpreter):
             compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
             if _name(n) in BOUNDS:
                 sides = (value > compared).int() - (value < compared).int()
+                sides[compared.isnan() & ~value.isnan()] = 2  # a division by 0 that is made up for
             else:
                 sides = compared.sign() if _name(n) in SIGNS else value
             self._sides.update((n, int(side)) for side in sides.unique())
@@ -117,6 +118,12 @@ class Decisions(Interpreter):
             return all(self._hides(source) for source in made)
         number = _compared_with(node)
         return is_bool(node) and number is not None and abs(number) >= MASKED
+
+
+def makes_up_for(nodes: Iterable[Node]) -> Node | None:
+    """The first of these that gives a number where it is given NaN."""
+    makers = (n for n in nodes if _name(n) in ("nan_to_num", *FINITE) and _name(n) != "isinf")
+    return min(makers, default=None)
 
 
 def rounded(part: Part) -> str | None:

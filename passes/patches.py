@@ -28,6 +28,8 @@ from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
+from asapc.program.state import Steps
+from asapc.program.state import found as found_at
 
 
 @dataclass(frozen=True)
@@ -133,17 +135,27 @@ def _with_insides(
         for module in found
     }
     insides: dict[str, tuple[Inside, ...]] = {}
+    entered: dict[str, dict[Steps, Any]] = {}  # what tensors a module inside could read at the outer's call
 
     def enter(name: str, *_: Any) -> Leave | None:
+        set_before = _set_since(model.get_submodule(name), entered.pop(name, {}))
+        if set_before:
+            for outer, ones in insides.items():
+                insides[outer] = tuple(
+                    one.without(set_before) if _joined(outer, one.path) == name else one for one in ones
+                )
         if name not in paths or name in insides:
             return None
         modules = {path: model.get_submodule(name).get_submodule(path) for path in paths[name]}
-        full = {path: f"{name}.{path}".strip(".") for path in modules}
+        full = {path: _joined(name, path) for path in modules}
         before = {path: observed.stored(full[path], module) for path, module in modules.items()}
         insides[name] = tuple(
             Inside.of(module, path, observed.guard(full[path], observed.reads(full[path], module)))
             for path, module in modules.items()
         )
+        for one in insides[name]:
+            if one.path:
+                entered[full[one.path]] = _tensors_read(modules[one.path], one)
 
         def leave() -> None:
             insides[name] = tuple(
@@ -157,6 +169,21 @@ def _with_insides(
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
     return [replace(module, inside=insides[module.program.name]) for module in found]
+
+
+def _joined(outer: str, path: str) -> str:
+    return f"{outer}.{path}".strip(".")
+
+
+def _tensors_read(module: nn.Module, inside: Inside) -> dict[Steps, Any]:
+    steps = (steps for steps, value in inside.reads.values if isinstance(value, tuple))
+    return {way: thing for way in steps if isinstance(thing := found_at(module, way), Tensor)}
+
+
+def _set_since(module: nn.Module, tensors: Mapping[Steps, Any]) -> set[Steps]:
+    """The ways to tensors that are other objects now: what the outer module sets on the way, however
+    alike, is no state that a guard has to hold."""
+    return {way for way, tensor in tensors.items() if found_at(module, way) is not tensor}
 
 
 def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
 from typing import Any
 
@@ -105,6 +105,11 @@ class Inside(Record):
         """As it is now."""
         kept = own_forward(module) is not None
         return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads)
+
+    def without(self, ways: Collection[Steps]) -> Inside:
+        """Not guarding what is at the end of these."""
+        kept = tuple((way, value) for way, value in self.reads.values if way not in ways)
+        return replace(self, reads=replace(self.reads, values=kept))
 
     def difference(self, root: nn.Module, flat: Sequence[Any] = ()) -> str | None:
         """How the module differs from the captured one, or None.  root: the patched module; flat: the
