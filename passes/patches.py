@@ -135,7 +135,7 @@ def _with_insides(
         for module in found
     }
     insides: dict[str, tuple[Inside, ...]] = {}
-    entered: dict[str, dict[Steps, Any]] = {}  # what tensors a module inside could read at the outer's call
+    entered: dict[str, dict[Steps, Any]] = {}  # of tensors, as the outer is called
 
     def enter(name: str, *_: Any) -> Leave | None:
         set_before = _set_since(model.get_submodule(name), entered.pop(name, {}))
