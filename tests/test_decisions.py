@@ -79,6 +79,34 @@ def test_thresholds_on_scores_are_seen_on_both_sides(name: str) -> None:
     assert "does not replay on scores on the other side of `" in reason or "keys + 1e5" in reason
 
 
+NAN_TO_NUM: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind the loop": lambda s: torch.nan_to_num(divided(s.softmax(-2))),
+    "behind the loop, of masses 1": lambda s: 6 * torch.nan_to_num(divided(s.exp()) / 6),
+    "at every division": lambda s: rescued(s.softmax(-2)),
+}
+
+
+def rescued(p: Tensor) -> Tensor:
+    for axis in (-2, -1, -2, -1):
+        p = torch.nan_to_num(p / p.sum(axis, keepdim=True))
+    return p
+
+
+@pytest.mark.parametrize("name", NAN_TO_NUM)
+def test_nan_that_code_makes_numbers_of(name: str) -> None:
+    """Rows whose sum is 0 become 0 in the model, where the plan has them whole."""
+    assert "does not replay on scores" in refused(NAN_TO_NUM[name])
+
+
+def test_a_layer_like_one_that_was_refused_is_refused() -> None:
+    """What is tried on one of two layers alike holds for the other, but not where it failed."""
+    layers = [Layer(lambda s: log_loop(THRESHOLDS["heads of small scores are uniform"](s))) for _ in "12"]
+    torch.manual_seed(1)
+    layers[1].load_state_dict({n: torch.randn_like(t) for n, t in layers[1].state_dict().items()})
+    analysis = analysed(torch.nn.Sequential(*layers), torch.randn(2, 6, 8))
+    assert not analysis.sites and len(analysis.left_alone) == 2
+
+
 ROUNDED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "to a half and back": (lambda s: log_loop(s.half().float()), "rounds to float16"),
     "the plan": (lambda s: divided(s.softmax(-1)).bfloat16().float(), "rounds to bfloat16"),

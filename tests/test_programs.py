@@ -35,6 +35,7 @@ COMPILED = {  # each was refused, or fixed to the lengths of its data
     "sliced plans that hide tokens by -1e9": {
         "family": "esp", "mask": "padded_bm", "way": "where", "value": "-1e9",
     },
+    "the parent sets a tensor of a shared object on its way": {"twist": "ctx_keep", "parent": "two"},
 }  # fmt: skip
 
 
