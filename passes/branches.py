@@ -81,6 +81,7 @@ class Trace(TorchFunctionMode):
         self.calls = 0
         self.asked = 0  # how often something depended on data
         self.widened = False  # a branch on a size was left out
+        self.of_sizes: list[str] = []  # functions that were taken of sizes, see passes.size_functions
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
@@ -94,6 +95,8 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         if func in _ASKING or (self.answers.numbers and func in _NUMBERS):
             return self._asked(func, args, kwargs or {})
+        if func in (*_COMPARISONS, *_NUMBERS, torch.Tensor.__bool__) and self._is_of_sizes(args[0]):
+            raise RuntimeError("decides by a function of a size")
         if func is torch.Tensor.item and args[0].is_floating_point():
             self.asked += 1
             return _Residual(self, args[0])
@@ -116,6 +119,11 @@ class Trace(TorchFunctionMode):
                 self.note(args[1], None)  # which of the two is the residual, nobody knows
             self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
         return result
+
+    def _is_of_sizes(self, asked: Any) -> bool:
+        """Whether it may be a function of a size, which is no residual: those are single doubles."""
+        scalar = isinstance(asked, Tensor) and asked.dim() == 0
+        return bool(self.of_sizes) and scalar and asked.dtype is torch.float64
 
     def _without_size_branch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Of torch.cdist, which takes products for more than CDIST points: the same distances at any size

@@ -50,10 +50,10 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_functions import free_functions
+from asapc.passes.size_functions import free_functions, free_lengths
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
-from asapc.passes.state import Observed, observed, untraced
+from asapc.passes.state import Observed, is_the_same_traced, observed, untraced
 
 
 @dataclass
@@ -117,22 +117,35 @@ def capture(
         except Exception:
             run_example(model, args, kwargs)
             state = observed(model, [example, example])  # it fails on more data, which is told later
-        with _as_eager(model, state):
-            try:
-                reason = state.reason("", one_program=False)
-                if reason is None:
-                    return Capture("whole", [_export("", model, args, kwargs, state)], observed=state)
-            except Exception as error:  # torch.export raises many types; the reason is kept and shown
-                reason = reason_of(error)
-    captured = capture_modules(model, args, kwargs, reason, state)
+        whole = _whole(model, args, kwargs, state)
+        if isinstance(whole, str) and state.eager and is_the_same_traced(model, example):
+            state.eager = False  # what it does where it is traced may be easier to follow
+            whole = _whole(model, args, kwargs, state)
+    if isinstance(whole, Capture):
+        return whole
+    captured = capture_modules(model, args, kwargs, whole, state)
     if not captured.programs and not captured.skipped:
-        captured.skipped.append((type(model).__name__, reason))
+        captured.skipped.append((type(model).__name__, whole))
     return captured
+
+
+def _whole(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
+) -> Capture | str:
+    """The model as one program, or why it cannot be one."""
+    with _as_eager(model, state):
+        try:
+            reason = state.reason("", one_program=False)
+            if reason is not None:
+                return reason
+            return Capture("whole", [_export("", model, args, kwargs, state)], observed=state)
+        except Exception as error:  # torch.export raises many types; the reason is kept and shown
+            return reason_of(error)
 
 
 @contextlib.contextmanager
 def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
-    """Code that computes something else where it is traced is told that it is not."""
+    """Code that asks whether it is traced is told that it is not."""
     if not state.eager:
         yield
         return
@@ -278,7 +291,8 @@ def _traced(
     used: list[str] = []
     free = free_functions(used) if functions else contextlib.nullcontext()
     try:
-        with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
+        with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
+            budget.of_sizes = used
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             with once, watching, noting_questions() as questions, free:

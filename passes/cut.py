@@ -24,6 +24,20 @@ PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dy
 PROBE_BATCH = 2
 POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 FARTHEST = 4096  # a larger number is no position
+BENDS = {  # what does something else from some number on
+    "clamp", "clamp_min", "clamp_max", "relu", "maximum", "minimum", "gt", "ge", "lt", "le", "eq",
+    "ne", "floor_divide", "remainder", "fmod", "floor", "ceil", "round", "trunc", "bucketize",
+    "sym_max", "sym_min", "hardtanh", "threshold", "softplus", "sigmoid",
+}  # fmt: skip
+_BANDS = {"triu", "tril"}
+_OF_POSITIONS = {  # what leaves positions what they are, makes distances of them, or holds one number
+    "sub", "add", "rsub", "neg", "abs", "view", "unsqueeze", "squeeze", "expand", "to", "_to_copy",
+    "select", "slice", "transpose", "permute", "mT", "flip", "clone", "alias", "reshape",
+    "sym_size", "mul", "t", "where", "masked_fill", "logical_and", "logical_or", "logical_not",
+    "bitwise_and", "bitwise_or", "bitwise_not", "ones", "zeros", "full", "eye", "new_ones",
+    "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "triu",
+    "tril",
+}  # fmt: skip
 SHAPE_ONLY = {
     aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
     aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
@@ -111,22 +125,28 @@ class Cut:
             digest.update(f"{said}\n".encode())
         return digest.hexdigest()
 
-    def thresholds(self) -> set[int]:
-        """Numbers that enter what is made of positions alone: from there on something else may happen."""
+    def thresholds(self) -> tuple[set[int], bool]:
+        """Numbers that enter what is made of sizes alone: from there on something else may happen; and
+        whether it may happen elsewhere, too, since what is compared is not positions as they are."""
         given = {*list(self.module.graph.nodes)[: len(self.inputs) + len(self.masks)]}
-        places: set[Node] = set()
-        found: set[int] = set()
+        plain, found, elsewhere = set[Node](), set[int](), False  # positions and sizes, and their sums
         for node in self.module.graph.nodes:
-            sources = {*node.all_input_nodes}
+            sources, name = {*node.all_input_nodes}, _name(node)
             if sources & given:
                 given.add(node)
-            elif node.target in POSITIONS:
-                places.add(node)
-            elif sources & places:
-                places.add(node)
-                numbers = (abs(x) for x in pytree.tree_leaves(node.args[1:]) if type(x) in (int, float))
-                found |= {int(number) for number in numbers if max(PROBE_LENGTHS) < number <= FARTHEST}
-        return found
+                continue
+            numbers = [abs(x) for x in pytree.tree_leaves(node.args[1:]) if type(x) in (int, float)]
+            scaled = name == "mul" and any(type(x) is float for x in node.args[1:])
+            if node.op in ("placeholder", "get_attr") or node.target in POSITIONS or (
+                sources <= plain and name in _OF_POSITIONS | BENDS and not scaled
+            ):  # fmt: skip
+                plain.add(node)
+            elif name in BENDS:
+                elsewhere = True
+            if node.target not in POSITIONS and (sources & plain or name in _BANDS):
+                found |= {int(number) for number in numbers if number > max(PROBE_LENGTHS)}
+        near = {number for number in found if number <= FARTHEST}
+        return near, elsewhere or near != found
 
     def run(
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
@@ -283,6 +303,13 @@ def reaches(node: Node, wanted: Any) -> bool:
         if current.target not in SHAPE_ONLY:
             stack.extend(current.all_input_nodes)
     return False
+
+
+def _name(node: Node) -> str:
+    """Of its operator, whatever the kinds of its arguments."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).split(".")[1]
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def is_tensor(node: Node) -> bool:

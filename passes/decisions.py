@@ -71,7 +71,10 @@ class Decisions(Interpreter):
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
-        asked = {node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS}
+        asked = {
+            node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS
+            if not self._made.isdisjoint(node.all_input_nodes)
+        }  # fmt: skip
         self.nodes = {node for node in asked if not self._hides(node)}
         self._sides: set[tuple[Node, int]] = set()
 

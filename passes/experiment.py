@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.formats.limits import fixed_size, limits_of
+from asapc.formats.limits import allow, fixed_size, limits_of
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, evaluate
 from asapc.passes.products import Canonical
 
 EXACT = 1e-9  # relative error in float64 of what is the convention, to rounding
 STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
 MANY = 33  # examples at which what was found on a few is checked
+MOST_EXAMPLES = 512  # that are tried where examples may be counted
 LONGER, LONGEST = (40, 150), 520  # tokens of one example, likewise; the last or four times the data's
 PROBE_WORK = 3e7  # entries of all half-steps up to which such a check goes
 FARTHEST_WORK = 4e8  # the same where positions are compared with a number that lies beyond
@@ -162,12 +163,20 @@ def larger_sizes(
     most_work = max(PROBE_WORK, cut.largest(of(1)))  # of what has a size of its own, too
     while cut.largest(of(longest)) > most_work:  # some code forms [N, M, M]
         longest = longest * 3 // 4
-    beyond = min(max(cut.thresholds(), default=0) * 9 // 8, most)
+    thresholds, elsewhere = cut.thresholds()
+    beyond = max(thresholds, default=0) * 9 // 8
+    if examples and MANY < beyond <= MOST_EXAMPLES:
+        found.append({**lengths, **_within(examples, [beyond] * len(examples))})
+    beyond = min(beyond, most)
     if beyond > longest and max(beyond**2 * depth, cut.largest(of(beyond))) > FARTHEST_WORK:
         raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
     for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
         if count > max((lengths[symbol] for symbol in places), default=count):
             found.append(of(count))
+    if elsewhere:  # nobody has seen what it does with more
+        for symbol, size in (places | examples).items():
+            tried = max(sizes.get(symbol, 0) for sizes in (*found, lengths))
+            allow(size.node.shape_env, symbol, max(tried, size.node.hint))
     return [sizes for sizes in found if sizes != lengths]
 
 

@@ -6,6 +6,7 @@ tensor of one double it is part of the graph; torch takes such a tensor for the 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +30,21 @@ def free_functions(used: list[str]) -> Iterator[None]:
     finally:
         for name, function in plain.items():
             setattr(math, name, function)
+
+
+@contextlib.contextmanager
+def free_lengths() -> Iterator[None]:
+    """Let `len(x)` of a tensor be its size, as `x.shape[0]` is: Python makes a number of it."""
+    plain = builtins.len
+
+    def length(x: Any, /) -> Any:
+        return x.shape[0] if isinstance(x, torch.Tensor) and x.dim() and by_the_model() else plain(x)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = plain
 
 
 def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:

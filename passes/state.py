@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from asapc.inputs.data import Batch
 from asapc.passes.observe import Leave, entering
 from asapc.program.state import (
     GONE,
+    PRECISION,
+    SETTINGS,
     Names,
     Reads,
     Steps,
@@ -42,18 +45,28 @@ from asapc.program.state import (
     encoded,
     found,
     reachable,
+    setting,
     text_of,
 )
 
 _HERE = Path(asapc.inputs.__file__).parent
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(_HERE))
-_BY_CALL = {
+_NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent, _HERE)
+)
+_OF_SETTINGS = {getattr(torch, name, None): name for name in SETTINGS}
+_BY_CALL: dict[Any, str] = {
+    **{call: name for call, name in _OF_SETTINGS.items() if isinstance(call, BuiltinFunctionType)},
     torch.is_grad_enabled: "grad", torch.is_inference_mode_enabled: "inference",
     torch.is_autocast_enabled: "autocast", torch.is_autocast_cpu_enabled: "autocast",
+    torch.get_autocast_dtype: "autocast",
 }  # fmt: skip
+_BY_CODE = {
+    call.__code__: name for call, name in _OF_SETTINGS.items() if isinstance(call, FunctionType)
+}
 _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
+    "stride": ("layout",),
 }  # fmt: skip
 _TRACED = [
     getattr(home, name).__code__
@@ -61,8 +74,9 @@ _TRACED = [
     for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")
     if hasattr(getattr(home, name, None), "__code__")
 ]
+_OF_TORCH = {*_TRACED, *_BY_CODE}
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
-_PYTHON = str(Path(contextlib.__file__).parent)
+_PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
 _ANY_NAME = {
     "asdict", "astuple", "vars", "__dict__", "attrgetter", "__getattribute__", "getattr_static",
     "getmembers",
@@ -126,9 +140,14 @@ class Observed:
         names = self.names.get(name, Names())
         if names.attributes is None:
             return {}
-        instructions = (step for code in names.code for step in dis.get_instructions(code))
-        stored = {str(step.argval) for step in instructions if step.opname == "STORE_ATTR"}
-        own = stored - names.attributes
+        stored, counted = set[str](), set[str]()
+        for code in names.code:
+            for before, step in itertools.pairwise(dis.get_instructions(code)):
+                if step.opname == "STORE_ATTR":
+                    stored.add(str(step.argval))
+                elif step.opname == "LOAD_ATTR" and before.opname == "COPY":
+                    counted.add(str(step.argval))  # self.calls += 1
+        own = stored - names.attributes - counted
         try:
             paths = reachable(module, replace(names, attributes=names.attributes | stored)) if own else {}
         except TooMuch:
@@ -139,14 +158,17 @@ class Observed:
         }
 
     def kept(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> tuple[Steps, ...]:
-        """Of these attributes, those in which the code has kept tensors of its last call, for others to
-        read.  before: what was stored when the module was entered; what is another object now was set on
-        the way, while an attribute of a shared object may only be called like one that is."""
+        """Of these attributes, those in which the code has kept what is of its last call, for others to
+        read: in its own anything, such as a length.  before: what was stored when the module was entered;
+        what is another object now was set on the way, while an attribute of a shared object may only be
+        called like one that is: there, tensors are meant."""
         return tuple(
             steps for steps, value in self.stored(name, module).items()
-            if (len(steps) == 1 or value is not before.get(steps, GONE))
-            and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-        )
+            if len(steps) == 1 or (
+                value is not before.get(steps, GONE)
+                and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+            )
+        )  # fmt: skip
 
     def within(self, outer: str) -> Observed:
         """Of a module and its parts, by their names in it."""
@@ -169,13 +191,19 @@ def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
         profile = _profiled(model, example)  # what a first call imports is no code of the model
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
+        if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
+            codes = codes | profile.codes.get(name.rpartition(".")[0], set())
         found.names[name] = _names(codes)
         asked = profile.questions.get(name, set())
         loaded = found.names[name].attributes or frozenset()
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
+        if any(map(_asks_for_precision, codes)):
+            asked.add(PRECISION)
         if codes and not _of_torch(module):
-            found.questions[name] = frozenset(asked)
-    found.eager = profile.traced and not _is_the_same_traced(model, example)
+            found.questions[name] = frozenset(
+                setting(question, module) if question in SETTINGS else question for question in asked
+            )
+    found.eager = profile.traced
     runs = [_entries(model, batch, found) for batch in (example, *batches[1:])]
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
@@ -186,7 +214,8 @@ def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
 
 def _profiled(model: nn.Module, example: Batch) -> _Profile:
     profile = _Profile()
-    with entering(model, profile.enter):
+    eager = torch.compiler.set_stance("force_eager")  # what is compiled by its user runs, and is seen
+    with entering(model, profile.enter), eager:
         profile.run(lambda: model(*example.args, **example.kwargs))
     return profile
 
@@ -226,8 +255,11 @@ class _Profile:
         if not self._stack or event not in ("call", "c_call"):
             return
         code = frame.f_code
-        if event == "call" and code in _TRACED and frame.f_back is not None:
-            self.traced |= self._users(frame.f_back.f_code.co_filename)
+        if event == "call" and code in _OF_TORCH and frame.f_back is not None:
+            if self._users(frame.f_back.f_code.co_filename):
+                self.traced |= code in _TRACED
+                if code in _BY_CODE:
+                    self.questions.setdefault(self._stack[-1], set()).add(_BY_CODE[code])
         elif self._users(code.co_filename):
             if event == "call":
                 self.codes.setdefault(self._stack[-1], set()).add(code)
@@ -252,24 +284,95 @@ def _names(codes: Collection[CodeType]) -> Names:
     """What these functions load.  Their constants count where they ask for attributes by name."""
     attributes: set[str] = set()
     loaded: set[str] = set()
+    environ, imported = set[str](), set[str]()
     for code in codes:
-        if code.co_name in _LOOKUPS:
-            continue  # of names that other code has loaded
-        before, asking = "", 0
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and before != "COPY":
-                attributes.add(str(step.argval))
+        instructions = [x for x in dis.get_instructions(code) if x.opname not in _SILENT]
+        texts = {x for x in code.co_consts if isinstance(x, str)}
+        own: set[str] = set()
+        for before, step in itertools.pairwise((None, *instructions)):
+            last = "" if before is None else before.opname
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and last != "COPY":
+                own.add(str(step.argval))
             elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 loaded.add(str(step.argval))
-                asking += step.argval in ("getattr", "hasattr")
-            before = step.opname
-        if asking:
-            texts = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
-            attributes |= texts
-            if len(texts) < asking:
-                attributes.add("vars")  # names that are made while it runs
+            elif step.opname == "IMPORT_NAME":
+                imported.add(str(step.argval))
+            elif step.opname == "IMPORT_FROM":
+                own.add(str(step.argval))
+            elif step.opname == "MATCH_CLASS" and before is not None:
+                own |= {*before.argval}
+        asked = _asked_by_name(instructions)
+        if code.co_name in _LOOKUPS:  # asks by names that other code has loaded, of what it keeps them in
+            own |= {text for text in texts if text.isidentifier()}
+            own -= _ANY_NAME
+        elif asked is None:
+            own.add("vars")  # names that are made while it runs
+        else:
+            own |= asked
+        if {"environ", "getenv"} & (own | loaded):
+            environ |= texts
+        attributes |= own
     everything = bool(_ANY_NAME & (attributes | loaded))
-    return Names(None if everything else frozenset(attributes), frozenset(loaded), frozenset(codes))
+    return Names(
+        None if everything else frozenset(attributes), frozenset(loaded), frozenset(codes),
+        frozenset(environ), frozenset(imported),
+    )  # fmt: skip
+
+
+_SILENT = {"PRECALL", "CACHE", "KW_NAMES", "NOP", "RESUME", "EXTENDED_ARG"}
+
+
+def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
+    """The names that getattr and hasattr are called with; None where one is made while the code runs."""
+    names: set[str] = set()
+    for place, start in enumerate(instructions):
+        if start.opname in ("LOAD_GLOBAL", "LOAD_NAME") and start.argval in ("getattr", "hasattr"):
+            name = _second_argument(instructions[place + 1 :])
+            if name is None:
+                return None
+            names.add(name)
+    return names
+
+
+_FLOATS = {"half", "float16", "bfloat16", "float", "float32", "double", "float64"}
+
+
+_OF_DIGITS = {"eps", "tiny", "smallest_normal", "resolution"}  # of torch.finfo, beside the limits
+
+
+def _asks_for_precision(code: CodeType) -> bool:
+    """Whether a function compares a dtype with one of torch's floating-point types, as code does that
+    clamps in half precision alone, or computes with what rounding is in it."""
+    instructions = [x for x in dis.get_instructions(code) if x.opname not in _SILENT]
+    loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
+    if loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS):
+        return True
+    for place, step in enumerate(instructions):
+        if step.opname in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
+            before = {str(x.argval) for x in instructions[max(0, place - 8) : place]}
+            if "dtype" in before and before & _FLOATS:
+                return True
+    return False
+
+
+def _second_argument(instructions: Sequence[dis.Instruction]) -> str | None:
+    """Of the call of the function that was loaded just before: a text that stands there, or None."""
+    depths = [0]
+    for step in instructions:
+        if step.opname.startswith("CALL") and step.arg is not None and depths[-1] == step.arg:
+            break
+        depths.append(depths[-1] + dis.stack_effect(step.opcode, step.arg, jump=False))
+        if depths[-1] < 0:
+            return None
+    count = depths[-1]
+    if count < 2:
+        return None
+    first = max(place for place, depth in enumerate(depths) if depth == 1)
+    second = max(place for place, depth in enumerate(depths) if depth == 2)
+    span = instructions[first:second]
+    if len(span) != 1 or span[0].opname != "LOAD_CONST" or not isinstance(span[0].argval, str):
+        return None
+    return span[0].argval
 
 
 @dataclass
@@ -399,14 +502,16 @@ def untraced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
+def is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
     """Whether the model computes the same, bit for bit, where it is told that it is being traced: on the
-    batch, and on what differs from it in what it hides."""
+    batch, and on what differs from it in what it hides and in how large its numbers are."""
     leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
-    for place in (None, *range(len(leaves))):
-        args, kwargs = pytree.tree_unflatten(
-            [_masked(leaf) if place == number else leaf for number, leaf in enumerate(leaves)], spec
-        )
+    tried = [leaves, *(
+        [change(leaf) if place == number else leaf for number, leaf in enumerate(leaves)]
+        for place in range(len(leaves)) for change in _CHANGES
+    )]  # fmt: skip
+    for given in tried:
+        args, kwargs = pytree.tree_unflatten(given, spec)
         outputs = []
         for traced in (False, True):
             try:
@@ -428,9 +533,20 @@ def _masked(leaf: Any) -> Any:
     return changed
 
 
+def _scaled(scale: float, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.dtype is torch.bool:
+        return leaf
+    fewer = 2 if scale > 1 else 3  # of lengths, and no unknown word
+    return leaf * scale if leaf.is_floating_point() else leaf.div(fewer, rounding_mode="floor")
+
+
+_CHANGES = (_masked, *(functools.partial(_scaled, scale) for scale in (1e-3, 3.0, 30.0, 1e3)))
+
+
 def _identical(one: Any, other: Any) -> bool:
     """Bit for bit; False of what cannot be compared."""
-    pairs = list(zip_longest(pytree.tree_leaves(one), pytree.tree_leaves(other), fillvalue=GONE))
+    leaves = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    pairs = list(itertools.zip_longest(*leaves, fillvalue=GONE))
     return all(type(x) is type(y) and _plainly_equal(x, y) for x, y in pairs)
 
 

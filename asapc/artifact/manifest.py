@@ -20,7 +20,7 @@ from asapc.inputs.settings import list_of
 from asapc.operators.catalogue import convention_from_json
 from asapc.program.call import Call, Child, Tree
 from asapc.program.compiled import Inside
-from asapc.program.state import QUESTIONS
+from asapc.program.state import is_question
 from asapc.terminal.printed import reason, short
 
 FORMAT_VERSION = 6
@@ -58,6 +58,13 @@ def _one_of(words: Iterable[str]) -> Any:
     return Annotated[str, StringConstraints(pattern=f"^({'|'.join(words)})$")]
 
 
+def _question(text: str) -> str:
+    if not is_question(text):
+        raise ValueError("no question that a model's code asks of torch")
+    return text
+
+
+_Question = Annotated[str, AfterValidator(_question)]
 _Texts, _Number = list[str], float | None
 _Names = list[Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]]
 _Program = Annotated[str, StringConstraints(pattern=r"\.pt2$")]
@@ -90,7 +97,7 @@ _MANIFEST = _keys(
     programs=list_of(_Part, 1), sites=list_of(_Site, 1),
     refused=list_of(_keys(name=str, status=str, reason=str)),
     live=_keys(programs=list_of(_Live), left=dict[str, str]),
-    sizes=(str, ""), questions=(list_of(_one_of(QUESTIONS)), []), refresh=(dict[str, Any], {}),
+    sizes=(str, ""), questions=(list_of(_Question), []), refresh=(dict[str, Any], {}),
     onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
     warnings=(list_of(_keys(sites=_Texts, text=str)), []),
 )  # fmt: skip

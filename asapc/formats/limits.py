@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils._sympy.value_ranges import ValueRanges
+
 MOST = 2**31 - 1  # of a size that has no limit
 
 
@@ -22,6 +24,12 @@ def limits_of(environment: Any, symbol: Any) -> tuple[int, int]:
         return int(limits.lower), int(limits.upper)
     low = int(limits.lower) if limits.lower > 2 else getattr(environment, _LEAST, {}).get(symbol, 0)
     return low, int(limits.upper) if limits.upper < MOST else MOST
+
+
+def allow(environment: Any, symbol: Any, most: int) -> None:
+    """The symbol is at most this."""
+    limits = environment.var_to_range[symbol]
+    environment.var_to_range[symbol] = limits & ValueRanges(limits.lower, max(most, limits.lower))
 
 
 def demand(environment: Any, symbol: Any, least: int) -> None:

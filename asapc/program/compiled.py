@@ -123,11 +123,23 @@ class Inside(Record):
             return f"its {self.path}, whose code was compiled, is replaced"
         if self.path and _is_hooked(module) != self.hooked:
             return f"its {self.path}, whose code was compiled, has other hooks"
+        of_gradients = self.path and (module._backward_hooks or module._backward_pre_hooks)
+        if of_gradients and torch.is_grad_enabled():
+            return f"its {self.path}, whose code was compiled, has hooks of gradients"
         other = self.reads.difference(module)
         if other is not None:
             where, text = other
             return f"{'.'.join((*self._names, where))} {text}"
         return asked(self.reads.questions, module, flat) if self.reads.questions else None
+
+
+def _global_hooks() -> str | None:
+    everywhere = torch.nn.modules.module
+    some = (
+        everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks
+    )  # fmt: skip
+    return "hooks of all modules are registered" if some else None
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -223,8 +235,10 @@ class Forward:
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
         missing = self.constants.missing(self.module, flat)
-        problem = self.constants.difference() or transformed() or (missing if self.live else None)
-        if problem is not None:
+        problem = (
+            self.constants.difference() or transformed() or (self.live and (missing or _global_hooks()))
+        )  # fmt: skip
+        if problem:
             return self._otherwise(problem, args, kwargs, AS_THE_ORIGINAL)
         try:
             found = self.code(self.module, flat)

@@ -3,6 +3,7 @@
     self.ctx.tau     [("attr", "ctx"), ("attr", "tau")]                  0.5
     TAU of the file  [("attr", "forward"), ("global", "TAU")]            0.5
     tau of a factory [("attr", "forward"), ("cell", "tau")]              0.5
+    TAU.get()        [("attr", "forward"), ("global", "TAU"), ("part", "get")]
 
 A trace has all of it as constants. Walking a path reads dicts, lists and cells alone: no property and no
 code of the user's runs, and nothing is imported, for a manifest is not trusted.
@@ -15,9 +16,13 @@ import functools
 import hashlib
 import inspect
 import math
+import os
 import sys
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -36,14 +41,21 @@ Value = bool | int | float | str | None | tuple[str, str]
 GONE = object()
 MOST = 2000  # values of one module
 DEEPEST = 8  # steps
-LONGEST = 64  # containers whose items are looked at one by one
-_KINDS = ("attr", "key", "item", "cell", "global", "default", "part")
+LONGEST = 64  # containers whose items are looked at one by one; longer ones are told apart as a whole
+FEW = 16  # entries of a tensor that are compared at every call: `.data` changes them unseen
+_KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
+_WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
+HOOKS = "hooks"  # a part of a module: all of its hooks, in order
+_HOOK_LISTS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
 _WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
+_LOCAL = threading.local
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,14 @@ class Names:
     """What the code of one module loads.
 
     attributes: None for all, where names are made while it runs.  code: of the functions that ran.
+    environ: names in the environment of the process.  imported: modules, while it ran.
     """
 
     attributes: frozenset[str] | None = frozenset()
     globals: frozenset[str] = frozenset()
     code: frozenset[CodeType] = frozenset()
+    environ: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
 
 
 EVERYTHING = Names(None)
@@ -73,6 +88,8 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     values: dict[Steps, Value] = {}
     if TRAINED in (names.attributes or ()):
         values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
+    for name in sorted(names.environ):
+        values[(("environ", name),)] = encoded(_stepped(root, ("environ", name)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -108,16 +125,32 @@ def encoded(thing: Any) -> Value:
         return ("array", _digest(f"{thing.dtype} {thing.shape}".encode() + thing.tobytes()))
     if isinstance(thing, list | tuple | deque | dict):
         text = repr(list(thing)) if isinstance(thing, dict) and _are_plain(thing) else str(len(thing))
+        others = [key for key in thing if type(key) not in (str, int)] if isinstance(thing, dict) else []
+        if others:  # no way leads there
+            text += repr([(repr(key), encoded(thing[key])) for key in others])
+        if len(thing) > LONGEST:
+            text = repr([*map(encoded, thing.values() if isinstance(thing, dict) else thing), text])
         return (kind.__name__, text if len(text) <= 200 else _digest(text.encode()))
     if isinstance(thing, set | frozenset):
-        return ("set", _digest(repr(sorted(map(repr, thing))).encode()) if _are_plain(thing) else "")
-    if isinstance(thing, FunctionType | BuiltinFunctionType | type | ModuleType):
+        return ("set", _digest(repr(sorted(repr(encoded(item)) for item in thing)).encode()))
+    if isinstance(thing, FunctionType):
+        return ("function", f"{thing.__qualname__} {_digest(repr(_names_of(thing.__code__)).encode())}")
+    if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
+    if isinstance(thing, bytearray):
+        return ("value", _digest(bytes(thing)))
     if isinstance(thing, float | complex | bytes | enum.Enum | range | torch.dtype | torch.device):
         return ("value", repr(thing)[:200])
     if kind.__module__ == "itertools":
         return ("value", repr(thing)[:200])  # a counter shows where it is
     return ("object", kind.__qualname__)
+
+
+def _names_of(code: CodeType) -> list[Any]:
+    """What tells two functions of one name apart, and is the same for every version of Python."""
+    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
+    numbers = [x for x in code.co_consts if isinstance(x, float)]
+    return [code.co_names, texts, numbers]
 
 
 def _are_plain(things: Any) -> bool:
@@ -142,6 +175,9 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
     if isinstance(thing, Tensor | str | bytes):
         return
     if isinstance(thing, FunctionType):
+        yield from (("part", part) for part in _WRAPPED if part in vars(thing))
+        loaded = vars(thing).keys() if names.attributes is None else names.attributes & vars(thing).keys()
+        yield from (("attr", name) for name in sorted(loaded - {*_WRAPPED}))
         if thing.__code__ in names.code:
             yield from (("cell", name) for name in thing.__code__.co_freevars)
             if id(thing.__globals__) not in files:
@@ -149,9 +185,15 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
             files.add(id(thing.__globals__))
             yield from (("default", place) for place in range(len(thing.__defaults__ or ())))
             yield from (("default", name) for name in thing.__kwdefaults__ or ())
-            if "__wrapped__" in vars(thing):
-                yield "part", "__wrapped__"
         return
+    if isinstance(thing, ContextVar):
+        yield "part", "get"
+    if isinstance(thing, weakref.ref):
+        yield "part", "ref"
+    if is_root:
+        yield from (("import", name) for name in sorted(names.imported))
+    if is_root and _stepped(thing, ("part", HOOKS)):
+        yield "part", HOOKS
     if isinstance(thing, dict) and len(thing) <= LONGEST:
         yield from (("key", key) for key in list(thing) if type(key) in (str, int))
     if isinstance(thing, list | tuple | deque) and len(thing) <= LONGEST:
@@ -177,11 +219,13 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     """The names of its attributes that code may load."""
     own, lists = _dict_of(thing), isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
-    if of_torch and not is_root and not lists:
-        return  # a layer that is called, as it is then
+    if of_torch and not is_root and not lists:  # a layer that is called, as it is then
+        settings = own.keys() & (names.attributes or set()) - _OF_TORCH
+        yield from sorted(name for name in settings if _are_plain([own[name]]))
+        return
     parts = thing._modules if isinstance(thing, nn.Module) else {}
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
-    if names.attributes is None:
+    if names.attributes is None or _is_container(thing):
         loaded = [*own, *(
             name for kind in classes for name, value in vars(kind).items()
             if name not in own and not name.startswith("__") and _are_plain([value])
@@ -196,11 +240,17 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
         yield "forward"
 
 
+def _is_container(thing: Any) -> bool:
+    """One of Python's own in Python, such as UserDict, whose methods nobody sees run."""
+    return not isinstance(thing, type) and any(kind.__module__ == "collections" for kind in _mro(thing))
+
+
 def _dict_of(thing: Any) -> Mapping[str, Any]:
     if isinstance(thing, type):
         return vars(thing)
     try:
-        found = object.__getattribute__(thing, "__dict__")
+        kind = _LOCAL if isinstance(thing, _LOCAL) else object
+        found = kind.__getattribute__(thing, "__dict__")
     except AttributeError:
         return {}
     return found if isinstance(found, Mapping) else {}
@@ -251,10 +301,25 @@ def _stepped(thing: Any, step: Step) -> Any:
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
     if kind == "part":
+        if name == HOOKS and isinstance(thing, nn.Module):
+            lists = (vars(thing).get(key) for key in _HOOK_LISTS)
+            return tuple(hook for hooks in lists if isinstance(hooks, dict) for hook in hooks.values())
+        if name == "get" and isinstance(thing, ContextVar):
+            try:
+                return thing.get()
+            except LookupError:
+                return GONE
+        if name == "ref" and isinstance(thing, weakref.ref):
+            return thing()
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
-        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _PARTS
+        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in (*_PARTS, *_WRAPPED)
         return getattr(thing, str(name), GONE) if known else GONE
+    if kind == "import":
+        return sys.modules.get(str(name), GONE)
+    if kind == "environ":  # told apart, and never shown: it may be a secret
+        value = os.environ.get(str(name))
+        return None if value is None else _digest(value.encode(errors="surrogateescape"))
     if not isinstance(thing, FunctionType):
         return GONE
     if kind == "global":
@@ -331,12 +396,16 @@ def text_of(steps: Steps) -> str:
     """As code says it: ctx.tau, opts['n'], TAU."""
     text = ""
     for place, (kind, name) in enumerate(steps):
-        if kind in ("cell", "global"):
+        if kind in ("cell", "global", "import"):
             text = str(name)
         elif kind in ("key", "item"):
             text += f"[{name!r}]"
         elif (kind, name) == ("part", TRAINED):
             text = f"{TRAINED} of its weights"
+        elif (kind, name) == ("part", HOOKS):
+            text = HOOKS
+        elif kind == "environ":
+            text = f"os.environ[{name!r}]"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
             text += f".{name}" if text else str(name)
     return text or "an argument's default"
@@ -346,13 +415,14 @@ def text_of(steps: Steps) -> str:
 class Reads(Record):
     """The values that a module's code read when it was captured.
 
-    questions: of a mode, all of which were answered with no; see QUESTIONS.
+    questions: of a mode, all of which were answered with no, see QUESTIONS, or of a setting with the
+               answer, "get_default_dtype()=torch.float32", see SETTINGS.
     """
 
     values: tuple[tuple[Steps, Value], ...] = ()
     questions: tuple[str, ...] = ()
     _watched: list[Any] = field(
-        default_factory=lambda: [None, ()], init=False, repr=False, compare=False,
+        default_factory=lambda: [None, (), ()], init=False, repr=False, compare=False,
         metadata=APART,
     )
 
@@ -360,8 +430,8 @@ class Reads(Record):
         for kind, name in (step for steps, _ in self.values for step in steps):
             if kind not in _KINDS or (kind == "item" and not (isinstance(name, int) and name >= 0)):
                 raise ValueError(f"a step is one of {', '.join(_KINDS)}, and a name or a place")
-        if not all(question in QUESTIONS for question in self.questions):
-            raise ValueError(f"a question is one of {', '.join(QUESTIONS)}")
+        if not all(map(is_question, self.questions)):
+            raise ValueError(f"a question is one of {', '.join((*QUESTIONS, *SETTINGS))}")
 
     def difference(self, module: nn.Module) -> tuple[str, str] | None:
         """(what, how it differs) of the first value that is another in this module, or None.
@@ -370,8 +440,9 @@ class Reads(Record):
         """
         if torch.compiler.is_compiling():
             return self._traced_difference(module)
-        watched, checks = self._watched
-        if watched is module and all(get() is value for get, value in checks):
+        watched, objects, values = self._watched
+        same = watched is module and all(get() is value for get, value in objects)
+        if same and all(get() == value for get, value in values):
             return None
         for steps, expected in self.values:
             value = found(module, steps)
@@ -380,13 +451,15 @@ class Reads(Record):
                 text = "is gone" if value is GONE else f"is {_shown(value)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
                 return text_of(steps), f"was captured as {captured}, and {text}"
-        self._watched[:] = [module, list(_checks(module, [steps for steps, _ in self.values]))]
+        self._watched[:] = [module, *_checks(module, [steps for steps, _ in self.values])]
         return None
 
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
         """The same in plain Python, which torch.compile follows and guards; of attributes and items."""
         for steps, expected in self.values:
             followed = [kind in ("attr", "key", "item") for kind, _ in steps]
+            if isinstance(expected, tuple) and expected[0] in ("tensor", "array") and all(followed):
+                return text_of(steps), f"is of the kind {expected[0]}, which torch.compile does not guard"
             if isinstance(expected, tuple) or not all(followed):
                 continue
             value: Any = module
@@ -408,8 +481,13 @@ def _shown(found: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) and value[0] == "object" else shortened(found)
 
 
-def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """(get, value): nothing on these paths has changed where get() is the value for all."""
+_Checks = list[tuple[Callable[[], Any], Any]]
+
+
+def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks]:
+    """Pairs (get, value): nothing on these paths has changed where get() is the value for all of the
+    first, and equal to it for all of the second."""
+    objects, values = [], []
     known: set[Steps] = set()
     for steps in paths:
         thing: Any = module
@@ -419,14 +497,30 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[tuple[Callabl
                 known.add(prefix)
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
                 if isinstance(own, dict) and step[1] in own:  # without the work of a step
-                    yield functools.partial(dict.get, own, step[1], GONE), own[step[1]]
+                    objects.append((functools.partial(dict.get, own, step[1], GONE), own[step[1]]))
+                elif step == ("part", HOOKS) or step[0] == "environ":
+                    values.append((functools.partial(_stepped, thing, step), inner))
                 else:
-                    yield functools.partial(_stepped, thing, step), inner
-                if isinstance(inner, list | deque | dict | set):
-                    yield functools.partial(len, inner), len(inner)
-                if isinstance(inner, Tensor) and not inner.is_inference():
-                    yield functools.partial(getattr, inner, "_version"), inner._version
+                    objects.append((functools.partial(_stepped, thing, step), inner))
+                look = _changed_in_place(inner)
+                if look is not None:
+                    values.append((look, look()))
             thing = inner
+    return objects, values
+
+
+def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
+    """What to look at of an object that may hold something else and be the same."""
+    if isinstance(thing, Tensor):
+        if thing.numel() <= FEW and thing.device.type == "cpu" and thing.layout is torch.strided:
+            return thing.tolist
+        return None if thing.is_inference() else functools.partial(getattr, thing, "_version")
+    plain_keys = not isinstance(thing, dict) or all(type(key) in (str, int) for key in thing)
+    if isinstance(thing, list | deque | dict) and len(thing) <= LONGEST and plain_keys:
+        return functools.partial(len, thing)
+    is_array = type(thing).__module__ == "numpy" and hasattr(thing, "tobytes")
+    whole = is_array or isinstance(thing, list | deque | dict | set | bytearray)
+    return functools.partial(encoded, thing) if whole else None
 
 
 # What code asks of the mode it runs in. A captured program is the answer no to each.
@@ -443,9 +537,34 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
 }  # fmt: skip
 
 
+PRECISION = "precision"  # of weights: which of torch's floating-point types
+SETTINGS = (  # of torch, by the functions that give them
+    PRECISION, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
+    "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
+)  # fmt: skip
+
+
+def is_question(text: str) -> bool:
+    name, equals, _ = text.partition("()=")
+    return text in QUESTIONS or (bool(equals) and name in SETTINGS)
+
+
+def setting(name: str, module: nn.Module) -> str:
+    """A question of a setting, with the answer of this moment."""
+    if name != PRECISION:
+        return f"{name}()={getattr(torch, name)()}"
+    kinds = {str(x.dtype) for x in module.parameters() if x.is_floating_point()}
+    return f"{name}()={', '.join(sorted(kinds))}"
+
+
 def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> str | None:
     """What is otherwise than when the program was captured, whose code asks for it, or None."""
     for question in questions:
+        if question not in QUESTIONS:
+            now = setting(question.partition("()=")[0], module)
+            if now != question:
+                return f"its code asks for {question}, and now it is {now.partition('=')[2]}"
+            continue
         text, is_so = QUESTIONS[question]
         if is_so(module, flat):
             return f"{text}, which its code asks for, and was captured without"
