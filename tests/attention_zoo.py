@@ -307,18 +307,6 @@ class SlicedSoft(_Projected):
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
 
 
-class SlicedWithMaps(SlicedSoft):
-    """Returns its maps, and reads them again before the values are mixed."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.split(x)
-        first, second = (soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k))
-        plans = torch.matmul(first.transpose(-1, -2), second)
-        maps = (self.weights(plans, q, k)[..., None, None] * plans).sum(2)
-        mass = maps.sum(-2)
-        return self.merge(maps @ v), maps, mass
-
-
 class SlicedLearnt(SlicedSoft):
     """Learnt slices, queries scaled first, squared costs by inner products, their mean, einsum."""
 

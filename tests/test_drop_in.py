@@ -23,7 +23,6 @@ import drop_in_nets
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import asapc
 from asapc import pipeline
@@ -41,7 +40,6 @@ from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.regions import Refusal
 from asapc.program import live
-from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
 from asapc.program.state import Names, Reads, reachable
@@ -161,11 +159,9 @@ def test_python_refuses_what_no_forward_takes(make: Callable[[], nn.Module]) -> 
         model(x, keep, False)
     with pytest.raises(TypeError, match="missing"):
         model(keep=keep)
-
-
-def test_left_out_is_not_what_was_captured(loaded: dict[str, nn.Module]) -> None:
-    with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
-        loaded["whole"](inputs()[0])
+    if isinstance(model, CompiledModel):
+        with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
+            model(x)
 
 
 def test_outputs_keep_their_structure(make: Callable[[], Any]) -> None:
@@ -259,35 +255,23 @@ def test_its_own_constants_follow_it() -> None:
     assert meta.device.type == "meta" and meta.dtype == torch.float16
 
 
-def test_it_runs_under_autocast(make: Callable[[], nn.Module], expected: Tensor) -> None:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = logits(make(), *inputs())
-    assert float((found.float() - expected).abs().max()) < 0.1
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_it_runs_in_inference_mode(
-    make: Callable[[], nn.Module], expected: Tensor, threads: int
+def test_it_runs_in_inference_mode_and_under_autocast(
+    make: Callable[[], nn.Module], expected: Tensor
 ) -> None:
-    count = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            found = logits(make(), *inputs())
-    finally:
-        torch.set_num_threads(count)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits(make(), *inputs()), expected, rtol=1e-5, atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert float((logits(make(), *inputs()).float() - expected).abs().max()) < 0.1
 
 
 # Compilers, training
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_follows_it(make: Callable[[], nn.Module], backend: str, expected: Tensor) -> None:
+def test_torch_compile_follows_it(make: Callable[[], nn.Module], expected: Tensor) -> None:
     torch._dynamo.reset()
     x, keep = inputs()
     with torch.no_grad():
-        found = torch.compile(make(), backend=backend, fullgraph=True)(x, keep=keep)["logits"]
+        found = torch.compile(make(), backend="aot_eager", fullgraph=True)(x, keep=keep)["logits"]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -403,15 +387,6 @@ def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
     assert block.to_v.scale.grad is not None and bool(block.to_v.scale.grad)
 
 
-def test_pruning_takes_effect(out: Path, patched: Any) -> None:
-    model, x, keep = patched
-    block = model.blocks[1]
-    prune.l1_unstructured(block.to_v, "weight", 1.0)
-    prune.l1_unstructured(block.to_v, "bias", 1.0)
-    with torch.no_grad():
-        torch.testing.assert_close(block(x, keep=keep, sharp=False), block.out.bias.expand(5, 9, 8))
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its quantisation
 def test_dynamic_quantisation_finds_the_layers(expected: Tensor, patched: Any) -> None:
     model, x, keep = patched
@@ -508,18 +483,12 @@ def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 TENSORS = "live/programs/0/modules/0/tensors"
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "patched"])
-@pytest.mark.parametrize(
-    "edit",
-    [
-        broken("live/programs/1/children/0/layer", "other"),  # the second patch, after a first one
-        broken("live/programs/1/modules/0/name", "blocks.7"),
-        broken("live/programs/1/modules/0/sites", []),
-        broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"),
-        broken("sites/0/range", {"score_low": 0.0}),
-    ],
-    ids=["layer", "module", "sites", "shape", "range"],
-)
+@pytest.mark.parametrize(("edit", "earlier"), [
+    (broken("live/programs/1/children/0/layer", "other"), True),  # the second patch, after a first one
+    (broken("live/programs/1/modules/0/sites", []), False),
+    (broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"), False),
+    (broken("sites/0/range", {"score_low": 0.0}), True),
+], ids=["layer", "sites", "shape", "range"])  # fmt: skip
 def test_a_refused_model_is_left_as_it_was(
     out: Path, tmp_path: Path, patched: Any, edit: Callable[[dict[str, Any]], None], earlier: bool
 ) -> None:
@@ -543,19 +512,6 @@ def test_weights_that_cannot_be_copied_are_refused(out: Path) -> None:
     with pytest.raises(InputError, match=r"blocks\.1\.temperature"):
         asapc.load(out, model=model)
     assert_untouched(model, before)
-
-
-def test_patched_by_two_artefacts_it_is_the_last(out: Path, tmp_path: Path, expected: Tensor) -> None:
-    artifact, (x, keep) = read_artifact(out), inputs()
-    trained = {(0, "head.weight"): torch.zeros(3, 8), (0, "blocks.1.to_v.weight"): torch.zeros(8, 8)}
-    (tmp_path / "new").mkdir()
-    write_refreshed(tmp_path / "new", artifact, artifact.manifest, trained, [])
-    exact = logits(asapc.load(tmp_path / "new", model=drop_in_nets.net()), x, keep)
-    model = drop_in_nets.net()
-    for folder, found in ((out, expected), (tmp_path / "new", exact), (out, expected)):
-        assert torch.equal(logits(asapc.load(folder, model=model), x, keep), found)
-        assert [*model.blocks[0]._modules][-1] == "asapc"
-    assert not torch.equal(exact, expected)
 
 
 def wrapped(module: nn.Module) -> Callable[..., Any]:
@@ -677,15 +633,6 @@ def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> 
             assert torch.equal(logits(model, x, keep), expected)
 
 
-def test_a_model_with_other_numbers_runs_its_own_code(out: Path) -> None:
-    model, teacher, (x, keep) = drop_in_nets.net(), drop_in_nets.net(), inputs()
-    model.blocks[1].half_steps = teacher.blocks[1].half_steps = 3
-    asapc.load(out, model=model)
-    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="half_steps was captured as 7, and is 3"):
-        found = model.blocks[1](x, keep=keep, sharp=False)
-        assert torch.equal(found, teacher.blocks[1](x, keep=keep, sharp=False))
-
-
 class Ends(nn.Module):
     spread = 1.0
 
@@ -753,20 +700,6 @@ def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: P
     with torch.no_grad():
         patched(x[:3])
     assert patched[0].last.shape == (3, 7, 7)
-
-
-def test_so_is_one_of_an_object_that_is_shared() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Keeping(Shared()), nn.Linear(8, 3)).eval(), torch.randn(40, 7, 8)
-    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
-    notes = patched[0].shared.notes["maps"]
-    notes.last = "of an earlier call"
-    with torch.no_grad():
-        assert largest_difference(model(x[:3]), torch.compile(patched, backend="eager")(x[:3])) < 1e-5
-        assert not hasattr(notes, "last") and model[0].shared.notes["maps"].last[0].shape == (3, 7, 7)
-        notes.last = "of an earlier call"
-        patched(x[:3])
-    assert not hasattr(notes, "last")
 
 
 def test_what_is_only_called_alike_stays() -> None:
@@ -865,20 +798,6 @@ def test_replicas_run_on_their_own_weights(
     logits(second, x, keep).sum().backward()
     assert all(own.grad is not None for own in model.parameters())
     assert torch.equal(logits(nn.DataParallel(model), x, keep), expected)
-
-
-def test_a_replica_of_a_replica_and_its_own_code(patched: Any) -> None:
-    model, x, keep = patched
-    block = model.blocks[0]
-    copied = block._replicate_for_data_parallel()._replicate_for_data_parallel()
-    assert copied.forward.module is copied and block.forward.module is block
-    for own in block._parameters:
-        setattr(copied, own, block._parameters[own])
-    copied.heads = 4
-    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="heads"):
-        found = copied(x, keep=keep, sharp=False)
-        block.heads = 4
-        assert torch.equal(found, block(x, keep=keep, sharp=False))
 
 
 # Nothing is faster
@@ -1064,14 +983,6 @@ class Leaks(Model):
         return self.last(found + kept[0])
 
 
-class Eager(Model):
-    """Asks whether it is traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.relu()
-        return self.last(self.inner(x) if torch.compiler.is_compiling() else self.inner(x=x[None])[0])
-
-
 class Hooked(Model):
     """Hooks that were there when the model was captured change what goes in and comes out."""
 
@@ -1100,7 +1011,6 @@ def cut(model: nn.Module, x: Tensor) -> Any:
         (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Leaks, "", {"inner.q", "inner.k", "last"}),
-        (Eager, "", {"inner.q", "inner.k", "inner.v", "last"}),
     ],
 )
 def test_the_smallest_module_that_computes_the_site_by_itself(
@@ -1145,40 +1055,6 @@ def test_no_loop_stays_beside_its_operator() -> None:
     called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
     assert "asapc.sinkhorn.default" in called
     assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
-
-
-def test_structures_go_through_plain_data() -> None:
-    def forward(
-        x: Tensor, rest: Any, *more: Tensor, scale: float = 0.5, dtype: Any = torch.float32
-    ) -> None: ...
-
-    a, b, c = torch.ones(2, 3), torch.ones(2), torch.ones(3)
-    signature = inspect.signature(forward)
-    parameters = parameters_of(signature, (a, {"k": [b, None, 7]}, c), {"scale": 0.5}, [])
-    output = described((a, {"z": [b, True], "y": (None,)}), [], output=True)
-    call = Call(parameters, output, *known_of([a, b, c]))
-    again = Call.from_json(json.loads(json.dumps(call.to_json())), "call")
-    assert again == call
-    assert str(again.signature()) == "(x, rest, *more, scale=0.5, dtype=torch.float32)"
-    flat, problem = again.flat((a, {"k": [b, None, 7]}, c), {})
-    assert problem is None and [t is own for t, own in zip(flat, (a, b, c), strict=True)] == [True] * 3
-    for rest, message in (
-        ({"k": [b, None, 8]}, "rest was captured as 7, and is 8"),
-        ({"k": [b, None]}, "rest was captured as a list of 3"),
-        ({"q": 1}, "rest was captured as a dict of k"),
-    ):
-        assert message in str(again.flat((a, rest, c), {})[1])
-    assert "dtype was captured at its default" in str(
-        again.flat((a, {"k": [b, None, 7]}, c), {"dtype": torch.float64})[1]
-    )
-    extra = parameters_of(inspect.signature(lambda x, **rest: x), (a,), {"p": None, "q": 2}, [])
-    loose = Call(extra, output, *known_of([a]))
-    for kwargs in ({"p": None, "q": 2}, {"q": 2}, {"q": 2, "r": None}):
-        assert loose.flat((a,), kwargs)[1] is None, kwargs
-    for kwargs in ({"q": None}, {}, {"q": 2, "p": 1}, {"q": 2, "r": 1}):
-        assert loose.flat((a,), kwargs)[1] is not None, kwargs
-    found = rebuilt(again.output, [a, b], {})
-    assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 
 
 # Models that nobody here wrote
@@ -1246,47 +1122,6 @@ def test_a_text_model_of_transformers(bert: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(found.logits, unpadded, rtol=1e-4, atol=1e-5)
     maps = model(**batch, output_attentions=True).attentions
     torch.testing.assert_close(maps, exact.attentions, rtol=1e-4, atol=1e-5)
-
-
-def test_adapters_of_peft(bert: Any) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    out, build, batch = bert
-    config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
-    teacher = peft.get_peft_model(build(), config).eval()
-    model = peft.get_peft_model(asapc.load(out, model=build()), config).eval()
-    model.load_state_dict(teacher.state_dict())
-    exact = teacher(**batch).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
-        torch.testing.assert_close(model(**batch).logits, exact, rtol=1e-4, atol=1e-5)
-        model(**batch, labels=torch.zeros(4).long()).loss.backward()
-        assert all(own.grad is not None for own in model.parameters() if own.requires_grad)
-        merged = model.merge_and_unload()
-        torch.testing.assert_close(merged(**batch).logits, exact, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(exact, build()(**batch).logits, atol=1e-4)
-
-
-def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    transformers.AttentionInterface.register("sinkhorn", sinkhorn)
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16,
-        patch_size=4, attn_implementation="sinkhorn",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(config).eval()
-    pixels = torch.randn(60, 3, 16, 16)
-    compiled, _ = asapc.compile(
-        model, {"pixel_values": pixels}, recipe={"operator": "lossless", "batch_size": 16}, examples=8
-    )
-    assert type(compiled) is type(model) and compiled is not model
-    exact, found = model(pixels[:4]), compiled(pixel_values=pixels[:4])
-    assert type(found) is type(exact)
-    torch.testing.assert_close(found.logits, exact.logits, rtol=1e-4, atol=1e-5)
-    compiled.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn").eval()
-    torch.testing.assert_close(again(pixels[:4]).logits, exact.logits, rtol=1e-4, atol=1e-5)
 
 
 # Lengths that were equal

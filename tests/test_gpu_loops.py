@@ -252,16 +252,14 @@ def test_hostile_inputs(name: str, loop: Any, runner: str) -> None:
     assert_loop(Case(**CASES[name]), RUNNERS[runner], loop)
 
 
-@pytest.mark.parametrize(
-    ("name", "loop"), [(name, loop) for name, loop in SAMPLED if name != "huge"]
-)
+@pytest.mark.parametrize(("name", "loop"), SAMPLED[:-1:2])  # which test_loops has of every loop
 def test_gradients_of_hostile_inputs(name: str, loop: Any) -> None:
     assert_gradients(Case(**CASES[name]), loop if loop[0] else (3, "column", True))
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str) -> None:
-    case = Case((1, 2, 20, 17, 8, 8), masked=True)
+    case = Case((1, 2, 9, 17, 8, 8), masked=True)
     for runner in RUNNERS.values():
         assert_loop(case, runner, LOOPS[name])
     assert_gradients(case, LOOPS[name])
@@ -276,12 +274,6 @@ def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
     case.bias[:, 1, 5] = -math.inf
     for half_steps, first in ((2, "row"), (3, "column")):
         assert_loop(case, RUNNERS[runner], (half_steps, first, False))
-
-
-def test_a_sweep_over_several_stripes() -> None:
-    """Stripes of 16 queries, the last one not full, and columns that are joined in several programs."""
-    case = Case((1, 2, 70, 600, 24, 8), masked=True)
-    assert_loop(case, sinkhorn.sweeping_loop, (4, "row", False))
 
 
 def test_longer_heads_are_swept_and_then_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,14 +377,3 @@ def test_registered_gradients(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     for own, exact in zip(*found, strict=True):
         torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-5)
     assert operator in asked
-
-
-def test_another_tile_computes_the_same() -> None:
-    """Other tiles of the user's thresholds add in another order."""
-    case, loop = Case((1, 2, 37, 37, 8, 8)), Loop(0.3, 3, "row", [1.0, 1.0, 0.0, 0.0])
-    outputs = []
-    for limits in (Thresholds(), Thresholds(tile_x=16, tile_y=32, warps=8, stages=3)):
-        with using(limits):
-            outputs.append(sinkhorn.streaming_loop(*case.given(), None, loop))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(*outputs)

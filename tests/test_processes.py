@@ -27,7 +27,7 @@ from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece
 from asapc.cli import main
 from asapc.features.clouds import Clouds
-from asapc.processes import ALONE, Processes, apart, joined, together
+from asapc.processes import ALONE, Processes, joined
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
@@ -36,13 +36,12 @@ KL = {"operator": "asap", "fit": "kl", "features": ["coarse:4"]}
 # Processes, recipe, options.
 FITS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "least squares": (4, LEAST_SQUARES, []),
-    "both duals": (2, {"operator": "asap", "c_transforms": 0, "side": "both", "features": ["norm", "lse"],
-                       "coefficients": "pooled"}, []),
-    "shared": (2, {"operator": "asap", "coefficients": "shared", "features": ["coarse:4"]}, []),
+    "both duals, layer by layer": (2, {"operator": "asap", "c_transforms": 0, "side": "both",
+        "features": ["norm", "lse"], "coefficients": "pooled"}, ["--sequential"]),
     "KL": (2, KL, []),
     "distilled": (2, {"operator": "lot", "pivots": 4}, []),
-    "layer by layer": (2, {"operator": "asap", "features": ["norm", "lse"]}, ["--sequential"]),
-    "more processes than batches": (2, {**KL, "batch_size": 48}, []),
+    "shared, more processes than batches": (2, {"operator": "asap", "coefficients": "shared",
+        "features": ["coarse:4"], "batch_size": 48}, []),
 }  # fmt: skip
 
 
@@ -153,12 +152,6 @@ def test_alone_nothing_is_exchanged() -> None:
         assert list(processes.share([1, 2])) == [1, 2] and processes.least(3) == 3
 
 
-def test_names_are_kept_apart() -> None:
-    one, other = {"a": torch.zeros(1)}, {"a": torch.ones(1), "b/c": torch.ones(2)}
-    whole = together([("1", one), ("11", other)])
-    assert apart(whole, "1").keys() == {"a"} and apart(whole, "11").keys() == {"a", "b/c"}
-
-
 @pytest.mark.parametrize("limit", [10**6, 900, 1])
 def test_what_is_kept_is_what_one_process_keeps(limit: int) -> None:
     def piece(number: int) -> KlPiece:
@@ -215,10 +208,10 @@ def without_times(value: Any) -> Any:
 
 def test_the_same_report(compiled: Path, tmp_path: Path) -> None:
     reports = []
-    for count in (1, 3):
+    for count in (1, 2):
         out = tmp_path / f"out.{count}"
         shutil.copytree(compiled, out)
-        run = lambda out=out: main(["report", str(out), "--quiet"])  # noqa: E731
+        run = lambda out=out: main(["report", str(out), "--fast", "--quiet"])  # noqa: E731
         assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
         reports.append(json.loads((out / "report.json").read_text()))
         assert (out / "junit.xml").is_file()
@@ -263,7 +256,7 @@ def test_the_same_study(work: Path, tmp_path: Path) -> None:
 
 def test_the_same_training(compiled: Path, work: Path, tmp_path: Path) -> None:
     weights, entries = [], []
-    for count in (1, 3):
+    for count in (1, 2):
         out = tmp_path / f"out.{count}"
         run = lambda out=out: main(  # noqa: E731
             ["refresh", str(compiled), "--data", str(work / "data.npz"), "--distil", "--epochs", "2",

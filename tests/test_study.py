@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.models import ARCHITECTURES
 from asapc.stages.calibrate import selection_batches, site_collector
-from asapc.study import Row, load_grid, mark_pareto, study_markdown
+from asapc.study import Row, load_grid
 
 GRID = """
 blocks:
@@ -83,12 +81,6 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
 def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(InputError, match=named):
         load_grid(write(tmp_path / "grid.yaml", text))
-
-
-def test_pareto_keeps_what_nothing_beats() -> None:
-    points = [(0.1, 1.0), (0.05, 2.0), (0.05, 3.0), (0.2, 1.0), (0.01, 9.0), (0.1, 1.0), (math.nan, 1.0)]
-    rows = mark_pareto([{"attention_rel_l2": e, "site_ms": t} for e, t in points])
-    assert [row["pareto"] for row in rows] == [True, True, False, False, True, True, False]
 
 
 @pytest.fixture(scope="module")
@@ -164,18 +156,6 @@ def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result: dict
     assert rows["all", 1]["r2"] != rows["active", 1]["r2"]
 
 
-def test_the_table_holds_every_row_sorted_by_error(work: Path, result: dict[str, Any]) -> None:
-    with (work / "out" / "study.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["attention_rel_l2"]) for row in rows] == pytest.approx(
-        [row["attention_rel_l2"] for row in result["rows"]]
-    )
-    text = study_markdown(result)
-    assert text == (work / "out" / "study.md").read_text()
-    assert text.count("| coarse:12 |") == 4 and "Sinkhorn, 2 half-steps" in text
-    assert text.index("Sinkhorn, 8") < text.index("coarse:12") < text.index("Sinkhorn, 2")
-
-
 def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the examples that a fit uses, or stops by, is measured on, where the files are the same."""
     monkeypatch.setattr(distill, "STEPS", 2)
@@ -237,11 +217,3 @@ def test_finished_blocks_survive_a_failure(
     assert run(work, grid, tmp_path / "out") == 130
     rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
     assert [row["features"] for row in rows] == ["Sinkhorn, 2 half-steps"]
-
-
-def test_half_steps_are_those_of_fitted_loops_alone_beside_an_operator(tmp_path: Path) -> None:
-    text = "blocks: [{operator: [lot, fitted_sinkhorn], half_steps: [3, 5], pivots: 8}]"
-    (rows,) = load_grid(write(tmp_path / "grid.yaml", text))
-    assert [row.describe()["features"] for row in rows] == [
-        "lot, 8 pivots", "fitted_sinkhorn, 3 half-steps", "fitted_sinkhorn, 5 half-steps"
-    ]  # fmt: skip
