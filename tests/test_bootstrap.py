@@ -60,14 +60,6 @@ def test_a_mean_is_as_scipy_has_it(sample: NDArray[np.float64]) -> None:
     assert found == pytest.approx((exact.low, exact.high), rel=1e-12)
 
 
-def test_a_ratio_resamples_examples_whole() -> None:
-    """Where every example has the same ratio there is no spread, however their sizes differ."""
-    below = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
-    assert bootstrap.root_ratio(0.04 * below, below) == pytest.approx((0.2, 0.2))
-    low, high = bootstrap.root_ratio(torch.rand(50).double() * below, below) or (0, 0)
-    assert low < high
-
-
 def test_a_drop_is_paired() -> None:
     """Equal answers leave only what n examples cannot show; independent ones have a wide interval."""
     first = hits(350, 500)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from collected import take
 
-from asapc.calibration import collect
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import (
@@ -196,22 +195,6 @@ def test_statistics_equal_a_direct_fit(side, c_transforms, coefficients, masked)
     assert site.fit_seconds > 0 and site.sharing == coefficients
 
 
-def test_both_sides_are_fitted_each_to_its_own_last_update():
-    batches = [site_tensors(seed, masked=True) for seed in range(3)]
-    site = fit(batches, convention(10), side="both", c_transforms=0, features=("gaussian",), ridge=0)
-    source, key = site.amortised.predictors
-    assert (source.side, source.budget.half_steps) == ("source", 9)
-    assert (key.side, key.budget.half_steps) == ("target", 10)
-    for index in range(2):
-        rows, targets = regression_rows(site, batches, index)
-        omega = torch.linalg.lstsq(rows, targets, driver="gelsd").solution[..., 0]
-        found = coefficients_of(site, index).double()
-        torch.testing.assert_close(found, omega, atol=2e-5, rtol=2e-5)
-    expected = torch.cat([TeacherDuals(b, convention(10)).intercept(10) for b in batches]).mean(0)
-    torch.testing.assert_close(site.amortised.intercept, expected.float())
-    assert len(site.quality) == 2
-
-
 def test_the_ridge_is_per_row_or_lambda_itself():
     batches = [site_tensors(seed) for seed in range(2)]
     fields = {"features": ("norm", "gaussian"), "coefficients": "pooled"}
@@ -259,30 +242,6 @@ def test_sites_with_different_columns_cannot_share():
     narrow = statistics_of([site_tensors()], name="a", features=("raw",), coefficients="shared")
     with pytest.raises(InputError, match=r"shared needs as many.*got 4 at a, 6 at b"):
         finish({"a": narrow, "b": wide})
-
-
-@pytest.mark.parametrize("fields", [
-    {"features": ("sliced:4",)},
-    {"features": ("coarse:4", "gaussian"), "side": "target", "c_transforms": 2},
-    {"features": ("gaussian",), "side": "both", "c_transforms": 0},
-], ids=["source", "target", "both"])  # fmt: skip
-def test_pieces_change_nothing(monkeypatch, fields):
-    batches = [site_tensors(0, masked=True), site_tensors(1, masked=True, bias=True)]
-    whole = statistics_of([], seed=5, **fields)
-    cut = statistics_of([], seed=5, **fields)
-    for batch in batches:
-        take(whole, batch)
-    monkeypatch.setattr(collect, "_PIECE", 1)
-    assert len(collect.pieces(batches[0])) == 3
-    for batch in batches:
-        take(cut, batch)
-    one, other = (finish({"layer": own})["layer"] for own in (whole, cut))
-    for index in range(len(one.amortised.predictors)):
-        one_own, other_own = coefficients_of(one, index), coefficients_of(other, index)
-        torch.testing.assert_close(one_own, other_own, rtol=1e-3, atol=1e-4)
-    assert (one.examples, one.tokens) == (other.examples, other.tokens)
-    if one.amortised.intercept is not None:
-        torch.testing.assert_close(one.amortised.intercept, other.amortised.intercept)
 
 
 @pytest.mark.parametrize(("side", "c_transforms"), [("source", 3), ("target", 2)])
@@ -570,17 +529,3 @@ def test_damaged_folders_are_one_clear_message(saved, tmp_path, damage):
     with pytest.raises(InputError, match=rule) as caught:
         load_calibration(folder)
     assert "asapc calibrate" in str(caught.value)
-
-
-@pytest.mark.parametrize(("half_steps", "first", "spread"), [(1, "column", 1.0), (6, "row", 300.0)])
-def test_the_map_of_the_duals_is_the_references(half_steps, first, spread):
-    """In the linear and the log domain; padded, with an example that has no active key, and a bias."""
-    rule = Convention(half_steps, first, 0.5, mask="key", bias=True)
-    tensors = site_tensors(masked=True, bias=True)
-    keep = tensors.keep & torch.tensor([[True], [False], [True]])
-    tensors = dataclasses.replace(tensors, q=spread * tensors.q, keep=keep)
-    found = TeacherDuals(tensors, rule).attention()
-    exact = sinkhorn_attention(*double(tensors), *settings_of(rule)[:-1], [1.0, 1.0, 0.0, 0.0])
-    assert found.dtype == torch.float32 and not bool(found[1].any())
-    active = [0, 2]
-    torch.testing.assert_close(found[active], exact.float()[active], rtol=1e-5, atol=1e-6)

@@ -156,16 +156,6 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def test_without_a_selection_split_a_tenth_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "STEPS", 2)
-    for batches, expected in ((1, (4, 4)), (20, (72, 8))):
-        own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
-        for seed in range(batches):
-            take(own, site(seed))
-        done = own.calibration()
-        assert (done.examples, done.held_out) == expected
-
-
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 2), (1, 4, 2), (5, 3, 1)])
 def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:

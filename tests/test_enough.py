@@ -105,14 +105,6 @@ def test_a_distillation_is_held_to_its_examples_alone(examples: int) -> None:
     assert [own.of for own in shortages({"layer": (fit,)})] == ["examples"] * (examples < EXAMPLES)
 
 
-def test_only_what_was_chosen_is_told_of() -> None:
-    few, many = fits(4, 6)["layer"][0], fits(EXAMPLES, 6)["layer"][0]
-    both = {"layer": (few, many), "other": (few,)}
-    assert shortages(both, [many]) == []
-    assert [own.sites for own in shortages(both, [few])] == [("layer", "other")]
-    assert shortages(both, []) == []
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("enough")

@@ -344,32 +344,6 @@ def test_equal_tokens_share_their_mass(keys: int) -> None:
             torch.testing.assert_close(own, v)
 
 
-@pytest.mark.parametrize("points", ["repeated", "crossed"])
-@pytest.mark.parametrize("shape", [(2, 2, 17, 17, 4, 5), (2, 2, 31, 17, 4, 3)], ids=str)
-def test_the_order_of_tied_tokens_has_no_effect(shape: tuple[int, ...], points: str) -> None:
-    q, k, v, _, _ = tying(shape, False, points)
-    rows, columns = torch.randperm(shape[2]), torch.randperm(shape[3])
-    for coupling, slices in itertools.product(("interpolated", "monotone"), SLICES):
-        settings = (theta(slices, 2, 4), torch.tensor([0.5]), False, False, 1.0, coupling)
-        own = ops.esp_hard(q, k, v, None, None, *settings)
-        moved = ops.esp_hard(q[:, :, rows], k[:, :, columns], v[:, :, columns], None, None, *settings)
-        torch.testing.assert_close(moved, own[:, :, rows], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("coupling", ["interpolated", "monotone"])
-@pytest.mark.parametrize("points", ["apart", "repeated", "crossed"])
-@pytest.mark.parametrize("shape", [(3, 2, 17, 17, 4, 5), (3, 2, 4, 7, 4, 3)], ids=str)
-def test_hard_is_what_soft_tends_to(shape: tuple[int, ...], points: str, coupling: str) -> None:
-    given = problem(shape, True) if points == "apart" else tying(shape, True, points)
-    q, k, v, keep, query_keep = (
-        t.double() if t is not None and t.is_floating_point() else t for t in given
-    )
-    settings = (keep, query_keep, theta("per head", 2, 4), torch.tensor([0.5]))
-    rest = (False, False, 1.0, coupling)
-    hard = ops.esp_hard(q, k, v, *settings, *rest)
-    assert error(ops.esp_soft(q, k, v, *settings, 1e-14, *rest), hard) < 1e-12
-
-
 @pytest.mark.parametrize("counts", [(1, 1), (4, 7), (7, 4), (12, 4), (31, 17), (17, 31)], ids=str)
 def test_the_monotone_coupling_has_both_marginals(counts: tuple[int, int]) -> None:
     """And the cost of the exact transport on a line; at most N + M - 1 entries are not 0."""
@@ -441,23 +415,6 @@ def test_gradients_are_finite_where_points_meet_and_tokens_are_padded(hard: bool
     for leaf in leaves[: 4 if hard else 5]:
         assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
     assert v.grad is not None and bool((v.grad[1] != 0).any()) and bool((v.grad[0] == 0).all())
-
-
-def test_a_gradient_keeps_no_matrix_per_slice() -> None:
-    """Training memory is O(N M + L N E): of 48 slices, far fewer than 48 N x M matrices are alive."""
-    q = torch.randn(1, 1, 64, 48, requires_grad=True)
-    v = torch.randn(1, 1, 64, 2)
-    kept: dict[int, Tensor] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= 64 * 64:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    tau = torch.ones(1)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        meaning.esp_soft(q, q * 2, v, None, None, None, tau, 0.1, False, False, 1.0)
-    assert 0 < len(kept) < 6
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

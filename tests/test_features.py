@@ -50,13 +50,6 @@ def theta_for(seed, count=3, dim=3):
     return sliced.parameter(case(0, 1, 1, dim=dim), count, "random", seed)
 
 
-def line(*values):
-    return torch.tensor(values, dtype=E).view(1, 1, -1, 1)
-
-
-ONE = torch.ones(1, 1)
-
-
 def close(found, expected, atol=1e-11):
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-11)
 
@@ -103,14 +96,6 @@ def test_the_duals_are_exact(seed, n, m, x_masked, y_masked, ties, by_kernel):
         g = ((a[:, None] - ys) ** 2 / 2 - own[:, None]).min(0)
         exact = transport_cost(np.sort(a), np.sort(ys))
         assert abs(own.mean() + g.mean() - exact) <= 1e-12 * max(1.0, exact)
-
-
-def test_hand_computed_unequal_counts():
-    """Two x, four y: the slope is the y of rank 4 / 2. Two x, three y: the first x reaches into the
-    y of rank 2."""
-    clouds = Clouds(line(5, 1), line(7, 0, 3, 4))
-    close(sliced.columns(clouds, ONE, BUDGET), line((25 - 1) / 2 - 3 * 4, 0))
-    close(sliced.columns(Clouds(line(5, 1), line(9, 0, 4)), ONE, BUDGET), line((25 - 1) / 2 - 4 * 4, 0))
 
 
 # The others, each by its definition
@@ -344,52 +329,6 @@ def test_kernel_equals_the_columns(seed, n, m, x_masked, y_masked, ties, pooled,
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected = clouds.centre(by_columns(clouds, theta, weights))
     torch.testing.assert_close(clouds.centre(found), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
-    clouds = case(0, 37, 29, True, True, heads=11, dim=16)
-    clouds = Clouds(clouds.x.float(), clouds.y.float(), clouds.x_keep, clouds.y_keep)
-    theta, weights = theta_for(0, 5, 16), torch.randn(11, 5, generator=generator(0))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        whole = kernel.contribution(clouds, theta, weights, BUDGET)
-        for tile_bytes in (1, 1 << 14, 1 << 15, 1 << 30):
-            monkeypatch.setattr(kernel, "TILE_BYTES", tile_bytes)
-            assert torch.equal(kernel.contribution(clouds, theta, weights, BUDGET), whole)
-    finally:
-        torch.set_num_threads(before)
-    alone = Clouds(clouds.x[1:, 3:4], clouds.y[1:, 3:4], clouds.x_keep[1:], clouds.y_keep[1:])
-    found = kernel.contribution(alone, theta, weights[3:4], BUDGET)
-    assert torch.equal(found[0, 0], whole[1, 3])
-
-
-def test_kernel_takes_views_and_leaves_inputs_and_gradients_alone():
-    def view(seed):
-        return points(seed, 6, dim=4).float().transpose(1, 2)  # [B, 6, H, D] seen as 6 heads
-
-    x, y = view(0).requires_grad_(), view(1)
-    copies = x.detach().clone(), y.clone()
-    weights = torch.ones(1, 5, requires_grad=True)
-    clouds, theta = Clouds(x, y), theta_for(0, 5, 4)
-    found = kernel.contribution(clouds, theta, weights, BUDGET)
-    assert not found.requires_grad and not found.is_inference()
-    torch.testing.assert_close(found, by_columns(clouds, theta, weights).detach(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(x, copies[0]) and torch.equal(y, copies[1])
-
-
-def test_kernel_sort_keeps_every_bit():
-    """Signed zeros, denormals, neighbours one ulp apart and the largest floats, 4099 to a row."""
-    row = torch.randn(4099, generator=generator(0))
-    row[:3000:3] = row[1:3000:3]
-    row[5:4000:7] = torch.nextafter(row[4:4000:7], torch.tensor(9.0))
-    largest = torch.finfo(torch.float32).max
-    row[:8] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, largest, -largest])
-    values, order = kernel._sort(row[None].clone())
-    assert torch.equal(values[0], row.sort().values)
-    assert torch.equal(row[order[0]], values[0])
-    assert torch.equal(order[0].sort().values, torch.arange(4099))
 
 
 def test_one_broken_example_does_not_break_the_others() -> None:

@@ -173,16 +173,6 @@ def test_half_precision_is_widened() -> None:
         assert torch.equal(own, dual.dual(q.to(dtype).float(), k.to(dtype).float(), *tail))
 
 
-def test_strides_and_pooled_coefficients() -> None:
-    """q and k as views of one [B, N, 2 H D] tensor, pivots as a view of pivots of more heads."""
-    packed = points(1, 11, 2, 2, 5)
-    q, k = (packed[:, :, i].transpose(1, 2) for i in range(2))
-    pivots = points(4, 6, 10, seed=2)[::2, :4, ::2]
-    theta = points(5, 3, seed=3).T
-    keep = torch.rand(11, 1, device=DEVICE).T > 0.3
-    assert_honest(q, k, "coarse:4 sliced:3", keep, parameters=[pivots, theta], per_head=False)
-
-
 def test_families_without_a_kernel() -> None:
     q, k = points(2, 2, 9, 5), points(2, 2, 9, 5, seed=1)
     keep = torch.arange(9, device=DEVICE) < torch.tensor([[9], [4]], device=DEVICE)

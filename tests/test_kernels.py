@@ -301,36 +301,6 @@ def test_works_after_a_fork(threads: int, first: bool) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-FIRST = """
-import importlib.util, os, pkgutil, sys, traceback, torch, asapc
-
-names, failed = [], []
-for package in ("asapc.features", "asapc.kernels", "asapc.kernels.cpu", "asapc.operators"):
-    # By finders: importing a package to list it would spoil what is tested.
-    places = importlib.util.find_spec(package).submodule_search_locations
-    names += [f"{package}.{found.name}" for found in pkgutil.iter_modules(places)]
-for name in names:
-    child = os.fork()
-    if child == 0:
-        try:
-            importlib.import_module(name)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    if os.waitpid(child, 0)[1]:
-        failed.append(name)
-assert "asapc.operators" not in sys.modules and "asapc.kernels.cpu.gradients" in names
-raise SystemExit(f"cannot be imported first: {failed}" if failed else 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_each_module_can_be_imported_first() -> None:
-    """No circle of imports depends on where it is entered: every module in a process of its own."""
-    subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=300)
-
-
 @pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
 def test_sizes_that_differ_are_an_error_and_masks_of_one_example_are_everybodys() -> None:
     """The engine reads memory by these sizes."""

@@ -241,20 +241,6 @@ def test_sharp_pivots_on_the_tokens_are_a_permutation() -> None:
     torch.testing.assert_close(out, v[:, :, order.argsort()])
 
 
-def test_positions_on_keys_are_a_key_bias() -> None:
-    """z.(k + p) = z.k + z.p, and a bias that all pivots share is forgotten once keys are closed."""
-    q, k, v, *_, z, sigma = problem((2, 2, 6, 7, 4, 3, 3))
-    positions = torch.randn(7, 4)
-    settings = (z, sigma, 0.5, 0.5, 5, True, 5, False, COUNTED)
-    added = ops.lot(q, k + positions, v, None, None, None, *settings)
-    bias = 0.5 * torch.einsum("hrd,md->hrm", z, positions)[None]
-    torch.testing.assert_close(ops.lot(q, k, v, None, None, bias, *settings), added)
-    settings = (z, sigma, 0.5, 0.5, 5, True, 5, True, COUNTED)
-    own = ops.lot(q, k, v, None, None, None, *settings)
-    shared = ops.lot(q, k, v, None, None, torch.randn(2, 1, 1, 7), *settings)
-    torch.testing.assert_close(shared, own)
-
-
 def test_a_pivot_without_mass_takes_no_part() -> None:
     arguments = double(problem((2, 2, 6, 7, 4, 3, 3)))
     z, sigma = arguments[6], arguments[7]
@@ -277,17 +263,6 @@ def test_tiny_masses_after_few_half_steps() -> None:
             budget = 2 * error(meaning.lot(*arguments, 3.0, 3.0, *steps, COUNTED), exact)
             own = ops.lot(*arguments, 3.0, 3.0, *steps, COUNTED)
             assert error(own, exact) <= budget + 1e-5 * float(exact.abs().max())
-
-
-def test_interleaved_masses_are_those_of_repeated_rows() -> None:
-    """Head h of example b: row (b H + h) // B, as code has it that repeats each row for every example."""
-    q, k, v, *_, z, sigma = double(problem((3, 2, 9, 7, 4, 5, 3)))
-    loops = (0.6, 0.4, 3, True, 3, False, [1.0, 1.0, 0.0, 0.0])
-    found = ops.lot(q, k, v, None, None, None, z, sigma, *loops, True)
-    repeated = sigma.repeat_interleave(3, dim=0)  # of all examples and heads in one axis
-    merged = [t.flatten(0, 1)[None] for t in (q, k, v)]
-    exact = meaning.lot(*merged, None, None, None, z.repeat(3, 1, 1), repeated, *loops)
-    torch.testing.assert_close(found, exact[0].unflatten(0, (3, 2)))
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)], ids=str)

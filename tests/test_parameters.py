@@ -142,18 +142,6 @@ def second(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-HELD = {"inside": ["log_tau"], "plan": ["log_tau"], "no parameter": []}
-
-
-def test_what_a_site_holds_is_known() -> None:
-    program, lifted, found = lossless(net(*HELD))
-    held = held_by(program, lifted, found)
-    assert held == {
-        str(layer): {f"{layer}.{name}": "parameter" for name in names}
-        for layer, names in enumerate(HELD.values())
-    }
-
-
 @pytest.mark.parametrize("kind", ["without duals", "detached", "backward", "no parameter"])
 def test_other_gradients_are_found(kind: str) -> None:
     model = net(kind)
@@ -264,28 +252,6 @@ def test_transforms_are_the_originals_or_an_error(outs: dict[str, Path], transfo
         assert torch.equal(call(live, tokens()), call(original, tokens()))
     with pytest.raises(InputError, match=r"torch\.func"):
         call(asapc.load(outs["held"]), tokens())
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_second_derivatives_of_sorted_plans(dense: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, theta = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4, 2), (3, 3))
-    )
-    tau = torch.tensor([1.5], dtype=torch.float64)
-
-    def hard(q: Tensor, k: Tensor, v: Tensor, tau: Tensor) -> Tensor:
-        target = torch.ops.asapc.esp_hard_attention if dense else torch.ops.asapc.esp_hard
-        values = {} if dense else {"v": v}
-        return target(
-            q=q, k=k, **values, keep=None, query_keep=None, slices=theta, inverse_temperature=tau,
-            squared_cost=True, mean_cost=False, output_factor=1.0, coupling="interpolated", ties="shared",
-            slice_weight=None, query_power=0, key_power=0,
-        )  # fmt: skip
-
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, tau)]
-    assert torch.autograd.gradgradcheck(hard, leaves)
 
 
 def test_a_manifest_says_what_is_held(outs: dict[str, Path]) -> None:

@@ -85,6 +85,7 @@ def by_hand(
 
 SHAPES = ((300, 2, 4, 4), (5, 1, 7, 9), (2, 3, 20, 33), (1, 2, 90, 70))
 MARGINALS = ("uniform", "shared", "own", "massless")
+SAMPLED = [*zip(SHAPES, MARGINALS, strict=True), *zip(SHAPES, MARGINALS[2:] + MARGINALS[:2], strict=True)]
 
 
 def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -100,8 +101,7 @@ def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor 
     return log_mu, log_nu
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", MARGINALS)
+@pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
 def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: str) -> None:
     """At most twice its error, at mild scores and where exp(S) leaves float32, for both orders."""
     log_mu, log_nu = marginals(kind, shape)
@@ -127,8 +127,7 @@ def test_the_reference_is_the_loop_by_hand() -> None:
         assert torch.allclose(found, exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", MARGINALS)
+@pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
 def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
     """The reference by hand; the kernel as good as it, in and out of the linear domain."""
     log_mu, log_nu = marginals(kind, shape)
@@ -152,13 +151,6 @@ def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
                 ours, theirs = ours.clamp(min=-80), theirs.clamp(min=-80)
             honest = float((theirs - found).abs().max())
             assert float((ours - found).abs().max()) <= 2 * honest + 1e-5 * float(found.abs().max())
-
-
-def test_no_damping_is_a_damping_of_one() -> None:
-    s = 3 * random(2, 2, 20, 30)
-    for half_steps in (3, 4):
-        rest = (None, None, 1.0, half_steps, True, PLAIN)
-        assert torch.allclose(op(s, *rest, damping=[1.0, 1.0]), op(s, *rest), rtol=1e-4)
 
 
 def test_an_unbalanced_loop_comes_to_its_penalised_optimum() -> None:
@@ -202,17 +194,6 @@ def test_a_row_that_is_hidden_as_a_whole_is_uniform() -> None:
         assert torch.allclose(plan(s, *rest), plan(flat, *rest), atol=1e-6)
 
 
-def test_columns_that_are_low_as_a_whole_keep_their_digits() -> None:
-    """A mask of -1e4 leaves scores three digits; the duals of 1e4 that undo it leave no fewer."""
-    s = random(2, 1, 9, 9)
-    s[0, ..., 4:] -= 1e4
-    s[1, :, 6:] -= 1e4
-    for rows_first, half_steps in itertools.product((True, False), (1, 2, 7)):
-        rest = (None, None, 1.0, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0])
-        exact = reference.plan(s.double(), *rest)
-        assert float((op(s, *rest) - exact).abs().max()) <= 2e-6 * float(exact.abs().max())
-
-
 def test_absent_rows_and_columns() -> None:
     """All of their scores are -inf: they have nothing, and the others what they have without them."""
     for n, m in ((5, 7), (40, 60)):
@@ -235,9 +216,9 @@ def test_absent_rows_and_columns() -> None:
         assert torch.allclose(op(s[:1], *rest)[:, :, present], alone, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 9, 7), (3, 2, 40, 30)], ids=str)
-@pytest.mark.parametrize("far", [-1e12, -200.0])
-@pytest.mark.parametrize("damping", [None, [0.7, 0.9]])
+@pytest.mark.parametrize(("shape", "far", "damping"), [
+    ((3, 2, 9, 7), -200.0, None), ((3, 2, 40, 30), -1e12, [0.7, 0.9]),
+], ids=str)  # fmt: skip
 def test_masses_that_are_lost_are_not_lost_in_a_log_plan(
     shape: tuple[int, ...], far: float, damping: Any
 ) -> None:
@@ -344,14 +325,8 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
 FOUND: dict[str, list[PlanConvention]] = {
     "Matcher": [PlanConvention(6, "row", 1.0, OutputFactor(), True, "constant", "constant")],
     "Mixer": [PlanConvention(6, "column", 1.0, OutputFactor(queries=1))],
-    "NormalisedMixer": [
-        PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
-                       stabiliser=Stabiliser("plan", "clamp", 1e-12)),
-    ],
     "Latents": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                by_head=(1.0, math.exp(0.8)))],
-    "Expanded": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
-                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
     "ActiveMasses": [PlanConvention(6, "row", 1.0, OutputFactor(), False, "input", "input",
@@ -360,10 +335,6 @@ FOUND: dict[str, list[PlanConvention]] = {
     "Scaled": [
         PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
                        stabiliser=Stabiliser("scaling", "add", 1e-8)),
-    ],
-    "Softened": [
-        PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
-                       stabiliser=Stabiliser("plan", "add", 1e-6)),
     ],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
@@ -375,13 +346,10 @@ FOUND: dict[str, list[PlanConvention]] = {
                                      written=Written("duals"))],
 }  # fmt: skip
 DAMPED = {
-    "the same": (nets.Damped(), ()),
     "rows alone": (nets.Damped(0.6, 1.0, 6), ()),
     "columns alone, rows last": (nets.Damped(1.0, 0.7, 5), ()),
-    "both, 1/N inside": (nets.Damped(0.5, 0.7, 6, unit=False), ()),
     "both, 1/N outside": (nets.Damped(0.5, 0.7, 6, unit=False, outside=True), ()),
     "scalings from 1/N": (nets.Unbalanced(), ()),
-    "masses inside": (nets.Damped(0.5, 0.7, 6), (9, 6)),
     "masses outside": (nets.Damped(0.5, 0.7, 6, outside=True), (9, 6)),
     "long": (nets.Damped(0.3, 0.3, 40), ()),
 }
@@ -476,10 +444,6 @@ def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
 class Slack(nn.Module):
     """Registration: a row and a column of slack that take part in the sums, and are not normalised."""
 
-    def __init__(self, values: bool) -> None:
-        super().__init__()
-        self.values = values
-
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         scores = nn.functional.pad(-torch.cdist(a, b), (0, 1, 0, 1))
         for _ in range(3):
@@ -487,13 +451,11 @@ class Slack(nn.Module):
             scores = torch.cat((rows - rows.logsumexp(2, keepdim=True), slack), 1)
             columns, slack = scores[:, :, :-1], scores[:, :, -1:]
             scores = torch.cat((columns - columns.logsumexp(1, keepdim=True), slack), 2)
-        plan = scores[:, :-1, :-1].exp()
-        return plan @ b if self.values else plan
+        return scores[:, :-1, :-1].exp() @ b
 
 
-@pytest.mark.parametrize("values", [False, True])
-def test_a_loop_over_parts_of_its_matrix_is_listed(values: bool) -> None:
-    (left,) = analysed(Slack(values), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
+def test_a_loop_over_parts_of_its_matrix_is_listed() -> None:
+    (left,) = analysed(Slack(), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
     assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
 
 
@@ -513,16 +475,6 @@ def test_a_stop_that_changes_nothing_is_left_out_and_another_is_refused() -> Non
 def test_softmaxes_side_by_side_are_no_loop() -> None:
     net = build("SideBySide")
     assert find_loops(capture(net, nets.inputs_for(net), {}).programs[0].graph) == []
-
-
-def test_a_model_with_nothing_in_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import numpy as np
-
-    (tmp_path / "net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 2)\n")
-    np.savez(tmp_path / "x.npz", input=np.ones((6, 4), dtype="float32"))
-    code = main(["inspect", f"{tmp_path}/net.py:build", "--data", str(tmp_path / "x.npz"), "--trust"])
-    said = capsys.readouterr().err
-    assert code == 3 and "the model must hold attention, or a loop" in said
 
 
 def test_a_matcher_is_compiled_from_end_to_end(tmp_path: Path) -> None:

@@ -89,27 +89,6 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-def test_row_masses_of_a_cluster_for_every_point_are_the_teachers(masked: bool) -> None:
-    own = site(7, 9, masked)
-    used = convention(12, "row")
-    plan = transform_plan(used, 1, "target")
-    assert plan is not None and plan.rescaled
-    budget = plan.budget(used, "target")
-    exact = TeacherDuals(own, used).after(12)
-    scores = SCALE * own.q @ own.k.transpose(-1, -2)
-    rows = torch.exp(scores + exact[0][..., None] + exact[1][..., None, :]).sum(-1) * 7
-    for example in range(2):
-        one = slice(example, example + 1)
-        arguments = (
-            own.q[one], own.k[one], None if own.keep is None else own.keep[one], None,
-            [own.q[example] * SCALE**0.5], torch.ones(1, 1), "coarse:7", SCALE,
-            budget.half_steps, budget.starts_on_x,
-        )  # fmt: skip
-        for function in (meaning.dual_and_row_mass, torch.ops.asapc.dual_and_row_mass):
-            torch.testing.assert_close(function(*arguments)[1], rows[one], rtol=0, atol=1e-9)
-
-
 def test_the_gaussian_potential_solves_the_gaussian_problem() -> None:
     """On clouds sampled densely from Gaussians it is the converged dual, up to its gauge."""
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import asapc
 import asapc.kernels.library
@@ -23,11 +23,10 @@ from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT
 from asapc.inputs.data import open_data, split_of
 from asapc.measure import class_scores
-from asapc.passes.capture import export_graph
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
-from asapc.training import parameters, refresh
+from asapc.training import refresh
 
 NET = """
 import torch
@@ -281,58 +280,6 @@ def test_an_interrupt_leaves_the_old_artefact(
 
 
 # What is trained, on graphs
-
-
-class Block(nn.Module):
-    """Attention with a given projection, a residual sum, a norm and a head of given layers."""
-
-    def __init__(self, out: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.out, self.norm, self.inner, self.head = out, nn.LayerNorm(8), nn.Linear(8, 8), head
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
-        y = torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
-        x = x + self.out(y.squeeze(1))
-        x = self.norm(x)
-        x = x + self.inner(x)
-        result: Tensor = self.head(x.mean(1))
-        return result
-
-
-class Times(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.transpose(0, 1) / self.matrix.norm() + self.shift
-
-
-@pytest.mark.parametrize(
-    ("out", "head", "expected"),
-    [
-        (nn.Identity(), nn.Linear(8, 3, bias=False), {"head.weight"}),
-        (
-            nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.0)),
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3), nn.Softmax(-1)),
-            {"out.0.weight", "head.2.weight", "head.2.bias"},
-        ),
-        (Times(), nn.LayerNorm(8), {"out.matrix", "head.weight", "head.bias"}),
-        (
-            nn.Identity(),
-            nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)),
-            {"head.bias", "head.parametrizations.weight.original0",
-             "head.parametrizations.weight.original1"},
-        ),
-    ],
-    ids=["no-projection", "mlp-head", "matmul", "weight-norm"],
-)  # fmt: skip
-def test_choice_on_graphs(out: nn.Module, head: nn.Module, expected: set[str]) -> None:
-    exported = export_graph(Block(out, head).eval(), (torch.randn(2, 5, 8),), {}, None)
-    graph = exported.module(check_guards=False)
-    assert parameters.trainable(graph, 0) == expected | {"norm.weight", "norm.bias"}  # type: ignore[arg-type]
 
 
 # Class scores

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asapc.models.vit import SinkformerViT
 from asapc.passes import capture as capturing
 from asapc.passes.capture import capture
 from asapc.passes.repeated import Repeated
@@ -95,16 +94,6 @@ def test_a_stack_of_layers(copied: list[Repeated], monkeypatch: pytest.MonkeyPat
     keep = torch.tensor([[True, True, True, True, True], [True, True, True, False, False]])
     assert_same(Stack(Layer(), Layer(), Layer()).eval(), (torch.randn(2, 5, 8), keep), monkeypatch)
     assert [x.copied for x in copied] == [2, 0]
-
-
-def test_a_model_of_ours(copied: list[Repeated], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = SinkformerViT(
-        image_size=8, patch_size=2, num_classes=3, dim=8, heads=2, mlp_dim=8, depth=3, max_iter=4
-    )
-    args = tuple(model.example_inputs(2).values())
-    assert_same(model.eval(), args, monkeypatch)
-    assert copied[0].copied > 0
 
 
 class Asks(Layer):

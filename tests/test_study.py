@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_text import write_data, write_teacher
 
 from asapc.calibration import distill
-from asapc.calibration.collect import SiteStatistics
-from asapc.calibration.stream import Pending, take_in
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data
-from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, SiteTensors
 from asapc.models import ARCHITECTURES
-from asapc.stages.calibrate import selection_batches, site_collector
+from asapc.stages.calibrate import selection_batches
 from asapc.study import Row, load_grid
 
 GRID = """
@@ -124,19 +118,6 @@ def test_every_row_is_measured(result: dict[str, Any]) -> None:
         assert 0 < row["output_rel_l2"] < 3 and row["site_ms"] > 0
 
 
-def test_pivots_for_every_token_beat_second_moments(result: dict[str, Any]) -> None:
-    def error(features: str, c_transforms: int) -> float:
-        found = [
-            row["attention_rel_l2"] for row in result["rows"]
-            if (row["features"], row["c_transforms"], row["examples"]) == (features, c_transforms, 64)
-        ]  # fmt: skip
-        assert len(found) == 1
-        return float(found[0])
-
-    assert error("coarse:12", 2) < error("gaussian norm", 2)
-    assert error("coarse:12", 2) < error("coarse:12", 1)
-
-
 def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) -> None:
     assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
     fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:14]}
@@ -168,26 +149,6 @@ def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest
         assert run(work, grid, tmp_path / "out", "--test", data, "--examples", "999") == 0
         measured = json.loads((tmp_path / "out" / "study.json").read_text())["examples"]
         assert others > 0 and measured == 160 - others
-
-
-def test_the_time_of_a_fit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows take in the same batch; only what both need is shared."""
-    convention = Convention(8, "row", 0.5)
-    pending = []
-    for number, features in enumerate(("norm", "gaussian")):
-        recipe = Recipe.from_dict({"operator": "asap", "features": [features]})
-        collector = site_collector("site", convention, recipe)
-        assert isinstance(collector, SiteStatistics)
-        pending.append(Pending(0, "site", number, collector))
-
-    def add(self: SiteStatistics, duals: object) -> None:
-        time.sleep(0.5 if self.recipe.features == ("gaussian",) else 0.0)
-
-    monkeypatch.setattr(SiteStatistics, "add", add)
-    q = torch.randn(2, 1, 5, 4)
-    take_in(pending, [SiteTensors(q, q, None, None, None, q)])
-    cheap, dear = (p.collector.seconds for p in pending)
-    assert dear - cheap > 0.25
 
 
 @pytest.mark.parametrize(
