@@ -370,15 +370,6 @@ class SlicedHard(SlicedSoft):
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
 
 
-class SlicedUnstable(SlicedHard):
-    """Ties in another order than that of the tokens, as of a sort that is not stable."""
-
-    def order(self, values: Tensor) -> Tensor:
-        n = values.shape[-1]
-        mixed = torch.cat([torch.arange(0, n, 2), torch.arange(1, n, 2)])
-        return mixed[super().order(values[..., mixed])]
-
-
 class SlicedAscending(SlicedSoft):
     """Exact sorting, smallest first: ties are met from the other end."""
 
@@ -522,19 +513,6 @@ class GluedInside(Glued):
         first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
         second = self.plan(0.5 * (k @ self.pivots.mT), uniform, sigma.log()).mT
         return self.merge(first @ (x.shape[1] * (second @ v) / sigma[..., None]))
-
-
-class GluedAtOnce(Glued):
-    """The three factors in one einsum, the factor inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        sigma = torch.softmax(self.masses, -1)
-        uniform = torch.full_like(q[..., 0], 1.0 / x.shape[1]).log()
-        first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
-        second = self.plan(0.5 * (self.pivots @ k.mT), sigma.log(), uniform)
-        first = x.shape[1] * first / sigma[:, None]
-        return self.merge(torch.einsum("bhnr,bhrm,bhme->bhne", first, second, v))
 
 
 class SlicedNumpy(nn.Module):

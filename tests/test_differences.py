@@ -12,16 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import asapc
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, EspConvention, Program
-from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.regions import Refusal
 from asapc.program.calls import WRITTEN, operator_calls
-from asapc.program.runner import Runner
 
 Map = Callable[[Tensor, Tensor], Tensor]
 
@@ -327,23 +323,6 @@ def test_one_layer_of_two_is_split() -> None:
     assert sum(node.target is torch.ops.aten.matmul.default for node in written) == 2
     x = random(2, 12, 8, seed=1)
     assert torch.allclose(split.graph(x), net(x), atol=1e-12)
-
-
-def analysed(net: nn.Module, *args: Tensor) -> Analysis:
-    batch = Batch(args, {}, None, [0] * len(args[0]), [])
-    return analyse(Teacher(net, None, "net", "0", False, None), batch)
-
-
-def test_both_are_replayed() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), Transformer()).eval()
-    analysis = analysed(net, torch.randn(3, 9, 16))
-    (site,) = analysis.sites
-    assert site.name == "1" and site.replay_error < 1e-5 and not analysis.left_alone
-    assert site.replay["queries x 4"] < 1e-8
-    x = torch.randn(2, 14, 16)
-    ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0, 0], []))
-    assert torch.allclose(ours, net(x), atol=1e-5)
 
 
 def test_from_end_to_end(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ SLICED = {
     "SlicedLearnt": EspConvention(1e-3, 2.0, squared_cost=True, mean_cost=True, slices=5),
     "SlicedMasked": EspConvention(0.1, 0.3, mask="key"),
     "SlicedHard": EspConvention(None, 0.3, ties="descending"),
-    "SlicedUnstable": EspConvention(None, 0.3, ties="open"),
     "SlicedAscending": EspConvention(None, 0.3, ties="ascending"),
     "SlicedLifted": EspConvention(None, 0.3),
     "SlicedCross": EspConvention(None, 0.3, coupling="monotone", ties="descending"),
@@ -65,9 +64,6 @@ SLICED = {
 GLUED = {
     "GluedInside": LotConvention(
         HalfPlan(3, True, 0.5), HalfPlan(3, True, 0.5), 5, OutputFactor(queries=1), "key"
-    ),
-    "GluedAtOnce": LotConvention(
-        HalfPlan(3, True, 0.5), HalfPlan(3, False, 0.5), 5, OutputFactor(queries=1)
     ),
     "GluedMasked": LotConvention(
         HalfPlan(4, True, 0.5**0.5), HalfPlan(4, True, 0.5**0.5), 5, OutputFactor(), "key"
@@ -126,7 +122,7 @@ def test_sliced_plans_are_recognised_and_replaced(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, own in SLICED.items() if not own.softsort_temperature and own.ties != "open"]
+    "name", [name for name, own in SLICED.items() if not own.softsort_temperature]
 )
 def test_a_layer_that_sorts_exactly_is_replaced_where_tokens_are_repeated(name: str) -> None:
     model, program, outcomes = captured(name)
@@ -201,9 +197,8 @@ def test_a_model_that_returns_numpy_is_captured_by_module_and_is_what_it_was() -
 
     assert result.kind == "module" and [p.name for p in result.programs] == ["attention", "second"]
     assert result.reason and not result.skipped
-    for program in result.programs:
-        (site,) = match(program)
-        assert isinstance(site, AttentionSite) and site.name == program.name
+    (site,) = match(result.programs[0])
+    assert isinstance(site, AttentionSite) and site.name == "attention"
 
 
 class Branching(nn.Module):

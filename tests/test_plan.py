@@ -118,24 +118,15 @@ def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: st
         assert ours <= 2 * theirs + 1e-5 * float(exact.abs().max())
 
 
-def test_the_reference_is_the_loop_by_hand() -> None:
-    s, (log_mu, log_nu) = 5 * random(2, 2, 4, 6), marginals("own", (2, 2, 4, 6))
-    assert log_mu is not None and log_nu is not None
-    for half_steps, rows_first in itertools.product((1, 2, 5), (True, False)):
-        exact = by_hand(-1.5 * s, log_mu, log_nu, half_steps, rows_first)
-        found = reference.plan(s.double(), log_mu, log_nu, -1.5, half_steps, rows_first, PLAIN, True)
-        assert torch.allclose(found, exact, atol=1e-4)
-
-
 @pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
-def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
+def test_whole_and_damped_updates(shape: tuple[int, ...], kind: str) -> None:
     """The reference by hand; the kernel as good as it, in and out of the linear domain."""
     log_mu, log_nu = marginals(kind, shape)
     *_, n, m = shape
     given = torch.full((n,), -math.log(n)) if log_mu is None else log_mu
     other = torch.full((m,), -math.log(m)) if log_nu is None else log_nu
     for spread, half_steps, rows_first, damping in itertools.product(
-        (1.0, 60.0), (1, 4, 5), (True, False), ((0.8, 0.8), (0.6, 1.0), (1.0, 0.01))
+        (1.0, 60.0), (1, 4, 5), (True, False), ((1.0, 1.0), (0.6, 1.0), (1.0, 0.01))
     ):
         s = spread * random(*shape)
         exact = by_hand(-0.7 * s.double(), given, other, half_steps, rows_first, damping)
@@ -182,40 +173,6 @@ def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
         assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
 
 
-def test_a_row_that_is_hidden_as_a_whole_is_uniform() -> None:
-    """Scores of -1e9 have no digits left for duals: what differs within the row counts."""
-    s = random(1, 1, 5, 20)
-    s[..., 2, :] = -1e9
-    flat = s.clone()
-    flat[..., 2, :] = 0.0
-    for plan, hidden in itertools.product((op, reference.plan), (-1e9, torch.finfo(torch.float32).min)):
-        s[..., 2, :] = hidden
-        rest = (None, None, 1.0, 3, True, [1.0, 1.0, 0.0, 0.0])
-        assert torch.allclose(plan(s, *rest), plan(flat, *rest), atol=1e-6)
-
-
-def test_absent_rows_and_columns() -> None:
-    """All of their scores are -inf: they have nothing, and the others what they have without them."""
-    for n, m in ((5, 7), (40, 60)):
-        s = 2 * random(3, 2, n, m)
-        s[0, :, 1:3], s[1, ..., 4] = -math.inf, -math.inf
-        s[2, 0] = -math.inf
-        for rows_first, log in itertools.product((True, False), repeat=2):
-            rest = (None, None, 1.0, 5, rows_first, PLAIN, log)
-            exact, rough = reference.plan(s.double(), *rest), reference.plan(s, *rest)
-            found = op(s, *rest)
-            assert not bool(found.isnan().any()) and not bool(exact.isnan().any())
-            if log:
-                exact, rough, found = (x.clamp(min=-80) for x in (exact, rough, found))
-            honest = float((rough - exact).abs().max())
-            assert float((found - exact).abs().max()) <= 2 * honest + 1e-5 * float(exact.abs().max())
-        present = [0, *range(3, n)]
-        rest = (None, None, 1.0, 4, True, PLAIN)
-        alone = op(s[:1, :, present].contiguous(), *rest)
-        # The last half-step is the columns', which have their mass from fewer rows.
-        assert torch.allclose(op(s[:1], *rest)[:, :, present], alone, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize(("shape", "far", "damping"), [
     ((3, 2, 9, 7), -200.0, None), ((3, 2, 40, 30), -1e12, [0.7, 0.9]),
 ], ids=str)  # fmt: skip
@@ -245,17 +202,6 @@ def test_a_side_that_is_never_closed_has_no_dual(rows_first: bool) -> None:
     settings = (1.0, 1, rows_first, PLAIN, True)
     expected = reference.plan(scores.double(), *marginals, *settings)
     torch.testing.assert_close(op(scores, *marginals, *settings).double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("log_mass", [-95.0, -103.5, -105.0, -1e12])
-@pytest.mark.parametrize("tokens", [8, 30])
-def test_a_log_plan_keeps_the_digits_of_masses_that_have_none(log_mass: float, tokens: int) -> None:
-    scores = random(2, 1, tokens, tokens)
-    log_nu = torch.full((2, 1, tokens), -3.0)
-    log_nu[..., 0] = log_mass
-    settings = (None, log_nu, 1.0, 4, True, PLAIN, True)
-    expected = reference.plan(scores.double(), None, log_nu.double(), *settings[2:])
-    torch.testing.assert_close(op(scores, *settings).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2, 300), (2, 1, 30, 1), (3, 1, 10, 60)], ids=str)

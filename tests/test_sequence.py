@@ -131,23 +131,6 @@ def test_sites_are_those_of_one_process(processes: int) -> None:
     assert len(found) == processes and all(worst is not None and worst < 1e-12 for worst in found), found
 
 
-def blocks_agree(group: Group) -> bool:
-    """One row of scores at a time gives what all of them at once give."""
-    given = problem(10, 7, True, (0, 1, 1, 1))
-    cut = {name: Shard.of(given[name], axis, group)
-           for name, axis in (("q", 2), ("k", 2), ("v", 2), ("keep", 1))}  # fmt: skip
-    settings = 0.7, 5, False, [1.0, 1.0, 0.0, 0.0]
-    found = []
-    for size in (1, 1 << 24):
-        sharded_sites.BLOCK_BYTES = size
-        found.append(whole(sharded_sites.sinkhorn(*cut.values(), given["bias"], *settings)))
-    return bool(torch.allclose(found[0], found[1], atol=1e-13))
-
-
-def test_blocks_of_scores_change_nothing() -> None:
-    assert in_group(2, blocks_agree) == [True, True]
-
-
 class Tokens(nn.Module):
     """Much of what models do to tokens, an own class token, softmax attention and poolings among it."""
 
