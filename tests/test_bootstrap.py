@@ -87,6 +87,13 @@ def test_the_same_values_give_the_same_interval_and_other_seeds_another() -> Non
     assert first is not None and first[0] < narrow[0] < narrow[1] < first[1]
 
 
+def test_pieces_of_resamples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.rand(100, generator=torch.Generator().manual_seed(3))
+    whole = bootstrap.mean(values)
+    monkeypatch.setattr(bootstrap, "_PIECE", 700)
+    assert bootstrap.mean(values) == whole
+
+
 def test_nothing_is_said_without_examples_and_nothing_good_of_broken_ones() -> None:
     empty = torch.zeros(0)
     assert bootstrap.mean(empty) is None and bootstrap.mean(torch.ones(1)) is None

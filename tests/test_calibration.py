@@ -11,6 +11,7 @@ import pytest
 import torch
 from collected import take
 
+from asapc.calibration import collect
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import (
@@ -244,6 +245,30 @@ def test_sites_with_different_columns_cannot_share():
         finish({"a": narrow, "b": wide})
 
 
+@pytest.mark.parametrize("fields", [
+    {"features": ("sliced:4",)},
+    {"features": ("coarse:4", "gaussian"), "side": "target", "c_transforms": 2},
+    {"features": ("gaussian",), "side": "both", "c_transforms": 0},
+], ids=["source", "target", "both"])  # fmt: skip
+def test_pieces_change_nothing(monkeypatch, fields):
+    batches = [site_tensors(0, masked=True), site_tensors(1, masked=True, bias=True)]
+    whole = statistics_of([], seed=5, **fields)
+    cut = statistics_of([], seed=5, **fields)
+    for batch in batches:
+        take(whole, batch)
+    monkeypatch.setattr(collect, "_PIECE", 1)
+    assert len(collect.pieces(batches[0])) == 3
+    for batch in batches:
+        take(cut, batch)
+    one, other = (finish({"layer": own})["layer"] for own in (whole, cut))
+    for index in range(len(one.amortised.predictors)):
+        one_own, other_own = coefficients_of(one, index), coefficients_of(other, index)
+        torch.testing.assert_close(one_own, other_own, rtol=1e-3, atol=1e-4)
+    assert (one.examples, one.tokens) == (other.examples, other.tokens)
+    if one.amortised.intercept is not None:
+        torch.testing.assert_close(one.amortised.intercept, other.amortised.intercept)
+
+
 @pytest.mark.parametrize(("side", "c_transforms"), [("source", 3), ("target", 2)])
 def test_examples_without_active_keys_are_passed_over(side, c_transforms):
     tensors = site_tensors(masked=True)
@@ -329,6 +354,13 @@ def test_nan_behind_the_mask_is_harmless(side, c_transforms, features):
     ]
     torch.testing.assert_close(*(coefficients_of(site) for site in sites))
     assert coefficients_of(sites[1]).isfinite().all()
+
+
+def test_activations_that_overflow_the_features_are_refused():
+    tensors = site_tensors()
+    huge = dataclasses.replace(tensors, q=tensors.q * 1e25)
+    with pytest.raises(InputError, match=r"layer: the (features norm overflow|teacher's duals must)"):
+        statistics_of([huge], features=("norm",))
 
 
 def test_too_few_tokens_and_no_data_name_the_site():

@@ -102,6 +102,19 @@ KINDS = [Convention(t, "row", 0.5, f, mask) for t, f, mask in itertools.product(
     (7, 8), FACTORS, ("none", "key"))]  # fmt: skip
 
 
+def test_more_pivots_than_points() -> None:
+    """Tokens at a few points only: k-means finds them, surplus pivots repeat one, nothing breaks."""
+    random = torch.Generator().manual_seed(1)
+    points = torch.eye(4)[:2] * 3
+    own = Distiller("layer", UNMASKED, Recipe(operator="lot", pivots=5))
+    for _ in range(4):
+        chosen = torch.stack([torch.randperm(8, generator=random) % 2 for _ in range(12)])
+        q = points[chosen.view(3, 2, 2, 8)].flatten(1, 2)[:, :2]
+        v = torch.randn(3, 2, 8, 4, generator=random)
+        take(own, SiteTensors(q, q.flip(2), v=v))
+    assert max(own.calibration().errors) < 0.01
+
+
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
 @pytest.mark.parametrize("convention", KINDS, ids=lambda c: f"{c.last_side}-{c.output_factor}-{c.mask}")
 def test_the_map_has_the_teachers_mass(operator: str, convention: Convention) -> None:
@@ -218,6 +231,15 @@ def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         save_file({**tensors, "lot.0.lot.pivots": broken}, tmp_path / "c" / "calibration.safetensors")
         with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.0\.lot\.pivots"):
             load_calibration(tmp_path / "c")
+
+
+@pytest.mark.parametrize("key", ["pivots", "slices"])
+def test_counts_in_a_recipe(key: str) -> None:
+    recipe = Recipe.from_dict({key: 8, "sites": {"a.*": {"operator": "lot", key: 4}}})
+    assert (getattr(recipe.for_site("a.b"), key), getattr(recipe.for_site("b"), key)) == (4, 8)
+    for value in (0, 1.5, True, "8"):
+        with pytest.raises(InputError, match=f"{key} must be an integer from 1 to"):
+            Recipe.from_dict({key: value})
 
 
 @pytest.mark.parametrize(

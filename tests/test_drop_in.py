@@ -40,6 +40,7 @@ from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.regions import Refusal
 from asapc.program import live
+from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
 from asapc.program.state import Reads
@@ -132,6 +133,7 @@ def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected:
     ("kwargs", "message"),
     [
         ({"sharp": True}, "sharp was captured as False, and is True"),
+        ({"sharp": 0}, "sharp was captured as False, and is 0"),
         ({"labels": torch.zeros(5).long()}, "labels was captured as None, and is a tensor"),
         ({"keep": None}, "keep was captured as a tensor, and is None"),
         ({"keep": torch.ones(5, 9)}, "keep was captured as a tensor of bool, and is torch.float32"),
@@ -792,8 +794,11 @@ def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
     [
         broken("forward", None), broken("forward/parameters/0/name", "x y"),
         broken("forward/parameters/0/captured", {"tensor": 9}), broken("forward/output", {"tensor": 40}),
-        broken("live/programs/0/file", "../graph.pt2"), broken("live/programs/0/dtype", "int8"),
+        broken("forward/output", []), broken("live/programs/0/file", "../graph.pt2"),
+        broken("live/programs/0/dtype", "int8"),
+        broken("live/programs/0/dtype", ["int8"]), broken("live/programs/0/children/0/layer", "other"),
         broken("live/programs/0/children", []), broken("live/programs/0/modules/0/name", "blocks.7"),
+        broken("live/programs/0/modules/0/sites", ["nothing"]), broken("live/left", ["reason"]),
         broken("live/programs/0/call/output", {"tensor": 3}),
         broken("live/programs/0/modules/0/tensors", {"asapc_site_0_target_coefficients": "other"}),
     ],
@@ -937,6 +942,40 @@ def test_no_loop_stays_beside_its_operator() -> None:
     called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
     assert "asapc.sinkhorn.default" in called
     assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
+
+
+def test_structures_go_through_plain_data() -> None:
+    def forward(
+        x: Tensor, rest: Any, *more: Tensor, scale: float = 0.5, dtype: Any = torch.float32
+    ) -> None: ...
+
+    a, b, c = torch.ones(2, 3), torch.ones(2), torch.ones(3)
+    signature = inspect.signature(forward)
+    parameters = parameters_of(signature, (a, {"k": [b, None, 7]}, c), {"scale": 0.5}, [])
+    output = described((a, {"z": [b, True], "y": (None,)}), [], output=True)
+    call = Call(parameters, output, *known_of([a, b, c]))
+    again = Call.from_json(json.loads(json.dumps(call.to_json())), "call")
+    assert again == call
+    assert str(again.signature()) == "(x, rest, *more, scale=0.5, dtype=torch.float32)"
+    flat, problem = again.flat((a, {"k": [b, None, 7]}, c), {})
+    assert problem is None and [t is own for t, own in zip(flat, (a, b, c), strict=True)] == [True] * 3
+    for rest, message in (
+        ({"k": [b, None, 8]}, "rest was captured as 7, and is 8"),
+        ({"k": [b, None]}, "rest was captured as a list of 3"),
+        ({"q": 1}, "rest was captured as a dict of k"),
+    ):
+        assert message in str(again.flat((a, rest, c), {})[1])
+    assert "dtype was captured at its default" in str(
+        again.flat((a, {"k": [b, None, 7]}, c), {"dtype": torch.float64})[1]
+    )
+    extra = parameters_of(inspect.signature(lambda x, **rest: x), (a,), {"p": None, "q": 2}, [])
+    loose = Call(extra, output, *known_of([a]))
+    for kwargs in ({"p": None, "q": 2}, {"q": 2}, {"q": 2, "r": None}):
+        assert loose.flat((a,), kwargs)[1] is None, kwargs
+    for kwargs in ({"q": None}, {}, {"q": 2, "p": 1}, {"q": 2, "r": 1}):
+        assert loose.flat((a,), kwargs)[1] is not None, kwargs
+    found = rebuilt(again.output, [a, b], {})
+    assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 
 
 # Models that nobody here wrote

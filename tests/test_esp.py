@@ -15,7 +15,7 @@ from torch import Tensor
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Ties
 from asapc.operators import esp as meaning
-from asapc.operators import ranks
+from asapc.operators import matching, ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 EPS = torch.finfo(torch.float32).eps
@@ -292,6 +292,47 @@ def test_ties_and_couplings(
         plain = meaning.esp_hard(q.float(), k.float(), v.float(), *settings)
         budget = 2 * error(plain, product) + 2e-6 * float(v.nan_to_num().abs().max())
         assert error(single, product) <= budget
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.1])
+def test_a_long_head_is_right(temperature: float) -> None:
+    """Its nodes are more than are formed together."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 1, 420, 3), torch.randn(1, 1, 390, 3), torch.randn(1, 1, 390, 4)
+    settings = (None, None, None, torch.tensor([0.02]), temperature, False, False, 1.0)
+    own = ops.esp_soft(q, k, v, *settings)
+    exact = meaning.esp_soft(q.double(), k.double(), v.double(), *settings)
+    plain = meaning.esp_soft(q, k, v, *settings)
+    assert error(own, exact) <= 2 * error(plain, exact) + 1e-6
+
+
+def test_tied_costs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pairs are counted a few at a time, from tables of distances where that is less."""
+    q, k, v, keep, query_keep = tying((3, 2, 31, 17, 4, 3), True, "crossed")
+    directions = torch.eye(4).repeat(6, 1)
+    settings = (keep, query_keep, directions, torch.tensor([0.5]), False, False, 1.0)
+    whole = meaning.esp_hard(q, k, v, *settings)
+    tables: list[int] = []
+    cost_matrix = matching.cost_matrix
+
+    def counted(q: Tensor, k: Tensor, squared: bool) -> Tensor:
+        tables.append(len(q))
+        return cost_matrix(q, k, squared)
+
+    monkeypatch.setattr(matching, "cost_matrix", counted)
+    monkeypatch.setattr(matching, "GATHERED_AT_ONCE", 300)
+    torch.testing.assert_close(meaning.esp_hard(q, k, v, *settings), whole)
+    assert tables
+
+
+def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many slices are formed together, the map is the same."""
+    q, k, v, _, _ = problem((2, 2, 9, 9, 6, 4), False)
+    settings = (None, None, None, torch.tensor([0.7]), 0.1, False, False, 1.0)
+    expected = meaning.esp_soft(q, k, v, *settings)
+    for entries in (0, 2 * 2 * 9 * 9, 4 * 2 * 2 * 9 * 9):  # one slice, two unevenly, four and two
+        monkeypatch.setattr(meaning, "ENTRIES", entries)
+        torch.testing.assert_close(meaning.esp_soft(q, k, v, *settings), expected)
 
 
 @pytest.mark.parametrize("squared", [False, True])

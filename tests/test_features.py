@@ -222,6 +222,13 @@ def test_columns_and_gradients_are_finite_without_any_mass(text, dtype):
         assert gradient is None or gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("text", HERE)
+def test_columns_are_finite_at_huge_values(text):
+    clouds = case(0, 9, 6)
+    huge = Clouds(clouds.x.float() * 1e15, clouds.y.float() * 1e15)
+    assert columns_of(text, huge).isfinite().all()
+
+
 @pytest.mark.parametrize("text", ["sliced:3", "raw", "norm", "lse"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_gradients(text, padded):
@@ -331,6 +338,34 @@ def test_kernel_equals_the_columns(seed, n, m, x_masked, y_masked, ties, pooled,
     torch.testing.assert_close(clouds.centre(found), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
+    clouds = case(0, 37, 29, True, True, heads=11, dim=16)
+    clouds = Clouds(clouds.x.float(), clouds.y.float(), clouds.x_keep, clouds.y_keep)
+    theta, weights = theta_for(0, 5, 16), torch.randn(11, 5, generator=generator(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = kernel.contribution(clouds, theta, weights, BUDGET)
+        for tile_bytes in (1, 1 << 14, 1 << 15, 1 << 30):
+            monkeypatch.setattr(kernel, "TILE_BYTES", tile_bytes)
+            assert torch.equal(kernel.contribution(clouds, theta, weights, BUDGET), whole)
+    finally:
+        torch.set_num_threads(before)
+    alone = Clouds(clouds.x[1:, 3:4], clouds.y[1:, 3:4], clouds.x_keep[1:], clouds.y_keep[1:])
+    found = kernel.contribution(alone, theta, weights[3:4], BUDGET)
+    assert torch.equal(found[0, 0], whole[1, 3])
+
+
+def test_kernel_keeps_a_nan_to_its_example():
+    clouds = case(0, 8, 6, y_masked=True)
+    x = clouds.x.float()
+    x[0, 0, 3] = torch.nan
+    poisoned = Clouds(x, clouds.y.float(), clouds.y_keep.new_ones(2, 8), clouds.y_keep)
+    found = kernel.contribution(poisoned, theta_for(0), torch.ones(1, 3), BUDGET)
+    assert found[1].isfinite().all() and found[0, 1].isfinite().all()
+
+
 def test_one_broken_example_does_not_break_the_others() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 2, 8, 4, generator=generator)
@@ -341,3 +376,9 @@ def test_one_broken_example_does_not_break_the_others() -> None:
         alone = function(q[:1], q[:1], None, None, *tail)
         assert bool(own[1].isnan().all())
         torch.testing.assert_close(own[:1], alone)
+
+
+def test_lse_of_an_empty_batch() -> None:
+    q = torch.randn(0, 2, 8, 4)
+    own = torch.ops.asapc.dual(q, q, None, None, [], torch.ones(1, 1), "lse", "target", 0.5, 3, True)
+    assert own.shape == (0, 2, 8)

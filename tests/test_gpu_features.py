@@ -157,6 +157,18 @@ def test_an_empty_cluster() -> None:
     assert_honest(q, k, "coarse:5", parameters=[pivots], half_steps=6, starts_on_x=False)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=str)
+def test_empty_batch(shape: tuple[int, ...]) -> None:
+    assert_honest(points(*shape), points(*shape), ALL)
+
+
+def test_more_pivots_than_points_repeat_points() -> None:
+    y = points(2, 2, 5, 4)
+    found = coarse.farthest_points(Clouds(y, y), 9)
+    assert torch.equal(found[:, :, :5], farthest_points(Clouds(y, y), 5))
+    assert bool((found[:, :, :, None] == y[:, :, None]).all(-1).any(-1).all())
+
+
 @pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:2"])
 def test_huge_scores(features: str) -> None:
     q, k = points(1, 2, 17, 5) * 30, points(1, 2, 12, 5, seed=1) * 30

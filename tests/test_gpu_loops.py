@@ -276,6 +276,12 @@ def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
         assert_loop(case, RUNNERS[runner], (half_steps, first, False))
 
 
+def test_a_sweep_over_several_stripes() -> None:
+    """Stripes of 16 queries, the last one not full, and columns that are joined in several programs."""
+    case = Case((1, 2, 70, 600, 24, 8), masked=True)
+    assert_loop(case, sinkhorn.sweeping_loop, (4, "row", False))
+
+
 def test_longer_heads_are_swept_and_then_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 

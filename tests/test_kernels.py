@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,29 @@ def test_a_build_for_an_older_processor() -> None:
 
 
 @pytest.mark.usefixtures("memory")
+def test_one_wide_head_among_narrow_ones() -> None:
+    q, k, v = tokens(2, 3, 12, 4)
+    q[1, 2] *= 500
+    assert_honest(q, k, v)
+
+
+@pytest.mark.usefixtures("memory")
+def test_duplicated_tokens() -> None:
+    q, k, v = tokens(2, 2, 8, 4)
+    out = assert_honest(q[:, :, [0, 0, 1, 1, 1, 2]], k[:, :, [3] * 6], v[:, :, :6])
+    torch.testing.assert_close(out[:, :, 0], out[:, :, 1])
+
+
+@pytest.mark.usefixtures("memory")
+def test_output_factor_of_active_keys() -> None:
+    q, k, v = tokens(3, 2, 10, 4)
+    keep = torch.arange(10) < torch.tensor([[10], [4], [0]])
+    settings = (keep, None, 0.3, 4, True, [2.0, 0.0, 0.0, 1.0])
+    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
+    torch.testing.assert_close(ops.sinkhorn(q, k, v, *settings).double(), exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("memory")
 def test_scores_at_the_edge_of_the_linear_domain() -> None:
     """Every |S| is the largest that exp(S) is taken of directly, with signs that do not cancel."""
     signs = torch.tensor([1.0, -1.0] * 200)
@@ -299,6 +323,17 @@ def test_works_after_a_fork(threads: int, first: bool) -> None:
         pytest.skip("torch's own threads do not work after a fork")
     code = FORK.format(threads=threads, first=first)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names a library of torch's as Linux has it")
+def test_a_build_of_another_version_is_not_called() -> None:
+    other = Path(torch.__file__).parent / "lib" / "libc10.so"
+    code = "from asapc.kernels import native; print(native.missing())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True,
+        env={**os.environ, "ASAPC_NATIVE": str(other)},
+    )  # fmt: skip
+    assert "another version" in done.stdout
 
 
 @pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")

@@ -15,6 +15,7 @@ import asapc.kernels.library
 from asapc.ir import Side
 from asapc.kernels.cpu import gradients as cpu
 from asapc.kernels.loop import Loop, Tail
+from asapc.kernels.thresholds import Thresholds
 from asapc.operators import sinkhorn as meaning
 
 assert asapc.kernels.library
@@ -115,6 +116,23 @@ def test_scores_that_one_format_cannot_hold(dtype: torch.dtype, spread: float, f
     for masked in (False, True):
         case = given(13, 17, dtype, first, spread=spread, masked=masked)
         loop = Loop(0.5, 5, first, [1.0, 0.0, 1.0, 0.0])
+        assert_honest(by_kernel(case, loop), case, loop)
+
+
+@pytest.mark.parametrize(
+    ("first", "spread", "started"), [("row", 1.0, True), ("column", 12.0, False), ("row", 12.0, True)]
+)
+def test_a_head_that_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, first: Side, spread: float, started: bool
+) -> None:
+    """Blocks of a few rows, formed again at every visit: the same gradients."""
+    few = Thresholds(tile_bytes=17 * 8 * 3, resident_bytes=0)
+    monkeypatch.setattr(cpu, "thresholds", lambda *_: few)
+    for biased, masked in [(False, False), (True, True)]:
+        case = given(
+            23, 17, torch.float64, first, spread=spread, masked=masked, biased=biased, started=started
+        )
+        loop = Loop(0.5, 6, first, [1.0, 0.0, 1.0, 0.0])
         assert_honest(by_kernel(case, loop), case, loop)
 
 

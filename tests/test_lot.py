@@ -375,6 +375,12 @@ def test_padding_changes_nothing(cls: str, kernel_size: int) -> None:
         torch.testing.assert_close(model(row[None, : int(row.ne(0).sum())])[0], own)
 
 
+def test_a_text_of_padding_alone_trains() -> None:
+    model = small_text(cls="softmax", kernel_size=3).train()
+    model(torch.zeros(2, 9, dtype=torch.long)).log().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 def test_built_in_architecture_and_its_errors() -> None:
     assert ARCHITECTURES["lotformer-text"] is LOTFormerText
     with pytest.raises(ValueError, match="n_heads must divide d_model"):

@@ -423,6 +423,16 @@ def test_softmaxes_side_by_side_are_no_loop() -> None:
     assert find_loops(capture(net, nets.inputs_for(net), {}).programs[0].graph) == []
 
 
+def test_a_model_with_nothing_in_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    (tmp_path / "net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 2)\n")
+    np.savez(tmp_path / "x.npz", input=np.ones((6, 4), dtype="float32"))
+    code = main(["inspect", f"{tmp_path}/net.py:build", "--data", str(tmp_path / "x.npz"), "--trust"])
+    said = capsys.readouterr().err
+    assert code == 3 and "the model must hold attention, or a loop" in said
+
+
 def test_a_matcher_is_compiled_from_end_to_end(tmp_path: Path) -> None:
     """Written, loaded without trust, run on other sizes; its report says nothing that has no meaning."""
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ import asapc
 import asapc.kernels.library
 from asapc.artifact import read_artifact
 from asapc.cli import main
-from asapc.errors import EXIT_BAD_INPUT
+from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.measure import class_scores
 from asapc.program.calls import operator_calls
@@ -294,6 +294,12 @@ def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
 
 
 # Capture per module
+
+def test_class_scores_are_the_first_matrix() -> None:
+    assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
+    with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
+        refresh.scores_leaf([torch.randn(2, 3, 4)])
+
 
 def test_capture_per_module_trains_the_captured_modules(
     work: Path, capsys: pytest.CaptureFixture[str]

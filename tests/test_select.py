@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,17 @@ def outputs(out: Path, stage: Any, batch: Batch) -> torch.Tensor:
     return found[0]  # type: ignore[no-any-return]
 
 
+def test_a_set_that_nobody_measured_is_not_said_to_exceed(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select.WholeModel, "measure", lambda self, own: {"logit_kl": 0.6 * len(own)})
+    made = chosen(ground, {"budget": {"logit_kl": 1.0}})
+    assert len(made.trail["rounds"]) == 2
+    reasons = [choice.reason for choice in made.choices if choice.operator == "sinkhorn"]
+    assert len(reasons) == 2
+    assert all("had no room for it" in own and "exceeded" not in own for own in reasons)
+
+
 def test_a_set_that_exceeds_the_budget_together_is_tightened(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +395,49 @@ def test_exact_operators_come_before_the_teacher(ground: Ground, monkeypatch: py
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
     assert {choice.operator for choice in made.choices} == {"sinkhorn"}
     assert labels(made.trail) == ["sinkhorn"] * 3
+
+
+def test_a_bias_by_position_has_one_length(ground: Ground) -> None:
+    site = ground.analysis.sites[0]
+    fit = SimpleNamespace(features=("norm", "token_bias"))
+    tried = [select.Tried(select.Candidate("asap", "asap", None, fit))]  # type: ignore[arg-type]
+    own = select.OpenSite(0, site, Recipe(), {}, tried)
+    t = SiteTensors(torch.ones(1, 1, 12, 4), torch.ones(1, 1, 12, 4))
+    select._check_one_length(own, t, [(4, 12)])
+    with pytest.raises(InputError, match=r"asap holds for sequences of one length, got 4x13"):
+        select._check_one_length(own, t, [(4, 12), (4, 13)])
+
+
+def test_prices_are_measured_at_other_shapes() -> None:
+    """Sizes of what the calls see, and medians that are times."""
+    seen: list[tuple[int, ...]] = []
+    keep = torch.arange(7)[None] < torch.tensor([[7], [3]])
+    q, k, bias = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 7, 4), torch.randn(1, 2, 5, 7)
+    t = SiteTensors(q, k, keep, bias)
+
+    def call(own: SiteTensors, v: torch.Tensor | None) -> None:
+        assert own.keep is not None and own.bias is not None and v is None
+        seen.append((*own.q.shape[:3], own.k.shape[2], *own.keep.shape, *own.bias.shape))
+
+    found = price.prices({"a": call}, t, [(2, 5), (3, 10)], repeats=2)["a"]
+    assert set(seen) == {(2, 2, 5, 7, 2, 7, 1, 2, 5, 7), (3, 2, 10, 14, 3, 14, 1, 2, 10, 14)}
+    assert set(found.median) == {(2, 5), (3, 10)} and found.milliseconds > 0
+    assert found.slower_than(found) is None
+    fast = Price({(2, 5): 1.0}, {(2, 5): 0.9}, {(2, 5): 1.1})
+    slow = Price({(2, 5): 2.0}, {(2, 5): 1.2}, {(2, 5): 2.1})
+    assert slow.slower_than(fast) == (2, 5) and fast.slower_than(slow) is None
+
+
+def test_memory_of_a_call_is_what_it_holds_at_its_peak() -> None:
+    from asapc.measure.timing import extra_bytes
+
+    def call() -> torch.Tensor:
+        return torch.ones(2**24) + torch.ones(2**24)  # three of 64 MiB
+
+    found = extra_bytes(call)
+    if found is None:
+        pytest.skip("this system does not tell how much a process holds")
+    assert 180 * 2**20 < found < 260 * 2**20
 
 
 def test_a_shape_that_memory_does_not_hold_is_bad_input() -> None:
