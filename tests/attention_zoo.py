@@ -307,18 +307,6 @@ class SlicedSoft(_Projected):
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
 
 
-class SlicedWithMaps(SlicedSoft):
-    """Returns its maps, and reads them again before the values are mixed."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.split(x)
-        first, second = (soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k))
-        plans = torch.matmul(first.transpose(-1, -2), second)
-        maps = (self.weights(plans, q, k)[..., None, None] * plans).sum(2)
-        mass = maps.sum(-2)
-        return self.merge(maps @ v), maps, mass
-
-
 class SlicedLearnt(SlicedSoft):
     """Learnt slices, queries scaled first, squared costs by inner products, their mean, einsum."""
 
@@ -380,15 +368,6 @@ class SlicedHard(SlicedSoft):
         plans = torch.matmul(first.transpose(-1, -2), second)
         weights = self.weights(plans, q, k)
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
-
-
-class SlicedUnstable(SlicedHard):
-    """Ties in another order than that of the tokens, as of a sort that is not stable."""
-
-    def order(self, values: Tensor) -> Tensor:
-        n = values.shape[-1]
-        mixed = torch.cat([torch.arange(0, n, 2), torch.arange(1, n, 2)])
-        return mixed[super().order(values[..., mixed])]
 
 
 class SlicedAscending(SlicedSoft):
@@ -534,19 +513,6 @@ class GluedInside(Glued):
         first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
         second = self.plan(0.5 * (k @ self.pivots.mT), uniform, sigma.log()).mT
         return self.merge(first @ (x.shape[1] * (second @ v) / sigma[..., None]))
-
-
-class GluedAtOnce(Glued):
-    """The three factors in one einsum, the factor inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        sigma = torch.softmax(self.masses, -1)
-        uniform = torch.full_like(q[..., 0], 1.0 / x.shape[1]).log()
-        first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
-        second = self.plan(0.5 * (self.pivots @ k.mT), sigma.log(), uniform)
-        first = x.shape[1] * first / sigma[:, None]
-        return self.merge(torch.einsum("bhnr,bhrm,bhme->bhne", first, second, v))
 
 
 class SlicedNumpy(nn.Module):

@@ -52,17 +52,6 @@ class Mixer(nn.Module):
         return torch.einsum("btij,btjd->btid", mix.exp(), x)
 
 
-class NormalisedMixer(Mixer):
-    """The same by exp and divisions that a constant keeps from 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mix = self.to_mix(x.flatten(-2)).unflatten(-1, (self.streams, self.streams))
-        mix = (mix - mix.amax(-2, keepdim=True)).exp()
-        for step in range(self.half_steps):
-            mix = nn.functional.normalize(mix, p=1, dim=-2 if step % 2 == 0 else -1)
-        return torch.einsum("btij,btjd->btid", mix, x)
-
-
 class Latents(nn.Module):
     """Learnt queries, squared distances as costs, one learnt epsilon a head, duals in cost units."""
 
@@ -258,23 +247,6 @@ class Scaled(nn.Module):
             b = 1.0 / (kernel.transpose(-1, -2) @ a + 1e-8)
             a = 1.0 / (kernel @ b + 1e-8)
         return a * kernel * b.transpose(-1, -2)
-
-
-class Softened(nn.Module):
-    """A constant on a softmax before it is normalised further: its kernel is no exp(scores)."""
-
-    streams = 4
-
-    def __init__(self, half_steps: int = 6) -> None:
-        super().__init__()
-        self.score = nn.Linear(8, self.streams**2)
-        self.half_steps = half_steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        plan = self.score(x).unflatten(-1, (self.streams, self.streams)).softmax(-1) + 1e-3
-        for step in range(self.half_steps):
-            plan = plan / (plan.sum(-1 if step % 2 else -2, keepdim=True) + 1e-6)
-        return plan
 
 
 class Products(nn.Module):

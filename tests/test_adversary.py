@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_no_convention_is_taken_for_another(seed: int) -> None:
-    case = random_case(seed, longest=24)  # long ones cost minutes, and are below
+    case = random_case(seed, longest=12)  # long ones cost minutes, and are below
     found = judge(**case, seed=seed)
     if len(case["laws"]) > 1 and any(law.threshold for law in case["laws"]):
         return  # they share a module: what ends one early leaves the other as it is, too
@@ -23,14 +23,13 @@ def test_no_convention_is_taken_for_another(seed: int) -> None:
 
 # What was once taken for another loop, or could be.
 KNOWN = {
-    "80 half-steps": (Law(half_steps=80, form="potentials"),),
-    "300 half-steps, columns first": (Law(half_steps=300, rows_first=False),),
+    "80 half-steps, columns first": (Law(half_steps=80, rows_first=False, form="potentials"),),
     "two layers, used in the other order": (Law(half_steps=5), Law(half_steps=6, rows_first=False)),
     "clamped sums": (Law(half_steps=8, form="plan", constant=1e-6, clamp=True, offset="softmax"),),
     "a constant added to sums, low scores": (
         Law(half_steps=6, form="scaling", constant=1e-9, shares=True, mask="low"),
     ),
-    "a stop that changes nothing": (Law(half_steps=20, form="potentials", threshold=1e-12),),
+    "a stop that changes nothing": (Law(half_steps=12, form="potentials", threshold=1e-12),),
 }
 REFUSED = {
     "a stop that does": (Law(half_steps=20, form="potentials", threshold=1e-2), "ends early"),

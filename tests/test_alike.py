@@ -88,7 +88,6 @@ def test_the_same_layer_is_examined_once(examined: list[object]) -> None:
 BIASES = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(1))
 DIFFERENT = {
     "half-steps": Layer(half_steps=4),
-    "scale": Layer(scale=0.25),
     "a floor": Layer(floor=1e-6),
     "a bias": Layer(bias=BIASES[0]),
     "hides nothing": Layer(hidden=lambda padded: torch.zeros_like(padded[:, None], dtype=torch.float32)),
@@ -102,10 +101,3 @@ def test_a_layer_that_differs_is_examined_itself(what: str, examined: list[objec
     assert one.convention != other.convention or one.bias != other.bias
     assert one.convention.half_steps == 3
     assert other.convention.half_steps == (4 if what == "half-steps" else 3)
-
-
-def test_biases_of_other_content_are_examined_each(examined: list[object]) -> None:
-    one, other, again = sites_of(*(Layer(bias=BIASES[i]) for i in (0, 1, 1)))
-    assert len(examined) == 3  # parameters of their own, although two hold the same
-    assert all(site.bias is not None and site.bias.coefficient == pytest.approx(1.0)
-               for site in (one, other, again))  # fmt: skip

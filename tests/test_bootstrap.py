@@ -35,13 +35,6 @@ def test_a_share_covers_percentiles_and_never_gets_better_with_a_miss() -> None:
     assert high - low == pytest.approx(2 * 1.96 * math.sqrt(0.96 * 0.04 / 500), rel=0.2)
 
 
-def test_shares_cover_at_least_as_often_as_they_say() -> None:
-    found = [bootstrap.share(hits(count, 100)) or (0, 0) for count in range(60, 101)]
-    for share in (0.9, 0.99, 0.998):
-        covering = [c for c, (low, high) in enumerate(found, 60) if low <= share <= high]
-        assert binom.pmf(covering, 100, share).sum() >= 0.95, share
-
-
 def test_a_mean_of_normal_values() -> None:
     values = torch.from_numpy(norm.ppf((np.arange(400) + 0.5) / 400))
     low, high = bootstrap.mean(3 + 0.1 * values) or (0, 0)
@@ -67,46 +60,6 @@ def test_a_mean_is_as_scipy_has_it(sample: NDArray[np.float64]) -> None:
     assert found == pytest.approx((exact.low, exact.high), rel=1e-12)
 
 
-def test_a_ratio_is_near_scipys_exact_jackknife() -> None:
-    generator = np.random.default_rng(6)
-    above, below = generator.lognormal(size=300), 0.5 + generator.lognormal(size=300)
-    exact = scipy_bootstrap(
-        (above, below), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
-        n_resamples=bootstrap.RESAMPLES, method="BCa", rng=np.random.default_rng(7),
-    ).confidence_interval  # fmt: skip
-    found = bootstrap.ratio(torch.from_numpy(above), torch.from_numpy(below), seed=7)
-    assert found == pytest.approx((exact.low, exact.high), abs=0.01 * (exact.high - exact.low))
-
-
-def test_means_of_skewed_values_are_covered() -> None:
-    """Lognormal errors: plain percentiles miss the mean much more often, and nearly always below."""
-    generator = np.random.default_rng(1)
-    mean, missed = math.exp(0.5), np.zeros(4)
-    for sample in generator.lognormal(size=(200, 50)):
-        values = torch.from_numpy(sample)
-        low, high = bootstrap.mean(values) or (0, 0)
-        plain = bootstrap._percentiles(values, 0.95, 0)
-        missed += [low > mean, high < mean, plain[0] > mean, plain[1] < mean]
-    assert missed[:2].sum() / 200 < 0.13 and missed[1] < missed[3]
-
-
-def test_acceleration_moves_both_ends_towards_the_tail() -> None:
-    values = torch.cat([torch.zeros(90), torch.ones(10)]).double()
-    low, high = bootstrap.mean(values) or (0, 0)
-    plain = bootstrap._percentiles(values, 0.95, 0)
-    assert low >= plain[0] and high > plain[1]
-    mirrored = bootstrap.mean(1 - values) or (0, 0)
-    assert mirrored == pytest.approx((1 - high, 1 - low), abs=0.011)
-
-
-def test_a_ratio_resamples_examples_whole() -> None:
-    """Where every example has the same ratio there is no spread, however their sizes differ."""
-    below = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
-    assert bootstrap.root_ratio(0.04 * below, below) == pytest.approx((0.2, 0.2))
-    low, high = bootstrap.root_ratio(torch.rand(50).double() * below, below) or (0, 0)
-    assert low < high
-
-
 def test_a_drop_is_paired() -> None:
     """Equal answers leave only what n examples cannot show; independent ones have a wide interval."""
     first = hits(350, 500)
@@ -120,20 +73,6 @@ def test_a_drop_is_paired() -> None:
     all_lost = bootstrap.difference(hits(5, 5), hits(0, 5)) or (9, 9)
     assert 0 < all_lost[0] < 0.5 and all_lost[1] == 1
     assert bootstrap.difference(~first, ~shuffled) == pytest.approx((-wide[1], -wide[0]), abs=0.004)
-
-
-def test_drops_are_covered() -> None:
-    """From the multinomial distribution of (only teacher, only compiled) right, n = 200."""
-    lost, won, count = 0.012, 0.004, 200
-    generator = np.random.default_rng(2)
-    missed, known = 0, {}
-    for a, b, _ in generator.multinomial(count, [lost, won, 1 - lost - won], size=400):
-        if (a, b) not in known:
-            first, second = hits(a, count), (torch.arange(count) >= a) & hits(a + b, count)
-            known[a, b] = bootstrap.difference(first, second) or (9, 9)
-        low, high = known[a, b]
-        missed += not low <= lost - won <= high
-    assert missed / 400 <= 0.05
 
 
 def test_the_same_values_give_the_same_interval_and_other_seeds_another() -> None:

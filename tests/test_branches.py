@@ -99,15 +99,6 @@ def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> 
     assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
 
 
-def test_what_a_caller_handles_meanwhile_is_not_the_reason() -> None:
-    ask = next(iter(UNEXPORTED))
-    try:
-        raise ValueError("of the caller")
-    except ValueError:
-        reason = capture(net(UNEXPORTED[ask]), (X,), {}).reason
-    assert reason is not None and f'"{ask}": lambda x: x' in reason
-
-
 def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
     model = net(lambda x: x * 2 if bool((x > 0).any()) else x)
     positive, negative = X.abs() + 0.1, -X.abs()
@@ -242,5 +233,3 @@ def test_nothing_compiled_is_exit_code_3(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=X.numpy())
     with pytest.raises(NoSiteError, match="cannot be captured"):
         asapc.compile(net(inner=UNEXPORTED["scale"]), str(tmp_path / "x.npz"))
-
-

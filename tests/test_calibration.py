@@ -11,12 +11,11 @@ import pytest
 import torch
 from collected import take
 
-from asapc.calibration import collect, teacher
+from asapc.calibration import collect
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import (
     Calibration,
-    fit_facts,
     load_calibration,
     save_calibration,
 )
@@ -28,7 +27,7 @@ from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
-from asapc.operators.sinkhorn import factor_terms, finite_duals, sinkhorn_attention
+from asapc.operators.sinkhorn import factor_terms, sinkhorn_attention
 from asapc.program.apply import apply_amortised, predict
 
 
@@ -158,32 +157,6 @@ def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_s
     assert_closes(tensors, rule, f + shift[..., None], g, 0)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 15.0, 60.0, 1e3], ids=lambda s: f"scale_{s:g}")
-@pytest.mark.parametrize("first_side", ["row", "column"])
-def test_fast_loop_equals_the_log_domain(scale, masked, first_side):
-    tensors = site_tensors(masked=masked, n=8, m=6)
-    tensors = dataclasses.replace(tensors, q=tensors.q * scale)
-    duals = TeacherDuals(tensors, convention(50, first_side))
-    fast = teacher._linear_history(duals.scores, duals.convention, tensors.keep)
-    assert (fast is not None) == (scale <= 15)
-    for half_steps in (0, 1, 2, 7, 50):
-        slow = finite_duals(duals.scores, half_steps, first_side, tensors.keep)
-        torch.testing.assert_close(duals.after(half_steps), slow, rtol=1e-11, atol=1e-10)
-
-
-@pytest.mark.parametrize("side", ["source", "target"])
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-def test_masses_are_sums_of_the_plan_one_half_step_later(side, masked):
-    """The last half-step before the end that updates `side`; the next closes the other one."""
-    tensors = site_tensors(n=7, m=10, masked=masked)
-    at = 5 if side == "source" else 6
-    mass = TeacherDuals(tensors, convention(10)).mass(at, side)
-    later = convention(at + 1)
-    plan = sinkhorn_attention(*double(tensors), *settings_of(later)[:-1], [1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(mass, plan.sum(-1 if side == "source" else -2), rtol=1e-10, atol=1e-14)
-
-
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_fully_masked_example_has_a_finite_target(side):
     tensors = dataclasses.replace(
@@ -221,22 +194,6 @@ def test_statistics_equal_a_direct_fit(side, c_transforms, coefficients, masked)
     assert len(site.quality) == 1 and site.quality[0].fit == "ls"
     assert len(site.quality[0].r2) == groups and all(0 < r <= 1 for r in site.quality[0].r2)
     assert site.fit_seconds > 0 and site.sharing == coefficients
-
-
-def test_both_sides_are_fitted_each_to_its_own_last_update():
-    batches = [site_tensors(seed, masked=True) for seed in range(3)]
-    site = fit(batches, convention(10), side="both", c_transforms=0, features=("gaussian",), ridge=0)
-    source, key = site.amortised.predictors
-    assert (source.side, source.budget.half_steps) == ("source", 9)
-    assert (key.side, key.budget.half_steps) == ("target", 10)
-    for index in range(2):
-        rows, targets = regression_rows(site, batches, index)
-        omega = torch.linalg.lstsq(rows, targets, driver="gelsd").solution[..., 0]
-        found = coefficients_of(site, index).double()
-        torch.testing.assert_close(found, omega, atol=2e-5, rtol=2e-5)
-    expected = torch.cat([TeacherDuals(b, convention(10)).intercept(10) for b in batches]).mean(0)
-    torch.testing.assert_close(site.amortised.intercept, expected.float())
-    assert len(site.quality) == 2
 
 
 def test_the_ridge_is_per_row_or_lambda_itself():
@@ -288,62 +245,6 @@ def test_sites_with_different_columns_cannot_share():
         finish({"a": narrow, "b": wide})
 
 
-def test_sharing_leaves_other_sites_and_sides_alone():
-    """A site with its own coefficients, and a shared one of the key side, beside two shared ones."""
-    batches = [site_tensors(seed) for seed in range(2)]
-    fields = {"features": ("gaussian",), "coefficients": "shared"}
-    statistics = {
-        "a": statistics_of(batches, name="a", **fields),
-        "b": statistics_of(batches[:1], name="b", **fields),
-        "target": statistics_of(batches, name="target", side="target", c_transforms=2, **fields),
-        "own": statistics_of(batches, name="own", features=("gaussian",)),
-    }
-    found = finish(statistics)
-    assert torch.equal(coefficients_of(found["a"]), coefficients_of(found["b"]))
-    alone = fit(batches, side="target", c_transforms=2, **fields)
-    assert torch.equal(coefficients_of(found["target"]), coefficients_of(alone))
-    alone = fit(batches, features=("gaussian",))
-    assert torch.equal(coefficients_of(found["own"]), coefficients_of(alone))
-    assert not torch.equal(coefficients_of(found["a"]), coefficients_of(found["target"]))
-
-
-def test_kl_starts_from_least_squares_and_says_how_it_ended():
-    batches = [site_tensors(seed, masked=True) for seed in range(2)]
-    fields = {"features": ("coarse:3", "norm"), "ridge": 0.0}
-    squares, divergence = fit(batches, **fields), fit(batches, fit="kl", **fields)
-    quality = divergence.quality[0]
-    assert quality.fit == "kl" and quality.converged == (True, True)
-    assert len(quality.iterations) == 2 and max(quality.gradient_norm) < 1e-6
-    assert all(kl <= ls + 1e-12 for kl, ls in zip(quality.r2, squares.quality[0].r2, strict=True))
-    assert not torch.equal(coefficients_of(squares), coefficients_of(divergence))
-    assert fit_facts(divergence)["fit_converged"] is True
-    assert fit_facts(squares)["fit_converged"] is None
-
-
-@pytest.mark.parametrize("features", [("sliced:16",), ("gaussian",), ("coarse:8",)], ids=" ".join)
-@pytest.mark.parametrize(("side", "c_transforms"), [("source", 1), ("target", 2)])
-def test_fit_improves_on_a_zero_dual(side, c_transforms, features):
-    """Keys on a wider cloud than queries: where both clouds agree, sliced potentials vanish."""
-
-    def cloud(seed):
-        tensors = site_tensors(seed, n=24, m=24)
-        return dataclasses.replace(tensors, k=2 * tensors.k + 0.5)
-
-    rule = convention(output_factor=dataclasses.replace(convention().output_factor, queries=1))
-    site = fit(
-        [cloud(seed) for seed in range(6)], rule, side=side, c_transforms=c_transforms, features=features
-    )
-    unseen = cloud(99)
-    exact = sinkhorn_attention(unseen.q, unseen.k, None, None, *settings_of(rule))
-    fitted = apply_amortised(rule, site.amortised, unseen, None)
-    zero = torch.zeros(3, 2, 24)
-    duals = (zero, None) if side == "source" else (None, zero)
-    plain = asap_attention(
-        unseen.q, unseen.k, None, None, *duals, 0.5, c_transforms, [1.0, 1.0, 0.0, 0.0]
-    )
-    assert (fitted - exact).norm() < 0.6 * (plain - exact).norm()
-
-
 @pytest.mark.parametrize("fields", [
     {"features": ("sliced:4",)},
     {"features": ("coarse:4", "gaussian"), "side": "target", "c_transforms": 2},
@@ -366,19 +267,6 @@ def test_pieces_change_nothing(monkeypatch, fields):
     assert (one.examples, one.tokens) == (other.examples, other.tokens)
     if one.amortised.intercept is not None:
         torch.testing.assert_close(one.amortised.intercept, other.amortised.intercept)
-
-
-def test_a_bias_of_every_example_goes_with_its_piece(monkeypatch):
-    tensors = site_tensors(batch=4, masked=True)
-    each = dataclasses.replace(tensors, bias=torch.randn(4, 1, 9, 9))
-    kept = torch.tensor([True, False, True, True])
-    keep = tensors.keep & kept[:, None]
-    monkeypatch.setattr(collect, "_PIECE", 1)
-    found = collect.pieces(dataclasses.replace(each, keep=keep))
-    assert len(found) == 3
-    for piece, index in zip(found, (0, 2, 3), strict=True):
-        assert torch.equal(piece.bias[0], each.bias[index])
-        assert torch.equal(piece.q[0], each.q[index]) and torch.equal(piece.keep[0], keep[index])
 
 
 @pytest.mark.parametrize(("side", "c_transforms"), [("source", 3), ("target", 2)])
@@ -517,15 +405,6 @@ def test_c_transforms_go_on_from_the_last_dual(
     assert_closes(tensors, rule, f, g, c_transforms, last + c_transforms)
 
 
-def test_one_fit_serves_any_number_of_c_transforms():
-    batches = [site_tensors(seed) for seed in range(2)]
-    one, three = (fit(batches, aim="last", c_transforms=number) for number in (1, 3))
-    assert torch.equal(coefficients_of(one), coefficients_of(three))
-    assert one.amortised.plan.aim == "aligned" and three.amortised.plan.aim == "last"
-    aligned = fit(batches, c_transforms=3)
-    assert not torch.equal(coefficients_of(aligned), coefficients_of(three))
-
-
 def test_active_points_do_not_see_padding():
     """Whatever padded queries are, the fit is the same, and so are the duals of the others."""
     tensors = site_tensors(masked=True)
@@ -549,15 +428,6 @@ def test_active_points_do_not_see_padding():
     # A padded query has the potential of a mean point: 0 in cost coordinates.
     offset = cost_offset(tensors, "source").float()
     torch.testing.assert_close(ours[~keep], -offset[~keep])
-
-
-def test_without_a_mask_all_points_are_active():
-    batches = [site_tensors()]
-    some, every = (fit(batches, points=points) for points in ("active", "all"))
-    assert torch.equal(coefficients_of(some), coefficients_of(every))
-    crossed = [site_tensors(n=7, m=10, masked=True)]  # the keys' mask says nothing of the queries
-    some, every = (fit(crossed, points=points) for points in ("active", "all"))
-    assert torch.equal(coefficients_of(some), coefficients_of(every))
 
 
 # The calibration folder
@@ -606,24 +476,6 @@ def test_folder_round_trip(saved, tmp_path):
     ]
     shutil.move(tmp_path / "calib", tmp_path / "moved")
     assert flat(load_calibration(tmp_path / "moved")) == flat(saved)
-
-
-def test_folder_round_trip_without_hashes_and_with_infinite_condition(saved, tmp_path):
-    (site,) = saved.sites["layers.0.attn"]
-    quality = dataclasses.replace(site.quality[0], condition_number=(None,))
-    site = dataclasses.replace(site, quality=(quality,))
-    own = dataclasses.replace(saved, sites={"layers.0.attn": (site,)}, seen_hashes=())
-    save_calibration(tmp_path / "calib", own)
-    json.loads((tmp_path / "calib" / "calibration.json").read_text(), parse_constant=pytest.fail)
-    assert flat(load_calibration(tmp_path / "calib")) == flat(own)
-    assert fit_facts(site)["condition_number"] is None
-
-
-def test_same_calibration_same_bytes(saved, tmp_path):
-    for name in ("a", "b"):
-        save_calibration(tmp_path / name, saved)
-    for name in ("calibration.json", "calibration.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_no_calibration_folder(tmp_path):
@@ -709,17 +561,3 @@ def test_damaged_folders_are_one_clear_message(saved, tmp_path, damage):
     with pytest.raises(InputError, match=rule) as caught:
         load_calibration(folder)
     assert "asapc calibrate" in str(caught.value)
-
-
-@pytest.mark.parametrize(("half_steps", "first", "spread"), [(1, "column", 1.0), (6, "row", 300.0)])
-def test_the_map_of_the_duals_is_the_references(half_steps, first, spread):
-    """In the linear and the log domain; padded, with an example that has no active key, and a bias."""
-    rule = Convention(half_steps, first, 0.5, mask="key", bias=True)
-    tensors = site_tensors(masked=True, bias=True)
-    keep = tensors.keep & torch.tensor([[True], [False], [True]])
-    tensors = dataclasses.replace(tensors, q=spread * tensors.q, keep=keep)
-    found = TeacherDuals(tensors, rule).attention()
-    exact = sinkhorn_attention(*double(tensors), *settings_of(rule)[:-1], [1.0, 1.0, 0.0, 0.0])
-    assert found.dtype == torch.float32 and not bool(found[1].any())
-    active = [0, 2]
-    torch.testing.assert_close(found[active], exact.float()[active], rtol=1e-5, atol=1e-6)

@@ -28,15 +28,17 @@ SMALL = {
     "batch_size": 32, "max_examples": 32, "selection_examples": 16,
     "features": ["coarse:4", "sliced:2", "lse"],
 }  # fmt: skip
+ASAP: dict[str, Any] = {"operator": "asap"}
 RECIPES: dict[str, dict[str, Any]] = {
-    "asap": {"operator": "asap"},
-    "keys' dual": {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["gaussian"]},
-    "KL": {"operator": "asap", "fit": "kl"},
-    "lot": {"operator": "lot", "pivots": 4},
-    "esp_hard": {"operator": "esp_hard", "slices": 4},
+    "of each layer": {"sites": {
+        "layers.0.*": ASAP,
+        "layers.1.*": {**ASAP, "side": "target", "c_transforms": 1, "features": ["gaussian"]},
+        "layers.2.*": {**ASAP, "fit": "kl"},
+        "layers.3.*": {"operator": "lot", "pivots": 4},
+        "layers.4.*": {"operator": "esp_hard", "slices": 4},
+    }},
     "auto": {"budget": {"attention_rel_l2": 9.0}, "features": ["lse"]},
-}
-MEASURED = ("asap",)
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -67,6 +69,8 @@ def test_the_whole_way(
     work: tuple[Path, str], tmp_path: Path, gpu: None, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher, data = work
+    if name != "auto":
+        teacher = write_teacher(tmp_path / "teacher", max_iter=4, n_layers=len(RECIPES[name]["sites"]))
     (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES[name]}))
     fits = {}
     for device in ("cpu", "cuda"):
@@ -80,9 +84,9 @@ def test_the_whole_way(
         fits[device] = coefficients(calibration)
         place = "cpu" if device == "cpu" else "one GPU"
         assert json.loads((out / "selection.json").read_text())["device"] == place
-        if name not in MEASURED:
+        if name != "auto":
             continue
-        assert run("report", out, *common) == 0, capsys.readouterr().err
+        assert run("report", out, "--fast", *common) == 0, capsys.readouterr().err
         timed = run("bench", out, "--repeats", 1, "--no-torch-compile", *common)
         assert timed == 0, capsys.readouterr().err
         assert json.loads((out / "report.json").read_text())["environment"]["device"] == place
@@ -119,29 +123,29 @@ def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Pa
     assert first == second
 
 
-@pytest.mark.parametrize("extra", [("--distil",), ("--labels",)])
-def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None, extra: tuple[str, ...]) -> None:
+def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
     teacher, data = work
-    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES["asap"]}))
+    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **ASAP}))
     calibration, out = tmp_path / "calibration", tmp_path / "out"
     assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
                tmp_path / "r.yaml", "--quiet") == 0  # fmt: skip
     assert run("compile", teacher, "--calibration", calibration, "-o", out, "--quiet") == 0
-    entries = []
-    for device in ("cpu", "cuda"):
-        again = tmp_path / device
-        assert run("refresh", out, "--data", data, *extra, "--epochs", 2, "--learning-rate", 1e-3,
-                   "-o", again, "--device", device, "--quiet") == 0  # fmt: skip
-        entries.append(json.loads((again / "manifest.json").read_text())["refresh"])
-    assert entries[0]["best_epoch"] == entries[1]["best_epoch"]
-    for name, value in entries[0]["after"].items():
-        assert value == pytest.approx(entries[1]["after"][name], rel=1e-3, abs=1e-4)
+    for extra in ("--distil", "--labels"):
+        entries = []
+        for device in ("cpu", "cuda"):
+            again = tmp_path / f"{device}{extra}"
+            assert run("refresh", out, "--data", data, extra, "--epochs", 1, "--learning-rate", 1e-3,
+                       "-o", again, "--device", device, "--quiet") == 0  # fmt: skip
+            entries.append(json.loads((again / "manifest.json").read_text())["refresh"])
+        assert entries[0]["best_epoch"] == entries[1]["best_epoch"]
+        for name, value in entries[0]["after"].items():
+            assert value == pytest.approx(entries[1]["after"][name], rel=1e-3, abs=1e-4)
 
 
 def test_a_study(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
     teacher, data = work
     (tmp_path / "grid.yaml").write_text(
-        "blocks:\n  - {features: [[coarse:4], [gaussian, lse]], max_examples: 32}\n"
+        "blocks:\n  - {features: [[gaussian, lse]], max_examples: 32}\n"
         "  - {operator: lot, pivots: 4, max_examples: 32}\n  - {half_steps: 3}\n"
     )
     rows = {}
@@ -189,8 +193,7 @@ def test_other_teachers(
         ("calibrate", tmp_path / "teacher", "--data", data, "-o", calibration, "--recipe",
          tmp_path / "r.yaml"),
         ("compile", tmp_path / "teacher", "--calibration", calibration, "-o", out),
-        ("report", out),
-        ("bench", out, "--repeats", 1, "--no-torch-compile"),
+        ("report", out, "--fast"),
     ):  # fmt: skip
         assert run(command, *rest, "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
 
@@ -204,7 +207,7 @@ def test_a_model_on_the_gpu_stays_there(gpu: None) -> None:
     with running_on(chosen_device("cuda"), [model]):
         there = list(model.parameters())
         compiled, report = asapc.compile(
-            model, {"inputs": tokens}, recipe={**SMALL, **RECIPES["asap"]}, examples=8
+            model, {"inputs": tokens}, recipe={**SMALL, **ASAP}, examples=8
         )
         assert all(isinstance(x, OnGpu) for x in there)
         assert all(x is y for x, y in zip(there, model.parameters(), strict=True))

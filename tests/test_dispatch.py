@@ -56,20 +56,6 @@ def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:
     assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
 
 
-def test_two_duals_without_a_c_transform_are_the_plain_meaning() -> None:
-    q = torch.randn(1, 2, 8, 4)
-    with explained() as choices:
-        torch.ops.asapc.asap(q, q, q, None, None, q[..., 0], q[..., 1], 0.5, 0, ATTENTION)
-    assert [c.kernel for c in choices] == ["plain PyTorch"]
-
-
-def test_nothing_is_collected_outside() -> None:
-    with explained() as choices:
-        pass
-    sinkhorn(8)
-    assert choices == []
-
-
 def test_other_devices_fall_back_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 8, 4, device="meta")
     with explained() as choices:

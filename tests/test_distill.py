@@ -94,6 +94,14 @@ def test_a_lot_layer_is_found_again() -> None:
     assert float(start.errors.sqrt().min()) > 0.2 and float(fit.errors.sqrt().max()) < 0.05
 
 
+# Mass
+
+
+FACTORS = (OutputFactor(queries=1), OutputFactor(keys=1), OutputFactor(2.0, queries=-1, keys=2))
+KINDS = [Convention(t, "row", 0.5, f, mask) for t, f, mask in itertools.product(
+    (7, 8), FACTORS, ("none", "key"))]  # fmt: skip
+
+
 def test_more_pivots_than_points() -> None:
     """Tokens at a few points only: k-means finds them, surplus pivots repeat one, nothing breaks."""
     random = torch.Generator().manual_seed(1)
@@ -105,64 +113,6 @@ def test_more_pivots_than_points() -> None:
         v = torch.randn(3, 2, 8, 4, generator=random)
         take(own, SiteTensors(q, q.flip(2), v=v))
     assert max(own.calibration().errors) < 0.01
-
-
-def test_on_a_line_sorting_is_optimal() -> None:
-    """One dimension: the limit of sharp scores is the matching of equal ranks, whatever the slice."""
-    sharp = Convention(400, "row", 200.0, OutputFactor(queries=1))
-    own = Distiller("layer", sharp, Recipe(operator="esp_hard", slices=1))
-    random = np.random.default_rng(0)
-    for _ in range(3):
-        places = [np.stack([random.permutation(6) for _ in range(4)]).reshape(2, 2, 6, 1) for _ in "qk"]
-        q, k = (torch.from_numpy(p / 5 + 0.01 * random.standard_normal(p.shape)).float() for p in places)
-        take(own, SiteTensors(q, k, v=torch.from_numpy(random.standard_normal((2, 2, 6, 3))).float()))
-    assert max(own.calibration().errors) < 0.1
-
-
-def test_slices_are_added_by_the_error_of_their_mean() -> None:
-    random = torch.Generator().manual_seed(0)
-    outputs, y = torch.randn(7, 40, generator=random).double(), torch.zeros(40, dtype=torch.float64)
-    outputs[3:5] = torch.stack([y + 5, y - 5])  # useless alone, right together
-    y[:] = 0.1
-    gram, moment = outputs @ outputs.T, outputs @ y
-
-    def error(indices: tuple[int, ...]) -> float:
-        return float((outputs[list(indices)].mean(0) - y).square().sum())
-
-    chosen = distill._greedy(gram, moment, 4).tolist()
-    assert len(set(chosen)) == 4
-    for n in range(4):
-        before, others = tuple(chosen[:n]), set(range(7)) - set(chosen[:n])
-        assert chosen[n] == min(others, key=lambda c: error((*before, c)))
-
-
-@pytest.mark.parametrize("rows", [(9, 9), (9, 6), (5, 9)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_plan_alone_is_the_operator_with_one_slice(rows: tuple[int, int], masked: bool) -> None:
-    t = site(batch=1, n=rows[0], m=rows[1], masked=masked)
-    convention = RELEASED if masked else UNMASKED
-    make = esp_maker("layer", convention, False)
-    slices = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(3))
-    chosen = torch.tensor([4, 0, 2])
-    own = distill._single_plans(t, slices, chosen, make)
-    for index in range(5):
-        exact = apply_distilled(make(slices[:, index, None], torch.zeros(2)), t, t.v)
-        torch.testing.assert_close(own[:, index], exact[0][:, chosen], rtol=1e-5, atol=1e-6)
-
-
-def test_more_slices_and_pivots_come_closer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "STEPS", 50)
-    for key, operator, counts in (("pivots", "lot", (1, 4)), ("slices", "esp_hard", (1, 8))):
-        few, many = (max(distilled(operator=operator, **{key: c}).errors) for c in counts)
-        assert many < 0.9 * few
-
-
-# Mass
-
-
-FACTORS = (OutputFactor(queries=1), OutputFactor(keys=1), OutputFactor(2.0, queries=-1, keys=2))
-KINDS = [Convention(t, "row", 0.5, f, mask) for t, f, mask in itertools.product(
-    (7, 8), FACTORS, ("none", "key"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
@@ -220,62 +170,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
-def test_a_seed_gives_equal_bytes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "STEPS", 30)
-    fits = [distilled(operator=operator, pivots=3, slices=3, seed=seed) for seed in (0, 0, 1)]
-    first, again, other = ([*fit.distilled.settings.values()] for fit in fits)
-    assert all(map(_equal, first, again)) and not all(map(_equal, first, other))
-
-
-def test_the_fit_stops_where_nothing_gets_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = pieces(lambda t: apply_lossless(RELEASED, t, t.v), 3)
-    make, steps = lot_maker("layer", RELEASED, True), 0
-
-    class Counted(distill._Piece):
-        def error(self, own: Any) -> Tensor:
-            nonlocal steps
-            steps += 1
-            return super().error(own)
-
-    counted = [Counted(piece.tensors, piece.target) for piece in own[:-1]]
-    monkeypatch.setattr(distill, "CHECK_EVERY", 5)
-    monkeypatch.setattr(distill, "LEARNING_RATE", 0.0)
-    fit = fit_lot(counted, own[-1:], make, 3, 0, steps=1000)
-    assert steps == distill.PATIENCE * distill.CHECK_EVERY and fit.steps == (0, 0)
-    monkeypatch.setattr(distill, "LEARNING_RATE", 1e3)  # jumps away at once: the start is kept
-    far = fit_lot(own[:-1], own[-1:], make, 3, 0, steps=40)
-    assert bool((far.errors <= fit.errors).all())
-
-
-def test_every_head_keeps_its_own_best_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parameters that are returned have the errors that are returned."""
-    monkeypatch.setattr(distill, "CHECK_EVERY", 3)
-    own = pieces(lambda t: apply_lossless(RELEASED, t, t.v), 3)
-    fit = fit_lot(own[:-1], own[-1:], lot_maker("layer", RELEASED, True), 3, 0, steps=20)
-    torch.testing.assert_close(distill._mean_errors(fit.distilled, own[-1:]), fit.errors)
-
-
-def test_activations_are_kept_up_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = distill._Piece(site(), apply_lossless(RELEASED, site(), site().v))
-    one = sum(x.nbytes for x in piece.all_tensors().values() if x is not None)
-    monkeypatch.setattr(distill, "KEPT_BYTES", int(2.5 * one))
-    monkeypatch.setattr(distill, "HELD_OUT_BYTES", 1)  # one piece is always kept
-    monkeypatch.setattr(distill, "STEPS", 2)
-    own = distilled(batches=6, operator="lot", pivots=2)
-    assert (own.examples, own.held_out, own.tokens) == (8, 4, 72)
-
-
-def test_without_a_selection_split_a_tenth_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "STEPS", 2)
-    for batches, expected in ((1, (4, 4)), (20, (72, 8))):
-        own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
-        for seed in range(batches):
-            take(own, site(seed))
-        done = own.calibration()
-        assert (done.examples, done.held_out) == expected
-
-
-@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 2), (1, 4, 2), (5, 3, 1)])
 def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill, "STEPS", 2)
@@ -290,17 +184,6 @@ def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.
     assert np.isfinite(fit.errors).all()
     fitted = fit.distilled.settings["pivots" if operator == "lot" else "slices"]
     assert fitted.dtype == torch.float32
-
-
-def test_the_keys_stand_in_for_values_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "STEPS", 2)
-    fits = []
-    for stands_in in (False, True):
-        own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
-        t = site()
-        take(own, dataclasses.replace(t, v=t.k if stands_in else None))
-        fits.append(own.calibration())
-    assert fits[0].errors == fits[1].errors
 
 
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])

@@ -23,7 +23,6 @@ import drop_in_nets
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import asapc
 from asapc import pipeline
@@ -44,7 +43,7 @@ from asapc.program import live
 from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
-from asapc.program.state import Names, Reads, reachable
+from asapc.program.state import Reads
 from asapc.stages.analyse import analysed_once, forward_signature
 from asapc.terminal.progress import make_progress
 
@@ -161,11 +160,9 @@ def test_python_refuses_what_no_forward_takes(make: Callable[[], nn.Module]) -> 
         model(x, keep, False)
     with pytest.raises(TypeError, match="missing"):
         model(keep=keep)
-
-
-def test_left_out_is_not_what_was_captured(loaded: dict[str, nn.Module]) -> None:
-    with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
-        loaded["whole"](inputs()[0])
+    if isinstance(model, CompiledModel):
+        with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
+            model(x)
 
 
 def test_outputs_keep_their_structure(make: Callable[[], Any]) -> None:
@@ -259,35 +256,23 @@ def test_its_own_constants_follow_it() -> None:
     assert meta.device.type == "meta" and meta.dtype == torch.float16
 
 
-def test_it_runs_under_autocast(make: Callable[[], nn.Module], expected: Tensor) -> None:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = logits(make(), *inputs())
-    assert float((found.float() - expected).abs().max()) < 0.1
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_it_runs_in_inference_mode(
-    make: Callable[[], nn.Module], expected: Tensor, threads: int
+def test_it_runs_in_inference_mode_and_under_autocast(
+    make: Callable[[], nn.Module], expected: Tensor
 ) -> None:
-    count = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            found = logits(make(), *inputs())
-    finally:
-        torch.set_num_threads(count)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits(make(), *inputs()), expected, rtol=1e-5, atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert float((logits(make(), *inputs()).float() - expected).abs().max()) < 0.1
 
 
 # Compilers, training
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_follows_it(make: Callable[[], nn.Module], backend: str, expected: Tensor) -> None:
+def test_torch_compile_follows_it(make: Callable[[], nn.Module], expected: Tensor) -> None:
     torch._dynamo.reset()
     x, keep = inputs()
     with torch.no_grad():
-        found = torch.compile(make(), backend=backend, fullgraph=True)(x, keep=keep)["logits"]
+        found = torch.compile(make(), backend="aot_eager", fullgraph=True)(x, keep=keep)["logits"]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -344,14 +329,6 @@ def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -
         assert torch.equal(logits(model, x, keep), expected)
 
 
-def test_it_says_what_it_is(loaded: dict[str, nn.Module]) -> None:
-    text = repr(loaded["whole"])
-    assert text.splitlines()[0].startswith("CompiledModel of Net(x, keep=None, *, sharp=False")
-    assert "blocks.0: asap (target dual, 1 c-transform, coarse:4)" in text
-    assert "blocks.1: sinkhorn (7 half-steps)" in text and len(text.splitlines()) == 3
-    assert "(asapc): blocks.1: sinkhorn" in repr(loaded["live"])
-
-
 # The live model
 
 
@@ -401,15 +378,6 @@ def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
         torch.testing.assert_close(block(x, keep=keep, sharp=False), block.out.bias.expand(5, 9, 8))
     logits(model, x, keep).sum().backward()
     assert block.to_v.scale.grad is not None and bool(block.to_v.scale.grad)
-
-
-def test_pruning_takes_effect(out: Path, patched: Any) -> None:
-    model, x, keep = patched
-    block = model.blocks[1]
-    prune.l1_unstructured(block.to_v, "weight", 1.0)
-    prune.l1_unstructured(block.to_v, "bias", 1.0)
-    with torch.no_grad():
-        torch.testing.assert_close(block(x, keep=keep, sharp=False), block.out.bias.expand(5, 9, 8))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its quantisation
@@ -508,18 +476,12 @@ def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 TENSORS = "live/programs/0/modules/0/tensors"
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "patched"])
-@pytest.mark.parametrize(
-    "edit",
-    [
-        broken("live/programs/1/children/0/layer", "other"),  # the second patch, after a first one
-        broken("live/programs/1/modules/0/name", "blocks.7"),
-        broken("live/programs/1/modules/0/sites", []),
-        broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"),
-        broken("sites/0/range", {"score_low": 0.0}),
-    ],
-    ids=["layer", "module", "sites", "shape", "range"],
-)
+@pytest.mark.parametrize(("edit", "earlier"), [
+    (broken("live/programs/1/children/0/layer", "other"), True),  # the second patch, after a first one
+    (broken("live/programs/1/modules/0/sites", []), False),
+    (broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"), False),
+    (broken("sites/0/range", {"score_low": 0.0}), True),
+], ids=["layer", "sites", "shape", "range"])  # fmt: skip
 def test_a_refused_model_is_left_as_it_was(
     out: Path, tmp_path: Path, patched: Any, edit: Callable[[dict[str, Any]], None], earlier: bool
 ) -> None:
@@ -543,19 +505,6 @@ def test_weights_that_cannot_be_copied_are_refused(out: Path) -> None:
     with pytest.raises(InputError, match=r"blocks\.1\.temperature"):
         asapc.load(out, model=model)
     assert_untouched(model, before)
-
-
-def test_patched_by_two_artefacts_it_is_the_last(out: Path, tmp_path: Path, expected: Tensor) -> None:
-    artifact, (x, keep) = read_artifact(out), inputs()
-    trained = {(0, "head.weight"): torch.zeros(3, 8), (0, "blocks.1.to_v.weight"): torch.zeros(8, 8)}
-    (tmp_path / "new").mkdir()
-    write_refreshed(tmp_path / "new", artifact, artifact.manifest, trained, [])
-    exact = logits(asapc.load(tmp_path / "new", model=drop_in_nets.net()), x, keep)
-    model = drop_in_nets.net()
-    for folder, found in ((out, expected), (tmp_path / "new", exact), (out, expected)):
-        assert torch.equal(logits(asapc.load(folder, model=model), x, keep), found)
-        assert [*model.blocks[0]._modules][-1] == "asapc"
-    assert not torch.equal(exact, expected)
 
 
 def wrapped(module: nn.Module) -> Callable[..., Any]:
@@ -677,24 +626,6 @@ def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> 
             assert torch.equal(logits(model, x, keep), expected)
 
 
-def test_a_model_with_other_numbers_runs_its_own_code(out: Path) -> None:
-    model, teacher, (x, keep) = drop_in_nets.net(), drop_in_nets.net(), inputs()
-    model.blocks[1].half_steps = teacher.blocks[1].half_steps = 3
-    asapc.load(out, model=model)
-    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="half_steps was captured as 7, and is 3"):
-        found = model.blocks[1](x, keep=keep, sharp=False)
-        assert torch.equal(found, teacher.blocks[1](x, keep=keep, sharp=False))
-
-
-class Ends(nn.Module):
-    spread = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-        self.count, self.factor, self._hidden, self.ratio = 3, 2.5, 1, float("nan")
-
-
 class Shared:
     """What several modules hold, and none owns."""
 
@@ -755,42 +686,6 @@ def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: P
     assert patched[0].last.shape == (3, 7, 7)
 
 
-def test_so_is_one_of_an_object_that_is_shared() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Keeping(Shared()), nn.Linear(8, 3)).eval(), torch.randn(40, 7, 8)
-    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
-    notes = patched[0].shared.notes["maps"]
-    notes.last = "of an earlier call"
-    with torch.no_grad():
-        assert largest_difference(model(x[:3]), torch.compile(patched, backend="eager")(x[:3])) < 1e-5
-        assert not hasattr(notes, "last") and model[0].shared.notes["maps"].last[0].shape == (3, 7, 7)
-        notes.last = "of an earlier call"
-        patched(x[:3])
-    assert not hasattr(notes, "last")
-
-
-def test_what_is_only_called_alike_stays() -> None:
-    """A tensor of another module under the name of what the layer keeps in itself."""
-
-    class Scaling(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            scaled: Tensor = x * self.scales.last
-            return scaled
-
-    class Reaching(Keeping):
-        def forward(self, x: Tensor) -> Tensor:
-            gained: Tensor = super().forward(x) * self.scales.gain
-            return gained
-
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Scaling(), Reaching()).eval(), torch.randn(40, 7, 8)
-    model[0].scales = model[1].scales = SimpleNamespace(last=torch.full((8,), 2.0), gain=0.5)
-    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
-    with torch.no_grad():
-        for _ in range(2):
-            assert largest_difference(model(x[:3]), patched(x[:3])) < 1e-5
-
-
 @pytest.mark.parametrize(
     "steps", [[["attr", "forward"], ["attr", "x"]], [["attr", "__dict__"]], [["attr", "_modules"]], [],
               [["global", "os"], ["attr", "environ"]], [["attr", "last"], ["item", 0]]],
@@ -807,31 +702,6 @@ def test_what_the_model_reads_of_such_an_attribute_is_refused(shared: Shared | N
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="last is only kept there"):
         asapc.compile(Reading(shared).eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
-
-
-def test_what_is_known_of_a_module() -> None:
-    model = Ends()
-    names = Names(frozenset({"count", "factor", "spread", "_hidden", "ratio"}))
-    found = [Inside.of(own, name, Reads(tuple(reachable(own, names).items())))
-             for name, own in model.named_modules()]  # fmt: skip
-    assert [Inside.from_json(json.loads(json.dumps(own.to_json())), "inside") for own in found] == found
-    known = {steps[0][1]: value for steps, value in found[0].reads.values}
-    assert known.pop("forward")[0] == "function"
-    assert known == {"count": 3, "factor": 2.5, "spread": 1.0, "_hidden": 1, "ratio": ("value", "nan")}
-    assert all(own.difference(model) is None for own in found)
-    model.train().inner[1].p = 0.0
-    assert all(own.difference(model) is None for own in found)
-    model.spread = 2.0
-    assert found[0].difference(model) == "spread was captured as 1.0, and is 2.0"
-    model.inner[0] = nn.Bilinear(2, 2, 2)
-    texts = [own.difference(model) for own in found]
-    assert texts[2] == "its inner.0, whose code was compiled, is replaced" and texts[3] is None
-    handle = model.inner[1].register_forward_hook(lambda *_: None)
-    assert found[3].difference(model) == "its inner.1, whose code was compiled, has other hooks"
-    handle.remove()
-    assert found[3].difference(model) is None
-    del model.inner[1]
-    assert found[3].difference(model) is not None
 
 
 # Replicas
@@ -865,20 +735,6 @@ def test_replicas_run_on_their_own_weights(
     logits(second, x, keep).sum().backward()
     assert all(own.grad is not None for own in model.parameters())
     assert torch.equal(logits(nn.DataParallel(model), x, keep), expected)
-
-
-def test_a_replica_of_a_replica_and_its_own_code(patched: Any) -> None:
-    model, x, keep = patched
-    block = model.blocks[0]
-    copied = block._replicate_for_data_parallel()._replicate_for_data_parallel()
-    assert copied.forward.module is copied and block.forward.module is block
-    for own in block._parameters:
-        setattr(copied, own, block._parameters[own])
-    copied.heads = 4
-    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="heads"):
-        found = copied(x, keep=keep, sharp=False)
-        block.heads = 4
-        assert torch.equal(found, block(x, keep=keep, sharp=False))
 
 
 # Nothing is faster
@@ -1004,41 +860,6 @@ class Beside(Around):
         return super().forward(x) + sum(self.beside)
 
 
-class Wide(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * 2).contiguous().to(x.dtype)
-
-
-class Casts(Model):
-    """x.float() of a float32 x is x: what is read after the layer is not what was computed in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner.wide = Wide()
-        self.inner.forward = types.MethodType(residual, self.inner)  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x) + x
-        return found
-
-
-def residual(self: Any, x: Tensor) -> Tensor:
-    return Around.forward(self, self.wide(x)) + x.float()
-
-
-class Drops(Model):
-    """What is read behind the dropout of an input could be either: the layer is no layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner.drop, self.inner.last = nn.Dropout(1.0), nn.Dropout(1.0)
-        self.inner.forward = types.MethodType(dropped, self.inner)  # type: ignore[method-assign]
-
-
-def dropped(self: Any, x: Tensor) -> Tensor:
-    return self.last(Around.forward(self, self.drop(x))) + x
-
-
 class Aside(Model):
     """The inner module reads what it is not given."""
 
@@ -1051,25 +872,6 @@ class Aside(Model):
         found = self.inner(x.relu())
         self.inner.beside.clear()
         return self.last(found)
-
-
-class Leaks(Model):
-    """The inner module's values are read although it does not return them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
-        handle = self.inner.v.register_forward_hook(lambda *a: kept.append(a[-1]))
-        found = self.inner(x.relu())
-        handle.remove()
-        return self.last(found + kept[0])
-
-
-class Eager(Model):
-    """Asks whether it is traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.relu()
-        return self.last(self.inner(x) if torch.compiler.is_compiling() else self.inner(x=x[None])[0])
 
 
 class Hooked(Model):
@@ -1095,12 +897,8 @@ def cut(model: nn.Module, x: Tensor) -> Any:
     [
         (Model, "inner", {"q", "k", "v"}),
         (Hooked, "inner", {"q", "k", "v"}),
-        (Casts, "inner", {"q", "k", "v", "wide"}),
-        (Drops, "inner", {"q", "k", "v", "last"}),
         (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
-        (Leaks, "", {"inner.q", "inner.k", "last"}),
-        (Eager, "inner", {"q", "k", "v"}),  # captured as it runs eagerly
     ],
 )
 def test_the_smallest_module_that_computes_the_site_by_itself(
@@ -1112,7 +910,6 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
     assert made.program.name == name and not left
     called = {child.name for child in made.children}
     assert layers <= called and "loop" not in str(called)
-    assert "drop" not in called
     patch = live.Patch(
         made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32,
         own_forward=True,
@@ -1246,47 +1043,6 @@ def test_a_text_model_of_transformers(bert: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(found.logits, unpadded, rtol=1e-4, atol=1e-5)
     maps = model(**batch, output_attentions=True).attentions
     torch.testing.assert_close(maps, exact.attentions, rtol=1e-4, atol=1e-5)
-
-
-def test_adapters_of_peft(bert: Any) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    out, build, batch = bert
-    config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
-    teacher = peft.get_peft_model(build(), config).eval()
-    model = peft.get_peft_model(asapc.load(out, model=build()), config).eval()
-    model.load_state_dict(teacher.state_dict())
-    exact = teacher(**batch).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
-        torch.testing.assert_close(model(**batch).logits, exact, rtol=1e-4, atol=1e-5)
-        model(**batch, labels=torch.zeros(4).long()).loss.backward()
-        assert all(own.grad is not None for own in model.parameters() if own.requires_grad)
-        merged = model.merge_and_unload()
-        torch.testing.assert_close(merged(**batch).logits, exact, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(exact, build()(**batch).logits, atol=1e-4)
-
-
-def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    transformers.AttentionInterface.register("sinkhorn", sinkhorn)
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16,
-        patch_size=4, attn_implementation="sinkhorn",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(config).eval()
-    pixels = torch.randn(60, 3, 16, 16)
-    compiled, _ = asapc.compile(
-        model, {"pixel_values": pixels}, recipe={"operator": "lossless", "batch_size": 16}, examples=8
-    )
-    assert type(compiled) is type(model) and compiled is not model
-    exact, found = model(pixels[:4]), compiled(pixel_values=pixels[:4])
-    assert type(found) is type(exact)
-    torch.testing.assert_close(found.logits, exact.logits, rtol=1e-4, atol=1e-5)
-    compiled.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn").eval()
-    torch.testing.assert_close(again(pixels[:4]).logits, exact.logits, rtol=1e-4, atol=1e-5)
 
 
 # Lengths that were equal

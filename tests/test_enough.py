@@ -105,30 +105,6 @@ def test_a_distillation_is_held_to_its_examples_alone(examples: int) -> None:
     assert [own.of for own in shortages({"layer": (fit,)})] == ["examples"] * (examples < EXAMPLES)
 
 
-def test_only_what_was_chosen_is_told_of() -> None:
-    few, many = fits(4, 6)["layer"][0], fits(EXAMPLES, 6)["layer"][0]
-    both = {"layer": (few, many), "other": (few,)}
-    assert shortages(both, [many]) == []
-    assert [own.sites for own in shortages(both, [few])] == [("layer", "other")]
-    assert shortages(both, []) == []
-
-
-def test_r2_is_in_sample_and_says_so() -> None:
-    """Noise that nothing explains: R2 is near F/n on the rows of the fit, and below 0 on new ones."""
-    from asapc.calibration.least_squares import NormalEquations
-    from asapc.metrics import METRIC
-
-    generator = torch.Generator().manual_seed(0)
-    own, new = NormalEquations(40), NormalEquations(40)
-    for equations in (own, new):
-        x = torch.randn(1, 1, 80, 40, generator=generator)
-        equations.add(x, torch.randn(1, 1, 80, generator=generator))
-    fit = own.solve(0.0)
-    assert fit.r2[0] > 0.3 and new.r2(fit.coefficients)[0] < 0
-    assert "in-sample" in METRIC["r2"].column
-    assert "in-sample" in METRIC["r2"].doc
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("enough")

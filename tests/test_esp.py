@@ -14,8 +14,6 @@ from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Ties
-from asapc.kernels import native
-from asapc.kernels.dispatch import explained
 from asapc.operators import esp as meaning
 from asapc.operators import matching, ranks
 
@@ -225,13 +223,12 @@ def theta(kind: str, heads: int, dim: int) -> Tensor | None:
 
 
 SLICES = ("axes", "shared", "per head")
+SAMPLED = list(zip(SHAPES.values(), itertools.cycle(SLICES)))
 TEMPERATURES = {"hard": None, "sharpest": 1e-12, "sharp": 1e-3, "soft": 0.5, "flat": 1e4}
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize(
-    ("shape", "slices"), list(zip(SHAPES.values(), itertools.cycle(SLICES))), ids=SHAPES
-)
+@pytest.mark.parametrize(("shape", "slices"), SAMPLED, ids=SHAPES)
 @pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
 def test_kernels_are_within_the_honest_error(
     temperature: float | None, shape: tuple[int, ...], masked: bool, slices: str
@@ -265,9 +262,7 @@ def test_kernels_are_within_the_honest_error(
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize(
-    ("shape", "slices"), list(zip(SHAPES.values(), itertools.cycle(SLICES))), ids=SHAPES
-)
+@pytest.mark.parametrize(("shape", "slices"), SAMPLED, ids=SHAPES)
 @pytest.mark.parametrize(
     ("ties", "points"),
     [*zip(itertools.repeat("shared"), ("apart", "repeated", "crossed")),
@@ -311,6 +306,35 @@ def test_a_long_head_is_right(temperature: float) -> None:
     assert error(own, exact) <= 2 * error(plain, exact) + 1e-6
 
 
+def test_tied_costs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pairs are counted a few at a time, from tables of distances where that is less."""
+    q, k, v, keep, query_keep = tying((3, 2, 31, 17, 4, 3), True, "crossed")
+    directions = torch.eye(4).repeat(6, 1)
+    settings = (keep, query_keep, directions, torch.tensor([0.5]), False, False, 1.0)
+    whole = meaning.esp_hard(q, k, v, *settings)
+    tables: list[int] = []
+    cost_matrix = matching.cost_matrix
+
+    def counted(q: Tensor, k: Tensor, squared: bool) -> Tensor:
+        tables.append(len(q))
+        return cost_matrix(q, k, squared)
+
+    monkeypatch.setattr(matching, "cost_matrix", counted)
+    monkeypatch.setattr(matching, "GATHERED_AT_ONCE", 300)
+    torch.testing.assert_close(meaning.esp_hard(q, k, v, *settings), whole)
+    assert tables
+
+
+def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many slices are formed together, the map is the same."""
+    q, k, v, _, _ = problem((2, 2, 9, 9, 6, 4), False)
+    settings = (None, None, None, torch.tensor([0.7]), 0.1, False, False, 1.0)
+    expected = meaning.esp_soft(q, k, v, *settings)
+    for entries in (0, 2 * 2 * 9 * 9, 4 * 2 * 2 * 9 * 9):  # one slice, two unevenly, four and two
+        monkeypatch.setattr(meaning, "ENTRIES", entries)
+        torch.testing.assert_close(meaning.esp_soft(q, k, v, *settings), expected)
+
+
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 def test_huge_scores(hard: bool, squared: bool) -> None:
@@ -333,17 +357,6 @@ def hard_map(q: Tensor, k: Tensor, **named: Any) -> Tensor:
     given = {"keep": None, "query_keep": None, "slices": None, "tau": torch.tensor([0.5]), **named}
     result: Tensor = ops.esp_hard_attention(q, k, *given.values(), False, False, 1.0)
     return result
-
-
-@pytest.mark.parametrize("slices", SLICES)
-def test_hard_maps_are_doubly_stochastic(slices: str) -> None:
-    q, k, _, keep, _ = problem((3, 2, 40, 40, 5, 1), True)
-    keep[0], q, k = True, torch.randn(3, 2, 40, 5), torch.randn(3, 2, 40, 5)
-    directions = theta(slices, 2, 5)
-    dense = hard_map(q, k, keep=keep, query_keep=keep, slices=directions)
-    active = keep[:, None].expand(3, 2, 40).float()
-    torch.testing.assert_close(dense.sum(-1), active, rtol=0, atol=4 * EPS)
-    torch.testing.assert_close(dense.sum(-2), active, rtol=0, atol=4 * EPS)
 
 
 def test_one_slice_sorts_a_line() -> None:
@@ -372,32 +385,6 @@ def test_equal_tokens_share_their_mass(keys: int) -> None:
             torch.testing.assert_close(own, v)
 
 
-@pytest.mark.parametrize("points", ["repeated", "crossed"])
-@pytest.mark.parametrize("shape", [(2, 2, 17, 17, 4, 5), (2, 2, 31, 17, 4, 3)], ids=str)
-def test_the_order_of_tied_tokens_has_no_effect(shape: tuple[int, ...], points: str) -> None:
-    q, k, v, _, _ = tying(shape, False, points)
-    rows, columns = torch.randperm(shape[2]), torch.randperm(shape[3])
-    for coupling, slices in itertools.product(("interpolated", "monotone"), SLICES):
-        settings = (theta(slices, 2, 4), torch.tensor([0.5]), False, False, 1.0, coupling)
-        own = ops.esp_hard(q, k, v, None, None, *settings)
-        moved = ops.esp_hard(q[:, :, rows], k[:, :, columns], v[:, :, columns], None, None, *settings)
-        torch.testing.assert_close(moved, own[:, :, rows], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("coupling", ["interpolated", "monotone"])
-@pytest.mark.parametrize("points", ["apart", "repeated", "crossed"])
-@pytest.mark.parametrize("shape", [(3, 2, 17, 17, 4, 5), (3, 2, 4, 7, 4, 3)], ids=str)
-def test_hard_is_what_soft_tends_to(shape: tuple[int, ...], points: str, coupling: str) -> None:
-    given = problem(shape, True) if points == "apart" else tying(shape, True, points)
-    q, k, v, keep, query_keep = (
-        t.double() if t is not None and t.is_floating_point() else t for t in given
-    )
-    settings = (keep, query_keep, theta("per head", 2, 4), torch.tensor([0.5]))
-    rest = (False, False, 1.0, coupling)
-    hard = ops.esp_hard(q, k, v, *settings, *rest)
-    assert error(ops.esp_soft(q, k, v, *settings, 1e-14, *rest), hard) < 1e-12
-
-
 @pytest.mark.parametrize("counts", [(1, 1), (4, 7), (7, 4), (12, 4), (31, 17), (17, 31)], ids=str)
 def test_the_monotone_coupling_has_both_marginals(counts: tuple[int, int]) -> None:
     """And the cost of the exact transport on a line; at most N + M - 1 entries are not 0."""
@@ -423,25 +410,6 @@ def test_unknown_couplings_and_ties_are_refused() -> None:
         ops.esp_hard(*settings, "monotone", "first")
 
 
-def test_tied_costs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pairs are counted a few at a time, from tables of distances where that is less."""
-    q, k, v, keep, query_keep = tying((3, 2, 31, 17, 4, 3), True, "crossed")
-    directions = torch.eye(4).repeat(6, 1)
-    settings = (keep, query_keep, directions, torch.tensor([0.5]), False, False, 1.0)
-    whole = meaning.esp_hard(q, k, v, *settings)
-    tables: list[int] = []
-    cost_matrix = matching.cost_matrix
-
-    def counted(q: Tensor, k: Tensor, squared: bool) -> Tensor:
-        tables.append(len(q))
-        return cost_matrix(q, k, squared)
-
-    monkeypatch.setattr(matching, "cost_matrix", counted)
-    monkeypatch.setattr(matching, "GATHERED_AT_ONCE", 300)
-    torch.testing.assert_close(meaning.esp_hard(q, k, v, *settings), whole)
-    assert tables
-
-
 def test_order_of_signed_zeros_infinities_and_ties() -> None:
     x = torch.tensor([0.0, -0.0, 3.0, -2.0, 0.0, 3.0, -torch.inf, 1e-42, -1e-42, torch.inf])
     orders: dict[Ties, Tensor] = {
@@ -461,17 +429,6 @@ def test_order_of_signed_zeros_infinities_and_ties() -> None:
             assert torch.equal(by_rank, v[0, 0][finite])
 
 
-def test_soft_becomes_hard_as_the_temperature_falls() -> None:
-    q, k = torch.randn(2, 2, 11, 4).double(), torch.randn(2, 2, 14, 4).double()
-    tau = torch.tensor([0.2])
-    hard = hard_map(q, k, tau=tau)
-    settings = (None, None, None, tau)
-    soft = ops.esp_soft_attention(q, k, *settings, 1e-9, False, False, 1.0)
-    assert error(soft, hard) < 1e-12
-    released = ops.esp_released_hard_attention(q, k, *settings, 0.1, False, False, 1.0)
-    assert error(released, hard) < 1e-12
-
-
 def test_released_hard_takes_the_first_of_equal_tops() -> None:
     """Two equal queries both take the key of the first: the map is no permutation, as published."""
     q = torch.tensor([[2.0], [2.0], [1.0]])[None, None]
@@ -482,32 +439,7 @@ def test_released_hard_takes_the_first_of_equal_tops() -> None:
     assert torch.equal(dense[0, 0], torch.tensor([[1.0, 1, 0], [0, 0, 0], [0, 0, 1]]))
 
 
-def test_permuting_tokens_permutes_the_map() -> None:
-    q, k = torch.randn(1, 2, 12, 4).double(), torch.randn(1, 2, 15, 4).double()
-    rows, columns = torch.randperm(12), torch.randperm(15)
-    moved = hard_map(q[:, :, rows], k[:, :, columns])
-    torch.testing.assert_close(moved, hard_map(q, k)[:, :, rows][..., columns])
-
-
-def test_turning_every_slice_round_changes_nothing() -> None:
-    """Largest first or smallest first is the same plan, also where ranks are interpolated."""
-    q, k = torch.randn(1, 2, 12, 4).double(), torch.randn(1, 2, 15, 4).double()
-    directions = torch.randn(6, 4).double()
-    turned = hard_map(q, k, slices=-directions)
-    torch.testing.assert_close(turned, hard_map(q, k, slices=directions))
-
-
 # Gradients, export, the rest of the contract
-
-
-def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many slices are formed together, the map is the same."""
-    q, k, v, _, _ = problem((2, 2, 9, 9, 6, 4), False)
-    settings = (None, None, None, torch.tensor([0.7]), 0.1, False, False, 1.0)
-    expected = meaning.esp_soft(q, k, v, *settings)
-    for entries in (0, 2 * 2 * 9 * 9, 4 * 2 * 2 * 9 * 9):  # one slice, two unevenly, four and two
-        monkeypatch.setattr(meaning, "ENTRIES", entries)
-        torch.testing.assert_close(meaning.esp_soft(q, k, v, *settings), expected)
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
@@ -526,23 +458,6 @@ def test_gradients_are_finite_where_points_meet_and_tokens_are_padded(hard: bool
     assert v.grad is not None and bool((v.grad[1] != 0).any()) and bool((v.grad[0] == 0).all())
 
 
-def test_a_gradient_keeps_no_matrix_per_slice() -> None:
-    """Training memory is O(N M + L N E): of 48 slices, far fewer than 48 N x M matrices are alive."""
-    q = torch.randn(1, 1, 64, 48, requires_grad=True)
-    v = torch.randn(1, 1, 64, 2)
-    kept: dict[int, Tensor] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= 64 * 64:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    tau = torch.ones(1)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        meaning.esp_soft(q, q * 2, v, None, None, None, tau, 0.1, False, False, 1.0)
-    assert 0 < len(kept) < 6
-
-
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 def test_empty_and_non_contiguous_inputs(hard: bool) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -556,18 +471,6 @@ def test_empty_and_non_contiguous_inputs(hard: bool) -> None:
     q, k, v = (torch.randn(2, 3, 6, 4) for _ in range(3))
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     assert torch.equal(call(*strided), call(q, k, v))
-
-
-def test_dispatch_says_what_runs() -> None:
-    q = torch.randn(1, 2, 8, 4)
-    tau = torch.ones(1)
-    with explained() as choices:
-        ops.esp_soft(q, q, q, None, None, None, tau, 0.1, False, False, 1.0)
-        ops.esp_hard(q, q, q, None, None, None, tau, False, False, 1.0)
-        ops.esp_hard_attention(q, q, None, None, None, tau, False, False, 1.0)
-    kernels = [c.kernel for c in choices]
-    sorted_there = "plain PyTorch" if native.missing() else f"CPU, {native.described()}"
-    assert kernels == [sorted_there, sorted_there, "plain PyTorch"]
 
 
 def test_slices_of_no_weight_or_of_infinite_cost_add_nothing() -> None:

@@ -50,61 +50,8 @@ def theta_for(seed, count=3, dim=3):
     return sliced.parameter(case(0, 1, 1, dim=dim), count, "random", seed)
 
 
-def line(*values):
-    return torch.tensor(values, dtype=E).view(1, 1, -1, 1)
-
-
-ONE = torch.ones(1, 1)
-
-
-def reference(family, clouds, theta):
-    """Point by point in NumPy; the rank a value has among the y is found by walking."""
-    theta = theta.double().numpy()
-    batch, heads, num_x, _ = clouds.x.shape
-    out = np.zeros((batch, heads, num_x, len(theta)))
-    for b, h, s in np.ndindex(batch, heads, len(theta)):
-        mine = np.arange(num_x) if clouds.x_keep is None else np.flatnonzero(clouds.x_keep[b])
-        theirs = slice(None) if clouds.y_keep is None else clouds.y_keep[b]
-        a = (clouds.x[b, h].numpy() @ theta[s])[mine]
-        ys = np.sort(clouds.y[b, h][theirs].numpy() @ theta[s])
-        out[b, h, mine, s] = family(a, ys)
-    return clouds.centre(torch.from_numpy(out))
-
-
-def plain_potentials(a, ys):
-    """ASAP, Eq. 12, its cancellation included."""
-    order = np.argsort(a, kind="stable")
-    out, phi = np.zeros(len(a)), 0.0
-    for r in range(len(a)):
-        if r:
-            slope = ys[-(-r * len(ys) // len(a)) - 1] if len(ys) else 0.0
-            phi += slope * (a[order[r]] - a[order[r - 1]])
-        out[order[r]] = a[order[r]] ** 2 / 2 - phi
-    return out
-
-
-def centred(module, clouds, theta=None):
-    return clouds.centre(module.columns(clouds, theta, BUDGET))
-
-
 def close(found, expected, atol=1e-11):
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-11)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=seeds, n=sizes, m=sizes, x_masked=st.booleans(), y_masked=st.booleans())
-def test_lines_equal_the_plain_formula(seed, n, m, x_masked, y_masked):
-    clouds = case(seed, n, m, x_masked, y_masked)
-    theta = theta_for(seed)
-    close(centred(sliced, clouds, theta), reference(plain_potentials, clouds, theta))
-
-
-def test_lines_equal_the_plain_formula_on_ties():
-    """Whole numbers on the axes, so that ties are exact, more of them than distinct values."""
-    clouds = case(5, 40, 24, True, True)
-    clouds = Clouds(clouds.x.round(), clouds.y.round(), clouds.x_keep, clouds.y_keep)
-    theta = torch.eye(3)
-    close(centred(sliced, clouds, theta), reference(plain_potentials, clouds, theta))
 
 
 def transport_cost(a, b):
@@ -149,57 +96,6 @@ def test_the_duals_are_exact(seed, n, m, x_masked, y_masked, ties, by_kernel):
         g = ((a[:, None] - ys) ** 2 / 2 - own[:, None]).min(0)
         exact = transport_cost(np.sort(a), np.sort(ys))
         assert abs(own.mean() + g.mean() - exact) <= 1e-12 * max(1.0, exact)
-
-
-def test_hand_computed_pairs():
-    """a = (1, 3, 2), b = (0, 4, 1): phi = 0, 0 (2 - 1), 0 + 1 (3 - 2); f = a^2 / 2 - phi."""
-    clouds = Clouds(line(1, 3, 2), line(0, 4, 1))
-    f = sliced.columns(clouds, ONE, BUDGET)
-    close(f, line(0.5, 3.5, 2.0) - 0.5)  # the first sorted point has 0
-
-
-def test_hand_computed_unequal_counts():
-    """Two x, four y: the slope is the y of rank 4 / 2. Two x, three y: the first x reaches into the
-    y of rank 2."""
-    clouds = Clouds(line(5, 1), line(7, 0, 3, 4))
-    close(sliced.columns(clouds, ONE, BUDGET), line((25 - 1) / 2 - 3 * 4, 0))
-    close(sliced.columns(Clouds(line(5, 1), line(9, 0, 4)), ONE, BUDGET), line((25 - 1) / 2 - 4 * 4, 0))
-
-
-def test_masks_of_all_points_change_no_bit():
-    clouds = case(0, 7, 7)
-    full = torch.ones(2, 7, dtype=torch.bool)
-    theta = theta_for(0)
-    plainly = sliced.columns(clouds, theta, BUDGET)
-    for x_keep, y_keep in [(full, None), (None, full), (full, full)]:
-        masked = sliced.columns(Clouds(clouds.x, clouds.y, x_keep, y_keep), theta, BUDGET)
-        assert torch.equal(masked, plainly)
-
-
-def test_a_doubled_x_cloud_has_the_potentials_of_the_cloud():
-    """Every second rank falls on a whole y rank, and no step is made at the others."""
-    x, y = points(0, 5, heads=1), points(1, 5, heads=1)
-    doubled = Clouds(x.repeat_interleave(2, 2), y)
-    found = centred(sliced, doubled, theta_for(0))
-    close(found, centred(sliced, Clouds(x, y), theta_for(0)).repeat_interleave(2, 2))
-
-
-def test_exports_with_dynamic_batch_and_length():
-    class Features(torch.nn.Module):
-        def forward(self, x, y, keep):
-            return sliced.columns(Clouds(x, y, y_keep=keep), theta_for(0, dim=4), BUDGET)
-
-    def inputs(batch, length):
-        keep = torch.rand(batch, length) < 0.7
-        return torch.randn(batch, 2, length, 4), torch.randn(batch, 2, length, 4), keep
-
-    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=3)
-    shape = {0: batch, 2: length}
-    program = torch.export.export(
-        Features(), inputs(2, 6), dynamic_shapes=(shape, shape, {0: batch, 1: length})
-    )
-    other = inputs(3, 9)
-    torch.testing.assert_close(program.module()(*other), Features()(*other))
 
 
 # The others, each by its definition
@@ -310,18 +206,6 @@ def test_one_point_gives_zero_and_equal_points_equal_values(text):
     close(equal, torch.zeros_like(equal), atol=1e-15)
 
 
-@pytest.mark.parametrize("text", ["sliced:3", "raw", "norm", "lse"])
-def test_duplicated_tokens_have_equal_values(text):
-    clouds = case(1, 5, 4)
-    clouds = Clouds(clouds.x.round(), clouds.y.round())
-    feature = Feature.parse(text)
-    parameter = torch.eye(3) if feature.count else None  # exact projections
-    twice = Clouds(clouds.x.repeat(1, 1, 2, 1), clouds.y.repeat(1, 1, 2, 1))
-    found = feature.columns(twice, parameter, BUDGET)
-    assert torch.equal(found[:, :, :5], found[:, :, 5:])
-    assert found.std() > 0.1
-
-
 @pytest.mark.parametrize("text", [text for text in HERE + ANYWHERE if text != "token_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, E], ids=str)
 def test_columns_and_gradients_are_finite_without_any_mass(text, dtype):
@@ -343,18 +227,6 @@ def test_columns_are_finite_at_huge_values(text):
     clouds = case(0, 9, 6)
     huge = Clouds(clouds.x.float() * 1e15, clouds.y.float() * 1e15)
     assert columns_of(text, huge).isfinite().all()
-
-
-@pytest.mark.parametrize("text", HERE)
-def test_float32_is_float64_rounded(text):
-    clouds = case(1, 33, 20, dim=8)
-    feature, parameter = feature_of(text, clouds)
-    single = Clouds(clouds.x.float(), clouds.y.float())
-    found = feature_columns([feature], [parameter], single, BUDGET)
-    exact = feature_columns([feature], [parameter], Clouds(single.x.double(), single.y.double()), BUDGET)
-    assert found.dtype == torch.float32
-    # 33 sums of terms below 20, each within half an ulp of 20 at worst
-    assert (found - exact).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("text", ["sliced:3", "raw", "norm", "lse"])
@@ -390,17 +262,6 @@ def test_slices_are_unit_seeded_float32(kind, count):
     assert by_seed == (kind in ("random", "orthogonal"))
 
 
-def test_orthogonal_slices_come_in_orthonormal_blocks():
-    theta = sliced.parameter(sample(), 15, "orthogonal", 0)
-    for block in theta.split(6):
-        torch.testing.assert_close(block @ block.T, torch.eye(len(block)), atol=1e-6, rtol=0)
-    assert not torch.allclose(theta[:6], theta[6:12], atol=0.1)
-
-
-def test_axis_slices_are_the_coordinates():
-    assert torch.equal(sliced.parameter(sample(), 4, "axis", 0), torch.eye(6)[:4])
-
-
 def test_principal_slices_are_the_leading_directions_of_the_points_with_mass():
     """Spread 3 and 1 of x, 2 of y along a rotated basis; means and padding that would dominate."""
     basis = torch.linalg.qr(torch.randn(3, 3, generator=generator(1), dtype=E)).Q
@@ -418,22 +279,10 @@ def test_principal_slices_are_the_leading_directions_of_the_points_with_mass():
     torch.testing.assert_close(found, (basis * signs).T.float(), atol=1e-6, rtol=0)
 
 
-def test_principal_slices_of_a_sample_without_variance_are_unit():
-    flat = Clouds(torch.ones(2, 2, 3, 4), torch.zeros(2, 2, 3, 4))
-    theta = sliced.parameter(flat, 4, "principal", 0)
-    torch.testing.assert_close(theta @ theta.T, torch.eye(4))
-
-
 @pytest.mark.parametrize("kind", ["axis", "principal"])
 def test_too_many_slices_of_a_basis_are_refused(kind):
     with pytest.raises(InputError, match=f"at most 6 of kind {kind}.*got 7\n.*help"):
         sliced.parameter(sample(), 7, kind, 0)
-
-
-def test_features_parse():
-    assert Feature.parse("sliced:8") == Feature("sliced", 8, "random")
-    assert Feature.parse("sliced:8:axis") == Feature("sliced", 8, "axis")
-    assert Feature.parse("norm") == Feature("norm")
 
 
 @pytest.mark.parametrize(
@@ -508,29 +357,6 @@ def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
     assert torch.equal(found[0, 0], whole[1, 3])
 
 
-def test_kernel_stays_on_the_calling_thread_for_a_single_tile(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("a worker was asked for")
-
-    clouds, theta = case(0, 8, 8), theta_for(0)
-    monkeypatch.setattr("asapc.kernels.cpu.workers._workers", refuse)
-    kernel.contribution(clouds, theta, torch.ones(1, 3, dtype=E), BUDGET)
-
-
-def test_kernel_takes_views_and_leaves_inputs_and_gradients_alone():
-    def view(seed):
-        return points(seed, 6, dim=4).float().transpose(1, 2)  # [B, 6, H, D] seen as 6 heads
-
-    x, y = view(0).requires_grad_(), view(1)
-    copies = x.detach().clone(), y.clone()
-    weights = torch.ones(1, 5, requires_grad=True)
-    clouds, theta = Clouds(x, y), theta_for(0, 5, 4)
-    found = kernel.contribution(clouds, theta, weights, BUDGET)
-    assert not found.requires_grad and not found.is_inference()
-    torch.testing.assert_close(found, by_columns(clouds, theta, weights).detach(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(x, copies[0]) and torch.equal(y, copies[1])
-
-
 def test_kernel_keeps_a_nan_to_its_example():
     clouds = case(0, 8, 6, y_masked=True)
     x = clouds.x.float()
@@ -538,19 +364,6 @@ def test_kernel_keeps_a_nan_to_its_example():
     poisoned = Clouds(x, clouds.y.float(), clouds.y_keep.new_ones(2, 8), clouds.y_keep)
     found = kernel.contribution(poisoned, theta_for(0), torch.ones(1, 3), BUDGET)
     assert found[1].isfinite().all() and found[0, 1].isfinite().all()
-
-
-def test_kernel_sort_keeps_every_bit():
-    """Signed zeros, denormals, neighbours one ulp apart and the largest floats, 4099 to a row."""
-    row = torch.randn(4099, generator=generator(0))
-    row[:3000:3] = row[1:3000:3]
-    row[5:4000:7] = torch.nextafter(row[4:4000:7], torch.tensor(9.0))
-    largest = torch.finfo(torch.float32).max
-    row[:8] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, largest, -largest])
-    values, order = kernel._sort(row[None].clone())
-    assert torch.equal(values[0], row.sort().values)
-    assert torch.equal(row[order[0]], values[0])
-    assert torch.equal(order[0].sort().values, torch.arange(4099))
 
 
 def test_one_broken_example_does_not_break_the_others() -> None:

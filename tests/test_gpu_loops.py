@@ -252,16 +252,14 @@ def test_hostile_inputs(name: str, loop: Any, runner: str) -> None:
     assert_loop(Case(**CASES[name]), RUNNERS[runner], loop)
 
 
-@pytest.mark.parametrize(
-    ("name", "loop"), [(name, loop) for name, loop in SAMPLED if name != "huge"]
-)
+@pytest.mark.parametrize(("name", "loop"), SAMPLED[:-1:2])  # which test_loops has of every loop
 def test_gradients_of_hostile_inputs(name: str, loop: Any) -> None:
     assert_gradients(Case(**CASES[name]), loop if loop[0] else (3, "column", True))
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str) -> None:
-    case = Case((1, 2, 20, 17, 8, 8), masked=True)
+    case = Case((1, 2, 9, 17, 8, 8), masked=True)
     for runner in RUNNERS.values():
         assert_loop(case, runner, LOOPS[name])
     assert_gradients(case, LOOPS[name])
@@ -323,33 +321,6 @@ def test_refusals_say_why() -> None:
         assert why in str(sinkhorn.supported(*given))
 
 
-@pytest.mark.parametrize(("spread", "safe"), [(1.0, True), (400.0, False)])
-def test_slopes_on_one_orbit_are_those_of_every_half_step(
-    monkeypatch: pytest.MonkeyPatch, spread: float, safe: bool
-) -> None:
-    """A product of rank 2 T over one plan, and an exponential a half-step where duals move too far."""
-    case = Case((2, 1, 17, 20, 16, 16), masked=True, spread=spread)
-    q, k, v, keep, bias = case.given()
-    loop, told = Loop(SCALE, 9, "row", [1.0, 1.0, 0.0, 0.0]), list[Tensor]()
-    true = backward.orbit_of
-
-    def noted(*given: Tensor) -> backward.Orbit:
-        orbit = true(*given)
-        told.append(orbit.safe)
-        return orbit
-
-    def never(*given: Tensor) -> backward.Orbit:
-        return true(*given)._replace(safe=torch.zeros_like(told[0]))
-
-    grad, found = case.grad.to(DEVICE), []
-    for orbit in (noted, never):
-        monkeypatch.setattr(backward, "orbit_of", orbit)
-        found.append(backward.sinkhorn_backward(grad, q, k, v, keep, bias, None, loop, Tail(9))[:3])
-    assert len(told) == 2 and all(bool(flags[0].any()) == safe for flags in told)
-    for own, each in zip(*found, strict=True):
-        assert torch.allclose(own, each, rtol=1e-4, atol=1e-5 * float(each.abs().max()))
-
-
 CALLS: dict[str, tuple[str, Any]] = {
     "sinkhorn": ("sinkhorn", lambda keep, f, g: (keep, None, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])),
     "source": ("asap", lambda keep, f, g: (keep, None, f, None, SCALE, 3, [1.0, 1.0, 0.0, 0.0])),
@@ -385,14 +356,3 @@ def test_registered_gradients(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     for own, exact in zip(*found, strict=True):
         torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-5)
     assert operator in asked
-
-
-def test_another_tile_computes_the_same() -> None:
-    """Other tiles of the user's thresholds add in another order."""
-    case, loop = Case((1, 2, 37, 37, 8, 8)), Loop(0.3, 3, "row", [1.0, 1.0, 0.0, 0.0])
-    outputs = []
-    for limits in (Thresholds(), Thresholds(tile_x=16, tile_y=32, warps=8, stages=3)):
-        with using(limits):
-            outputs.append(sinkhorn.streaming_loop(*case.given(), None, loop))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(*outputs)

@@ -78,14 +78,6 @@ def test_marginals_and_strides() -> None:
         agrees(scores, Task.of(log_mu, None, **SETTINGS, log=log, damping=[0.5, 0.9]))
 
 
-def test_hidden_rows_and_columns() -> None:
-    scores = random(4, 1, 4, 5)
-    scores[0, 0, 2], scores[1, 0, :, 3], scores[2] = -1e9, -1e9, -1e9
-    for rows_first in (True, False):
-        settings = {**SETTINGS, "score_multiplier": 1.0, "rows_first": rows_first}
-        agrees(scores, Task.of(None, None, **settings))
-
-
 def test_what_it_does_not_take() -> None:
     task = Task.of(None, None, **SETTINGS)
     assert supported(random(1, 1, 4, 4).double(), task) is not None

@@ -21,7 +21,6 @@ from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
 from asapc.program.compiled import OwnCodeWarning
-from asapc.program.runner import installed
 from asapc.program.state import EVERYTHING, Reads, reachable
 
 TAU = 1.0
@@ -78,16 +77,6 @@ class OfModes(Layer):
     def forward(self, x: Tensor) -> Tensor:
         traced = torch.compiler.is_compiling() or exporting()
         return attended(self, x, steps=2 + torch.is_grad_enabled() + 2 * self.training + 4 * traced)
-
-
-class OfGraph(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, steps=3 if self.qk(x).requires_grad else 5)
-
-
-class WithDropout(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(attended(self, x), 0.1, self.training)
 
 
 class OfLayer(Layer):
@@ -284,38 +273,6 @@ def test_state_that_changes_is_left_to_the_code() -> None:
              "reads taus")  # fmt: skip
     for number, (left, text) in enumerate(zip(analysis.left_alone, texts, strict=True)):
         assert left.name == f"layers.{number}" and text in left.reason
-
-
-def test_questions_of_the_mode() -> None:
-    model, x = stack(OfGraph, WithDropout), torch.randn(2, 5, 4)
-    with torch.no_grad():
-        found = observed(model, [Batch((x,), {}, None, [])] * 2)
-    assert found.questions["layers.0"] == {"grad", "inputs"}
-    assert found.questions["layers.1"] == set()  # dropout alone
-
-
-class Asks(Stack):
-    """Reads what its layers keep, and cannot be captured whole."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x) * layer.taus[0]
-        return torch.from_numpy(x.detach().numpy()).mean(1)
-
-
-def test_a_program_stands_for_a_module_that_keeps_its_attributes() -> None:
-    torch.manual_seed(0)
-    model = Asks(Layer(), Layer()).eval()
-    model.layers[1].register_forward_hook(lambda module, given, output: output * 2)
-    analysis = _analysed(model)
-    assert analysis.names == ["layers.0", "layers.1"] and analysis.capture.kind == "module"
-    x, graphs = torch.randn(2, 6, 4), {p.name: p.graph for p in analysis.lifted}
-    with torch.no_grad(), installed(model, graphs):
-        found = model(x)
-    with torch.no_grad():
-        torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-6)
-    assert all("forward" not in vars(layer) for layer in model.layers)
-    assert len(model.layers[1]._forward_hooks) == 1
 
 
 class Careless:

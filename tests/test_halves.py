@@ -40,7 +40,7 @@ def images(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("made", "dtype"), [
-    (text, torch.bfloat16), (images, torch.bfloat16), (images, torch.float16),
+    (text, torch.bfloat16), (images, torch.float16),
 ])  # fmt: skip
 def test_the_whole_way(made: object, dtype: torch.dtype) -> None:
     assert callable(made)

@@ -82,8 +82,9 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> It
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("n", [5, 260], ids=["heads stacked", "one head a tile"])
-@pytest.mark.parametrize("lead", [(2, 3), (1, 3), (2, 1), (1, 1), (3,), ()], ids=str)
+@pytest.mark.parametrize(("lead", "n"), [  # heads stacked, or one head a tile
+    ((2, 3), 260), ((1, 3), 5), ((2, 1), 5), ((1, 1), 260), ((3,), 5), ((), 5),
+], ids=str)  # fmt: skip
 def test_bias_of_every_broadcastable_shape(lead: tuple[int, ...], n: int) -> None:
     q, k, v = tokens(2, 3, n, 4)
     if n == 5:
@@ -119,16 +120,9 @@ def test_what_masked_keys_hold_does_not_matter() -> None:
 
 
 @pytest.mark.usefixtures("memory")
-def test_duplicated_tokens() -> None:
-    q, k, v = tokens(2, 2, 8, 4)
-    out = assert_honest(q[:, :, [0, 0, 1, 1, 1, 2]], k[:, :, [3] * 6], v[:, :, :6])
-    torch.testing.assert_close(out[:, :, 0], out[:, :, 1])
-
-
-@pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("n", [7, 260], ids=["heads stacked", "one head a tile"])
-@pytest.mark.parametrize("spread", [40.0, 1e4], ids=["wide", "huge"])
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(("n", "spread", "masked"), [
+    (7, 1e4, True), (260, 40.0, True), (260, 1e4, False), (7, 40.0, False),
+])  # fmt: skip
 def test_scores_beyond_the_linear_domain(n: int, spread: float, masked: bool) -> None:
     q, k, v = tokens(2, 2, n, 4)
     keep = torch.rand(2, n) > 0.5 if masked else None
@@ -171,8 +165,7 @@ def test_calls_of_several_threads_at_once() -> None:
     assert all(torch.equal(own, expected) for own in found)
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_builds_for_older_processors(capability: str) -> None:
+def test_a_build_for_an_older_processor() -> None:
     script = (
         "import torch, asapc.kernels.library\n"
         "from asapc.operators import sinkhorn as meaning\n"
@@ -181,7 +174,7 @@ def test_builds_for_older_processors(capability: str) -> None:
         "own, exact = (run(q, k, v, *settings) for run in (torch.ops.asapc.sinkhorn, meaning.sinkhorn))\n"
         "torch.testing.assert_close(own, exact)\n"
     )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
 
 
@@ -190,6 +183,22 @@ def test_one_wide_head_among_narrow_ones() -> None:
     q, k, v = tokens(2, 3, 12, 4)
     q[1, 2] *= 500
     assert_honest(q, k, v)
+
+
+@pytest.mark.usefixtures("memory")
+def test_duplicated_tokens() -> None:
+    q, k, v = tokens(2, 2, 8, 4)
+    out = assert_honest(q[:, :, [0, 0, 1, 1, 1, 2]], k[:, :, [3] * 6], v[:, :, :6])
+    torch.testing.assert_close(out[:, :, 0], out[:, :, 1])
+
+
+@pytest.mark.usefixtures("memory")
+def test_output_factor_of_active_keys() -> None:
+    q, k, v = tokens(3, 2, 10, 4)
+    keep = torch.arange(10) < torch.tensor([[10], [4], [0]])
+    settings = (keep, None, 0.3, 4, True, [2.0, 0.0, 0.0, 1.0])
+    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
+    torch.testing.assert_close(ops.sinkhorn(q, k, v, *settings).double(), exact, atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("memory")
@@ -212,8 +221,9 @@ def test_slices_of_one_projection() -> None:
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("lead", [1, 3], ids=["one head", "several heads"])
-@pytest.mark.parametrize(("n", "m", "active"), [(512, 512, 4), (1, 300, 300), (64, 3, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "m", "active", "lead"), [(300, 300, 4, 1), (1, 300, 300, 3), (64, 3, 3, 1)], ids=str
+)
 def test_scalings_do_not_drift_where_rows_and_columns_are_unequal(
     n: int, m: int, active: int, lead: int
 ) -> None:
@@ -279,52 +289,6 @@ def test_coarse_keys_far_below_the_padded_ones() -> None:
         torch.testing.assert_close(own, exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.usefixtures("memory")
-def test_output_factor_of_active_keys() -> None:
-    q, k, v = tokens(3, 2, 10, 4)
-    keep = torch.arange(10) < torch.tensor([[10], [4], [0]])
-    settings = (keep, None, 0.3, 4, True, [2.0, 0.0, 0.0, 1.0])
-    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
-    torch.testing.assert_close(ops.sinkhorn(q, k, v, *settings).double(), exact, atol=1e-5, rtol=0)
-
-
-@pytest.mark.usefixtures("memory")
-def test_inputs_are_not_written_to() -> None:
-    q, k, v = tokens(1, 2, 400, 8)
-    bias, f, g = torch.randn(2, 400, 400), torch.randn(1, 2, 400), torch.randn(1, 2, 400)
-    pivots, weights = torch.randn(2, 4, 8), torch.randn(2, 4)
-    given = [q, k, v, bias, f, g, pivots, weights]
-    before = [t.clone() for t in given]
-    for own_bias in (None, bias):
-        for source, key, c_transforms in ((f, None, 3), (None, g, 2), (None, g, 1), (f, g, 0)):
-            ops.asap(q, k, v, None, own_bias, source, key, 1.0, c_transforms, ATTENTION)
-        features = ([pivots], weights, "coarse:4 gaussian")
-        ops.dual(q, k, None, own_bias, *features, "source", 1.0, 5, True)
-        ops.dual_and_row_mass(q, k, None, own_bias, *features, 1.0, 6, False)
-        ops.sinkhorn(q, k, v, None, own_bias, 1.0, 4, False, ATTENTION)
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
-
-
-def test_every_start_is_worked_on_once_by_threads_that_compute_serially() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    seen, threads = [], []
-
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            torch.rand(300, 300).exp_()  # torch settles a thread's count when it first computes
-            threads.append(torch.get_num_threads())
-            seen.append(start)
-
-    try:
-        workers.each_worker(work, range(50))
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert sorted(seen) == list(range(50))
-    assert set(threads) == {1}
-
-
 def test_an_error_in_a_worker_reaches_the_caller() -> None:
     def work(starts: Iterator[int]) -> None:
         for start in starts:
@@ -351,7 +315,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize(("threads", "first"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("threads", "first"), [(2, False), (2, True)])
 def test_works_after_a_fork(threads: int, first: bool) -> None:
     """As in a data loader's process. With 2 threads the parent's are not the child's, whether the engine
     has run in the parent or runs in the child first."""
@@ -370,36 +334,6 @@ def test_a_build_of_another_version_is_not_called() -> None:
         env={**os.environ, "ASAPC_NATIVE": str(other)},
     )  # fmt: skip
     assert "another version" in done.stdout
-
-
-FIRST = """
-import importlib.util, os, pkgutil, sys, traceback, torch, asapc
-
-names, failed = [], []
-for package in ("asapc.features", "asapc.kernels", "asapc.kernels.cpu", "asapc.operators"):
-    # By finders: importing a package to list it would spoil what is tested.
-    places = importlib.util.find_spec(package).submodule_search_locations
-    names += [f"{package}.{found.name}" for found in pkgutil.iter_modules(places)]
-for name in names:
-    child = os.fork()
-    if child == 0:
-        try:
-            importlib.import_module(name)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    if os.waitpid(child, 0)[1]:
-        failed.append(name)
-assert "asapc.operators" not in sys.modules and "asapc.kernels.cpu.gradients" in names
-raise SystemExit(f"cannot be imported first: {failed}" if failed else 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_each_module_can_be_imported_first() -> None:
-    """No circle of imports depends on where it is entered: every module in a process of its own."""
-    subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=300)
 
 
 @pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")

@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asapc.calibration import kl
 from asapc.calibration.kl import KlObjective, KlPiece, fit_kl
@@ -152,24 +150,6 @@ def test_value_gradient_hessian_against_autograd(layout, head):
     torch.testing.assert_close(inside, basis.T @ hessian @ basis, rtol=1e-11, atol=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    layout=st.sampled_from(LAYOUTS),
-    size=st.sampled_from([0.1, 1.0, 10.0, 1000.0]),
-)
-def test_convex(seed, layout, size):
-    piece, _ = piece_for(layout, seed)
-    objective = KlObjective([piece], 0.0)
-    generator = torch.Generator().manual_seed(seed)
-    a, b = size * torch.randn(2, 4, generator=generator, dtype=torch.float64)
-    left, right, middle = (objective.evaluate(w) for w in (a, b, (a + b) / 2))
-    noise = 1e-13 * (left.magnitude + right.magnitude)
-    assert middle.value <= (left.value + right.value) / 2 + noise
-    hessian = objective.evaluate(a, torch.eye(4, dtype=torch.float64)).hessian
-    assert torch.linalg.eigvalsh(hessian).min() >= -1e-10
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_exact_dual_is_the_optimum_and_is_found(layout):
     piece, _ = piece_for(layout, teacher=True)
@@ -201,25 +181,6 @@ def test_beats_least_squares_on_its_own_objective(layout, penalty):
         assert direct_objective(piece, penalty, fit.coefficients[0] + other) > least
 
 
-def test_per_head_equals_one_fit_per_head_and_differs_from_pooled():
-    piece, _ = piece_for("y_keep", batch=6)
-    per_head = solved([piece], 0.1, groups=2)
-    pooled = solved([piece], 0.1)
-    assert per_head.coefficients.shape == (2, 4) and pooled.coefficients.shape == (1, 4)
-    assert per_head.coefficients.dtype == torch.float64
-    for head in range(2):
-        part = slice(head, head + 1)
-        c = piece.clouds
-        alone = KlPiece(
-            piece.columns[:, part],
-            Clouds(c.x[:, part], c.y[:, part], y_keep=c.y_keep),
-            piece.mass[:, part],
-        )
-        fit = solved([alone], 0.1)
-        torch.testing.assert_close(per_head.coefficients[head], fit.coefficients[0], atol=1e-8, rtol=0)
-        assert (per_head.coefficients[head] - pooled.coefficients[0]).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize(("layout", "groups"), [("N<M", 1), ("x_keep", 2), ("y_keep", 2), ("bias", 1)])
 def test_streaming_changes_nothing(layout, groups, monkeypatch):
     piece, _ = piece_for(layout, batch=6)
@@ -243,34 +204,13 @@ def test_lbfgs_equals_newton(penalty, monkeypatch):
     torch.testing.assert_close(lbfgs.coefficients, dense.coefficients, atol=1e-6, rtol=1e-6)
 
 
-def test_float32_activations_and_columns_of_any_unit():
-    piece, _ = piece_for("square", batch=8)
-    units = torch.tensor([1e-6, 1.0, 1e3, 1e8], dtype=torch.float64)
-    scaled = KlPiece(piece.columns * units, piece.clouds, piece.mass)
-    plain = solved([piece])
-    fit = solved([scaled])
-    torch.testing.assert_close(fit.coefficients * units, plain.coefficients, atol=1e-7, rtol=1e-7)
-    c = piece.clouds
-    single = KlPiece(piece.columns.float(), Clouds(c.x.float(), c.y.float()), piece.mass.float())
-    fit = solved([single])
-    assert fit.converged == (True,)
-    torch.testing.assert_close(fit.coefficients, plain.coefficients, atol=1e-4, rtol=1e-4)
-
-
-def test_a_start_far_off_ends_as_well():
-    piece, _ = piece_for("square", batch=8)
-    near = solved([piece], 0.1)
-    far = fit_kl([piece], groups=1, penalty=0.1, start=torch.full((1, 4), 1e5))
-    assert far.converged == (True,)
-    torch.testing.assert_close(far.coefficients, near.coefficients, atol=1e-6, rtol=0)
-
-
 def finite(fit):
     return bool(fit.coefficients.isfinite().all()) and all(map(math.isfinite, fit.gradient_norm))
 
 
-@pytest.mark.parametrize("features", [4, 0], ids=["newton", "lbfgs"])
-@pytest.mark.parametrize(("spread", "penalty"), [(5.0, 1e-3), (50.0, 0.0), (50.0, 1e6)])
+@pytest.mark.parametrize(
+    ("features", "spread", "penalty"), [(4, 5.0, 1e-3), (0, 50.0, 0.0), (4, 50.0, 1e6), (0, 5.0, 1e-3)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_never_nan_never_worse(layout, spread, penalty, features, monkeypatch):
     monkeypatch.setattr(kl, "DENSE_FEATURES", features)
@@ -337,45 +277,6 @@ def test_examples_without_a_key_are_passed_over():
     torch.testing.assert_close(fit.coefficients, alone.coefficients, atol=1e-12, rtol=0)
 
 
-def test_duplicated_tokens():
-    clouds = clouds_for("square")
-    x, y = (t[:, :, [0, 0, 0, 1, 1, 2, 2]] for t in (clouds.x, clouds.y))
-    same = Clouds(x, y)
-    dual, mass = teacher_of(same)
-    columns = torch.stack([dual, dual.square(), x[..., 0]], -1)
-    fit = solved([KlPiece(same.centre(columns), same, mass)])
-    assert fit.converged == (True,)
-    torch.testing.assert_close(fit.coefficients[0], torch.tensor([1.0, 0, 0]).double(), atol=1e-7, rtol=0)
-
-
-def test_an_optimum_at_infinity_stays_finite():
-    """A point without teacher mass is pushed down for ever; the objective flattens instead."""
-    piece, _ = piece_for("square", batch=1, heads=1)
-    columns = torch.zeros(1, 1, 7, 1, dtype=torch.float64)
-    columns[..., 0, 0] = 1.0
-    mass = torch.full_like(piece.mass, 1 / 6)
-    mass[..., 0] = 0.0
-    clouds = piece.clouds
-    piece = KlPiece(clouds.centre(columns), clouds, mass)
-    fit = solved([piece])
-    assert finite(fit) and fit.coefficients[0, 0] < -10
-    assert value([piece], 0.0, fit.coefficients[0]) < value([piece], 0.0, torch.zeros(1))
-
-
-def test_a_y_out_of_reach_takes_no_mass():
-    piece, _ = piece_for("square")
-    bias = torch.zeros(7, 7, dtype=torch.float64)
-    bias[:, 3] = -math.inf
-    c = piece.clouds
-    forbidden = KlPiece(piece.columns, Clouds(c.x, c.y, bias=bias), piece.mass)
-    keep = (torch.arange(7) != 3).expand(3, 7)
-    masked = KlPiece(piece.columns, Clouds(c.x, c.y, y_keep=keep), piece.mass)
-    omega = torch.ones(4, dtype=torch.float64)
-    left, right = (KlObjective([p], 0.1).evaluate(omega) for p in (forbidden, masked))
-    assert left.value == pytest.approx(right.value, rel=1e-13)
-    torch.testing.assert_close(left.gradient, right.gradient, atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("features", [4, 0], ids=["newton", "lbfgs"])
 def test_says_when_it_did_not_converge(features, monkeypatch):
     monkeypatch.setattr(kl, "DENSE_FEATURES", features)
@@ -387,16 +288,3 @@ def test_says_when_it_did_not_converge(features, monkeypatch):
     ends = [value([piece], 0.0, x) for x in (full.coefficients[0], cut.coefficients[0], start[0])]
     assert full.converged == (True,) and ends == sorted(ends) and ends[0] < ends[1]
     assert full.gradient_norm[0] < 1e-6 * cut.gradient_norm[0]
-
-
-def test_bad_arguments():
-    piece, _ = piece_for("square")
-    zeros = torch.zeros(1, 4)
-    for rule, change in [
-        *(("penalty", {"penalty": x}) for x in (-1.0, math.nan, math.inf)),
-        *(("start", {"start": x}) for x in (torch.zeros(2, 4), zeros[0], zeros * math.nan)),
-        ("columns", {"start": torch.zeros(1, 5)}),
-        ("columns", {"groups": 3, "start": torch.zeros(3, 4)}),
-    ]:
-        with pytest.raises(ValueError, match=rule):
-            fit_kl([piece], **{"groups": 1, "penalty": 0.0, "start": zeros, **change})

@@ -43,37 +43,6 @@ def test_pooled_equals_direct_solve(ridge):
     assert fit.condition_number[0] == pytest.approx(condition, rel=1e-9)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_direct_ridge_is_lambda_itself(groups):
-    x, y = rows()
-    equations = NormalEquations(4, groups)
-    equations.add(x, y)
-    fit, per_row = equations.solve(0.7, direct=True), equations.solve(0.7 / equations.tokens)
-    torch.testing.assert_close(fit.coefficients, per_row.coefficients, atol=1e-13, rtol=1e-12)
-    assert not torch.allclose(fit.coefficients, equations.solve(0.7).coefficients, rtol=1e-2)
-    for group in range(groups):
-        part = slice(None) if groups == 1 else slice(group, group + 1)
-        omega, r2, condition = direct(x[:, part], y[:, part], 0.7 / equations.tokens)
-        torch.testing.assert_close(fit.coefficients[group], omega)
-        assert fit.r2[group] == pytest.approx(r2, abs=1e-12)
-        assert fit.condition_number[group] == pytest.approx(condition, rel=1e-9)
-    unpenalised = equations.solve(0.0, direct=True).coefficients
-    torch.testing.assert_close(unpenalised, equations.solve(0.0).coefficients, atol=0, rtol=0)
-
-
-def test_per_head_equals_one_fit_per_head():
-    x, y = rows()
-    equations = NormalEquations(4, groups=2)
-    equations.add(x, y)
-    fit = equations.solve(0.01)
-    assert fit.tokens == 3 * 7
-    for head in range(2):
-        omega, r2, condition = direct(x[:, head], y[:, head], 0.01)
-        torch.testing.assert_close(fit.coefficients[head], omega)
-        assert fit.r2[head] == pytest.approx(r2, abs=1e-12)
-        assert fit.condition_number[head] == pytest.approx(condition, rel=1e-9)
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 4), groups=st.sampled_from([1, 2]))
 def test_additive_over_batches_and_processes(seed, cut, groups):
@@ -133,13 +102,3 @@ def test_too_few_rows_and_bad_ridge():
         for is_direct in (False, True):
             with pytest.raises(InputError, match="ridge"):
                 equations.solve(ridge, direct=is_direct)
-
-
-def test_mismatched_shapes():
-    x, y = rows()
-    with pytest.raises(ValueError, match="expected"):
-        NormalEquations(5).add(x, y)
-    with pytest.raises(ValueError, match="expected"):
-        NormalEquations(4, groups=3).add(x, y)
-    with pytest.raises(ValueError, match="merge"):
-        NormalEquations(4).merge(NormalEquations(4, groups=2))

@@ -91,9 +91,7 @@ def late(n: int) -> Tensor:
 
 
 LATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "a bias from distance 330 on": lambda s: s - 0.05 * (distances(s) - 330).clamp(min=0),
     "a bias from distance 600 on": lambda s: s * (1 - 0.5 * (distances(s) >= 600)),
-    "queries from the 330th on": lambda s: s * (1 + (torch.arange(s.shape[-2]) >= 330))[:, None],
     "examples from the ninth on": lambda s: (
         s * (1 + (torch.arange(s.shape[0]) >= 8))[:, None, None, None]
     ),

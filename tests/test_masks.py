@@ -123,15 +123,11 @@ def without_nan(s: Tensor, keep: Tensor) -> Tensor:
 
 
 SPELLINGS = {
-    "filled with -1e4": filled(-1e4), "filled with the least": filled(LOWEST),
-    "filled with -inf": filled(-math.inf), "where, -1e9": shifted(-1e9),
-    "where, -inf": shifted(-math.inf),
-    "subtracted -1e4": subtracted(-1e4), "subtracted -1e9": subtracted(-1e9),
-    "subtracted the least": subtracted(LOWEST), "in the loop, -1e9": hidden_in_the_loop(-1e9),
-    "in the loop, the least": hidden_in_the_loop(LOWEST),
-    "in the loop, -inf": hidden_in_the_loop(-math.inf),
-    "added in the loop": added_in_the_loop(-1e9), "potentials, -1e9": potentials(-1e9),
-    "potentials, -inf": potentials(-math.inf), "shares of active keys": shares_of_active_keys,
+    "filled with -1e4": filled(-1e4), "filled with -inf": filled(-math.inf),
+    "where, -1e9": shifted(-1e9), "subtracted -1e9": subtracted(-1e9),
+    "subtracted the least": subtracted(LOWEST), "in the loop, the least": hidden_in_the_loop(LOWEST),
+    "in the loop, -inf": hidden_in_the_loop(-math.inf), "added in the loop": added_in_the_loop(-1e9),
+    "potentials, -1e9": potentials(-1e9), "shares of active keys": shares_of_active_keys,
     "multiplied": multiplied, "without NaN": without_nan,
 }  # fmt: skip
 

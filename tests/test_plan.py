@@ -85,6 +85,7 @@ def by_hand(
 
 SHAPES = ((300, 2, 4, 4), (5, 1, 7, 9), (2, 3, 20, 33), (1, 2, 90, 70))
 MARGINALS = ("uniform", "shared", "own", "massless")
+SAMPLED = [*zip(SHAPES, MARGINALS, strict=True), *zip(SHAPES, MARGINALS[2:] + MARGINALS[:2], strict=True)]
 
 
 def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -100,8 +101,7 @@ def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor 
     return log_mu, log_nu
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", MARGINALS)
+@pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
 def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: str) -> None:
     """At most twice its error, at mild scores and where exp(S) leaves float32, for both orders."""
     log_mu, log_nu = marginals(kind, shape)
@@ -118,25 +118,15 @@ def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: st
         assert ours <= 2 * theirs + 1e-5 * float(exact.abs().max())
 
 
-def test_the_reference_is_the_loop_by_hand() -> None:
-    s, (log_mu, log_nu) = 5 * random(2, 2, 4, 6), marginals("own", (2, 2, 4, 6))
-    assert log_mu is not None and log_nu is not None
-    for half_steps, rows_first in itertools.product((1, 2, 5), (True, False)):
-        exact = by_hand(-1.5 * s, log_mu, log_nu, half_steps, rows_first)
-        found = reference.plan(s.double(), log_mu, log_nu, -1.5, half_steps, rows_first, PLAIN, True)
-        assert torch.allclose(found, exact, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", MARGINALS)
-def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
+@pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
+def test_whole_and_damped_updates(shape: tuple[int, ...], kind: str) -> None:
     """The reference by hand; the kernel as good as it, in and out of the linear domain."""
     log_mu, log_nu = marginals(kind, shape)
     *_, n, m = shape
     given = torch.full((n,), -math.log(n)) if log_mu is None else log_mu
     other = torch.full((m,), -math.log(m)) if log_nu is None else log_nu
     for spread, half_steps, rows_first, damping in itertools.product(
-        (1.0, 60.0), (1, 4, 5), (True, False), ((0.8, 0.8), (0.6, 1.0), (1.0, 0.01))
+        (1.0, 60.0), (1, 4, 5), (True, False), ((1.0, 1.0), (0.6, 1.0), (1.0, 0.01))
     ):
         s = spread * random(*shape)
         exact = by_hand(-0.7 * s.double(), given, other, half_steps, rows_first, damping)
@@ -152,13 +142,6 @@ def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
                 ours, theirs = ours.clamp(min=-80), theirs.clamp(min=-80)
             honest = float((theirs - found).abs().max())
             assert float((ours - found).abs().max()) <= 2 * honest + 1e-5 * float(found.abs().max())
-
-
-def test_no_damping_is_a_damping_of_one() -> None:
-    s = 3 * random(2, 2, 20, 30)
-    for half_steps in (3, 4):
-        rest = (None, None, 1.0, half_steps, True, PLAIN)
-        assert torch.allclose(op(s, *rest, damping=[1.0, 1.0]), op(s, *rest), rtol=1e-4)
 
 
 def test_an_unbalanced_loop_comes_to_its_penalised_optimum() -> None:
@@ -190,54 +173,9 @@ def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
         assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
 
 
-def test_a_row_that_is_hidden_as_a_whole_is_uniform() -> None:
-    """Scores of -1e9 have no digits left for duals: what differs within the row counts."""
-    s = random(1, 1, 5, 20)
-    s[..., 2, :] = -1e9
-    flat = s.clone()
-    flat[..., 2, :] = 0.0
-    for plan, hidden in itertools.product((op, reference.plan), (-1e9, torch.finfo(torch.float32).min)):
-        s[..., 2, :] = hidden
-        rest = (None, None, 1.0, 3, True, [1.0, 1.0, 0.0, 0.0])
-        assert torch.allclose(plan(s, *rest), plan(flat, *rest), atol=1e-6)
-
-
-def test_columns_that_are_low_as_a_whole_keep_their_digits() -> None:
-    """A mask of -1e4 leaves scores three digits; the duals of 1e4 that undo it leave no fewer."""
-    s = random(2, 1, 9, 9)
-    s[0, ..., 4:] -= 1e4
-    s[1, :, 6:] -= 1e4
-    for rows_first, half_steps in itertools.product((True, False), (1, 2, 7)):
-        rest = (None, None, 1.0, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0])
-        exact = reference.plan(s.double(), *rest)
-        assert float((op(s, *rest) - exact).abs().max()) <= 2e-6 * float(exact.abs().max())
-
-
-def test_absent_rows_and_columns() -> None:
-    """All of their scores are -inf: they have nothing, and the others what they have without them."""
-    for n, m in ((5, 7), (40, 60)):
-        s = 2 * random(3, 2, n, m)
-        s[0, :, 1:3], s[1, ..., 4] = -math.inf, -math.inf
-        s[2, 0] = -math.inf
-        for rows_first, log in itertools.product((True, False), repeat=2):
-            rest = (None, None, 1.0, 5, rows_first, PLAIN, log)
-            exact, rough = reference.plan(s.double(), *rest), reference.plan(s, *rest)
-            found = op(s, *rest)
-            assert not bool(found.isnan().any()) and not bool(exact.isnan().any())
-            if log:
-                exact, rough, found = (x.clamp(min=-80) for x in (exact, rough, found))
-            honest = float((rough - exact).abs().max())
-            assert float((found - exact).abs().max()) <= 2 * honest + 1e-5 * float(exact.abs().max())
-        present = [0, *range(3, n)]
-        rest = (None, None, 1.0, 4, True, PLAIN)
-        alone = op(s[:1, :, present].contiguous(), *rest)
-        # The last half-step is the columns', which have their mass from fewer rows.
-        assert torch.allclose(op(s[:1], *rest)[:, :, present], alone, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 9, 7), (3, 2, 40, 30)], ids=str)
-@pytest.mark.parametrize("far", [-1e12, -200.0])
-@pytest.mark.parametrize("damping", [None, [0.7, 0.9]])
+@pytest.mark.parametrize(("shape", "far", "damping"), [
+    ((3, 2, 9, 7), -200.0, None), ((3, 2, 40, 30), -1e12, [0.7, 0.9]),
+], ids=str)  # fmt: skip
 def test_masses_that_are_lost_are_not_lost_in_a_log_plan(
     shape: tuple[int, ...], far: float, damping: Any
 ) -> None:
@@ -264,17 +202,6 @@ def test_a_side_that_is_never_closed_has_no_dual(rows_first: bool) -> None:
     settings = (1.0, 1, rows_first, PLAIN, True)
     expected = reference.plan(scores.double(), *marginals, *settings)
     torch.testing.assert_close(op(scores, *marginals, *settings).double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("log_mass", [-95.0, -103.5, -105.0, -1e12])
-@pytest.mark.parametrize("tokens", [8, 30])
-def test_a_log_plan_keeps_the_digits_of_masses_that_have_none(log_mass: float, tokens: int) -> None:
-    scores = random(2, 1, tokens, tokens)
-    log_nu = torch.full((2, 1, tokens), -3.0)
-    log_nu[..., 0] = log_mass
-    settings = (None, log_nu, 1.0, 4, True, PLAIN, True)
-    expected = reference.plan(scores.double(), None, log_nu.double(), *settings[2:])
-    torch.testing.assert_close(op(scores, *settings).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2, 300), (2, 1, 30, 1), (3, 1, 10, 60)], ids=str)
@@ -344,14 +271,8 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
 FOUND: dict[str, list[PlanConvention]] = {
     "Matcher": [PlanConvention(6, "row", 1.0, OutputFactor(), True, "constant", "constant")],
     "Mixer": [PlanConvention(6, "column", 1.0, OutputFactor(queries=1))],
-    "NormalisedMixer": [
-        PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
-                       stabiliser=Stabiliser("plan", "clamp", 1e-12)),
-    ],
     "Latents": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                by_head=(1.0, math.exp(0.8)))],
-    "Expanded": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
-                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
     "ActiveMasses": [PlanConvention(6, "row", 1.0, OutputFactor(), False, "input", "input",
@@ -360,10 +281,6 @@ FOUND: dict[str, list[PlanConvention]] = {
     "Scaled": [
         PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
                        stabiliser=Stabiliser("scaling", "add", 1e-8)),
-    ],
-    "Softened": [
-        PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
-                       stabiliser=Stabiliser("plan", "add", 1e-6)),
     ],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
@@ -375,13 +292,10 @@ FOUND: dict[str, list[PlanConvention]] = {
                                      written=Written("duals"))],
 }  # fmt: skip
 DAMPED = {
-    "the same": (nets.Damped(), ()),
     "rows alone": (nets.Damped(0.6, 1.0, 6), ()),
     "columns alone, rows last": (nets.Damped(1.0, 0.7, 5), ()),
-    "both, 1/N inside": (nets.Damped(0.5, 0.7, 6, unit=False), ()),
     "both, 1/N outside": (nets.Damped(0.5, 0.7, 6, unit=False, outside=True), ()),
     "scalings from 1/N": (nets.Unbalanced(), ()),
-    "masses inside": (nets.Damped(0.5, 0.7, 6), (9, 6)),
     "masses outside": (nets.Damped(0.5, 0.7, 6, outside=True), (9, 6)),
     "long": (nets.Damped(0.3, 0.3, 40), ()),
 }
@@ -476,10 +390,6 @@ def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
 class Slack(nn.Module):
     """Registration: a row and a column of slack that take part in the sums, and are not normalised."""
 
-    def __init__(self, values: bool) -> None:
-        super().__init__()
-        self.values = values
-
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         scores = nn.functional.pad(-torch.cdist(a, b), (0, 1, 0, 1))
         for _ in range(3):
@@ -487,13 +397,11 @@ class Slack(nn.Module):
             scores = torch.cat((rows - rows.logsumexp(2, keepdim=True), slack), 1)
             columns, slack = scores[:, :, :-1], scores[:, :, -1:]
             scores = torch.cat((columns - columns.logsumexp(1, keepdim=True), slack), 2)
-        plan = scores[:, :-1, :-1].exp()
-        return plan @ b if self.values else plan
+        return scores[:, :-1, :-1].exp() @ b
 
 
-@pytest.mark.parametrize("values", [False, True])
-def test_a_loop_over_parts_of_its_matrix_is_listed(values: bool) -> None:
-    (left,) = analysed(Slack(values), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
+def test_a_loop_over_parts_of_its_matrix_is_listed() -> None:
+    (left,) = analysed(Slack(), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
     assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
 
 

@@ -79,11 +79,10 @@ def divided_with_constant(s: Tensor, axes: list[int]) -> Tensor:
     return plan
 
 
-SPELLINGS: dict[str, tuple[Spelling, list[int]]] = {
-    f"{spelling.__name__}, {name}": (spelling, axes)
-    for spelling in (softmaxes, subtracted, increments, rows_added_first, columns_added_first,
-                     duals_added_first, divided, divided_with_constant)
-    for name, axes in {"rows first": [-1, -2] * 3, "columns first": [-2, -1] * 2 + [-2]}.items()
+ROWS, COLUMNS = [-1, -2] * 3, [-2, -1] * 2 + [-2]
+SPELLINGS: dict[Spelling, list[int]] = {
+    softmaxes: ROWS, subtracted: COLUMNS, increments: ROWS, rows_added_first: COLUMNS,
+    columns_added_first: ROWS, duals_added_first: COLUMNS, divided: ROWS, divided_with_constant: COLUMNS,
 }  # fmt: skip
 
 
@@ -127,9 +126,9 @@ def agrees(net: nn.Module, ours: Runner, *inputs: Tensor) -> None:
     assert float(error.max()) <= 1e-4
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_what_hides_at_run_time_alone(name: str) -> None:
-    net = Loop(*SPELLINGS[name])
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+def test_what_hides_at_run_time_alone(spelling: Spelling) -> None:
+    net = Loop(spelling, SPELLINGS[spelling])
     analysis = analysed(net, random(4, 9, 7))
     assert len(analysis.sites) == 1
     ours = Runner(None, analysis.lifted)
@@ -160,8 +159,10 @@ class Masked(nn.Module):
         return self.spelling(scores, [-1, -2] * 3)
 
 
-@pytest.mark.parametrize("how", ["filled", "both sides", "added", "looked up"])
-@pytest.mark.parametrize("spelling", [softmaxes, rows_added_first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("how", "spelling"), [
+    ("filled", softmaxes), ("both sides", rows_added_first), ("added", rows_added_first),
+    ("looked up", softmaxes),
+])  # fmt: skip
 def test_a_mask_that_hides_nothing_in_the_data(how: str, spelling: Spelling) -> None:
     net = Masked(how, spelling)
     tokens = (9, 9) if how == "both sides" else (9, 7)

@@ -48,7 +48,7 @@ def test_published_implementations_are_recognised_and_reproduced(case: dict[str,
 
 
 @pytest.mark.parametrize("rows_first", [True, False], ids=["rows first", "columns first"])
-@pytest.mark.parametrize("half_steps", [1, 2, 3, 4, 7, 12, 20, 21, 35, 49, 50])
+@pytest.mark.parametrize("half_steps", [1, 2, 3, 20, 21, 50])
 def test_every_budget_and_order_is_told_apart(half_steps: int, rows_first: bool) -> None:
     generator = torch.Generator().manual_seed(half_steps)
     samples = []
@@ -80,8 +80,7 @@ def observed(convention: Convention, spreads: tuple[float, ...]) -> list[Sample]
 SHARP = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 
 
-@pytest.mark.parametrize("first", ["row", "column"])
-@pytest.mark.parametrize("half_steps", [66, 80, 100, 200, 511, 1024])
+@pytest.mark.parametrize(("half_steps", "first"), [(66, "row"), (200, "column"), (1024, "row")])
 def test_long_loops_are_told_apart_at_sharp_scores(half_steps: int, first: Side) -> None:
     law = Convention(half_steps, first, 1.0)
     found = identify(observed(law, SHARP))
@@ -95,9 +94,9 @@ def test_what_only_mild_scores_have_seen_has_a_rival() -> None:
     assert isinstance(found, Fit) and found.rival is not None
 
 
-@pytest.mark.parametrize("form", ["plan", "scaling"])
-@pytest.mark.parametrize("kind", ["add", "clamp"])
-@pytest.mark.parametrize("constant", [1e-6, 1e-9, 1e-30])
+@pytest.mark.parametrize(("form", "kind", "constant"), [
+    ("plan", "add", 1e-6), ("plan", "clamp", 1e-9), ("scaling", "add", 1e-30), ("scaling", "clamp", 1e-6),
+])  # fmt: skip
 def test_a_stabilising_constant_is_part_of_the_convention(
     form: Any, kind: Any, constant: float
 ) -> None:

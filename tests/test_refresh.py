@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import asapc
 import asapc.kernels.library
@@ -23,11 +23,10 @@ from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.measure import class_scores
-from asapc.passes.capture import export_graph
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
-from asapc.training import anneal, parameters, refresh
+from asapc.training import refresh
 
 NET = """
 import torch
@@ -283,89 +282,6 @@ def test_an_interrupt_leaves_the_old_artefact(
 # What is trained, on graphs
 
 
-class Block(nn.Module):
-    """Attention with a given projection, a residual sum, a norm and a head of given layers."""
-
-    def __init__(self, out: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.out, self.norm, self.inner, self.head = out, nn.LayerNorm(8), nn.Linear(8, 8), head
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
-        y = torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
-        x = x + self.out(y.squeeze(1))
-        x = self.norm(x)
-        x = x + self.inner(x)
-        result: Tensor = self.head(x.mean(1))
-        return result
-
-
-class Times(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.transpose(0, 1) / self.matrix.norm() + self.shift
-
-
-@pytest.mark.parametrize(
-    ("out", "head", "expected"),
-    [
-        (nn.Identity(), nn.Linear(8, 3, bias=False), {"head.weight"}),
-        (
-            nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.0)),
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3), nn.Softmax(-1)),
-            {"out.0.weight", "head.2.weight", "head.2.bias"},
-        ),
-        (Times(), nn.LayerNorm(8), {"out.matrix", "head.weight", "head.bias"}),
-        (
-            nn.Identity(),
-            nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)),
-            {"head.bias", "head.parametrizations.weight.original0",
-             "head.parametrizations.weight.original1"},
-        ),
-    ],
-    ids=["no-projection", "mlp-head", "matmul", "weight-norm"],
-)  # fmt: skip
-def test_choice_on_graphs(out: nn.Module, head: nn.Module, expected: set[str]) -> None:
-    exported = export_graph(Block(out, head).eval(), (torch.randn(2, 5, 8),), {}, None)
-    graph = exported.module(check_guards=False)
-    assert parameters.trainable(graph, 0) == expected | {"norm.weight", "norm.bias"}  # type: ignore[arg-type]
-
-
-class TwoSites(nn.Module):
-    """One site closed from the keys' dual with its row masses, one from both duals and an intercept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("one", "two", "three", "intercept"):
-            self.register_buffer(name, torch.ones(1, 1))
-
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        factor = [1.0, 1.0, 0.0, 0.0]
-        key, mass = torch.ops.asapc.dual_and_row_mass(
-            q, k, None, None, [], self.one, "norm", 0.3, 6, False
-        )
-        y = torch.ops.asapc.asap(q, k, k, None, None, None, key, 0.3, 1, factor)
-        q = y * mass[..., None]
-        source, key = (
-            torch.ops.asapc.dual(q, k, None, None, [], omega, "norm", side, 0.3, 5, side == "source")
-            for omega, side in ((self.two, "source"), (self.three, "target"))
-        )
-        source = source + self.intercept
-        y = torch.ops.asapc.asap(q, k, k, None, None, source, key, 0.3, 0, factor)
-        result: Tensor = torch.ops.asapc.sinkhorn(y, k, k, None, None, 0.3, 4, True, factor)
-        return result
-
-
-def test_coefficients_are_found_site_by_site() -> None:
-    exported = export_graph(TwoSites(), (torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)), {}, None)
-    graph = exported.module(check_guards=False)
-    assert parameters.coefficients(graph) == [{"one"}, {"two", "three"}, set()]  # type: ignore[arg-type]
-
-
 # Class scores
 
 
@@ -377,13 +293,13 @@ def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
 
 
+# Capture per module
+
 def test_class_scores_are_the_first_matrix() -> None:
     assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
     with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
         refresh.scores_leaf([torch.randn(2, 3, 4)])
 
-
-# Capture per module
 
 def test_capture_per_module_trains_the_captured_modules(
     work: Path, capsys: pytest.CaptureFixture[str]
@@ -420,24 +336,6 @@ def annealed(esp: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     assert run("refresh", esp / "out", "--data", esp / "data.npz", "--labels", "--anneal", "-o", out,
                "--epochs", 6, "--learning-rate", "1e-2", "--quiet") == 0  # fmt: skip
     return out, json.loads((out / "manifest.json").read_text())["refresh"]
-
-
-@pytest.mark.parametrize(("start", "steps"), [(0.1, 500), (0.1, 53), (2.0, 20), (1e-3, 1), (1e-7, 3)])
-def test_the_schedule_is_exponential_even_and_ends_at_its_lowest(start: float, steps: int) -> None:
-    lowest = min(start, 1e-6)
-    stages = [start]
-    while stages[-1] > lowest * (1 + 1e-12):
-        stages.append(max(0.8 * stages[-1], lowest))
-    own = anneal.schedule(start, 0.8, steps)
-    assert len(own) == steps and own[-1] == lowest
-    places = [min(range(len(stages)), key=lambda s: abs(stages[s] / t - 1)) for t in own]
-    assert all(abs(stages[s] / t - 1) < 1e-9 for s, t in zip(places, own, strict=True))
-    assert places == sorted(places)
-    if steps >= len(stages):  # every stage lasts equally long, but for a step
-        counts = [places.count(s) for s in range(len(stages))]
-        assert own[0] == start and max(counts) - min(counts) <= 1 and min(counts) >= 1
-    else:
-        assert len(set(places)) == steps
 
 
 def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(

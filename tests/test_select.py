@@ -166,20 +166,6 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(
     assert measured == pytest.approx(by_hand(ground, made.choices)[metric], rel=1e-9)
 
 
-def test_one_pass_is_enough_where_the_cheapest_set_keeps_the_budget(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = counted(monkeypatch)
-    loose = chosen(ground, {"budget": {"logit_kl": 9.0}}).trail
-    assert labels(loose) == [ROUGH] * 3 and passes == [3]
-    assert [own["verdict"] for own in loose["rounds"]] == ["inside the budget"]
-    passes.clear()
-    tight = chosen(ground, {"budget": {"logit_kl": loose["rounds"][0]["measured"]["logit_kl"] / 2}}).trail
-    assert passes[:7] == [3] + [1] * 6  # all together, then each alone, then what is solved for
-    assert tight["rounds"][0]["verdict"].startswith("logit_kl")
-    assert tight["rounds"][-1]["verdict"] == "inside the budget"
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sites are replaced in each pass of the whole model, as they are run."""
     passes = list[int]()
@@ -458,7 +444,3 @@ def test_a_shape_that_memory_does_not_hold_is_bad_input() -> None:
     t = SiteTensors(*(torch.ones(1, 1, 2, 4) for _ in range(2)), None, v=torch.ones(1, 1, 2, 4))
     with pytest.raises(InputError, match="1048576x1048576"):
         price.prices({"own": lambda t, v: v}, t, [(2**20, 2**20)])
-
-
-def test_a_damage_that_is_no_number_is_beyond_every_limit() -> None:
-    assert all(select._damage(key, float("nan")) == float("inf") for key in BUDGET_BOUNDS)

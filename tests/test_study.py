@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_text import write_data, write_teacher
 
 from asapc.calibration import distill
-from asapc.calibration.collect import SiteStatistics
-from asapc.calibration.stream import Pending, take_in
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data
-from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, SiteTensors
 from asapc.models import ARCHITECTURES
-from asapc.stages.calibrate import selection_batches, site_collector
-from asapc.study import Row, load_grid, mark_pareto, study_markdown
+from asapc.stages.calibrate import selection_batches
+from asapc.study import Row, load_grid
 
 GRID = """
 blocks:
@@ -85,12 +77,6 @@ def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> No
         load_grid(write(tmp_path / "grid.yaml", text))
 
 
-def test_pareto_keeps_what_nothing_beats() -> None:
-    points = [(0.1, 1.0), (0.05, 2.0), (0.05, 3.0), (0.2, 1.0), (0.01, 9.0), (0.1, 1.0), (math.nan, 1.0)]
-    rows = mark_pareto([{"attention_rel_l2": e, "site_ms": t} for e, t in points])
-    assert [row["pareto"] for row in rows] == [True, True, False, False, True, True, False]
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
@@ -132,19 +118,6 @@ def test_every_row_is_measured(result: dict[str, Any]) -> None:
         assert 0 < row["output_rel_l2"] < 3 and row["site_ms"] > 0
 
 
-def test_pivots_for_every_token_beat_second_moments(result: dict[str, Any]) -> None:
-    def error(features: str, c_transforms: int) -> float:
-        found = [
-            row["attention_rel_l2"] for row in result["rows"]
-            if (row["features"], row["c_transforms"], row["examples"]) == (features, c_transforms, 64)
-        ]  # fmt: skip
-        assert len(found) == 1
-        return float(found[0])
-
-    assert error("coarse:12", 2) < error("gaussian norm", 2)
-    assert error("coarse:12", 2) < error("coarse:12", 1)
-
-
 def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) -> None:
     assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
     fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:14]}
@@ -164,18 +137,6 @@ def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result: dict
     assert rows["all", 1]["r2"] != rows["active", 1]["r2"]
 
 
-def test_the_table_holds_every_row_sorted_by_error(work: Path, result: dict[str, Any]) -> None:
-    with (work / "out" / "study.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["attention_rel_l2"]) for row in rows] == pytest.approx(
-        [row["attention_rel_l2"] for row in result["rows"]]
-    )
-    text = study_markdown(result)
-    assert text == (work / "out" / "study.md").read_text()
-    assert text.count("| coarse:12 |") == 4 and "Sinkhorn, 2 half-steps" in text
-    assert text.index("Sinkhorn, 8") < text.index("coarse:12") < text.index("Sinkhorn, 2")
-
-
 def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the examples that a fit uses, or stops by, is measured on, where the files are the same."""
     monkeypatch.setattr(distill, "STEPS", 2)
@@ -188,26 +149,6 @@ def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest
         assert run(work, grid, tmp_path / "out", "--test", data, "--examples", "999") == 0
         measured = json.loads((tmp_path / "out" / "study.json").read_text())["examples"]
         assert others > 0 and measured == 160 - others
-
-
-def test_the_time_of_a_fit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows take in the same batch; only what both need is shared."""
-    convention = Convention(8, "row", 0.5)
-    pending = []
-    for number, features in enumerate(("norm", "gaussian")):
-        recipe = Recipe.from_dict({"operator": "asap", "features": [features]})
-        collector = site_collector("site", convention, recipe)
-        assert isinstance(collector, SiteStatistics)
-        pending.append(Pending(0, "site", number, collector))
-
-    def add(self: SiteStatistics, duals: object) -> None:
-        time.sleep(0.5 if self.recipe.features == ("gaussian",) else 0.0)
-
-    monkeypatch.setattr(SiteStatistics, "add", add)
-    q = torch.randn(2, 1, 5, 4)
-    take_in(pending, [SiteTensors(q, q, None, None, None, q)])
-    cheap, dear = (p.collector.seconds for p in pending)
-    assert dear - cheap > 0.25
 
 
 @pytest.mark.parametrize(
@@ -237,11 +178,3 @@ def test_finished_blocks_survive_a_failure(
     assert run(work, grid, tmp_path / "out") == 130
     rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
     assert [row["features"] for row in rows] == ["Sinkhorn, 2 half-steps"]
-
-
-def test_half_steps_are_those_of_fitted_loops_alone_beside_an_operator(tmp_path: Path) -> None:
-    text = "blocks: [{operator: [lot, fitted_sinkhorn], half_steps: [3, 5], pivots: 8}]"
-    (rows,) = load_grid(write(tmp_path / "grid.yaml", text))
-    assert [row.describe()["features"] for row in rows] == [
-        "lot, 8 pivots", "fitted_sinkhorn, 3 half-steps", "fitted_sinkhorn, 5 half-steps"
-    ]  # fmt: skip

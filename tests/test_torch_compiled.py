@@ -52,12 +52,6 @@ def test_a_failure_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.call is None and found.failed == "no C++ compiler and a page of advice"
 
 
-def test_other_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch, "compile", lambda f, **_: lambda x: f(x) * 1.01)
-    found = torch_compiled(Runner(Net()), BATCH)
-    assert found.call is None and "from those without it" in found.failed
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_benchmark_has_its_times_or_the_reason(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if fails:
@@ -75,8 +69,3 @@ def test_a_benchmark_has_its_times_or_the_reason(fails: bool, monkeypatch: pytes
     lines = "\n".join(bench_brief({"model": {"source": "net", "batch": 3, **found}, "sites": []}))
     assert ("torch.compile failed on teacher" in lines) == fails
     assert ("the teacher under torch.compile" in lines) != fails
-
-
-def test_it_is_not_timed_unless_asked() -> None:
-    runners: Any = {stage: Runner(Net()) for stage in ("teacher", "lossless", "graph")}
-    assert not [key for key in time_model(runners, BATCH, repeats=1) if "torch_compile" in key]
