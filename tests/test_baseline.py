@@ -26,8 +26,7 @@ from asapc.report.document import Check, GateReport
 from asapc.report.gates import gate_result
 
 REPORT: dict[str, Any] = {
-    "format_version": 3,
-    "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
+    "format_version": 3, "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
     "model": {
         "source": "teacher", "data": "data.npz", "examples": 1000, "batch": 32,
         "prediction_agreement": 0.99, "accuracy_drop": 0.001, "output_rel_l2": 0.1, "max_abs_error": 0.0,
@@ -87,15 +86,11 @@ def test_a_report_is_no_worse_than_itself_and_absolute_times_are_not_compared() 
         ("prediction_agreement", 0.97, False),  # exactly two points
         ("prediction_agreement", 0.969, True),
         ("accuracy_drop", 0.021, False),  # points, not 20 times the baseline's
-        ("accuracy_drop", 0.022, True),
-        ("accuracy_drop", -0.3, False),
-        ("output_rel_l2", 0.102, False),
+        ("accuracy_drop", 0.022, True), ("accuracy_drop", -0.3, False), ("output_rel_l2", 0.102, False),
         ("output_rel_l2", 0.1021, True),
         ("max_abs_error", 9e-6, False),  # rounding
         ("max_abs_error", 2e-5, True),  # any part of nothing is too much
-        ("speedup", 2.7, False),
-        ("speedup", 2.6, True),
-        ("latency_compiled_ms", 1e9, False),
+        ("speedup", 2.7, False), ("speedup", 2.6, True), ("latency_compiled_ms", 1e9, False),
     ],
 )
 def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
@@ -268,10 +263,8 @@ def edited(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("", "must be a JSON file"),
-        ("[]", "must hold a report, got list"),
-        ("[" * 100_000, "must be a JSON file"),
-        ('{"format_version": NaN}', "NaN is not JSON"),
+        ("", "must be a JSON file"), ("[]", "must hold a report, got list"),
+        ("[" * 100_000, "must be a JSON file"), ('{"format_version": NaN}', "NaN is not JSON"),
         ('{"format_version": ' + "1" * 5000 + "}", "must be a JSON file"),
         (edited(format_version=1), "must be a report of format 3, got 1"),
         (edited(format_version=True), "must be a report of format 3"),
@@ -351,11 +344,8 @@ def test_percent_and_fractions(text: str, share: float) -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["2"], r"write two percent as 2%"),
-        (["-1%"], "must be a share"),
-        (["inf%"], "must be a share"),
-        (["much"], "got 'much'"),
-        (["1%", "2%"], "only one limit"),
+        (["2"], r"write two percent as 2%"), (["-1%"], "must be a share"), (["inf%"], "must be a share"),
+        (["much"], "got 'much'"), (["1%", "2%"], "only one limit"),
         (["speedup=1%", "speedup=2%"], "speedup is given twice"),
         (["latency_compiled_ms=1%"], "'latency_compiled_ms' is not compared"),
         (["speedup="], "must be a share"),

@@ -46,11 +46,8 @@ def random_scores(seed, n, m, spread, masked):
 
 
 cases = {
-    "seed": st.integers(0, 10_000),
-    "n": st.integers(1, 6),
-    "m": st.integers(1, 6),
-    "spread": st.sampled_from([0.1, 1.0, 4.0]),
-    "masked": st.booleans(),
+    "seed": st.integers(0, 10_000), "n": st.integers(1, 6), "m": st.integers(1, 6),
+    "spread": st.sampled_from([0.1, 1.0, 4.0]), "masked": st.booleans(),
 }
 
 
@@ -257,12 +254,9 @@ def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> N
 # A site, from its activations to its certificates
 
 PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, c-transforms, side
-    "source, one c-transform": (8, 1, "source"),
-    "source, three c-transforms": (8, 3, "source"),
-    "source, two c-transforms, rows last": (9, 2, "source"),
-    "keys, two c-transforms": (8, 2, "target"),
-    "keys, one c-transform, rows last": (9, 1, "target"),
-    "keys, rescaled": (8, 1, "target"),
+    "source, one c-transform": (8, 1, "source"), "source, three c-transforms": (8, 3, "source"),
+    "source, two c-transforms, rows last": (9, 2, "source"), "keys, two c-transforms": (8, 2, "target"),
+    "keys, one c-transform, rows last": (9, 1, "target"), "keys, rescaled": (8, 1, "target"),
 }
 
 

@@ -136,20 +136,13 @@ def test_the_action_accepts_what_keeps_its_limits_and_its_baseline(project: Path
     assert kept and all((project / path).is_file() for path in kept)
 
 
-def test_the_action_fails_on_a_limit_that_is_not_kept(project: Path) -> None:
-    (project / "strict.yaml").write_text("attention_rel_l2: {max: 0}\nexamples: {min: 100}\n")
-    code, verdict, summary, errors = act(project, artifact="compiled", gate="strict.yaml")
-    assert (code, verdict) == (1, "REGRESSION")
-    assert "asapc: gate failed: REGRESSION" in errors
-    assert summary.startswith("# asapc: REGRESSION, ")
-
-
 def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(project: Path) -> None:
     code, verdict, _, errors = act(
         project, artifact="compiled", gate="ci/gates.yaml", examples="20", data="ci/data.npz"
     )
     assert (code, verdict) == (1, "ANOMALOUS")
     assert "the report rests on 20 examples, too few (min 100)" in errors
+    assert "asapc: gate failed: ANOMALOUS" in errors
 
 
 def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(project: Path) -> None:
@@ -161,13 +154,13 @@ def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(projec
     assert not (project / "pwned").exists()
 
 
-def test_the_hook_passes_and_fails(project: Path) -> None:
+def test_the_hook_fails_on_a_limit_that_is_not_kept(project: Path) -> None:
+    """Where it is kept, the same command passes: as the action does."""
     (hook,) = read("pre-commit-config.yaml")["repos"][0]["hooks"]
     assert hook["language"] == "system" and hook["pass_filenames"] is False
     for path in ("compiled/manifest.json", "ci/gates.yaml"):
         assert re.search(hook["files"], path)
     assert not re.search(hook["files"], "compiled/report.json")  # the hook's own output
-    assert bash(project, hook["entry"], {}).returncode == 0
     gates = project / "ci" / "gates.yaml"
     kept = gates.read_text()
     try:

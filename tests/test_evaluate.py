@@ -90,14 +90,19 @@ def with_seen(work: Path, folder: Path, seen: list[int]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(work: Path) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    return report(work / "out")
+
+
 # Three disjoint splits
 
 
-def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, tmp_path: Path) -> None:
+def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, whole: Any, tmp_path: Path) -> None:
     own = hashes(work / "data.npz")
     splits = [split_of(h) for h in own]
     counts = {name: splits.count(name) for name in ("calibration", "selection", "gate")}
-    found, _ = report(work / "out")
+    found, _ = whole
     assert counts["calibration"] > RECIPE["max_examples"]  # type: ignore[operator]
     assert found["splits"] == {
         "calibration": 64, "selection": counts["selection"], "gate": counts["gate"],
@@ -105,7 +110,7 @@ def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, tmp_path: 
     }  # fmt: skip
     assert found["model"]["examples"] == counts["gate"]
     (tmp_path / "again.npz").symlink_to(work / "data.npz")  # the same file by another path
-    again, _ = report(work / "out", data=str(tmp_path / "again.npz"))
+    again, _ = report(work / "out", data=str(tmp_path / "again.npz"), fast=True)
     assert again["splits"] == found["splits"]
 
 
@@ -150,18 +155,18 @@ def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_pat
     run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
         "--examples", 20, "-o", tmp_path / "refreshed")  # fmt: skip
     gate = sum(split_of(h) == "gate" for h in hashes(tmp_path / "more.npz"))
-    found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"))
+    found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"), fast=True)
     assert found["splits"]["gate"] == gate  # not the examples the refresh left over
     assert found["splits"]["calibration"] == 64 + 20
-    back, _ = report(tmp_path / "refreshed")
+    back, _ = report(tmp_path / "refreshed", fast=True)
     assert back["splits"]["gate"] == sum(split_of(h) == "gate" for h in hashes(work / "data.npz"))
 
 
 # What is in it
 
 
-def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
-    found, pictures = report(work / "out")
+def test_intervals_lengths_heads_and_certificates(work: Path, whole: Any) -> None:
+    found, pictures = whole
     model = found["model"]
     assert model["confidence_level"] == 0.95
     assert set(model["confidence"]) == {
@@ -208,12 +213,12 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])
 def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
-    work: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    work: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    everywhere, _ = report(work / "out")
+    everywhere, _ = whole
     assert "map_examples" not in everywhere["model"]
     monkeypatch.setattr(evaluate, limit, 1)  # the first batch
-    found, _ = report(work / "out")
+    found, _ = report(work / "out", fast=True)
     model, batch = found["model"], found["model"]["batch"]
     assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]
     assert model["output_rmse"] == pytest.approx(everywhere["model"]["output_rmse"], rel=1e-6)
@@ -223,7 +228,7 @@ def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
 
 
 def test_a_site_left_to_the_teacher_has_no_error(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
 
@@ -247,8 +252,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
         "attention_rel_l2": 0.0, "attention_rel_l2_worst": 0.0, "output_rel_l2": 0.0, "plan_kl": 0.0
     }
     assert first["certificates"] == [] and pictures[0].pairs == []
-    whole, _ = report(work / "out")
-    expected = whole["sites"][1]["metrics"]["attention_rel_l2"]
+    expected = whole[0]["sites"][1]["metrics"]["attention_rel_l2"]
     assert second["metrics"]["attention_rel_l2"] == pytest.approx(expected, rel=1e-3)
     assert [site["name"] for site in found["selection"]["sites"]] == [first["name"], second["name"]]
     timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]

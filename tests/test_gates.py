@@ -100,8 +100,7 @@ def test_what_is_missing_fails() -> None:
     incomplete = report()
     del incomplete["sites"][2]["metrics"]["attention_rel_l2"]
     for found, gate in (
-        (incomplete, Gate("attention_rel_l2", "max", 1.0)),
-        (report(), Gate("accuracy_drop", "max", 1.0)),
+        (incomplete, Gate("attention_rel_l2", "max", 1.0)), (report(), Gate("accuracy_drop", "max", 1.0)),
         ({"model": {}, "sites": []}, Gate("plan_kl", "max", 1.0)),
         (report(examples=None), Gate("examples", "min", 1.0)),
     ):
@@ -132,8 +131,7 @@ def test_without_limits_nothing_is_accepted_and_nothing_fails() -> None:
         ("speedup: {min: .nan}", "line 1: speedup: min must be a finite number"),
         ("speedup: {min: fast}", "min must be a finite number, got 'fast'"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
-        ("[speedup]", "must be a mapping"),
-        ("speedup: {confidence: true}", "speedup must be limited"),
+        ("[speedup]", "must be a mapping"), ("speedup: {confidence: true}", "speedup must be limited"),
         ("speedup: {min: 1, confidence: 0.95}", "confidence must be true or false, got 0.95"),
         ("speedup: {min: 3, max: 2}", "speedup: min must not be above max"),
         ("prediction_agreement: {min: 99}", r"a share is at most 1, got 99(.|\n)*write 99 % as 0.99"),
@@ -276,8 +274,7 @@ def test_the_worst_site_is_that_of_the_worst_bound() -> None:
     [
         ("prediction_agreement", {"min": 0.99}, 100),
         ("prediction_agreement", {"min": 0.99, "confidence": True}, 369),
-        ("accuracy_drop", {"max": 0.005}, 200),
-        ("accuracy_drop", {"max": -0.01}, 100),
+        ("accuracy_drop", {"max": 0.005}, 200), ("accuracy_drop", {"max": -0.01}, 100),
     ],
 )
 def test_a_limit_on_a_share_needs_its_examples(metric: str, limit: Any, needed: int) -> None:
@@ -301,10 +298,8 @@ def test_enough_examples_for_confidence_are_enough_for_a_perfect_result(limit: f
 
 def test_limits_that_need_no_precision() -> None:
     limits = {
-        "prediction_agreement": {"min": 1, "max": 1},
-        "accuracy_drop": {"max": 0},
-        "accuracy_compiled": {"min": 0, "max": 0.999},
-        "output_rel_l2": {"max": 1e-9},
+        "prediction_agreement": {"min": 1, "max": 1}, "accuracy_drop": {"max": 0},
+        "accuracy_compiled": {"min": 0, "max": 0.999}, "output_rel_l2": {"max": 1e-9},
     }
     good = report(
         examples=3, prediction_agreement=1.0, accuracy_drop=0.0, accuracy_compiled=0.5, output_rel_l2=0.0
@@ -415,8 +410,7 @@ def test_the_worst_class_wins_and_messages_are_single_lines() -> None:
     assert [e["class"] for e in result["checks"]] == ["REGRESSION", "ANOMALOUS", "ACCEPT", "REGRESSION"]
     lines = failure_text(result).splitlines()
     assert lines == [
-        "gate failed: ANOMALOUS",
-        "  ANOMALOUS: logit_kl of model was not measured (max 1)",
+        "gate failed: ANOMALOUS", "  ANOMALOUS: logit_kl of model was not measured (max 1)",
         "  REGRESSION: output_rel_l2 of model is 0.25, beyond its limit (max 0.1)",
         "  REGRESSION: attention_rel_l2 of a b is 0.01, beyond its limit (max 0.001)",
     ]

@@ -59,18 +59,12 @@ def tab() -> Iterator[browser.Browser]:
 def test_every_part_is_there(full: str) -> None:
     text = shown(full)
     for expected in (
-        "Look at layers. 2. mha first.", "REGRESSION", "1 of 5 checks failed.",
-        "The attention error of layers.2.mha is 0.0221; it should be at most 0.02.",
-        "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed.",
-        "19.8×", "13.7× by lossless kernels alone", "99.90%", "95% interval 99.70% to 100.00%",
-        "accuracy 83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%", "in layers.2.mha",
-        "1468 ms", "1000 examples neither fitted nor selected on, times for batches of 32, on cpu",
+        "Look at layers. 2. mha first.", "REGRESSION", "layers.2.mha makes 42% of the error.",
+        "19.8×", "13.7× by lossless", "99.90%", "99.70% to 100.00%", "83.80% → 83.70%", "1468 ms",
         "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
-        "What was tried", "By head", "By length", "Predictions changed, by length",
-        "Certificates: 2 holds, 1 vacuous", "kl_variance_bound", ", 256 active keys: error",
+        "What was tried", "By head", "By length", "Certificates: 2 holds, 1 vacuous", "256 active keys",
         "T=20, row first, column last, scale 0.0884, factor M, key mask", "3 x asap target 1 coarse:16",
-        "prediction_agreement 0.9973 < 0.998", "max 0.00500, confident", "baseline 19.6, 2%",
-        "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
+        "baseline 19.6, 2%", "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
     ):  # fmt: skip
         assert expected in text
     # The worst layer comes first; all are folded, and a layer's pictures are inside its fold.
@@ -107,22 +101,6 @@ def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
     assert len(set(ids)) == len(ids)
     for link in page.named("a"):
         assert (link["href"] or "")[1:] in ids
-
-
-def test_the_same_report_is_the_same_bytes(full: str) -> None:
-    """In another process, with another hash seed and the user's own matplotlib style."""
-    program = (
-        "import sys; sys.path.insert(0, 'tests'); import page_report, hashlib, matplotlib;"
-        "matplotlib.rcParams.update({'lines.linewidth': 9, 'svg.fonttype': 'path', 'font.size': 30});"
-        "from asapc.report.html import html;"
-        "report = page_report.typed(page_report.full_report(), page_report.pictures()[:1]);"
-        "print(hashlib.sha256(html(report).encode()).hexdigest())"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONHASHSEED": "7"},
-    )  # fmt: skip
-    assert result.stdout.strip() == hashlib.sha256(full.encode()).hexdigest()
 
 
 TAGS = "</title></style></svg></text><script>alert(1)</script>"
@@ -266,16 +244,6 @@ def test_a_difference_to_the_baseline_has_a_column() -> None:
     assert "not compared" in html(report)
 
 
-def test_a_long_table_is_folded_unless_something_failed() -> None:
-    report = deep_report(20, baseline=True)
-    gate = html(report).partition('<section id="gate">')[2]
-    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details" open>')
-    assert gate.index("encoder.blocks.0.attention") < gate.index("encoder.blocks.1.attention")
-    report["gate"] = {"verdict": "ACCEPT", "checks": report["gate"]["checks"][1:]}
-    gate = html(report).partition('<section id="gate">')[2]
-    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details"><summary>')
-
-
 def test_pictures_do_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "PICTURED", 2)
     report = deep_report(5)
@@ -302,32 +270,6 @@ def test_a_baseline_alone_is_no_limit() -> None:
     assert 'href="#limits"' in text and 'href="#gate"' in text
 
 
-def test_default_limits_are_named_and_are_advice(report: dict[str, Any]) -> None:
-    report["gate"] = {}
-    page = html(report)
-    text = shown(page)
-    assert "Ship it." in text and "Default limits, no gate file was given: 3 of 3 kept." in text
-    assert 'class="tone-good"' in page and "the budget it was compiled with" in text
-    assert "attention_rel_l2: {max: 0.02}" in text and "speedup: {min: 1}" in text
-    assert "ACCEPT" not in text and "REGRESSION" not in text  # what only a gate gives
-    report["model"]["prediction_agreement"] = 0.9
-    page = html(report)
-    assert 'class="tone-odd"' in page and "not kept" in page and "ACCEPT" not in page
-
-
-def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it(report: dict[str, Any]) -> None:
-    report["gate"], report["selection"] = {}, None
-    assert "How to get the lossless model" not in html(report)
-    report["model"] |= {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
-    text = shown(html(report))
-    for expected in (
-        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
-        'asapc.load("OUT", stage="lossless")',
-        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
-    ):  # fmt: skip
-        assert expected in text
-
-
 def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> None:
     assert '<details class="small-details"><summary>Certificates: 2 holds, 1 vacuous' in html(report)
     report["sites"][0]["certificates"][1]["holds"] = False
@@ -335,11 +277,6 @@ def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> No
     title = '<summary><span class="bad">Certificates: 1 holds, 1 violated'
     assert f'<details class="small-details" open>{title}' in text
     assert '<span class="bad">violated</span>' in text
-
-
-def test_one_length_is_no_plot(report: dict[str, Any]) -> None:
-    report["by_length"] = report["by_length"][:1]
-    assert "by length" not in shown(html(report)).lower()
 
 
 def test_values_that_are_not_finite_are_shown_as_such() -> None:
@@ -423,9 +360,9 @@ def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
 
 
 def test_masses_of_one_token_and_of_many() -> None:
-    for count in (1, 2, 500):
+    teacher = torch.ones(1, 1)
+    for count in (1, 500):
         sums = torch.linspace(0.9, 1.1, count)
-        teacher = torch.full((1, 1), 1.0)
         pair = MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums))
         assert len(svg(draw_masses, pair)) < 20_000
 
@@ -561,21 +498,45 @@ def test_it_prints(tab: browser.Browser, full: str, tmp_path: Path) -> None:
 # Written beside the other reports
 
 
-def test_without_the_extra_there_is_a_note_and_no_stale_page(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from asapc.report import Report, write_report\n"
-        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
-        "for missing in ('jinja2', 'matplotlib'):\n"
-        f"    Path({str(page)!r}).write_text('of an earlier report')\n"
-        "    sys.modules[missing] = None\n"
-        f"    write_report({str(tmp_path)!r}, report, note=print)\n"
-        "    del sys.modules[missing]\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [
+ELSEWHERE = """
+import hashlib, sys
+from pathlib import Path
+from asapc.errors import InputError
+from asapc.report import Report, write_report
+folder = Path(sys.argv[1])
+report = Report.from_json({"format_version": 3, "model": {"source": "x"}}, "report")
+for missing in ("jinja2", "matplotlib"):
+    (folder / "report.html").write_text("of an earlier report")
+    sys.modules[missing] = None
+    write_report(folder, report, note=print)
+    assert "nothing to decide" in report._repr_html_()
+    if missing == "matplotlib":
+        try:
+            report.figure()
+        except InputError as error:
+            print(error.rule, error.help)
+    del sys.modules[missing]
+
+sys.path.insert(0, "tests")
+import matplotlib, page_report
+matplotlib.rcParams.update({"lines.linewidth": 9, "svg.fonttype": "path", "font.size": 30})
+from asapc.report.html import html
+report = page_report.typed(page_report.full_report(), page_report.pictures()[:1])
+print(hashlib.sha256(html(report).encode()).hexdigest())
+"""
+
+
+def test_in_another_process(full: str, tmp_path: Path) -> None:
+    """Without the extra there is a note and no stale page; with it the same report is the same bytes,
+    whatever the hash seed and the user's own matplotlib style."""
+    result = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    *notes, error, digest = result.stdout.splitlines()
+    assert "figures need matplotlib" in error and ".[report]" in error
+    assert digest == hashlib.sha256(full.encode()).hexdigest()
+    assert notes == [
         f"no report.html: {missing} is not installed; pip install '.[report]' in a clone of asapc adds "
         "the page" for missing in ("jinja2", "matplotlib")
     ]  # fmt: skip

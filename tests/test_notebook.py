@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -149,20 +148,6 @@ def test_what_cannot_be_drawn_says_why() -> None:
     for what in FIGURES:
         with pytest.raises(InputError):
             minimal.figure(what)
-
-
-def test_without_matplotlib_the_error_names_the_extra() -> None:
-    program = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from asapc.errors import InputError\n"
-        "from asapc.report import Report\n"
-        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
-        "assert 'nothing to decide' in report._repr_html_()\n"
-        "try: report.figure()\n"
-        "except InputError as error: print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "figures need matplotlib" in result.stdout and ".[report]" in result.stdout
 
 
 # Progress

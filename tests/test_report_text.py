@@ -30,28 +30,22 @@ def test_markdown_shows_every_part() -> None:
     lines = markdown(typed(judged())).splitlines()
     assert lines[:3] == [
         "# asapc: REGRESSION, 19.8x as fast as the teacher, 99.90% of predictions kept "
-        "(99.70% to 100.00%)",
-        "",
+        "(99.70% to 100.00%)", "",
         "- **REGRESSION** attention_rel_l2 of layers.2.mha is 0.0221, beyond its limit (max 0.02)",
     ]
     for expected in (
-        "|  |  | 95% interval |",
-        r"| model | teacher\|x | - |",
+        "|  |  | 95% interval |", r"| model | teacher\|x | - |",
         "| prediction agreement | 99.90% | 99.70% to 100.00% |",
         "| speedup, compiled | 19.8x | 3.50 to - |",
         "| layers.0.mha | asap | 0.0167 | 0.0718 | 0.00835 | 0.294 | 2.30e-07 | 1.90e-04 | 0.997 "
-        "| 31000 | 0.999 |",
-        "| layers.0.mha | asap | 12.0 |",
+        "| 31000 | 0.999 |", "| layers.0.mha | asap | 12.0 |",
         "| layers.0.mha | asap | target, 1 c-transform, rows rescaled, coarse:32 | T=20, row first, "
         "column last, scale 0.0884, factor M, key mask | fastest inside the budget |",
         "| layers.0.mha | dual_stability | 2.41 | 1.62 | holds | 8000 | - "
-        "| ASAP, Propositions B.8 and B.9 |",
-        "| 11 to 96 | 201 | 100.00% | 2.20e-05 |",
+        "| ASAP, Propositions B.8 and B.9 |", "| 11 to 96 | 201 | 100.00% | 2.20e-05 |",
         "| layers.0.mha | 11 to 96 | 201 | 0.0100 |",
-        "| pooler | left alone | softmax attention: rows only |",
-        "| examples, gate | 1000 |",
-        "| torch | 2.13.0 |",
-        "| objective | latency |",
+        "| pooler | left alone | softmax attention: rows only |", "| examples, gate | 1000 |",
+        "| torch | 2.13.0 |", "| objective | latency |",
         "| budget | prediction_agreement 0.998, attention_rel_l2 0.0200 |",
         "| layers.0.mha | asap target 1 coarse:32 | chosen | 0.0167 | 0.00840 | 32x128 4.90, 32x256 14.8 "
         "| 32x128 118, 32x256 482 | 12.0 | prediction_agreement 0.999 |",
@@ -197,8 +191,7 @@ def test_junit_has_a_case_a_check() -> None:
     assert [(case.get("classname"), case.get("name")) for case in cases] == [
         ("asapc.model", "prediction_agreement: min 0.998"),
         ("asapc.model", "accuracy_drop: max 0.00500, confident"),
-        ("asapc.layers.2.mha", "attention_rel_l2: max 0.0200"),
-        ("asapc.model", "speedup: plausible"),
+        ("asapc.layers.2.mha", "attention_rel_l2: max 0.0200"), ("asapc.model", "speedup: plausible"),
     ]
     assert [[child.tag for child in case] for case in cases] == [[], [], ["failure"], ["error"]]
     assert [case[0].get("type") for case in cases[2:]] == ["REGRESSION", "ANOMALOUS"]

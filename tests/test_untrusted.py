@@ -25,7 +25,6 @@ from asapc import cli
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 from asapc.formats.sizes import is_size_expression
-from asapc.inputs.faults import check_labels
 from asapc.inputs.load import load_teacher
 from asapc.inputs.onnx import growth
 from asapc.inputs.onnx.host import MOST_NUMBERS
@@ -56,11 +55,9 @@ ATTACK = {
     "indices that leave the tensor": "torch.ops.aten.max_pool2d_with_indices_backward.default",
     "no check of a size": "torch.ops.aten.adaptive_max_pool2d_backward.default",
     "unsafe by name": "torch.ops.aten.segment_reduce.default",
-    "storage": "torch.ops.aten.set_.source_Tensor",
-    "resized storage": "torch.ops.aten.resize_.default",
+    "storage": "torch.ops.aten.set_.source_Tensor", "resized storage": "torch.ops.aten.resize_.default",
     "results in an argument": "torch.ops.aten.add.out",
-    "counts in a tensor": "torch.ops.aten.repeat_interleave.Tensor",
-    "types": "torch.ops.aten.view.dtype",
+    "counts in a tensor": "torch.ops.aten.repeat_interleave.Tensor", "types": "torch.ops.aten.view.dtype",
     "gradients": "torch.ops.asapc.loop_gradients.default",
 }
 
@@ -233,20 +230,15 @@ SUM = f"Add({', '.join(S[:10])})"
 SLOW = {
     "powers of powers": "(" * 9 + "9" + ")**8" * 9,
     "powers of powers, called": "Pow(" * 9 + "Integer(9)" + ", Integer(8))" * 9,
-    "digits": "Float('0.1', 4000000000)",
-    "precision": "Float('0.1', precision=4000000000)",
+    "digits": "Float('0.1', 4000000000)", "precision": "Float('0.1', precision=4000000000)",
     "a remainder": f"Mod(Pow({SUM}, Integer(8)), Pow({SUM}, Integer(7)))",
     "a quotient": f"FloorDiv(Pow({SUM}, Integer(8)), Pow({SUM}, Integer(7)))",
     "a remainder of products": f"Mod({'Mul(' * 8}{SUM}{f', {SUM})' * 8}, {SUM})",
     "a comparison": f"Eq(Pow({SUM}, Integer(3)), Pow({SUM}, Integer(2)))",
     "many to compare": f"Max({', '.join(f'Add({a}, {b})' for a in S for b in S)})"[:4000],
-    "a computed power": f"Pow({S[0]}, Mul({S[1]}, {S[2]}))",
-    "no end": "Add(" * 1000,
-    "unbalanced": "Add(s0, s1))",
-    "a list": "s0, s1",
-    "nothing": "",
-    "an attribute": "Symbol('s0').__class__",
-    "division by zero": "Rational(1, 0)",
+    "a computed power": f"Pow({S[0]}, Mul({S[1]}, {S[2]}))", "no end": "Add(" * 1000,
+    "unbalanced": "Add(s0, s1))", "a list": "s0, s1", "nothing": "",
+    "an attribute": "Symbol('s0').__class__", "division by zero": "Rational(1, 0)",
 }
 
 
@@ -274,18 +266,6 @@ def test_a_size_that_torch_writes_is_read(text: str) -> None:
     start = time.process_time()
     sympy.sympify(text, locals=known)
     assert time.process_time() - start < 5
-
-
-def test_reading_a_size_takes_time_in_proportion_to_it() -> None:
-    def seconds(count: int) -> float:
-        text = f"Add({', '.join(['s0'] * count)})"
-        start = time.process_time()
-        for _ in range(20):
-            is_size_expression(text)
-        return time.process_time() - start
-
-    seconds(10)
-    assert seconds(150) < 60 * max(seconds(15), 1e-4)
 
 
 # --- ONNX -----------------------------------------------------------------------------------------
@@ -470,7 +450,7 @@ def test_plain_text_stays() -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["deep", "pipe", "device", "large", "list", "text"])
+@pytest.mark.parametrize("kind", ["deep", "pipe", "device", "large"])
 def test_thresholds_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "thresholds.json"
     monkeypatch.setenv("ASAPC_THRESHOLDS", str(path))
@@ -483,10 +463,6 @@ def test_thresholds_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
             path.symlink_to("/dev/zero")
         case "large":
             path.write_text("[" + "1, " * 10**6 + "1]")
-        case "list":
-            path.write_text("[]")
-        case "text":
-            path.write_text("\xff")
     before, start = memory_from_here(), time.monotonic()
     with pytest.raises(InputError, match="ASAPC_THRESHOLDS"):
         thresholds.thresholds(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
@@ -544,16 +520,6 @@ def test_an_id_that_no_table_has(work: Path, capsys: pytest.CaptureFixture[str])
     np.savez(work / "bad.npz", inputs=tokens() + 2**62)  # no example has right ones
     assert calibrate(work, "bad.npz", "refused") == 2
     assert "example 0 (counted from 0): inputs[" in capsys.readouterr().err
-
-
-def test_labels_that_no_class_has() -> None:
-    """By report, on an artefact: tests/test_evaluate.py."""
-    labels = torch.arange(120) % 3
-    check_labels(labels, 3)
-    for wrong in (99, -1, 3):
-        labels[50] = wrong
-        with pytest.raises(InputError, match=rf"from 0 to 2, got {wrong} in example 50"):
-            check_labels(labels, 3, range(len(labels)))
 
 
 def test_all_files_of_a_calibration_can_be_read_by_the_same_people(work: Path) -> None:
