@@ -257,11 +257,6 @@ def test_without_prices_the_models_difference_is_shared(document: Document) -> N
         assert advise(page_report.typed(document))[0].cost is None
 
 
-def test_prices_of_another_device_are_not_taken(document: Document) -> None:
-    document["selection"]["device"] = "NVIDIA H100"
-    assert not advise(page_report.typed(document))[0].timed
-
-
 def test_the_lines_for_a_recipe_are_a_recipe(document: Document) -> None:
     names = ['a"b', "layers.*.mha", "[x] \\ {y}: #z"]
     for site, tried, name in zip(document["sites"], document["selection"]["sites"], names, strict=True):

@@ -12,21 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
-from safetensors.torch import save_file
+from small_text import write_data, write_teacher
 
 from asapc.cli import main
-from asapc.models import ARCHITECTURES
 from asapc.report.gates import load_gates
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "ci"
-TEXT = {
-    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
-}  # fmt: skip
 
 
 def read(name: str) -> Any:
@@ -41,16 +34,9 @@ def run(*arguments: object) -> int:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository as examples/ci/README.md describes it, with asapc on its own PATH."""
     folder = tmp_path_factory.mktemp("project")
-    torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**TEXT)
-    (folder / "model").mkdir()
-    save_file(model.state_dict(), folder / "model" / "model.safetensors")
-    document = {"architecture": "sinkformer-text", **TEXT}
-    (folder / "model" / "config.json").write_text(json.dumps(document))
+    write_teacher(folder / "model", n_layers=1)
     (folder / "ci").mkdir()
-    random = np.random.default_rng(0)
-    inputs = random.integers(1, 40, (1200, 12))
-    np.savez(folder / "ci" / "data.npz", inputs=inputs, labels=random.integers(0, 3, len(inputs)))
+    write_data(folder / "ci" / "data.npz", 1000)
     shutil.copy(EXAMPLES / "gates.yaml", folder / "ci" / "gates.yaml")
     recipe = folder / "recipe.yaml"
     recipe.write_text("operator: sinkhorn\nbatch_size: 64\nmax_examples: 64\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,13 +191,6 @@ def test_constants_pass_through(code: Callable[[str], str]) -> None:
     body = "yield {'img': torch.ones(3, 2), 'mask': None, 'scale': 0.5}"
     (batch,) = read(open_data(code(body), SIGNATURE), 2, limit=1)
     assert batch.args[1] is None and batch.kwargs == {"scale": 0.5} and len(batch.args[0]) == 1
-
-
-def test_callable_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loader_in_cwd.py").write_text("import torch\nbatches = lambda: [torch.ones(2, 2)]")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    assert len(read(open_data("loader_in_cwd:batches", SIGNATURE))[0]) == 2
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -14,53 +14,24 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
-from safetensors.torch import load_file, save_file
+from small_text import write_data, write_teacher
 
 import asapc
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_NO_SITE, EXIT_VERIFICATION
+from asapc.inputs.load import load_teacher
 from asapc.kernels import native
-from asapc.models import ARCHITECTURES
 from asapc.report import report_schema
 
 ASAP = (
     "operator: asap\nside: source\nc_transforms: 3\nfeatures: ['sliced:8']\n"
     "batch_size: 16\nmax_examples: 64\n"
 )
-TEXT = {
-    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 4,
-}  # fmt: skip
-
-
-def write_teacher(folder: Path, architecture: str, **kwargs: Any) -> Path:
-    torch.manual_seed(0)
-    model = ARCHITECTURES[architecture](**kwargs)
-    folder.mkdir(parents=True)
-    with torch.no_grad():  # attention that is not flat, so that errors would show
-        for name, parameter in model.named_parameters():
-            if "WQ" in name or "WK" in name or "to_qkv" in name:
-                parameter.mul_(3.0)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    document = {"architecture": architecture, **kwargs}
-    (folder / "config.json").write_text(json.dumps(document))
-    return folder
-
-
-def write_text(path: Path, examples: int = 160, seed: int = 0) -> Path:
-    random = np.random.default_rng(seed)
-    inputs = random.integers(1, 40, (examples, 12))
-    for row, length in enumerate(random.integers(4, 13, examples)):
-        inputs[row, length:] = 0
-    np.savez(path, inputs=inputs, labels=random.integers(0, 3, examples))
-    return path
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
-    write_teacher(folder / "teacher", "sinkformer-text", **TEXT)
-    write_text(folder / "data.npz")
+    write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
+    write_data(folder / "data.npz", 160)
     (folder / "asap.yaml").write_text(ASAP)
     (folder / "lossless.yaml").write_text("operator: sinkhorn\nbatch_size: 16\n")
     return folder
@@ -96,10 +67,9 @@ def lossless(work: Path, compiled: Path) -> Path:
 
 
 def teacher_of(folder: Path) -> torch.nn.Module:
-    config = json.loads((folder / "config.json").read_text())
-    model = ARCHITECTURES[config.pop("architecture")](**config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval()
+    model = load_teacher(str(folder)).model
+    assert model is not None
+    return model
 
 
 def batch(path: Path, count: int = 20) -> torch.Tensor:
@@ -274,18 +244,6 @@ def test_capture_per_module_goes_the_whole_way(
     assert "--model" in capsys.readouterr().err
 
 
-def test_softmax_layers_are_listed_and_left_alone(
-    factories: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, data = f"{factories / 'nets.py'}:mixed", factories / "x.npz"
-    sites = run_json(capsys, "inspect", model, "--data", data)["sites"]
-    assert [(s["name"], s["status"]) for s in sites] == [
-        ("sinkhorn", "matched"),
-        ("softmax", "refused"),
-    ]
-    assert sites[1]["reason"] == "not Sinkhorn: rows only"
-
-
 def test_a_model_without_sinkhorn_exits_3(
     factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,7 +335,7 @@ def expect(
 
 def test_what_calibrate_refuses(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few, named, wild = (tmp_path / f"{name}.npz" for name in ("few", "named", "wild"))
-    write_text(few, examples=3)
+    write_data(few, 3)
     np.savez(named, tokens=np.ones((20, 12), dtype=np.int64))
     np.savez(wild, inputs=np.full((20, 12), 99, dtype=np.int64))
     nowhere = "sites: {'nowhere.*': {operator: sinkhorn}}"
@@ -402,7 +360,7 @@ def test_what_compile_refuses(
     work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Earlier output, and folders that asapc has not written, stay as they are."""
-    other = write_teacher(tmp_path / "other", "sinkformer-text", **{**TEXT, "max_iter": 6})
+    other = write_teacher(tmp_path / "other", n_layers=2, max_iter=4)
     np.savez(tmp_path / "named.npz", tokens=np.ones((20, 12), dtype=np.int64))
     (tmp_path / "features.yaml").write_text("operator: asap\nfeatures: ['sliced:16']\n")
     (tmp_path / "ridge.yaml").write_text(ASAP + "ridge: 1.0e+6\n")

@@ -11,22 +11,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_text import write_data, write_teacher
 
 from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
-from asapc.models import ARCHITECTURES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes import select
 from asapc.passes.candidates import Candidate
 from asapc.report import evaluate
 from asapc.terminal.progress import Progress
 
-TEXT = {
-    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
-}  # fmt: skip
 RECIPE = {
     "operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4"],
     "batch_size": 16, "max_examples": 64,
@@ -35,29 +31,11 @@ RECIPE = {
 BUDGET = {"attention_rel_l2": 1.0, "prediction_agreement": 0.1}
 
 
-def write_text(path: Path, examples: int, seed: int) -> np.ndarray[Any, Any]:
-    random = np.random.default_rng(seed)
-    inputs = random.integers(1, 40, (examples, 12))
-    for row, length in enumerate(random.integers(4, 13, examples)):
-        inputs[row, length:] = 0
-    np.savez(path, inputs=inputs, labels=random.integers(0, 3, examples))
-    return inputs
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
-    torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**TEXT)
-    (folder / "teacher").mkdir()
-    with torch.no_grad():  # attention that is not flat, so that errors would show
-        for name, parameter in model.named_parameters():
-            if "WQ" in name or "WK" in name:
-                parameter.mul_(3.0)
-    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
-    config = {"architecture": "sinkformer-text", **TEXT}
-    (folder / "teacher" / "config.json").write_text(json.dumps(config))
-    write_text(folder / "data.npz", 160, seed=0)
+    write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
+    write_data(folder / "data.npz", 160)
     (folder / "asap.yaml").write_text(json.dumps(RECIPE))
     run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / "calib",
         "--recipe", folder / "asap.yaml")  # fmt: skip
@@ -118,7 +96,7 @@ def test_other_data_is_measured_without_what_was_seen(work: Path, tmp_path: Path
     own = np.load(work / "data.npz")["inputs"]
     seen = read_artifact(work / "out").seen_hashes
     known = own[[h in seen for h in hashes(work / "data.npz")]][:10]
-    fresh = write_text(tmp_path / "fresh.npz", 30, seed=1)
+    fresh = np.load(write_data(tmp_path / "fresh.npz", 30, seed=1))["inputs"]
     np.savez(tmp_path / "other.npz", inputs=np.concatenate([known, fresh]))
     found, _ = report(work / "out", data=str(tmp_path / "other.npz"))
     splits = found["splits"]
@@ -151,7 +129,7 @@ def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
 
 
 def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_path: Path) -> None:
-    write_text(tmp_path / "more.npz", 120, seed=2)
+    write_data(tmp_path / "more.npz", 120, seed=2)
     run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
         "--examples", 20, "-o", tmp_path / "refreshed")  # fmt: skip
     gate = sum(split_of(h) == "gate" for h in hashes(tmp_path / "more.npz"))

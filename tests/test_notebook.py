@@ -40,14 +40,6 @@ def test_a_report_shows_what_decides() -> None:
     assert Compiled(nn.Identity(), measured)._repr_html_() == report._repr_html_()
 
 
-def test_default_limits_are_named() -> None:
-    document = page_report.full_report()
-    document["gate"] = {}
-    assert "default limits, no gate file was given" in shown(page_report.typed(document)._repr_html_())
-    minimal = page_report.typed(page_report.minimal_report())._repr_html_()
-    assert "nothing to decide on" in shown(minimal) and "<table" not in minimal
-
-
 def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
     document = page_report.full_report()
     document["gate"], document["model"]["source"] = {}, HOSTILE

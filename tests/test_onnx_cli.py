@@ -67,16 +67,6 @@ def words(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-def test_help_names_onnx_files_and_the_default_opset(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["inspect"], ["calibrate"], ["study"], ["compile"], ["export"]):
-        assert cli.main([*command, "--help"]) == 0
-        text = words(capsys.readouterr().out)
-        if command == ["export"]:
-            assert "18 by default" in text and "keeps its own" in text
-        else:
-            assert ".onnx file" in text
-
-
 @pytest.mark.parametrize(
     ("model", "options", "expected"),
     [

@@ -98,19 +98,6 @@ def others(t: SiteTensors, count: int) -> SiteTensors:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_one_half_step_at_the_layers_own_scale_is_softmax(masked: bool, biased: bool) -> None:
-    t = seen(masked=masked, biased=biased)
-    settings = (t.keep, t.bias, torch.ones(HEADS), 0.5, 1, True, ROWS)
-    torch.testing.assert_close(ops.fitted_sinkhorn(t.q, t.k, t.v, *settings), softmax(t))
-    given = [None if t.keep is None else t.keep[:, None, None, :], t.bias]
-    if any(x is None for x in given):
-        mask = next((x for x in given if x is not None), None)
-        own = functional.scaled_dot_product_attention(t.q, t.k, t.v, mask, scale=0.5)
-        torch.testing.assert_close(softmax(t), own)
-
-
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.dtype) -> None:
     t = seen(masked=masked, biased=True)

@@ -18,6 +18,7 @@ import attention_zoo
 import numpy as np
 import onnx
 import pytest
+import test_onnx_in as by_hand
 import torch
 from small_text import write_teacher
 
@@ -350,32 +351,29 @@ def test_shapes_stay_short() -> None:
         OPERATORS["Concat"]([1] * MOST_NUMBERS, [1], axis=0)
 
 
+def of_functions(body: list[onnx.NodeProto], calls: int) -> onnx.ModelProto:
+    """A function of a and b, called so many times in turn."""
+    opset = [onnx.helper.make_opsetid("", 18)]
+    function = onnx.helper.make_function("own", "F", ["a"], ["b"], body, opset)
+    nodes = [by_hand.node("F", [f"x{i}"], f"x{i + 1}", domain="own") for i in range(calls)]
+    inputs, outputs = ([by_hand.info(name, [1])] for name in ("x0", f"x{calls}"))
+    return by_hand.model_of(
+        nodes, inputs=inputs, outputs=outputs, weights=[], functions=[function], extra=["own"]
+    )
+
+
 def test_functions_do_not_copy_a_weight_many_times(tmp_path: Path) -> None:
-    make, info = onnx.helper, onnx.helper.make_tensor_value_info
     weight = onnx.numpy_helper.from_array(np.ones(1 << 18, np.float32), "w")
-    body = [make.make_node("Constant", [], ["w"], value=weight), make.make_node("Identity", ["a"], ["b"])]
-    opsets = [make.make_opsetid("", 18), make.make_opsetid("own", 1)]
-    function = make.make_function("own", "F", ["a"], ["b"], body, opsets[:1])
-    calls = [make.make_node("F", [f"x{i}"], [f"x{i + 1}"], domain="own") for i in range(200)]
-    graph = make.make_graph(calls, "g", [info("x0", 1, [1])], [info("x200", 1, None)])
-    made = make.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
-    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    body = [onnx.helper.make_node("Constant", [], ["w"], value=weight), by_hand.node("Neg", ["a"], "b")]
     with pytest.raises(InputError, match="much larger"):
-        load_teacher(str(tmp_path / "m.onnx"))
+        load_teacher(str(by_hand.saved(of_functions(body, 200), tmp_path)))
 
 
 EXTRA = ("onnx_ir", "onnxscript", "onnxruntime")
 
 
 def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
-    make, info = onnx.helper, onnx.helper.make_tensor_value_info
-    opsets = [make.make_opsetid("", 18), make.make_opsetid("own", 1)]
-    body = [make.make_node("Add", ["a", "a"], ["b"])]
-    function = make.make_function("own", "F", ["a"], ["b"], body, opsets[:1])
-    call = make.make_node("F", ["x"], ["y"], domain="own")
-    graph = make.make_graph([call], "g", [info("x", 1, [1])], [info("y", 1, None)])
-    made = make.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
-    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    path = by_hand.saved(of_functions([by_hand.node("Add", ["a", "a"], "b")], 1), tmp_path)
     child = os.fork()
     if child == 0:
         code = 1
@@ -385,7 +383,7 @@ def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
                     del sys.modules[known]
             for name in EXTRA:
                 sys.modules[name] = None  # type: ignore[assignment]
-            importlib.import_module("asapc.inputs.load").load_teacher(str(tmp_path / "m.onnx"))
+            importlib.import_module("asapc.inputs.load").load_teacher(str(path))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -402,11 +400,8 @@ EVIL = "a\x1b]0;title\x07\x1b[2J\u202eb\x9b31m"
 def test_names_of_a_file_reach_no_terminal_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make, info = onnx.helper, onnx.helper.make_tensor_value_info
-    made = make.make_node("NonZero", ["x"], ["y"], name=EVIL)
-    graph = make.make_graph([made], "g", [info("x", 1, [1])], [info("y", 7, None)])
-    own = make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=10)
-    (tmp_path / "m.onnx").write_bytes(own.SerializeToString())
+    odd = onnx.helper.make_node("NonZero", ["x"], ["y"], name=EVIL)
+    by_hand.saved(by_hand.model_of([odd]), tmp_path)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 1), np.float32))
     assert cli.main(["inspect", str(tmp_path / "m.onnx"), "--data", str(tmp_path / "x.npz")]) == 2
     shown = capsys.readouterr()
