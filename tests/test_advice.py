@@ -100,41 +100,28 @@ def test_the_worst_site_beyond_its_budget_is_the_one_to_look_at(document: Docume
     assert decision.because == "The attention error of layers.1.mha is 0.0800; it should be at most 0.05."
 
 
-def test_where_the_model_fails_the_site_that_makes_most_of_the_error_is_named(document: Document) -> None:
-    document["model"]["prediction_agreement"] = 0.9
+SLOW = {"speedup": 0.8, "speedup_lossless": 0.7, "latency_compiled_ms": 1835.0,
+        "latency_lossless_ms": 2097.0}  # fmt: skip
+OTHER = {"speedup": 2.0, "speedup_lossless": 1.5, "speedup_teacher_torch_compile": 3.0}
+
+
+@pytest.mark.parametrize(("figures", "action", "told"), [
+    # The site that makes most of the error is named.
+    ({"prediction_agreement": 0.9}, "look",
+     "Look at layers.2.mha first. The prediction agreement is 90.00%; it should be at least 99%."),
+    (SLOW, "teacher", "Keep the teacher."),  # however close
+    ({**SLOW, "speedup_lossless": 1.4, "latency_lossless_ms": 1048.0}, "lossless", "lossless"),
+    (OTHER, "teacher", "3.00x as fast as the teacher there, and asapc gains 2.00x"),
+    ({**OTHER, "speedup_compiled_torch_compile": 2.9}, "ship", "Ship it."),  # as fast, to its noise
+    ({"examples": 20}, "measure", "at least 100 are needed"),
+    ({"speedup": 5000.0}, "measure", "a timing is wrong"),
+])  # fmt: skip
+def test_what_the_figures_of_the_model_decide(
+    document: Document, figures: dict[str, float], action: str, told: str
+) -> None:
+    document["model"] |= figures
     decision = decided(document)
-    assert (decision.action, decision.site) == ("look", "layers.2.mha")
-    assert decision.because == "The prediction agreement is 90.00%; it should be at least 99%."
-
-
-def test_a_slower_model_is_not_shipped_however_close(document: Document) -> None:
-    document["model"] |= {"speedup": 0.8, "speedup_lossless": 0.7, "latency_compiled_ms": 1835.0,
-                          "latency_lossless_ms": 2097.0}  # fmt: skip
-    assert decided(document).sentence == "Keep the teacher."
-    document["model"] |= {"speedup_lossless": 1.4, "latency_lossless_ms": 1048.0}
-    decision = decided(document)
-    assert decision.action == "lossless" and decision.lossless is not None
-
-
-def test_torch_compile_of_the_teacher_is_taken_where_it_gains_more(document: Document) -> None:
-    document["model"] |= {"speedup": 2.0, "speedup_lossless": 1.5, "speedup_teacher_torch_compile": 3.0}
-    decision = decided(document)
-    assert decision.sentence == "Run the teacher under torch.compile."
-    assert "3.00x as fast as the teacher there, and asapc gains 2.00x" in decision.because
-    document["model"]["speedup_compiled_torch_compile"] = 2.9  # as fast, to a shared machine's margin
-    assert decided(document).sentence == "Ship it."
-
-
-def test_too_few_examples_are_no_decision(document: Document) -> None:
-    document["model"]["examples"] = 20
-    decision = decided(document)
-    assert decision.action == "measure" and "more examples" in decision.sentence
-    assert "at least 100 are needed" in decision.because
-    document["model"]["examples"] = 1000
-    document["model"]["speedup"] = 5000.0
-    decision = decided(document)
-    assert decision.sentence == "Measure again before you decide."
-    assert "a timing is wrong" in decision.because
+    assert decision.action == action and told in f"{decision.sentence} {decision.because}"
 
 
 def test_exact_layers_need_no_agreement_of_many_examples(document: Document) -> None:

@@ -54,6 +54,14 @@ class Killed(BaseException):
     """Not an Exception, so that nothing may handle it."""
 
 
+def killed(work: Path, out: Path, recipe: dict[str, Any], owner: Any, name: str, fatal: Any) -> None:
+    """A calibration that dies where `fatal` stands in for what the owner has of that name."""
+    with pytest.MonkeyPatch.context() as crash:
+        crash.setattr(owner, name, fatal)
+        with pytest.raises(Killed):
+            calibrate(work, out, recipe)
+
+
 def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     """The next calibration dies after so many batches; returns where those to come begin to observe."""
     monkeypatch.setattr(stream, "ASIDE_EVERY", 0.0)
@@ -131,19 +139,15 @@ def test_finished_fits_are_not_made_again(
         made.append(self.name)
         return true_fit(self)
 
-    with monkeypatch.context() as crash:
-        crash.setattr(distill.Distiller, "calibration", fit)
-        with pytest.raises(Killed):
-            calibrate(work, tmp_path / "cut", recipe)
-        made.clear()
-        calibrate(work, tmp_path / "cut", recipe)
-        assert len(made) == 1
+    killed(work, tmp_path / "cut", recipe, distill.Distiller, "calibration", fit)
+    made.clear()
+    monkeypatch.setattr(distill.Distiller, "calibration", fit)
+    calibrate(work, tmp_path / "cut", recipe)
+    assert len(made) == 1
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_shared_coefficients_are_fitted_together_again(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_coefficients_are_fitted_together_again(work: Path, tmp_path: Path) -> None:
     """Killed after the first site's fit was kept: the others must not be fitted among themselves."""
     shared = {"coefficients": "shared", "features": ["norm"]}
     recipe = {**SMALL, "candidates": [shared, {**shared, "c_transforms": 3}]}
@@ -157,10 +161,7 @@ def test_shared_coefficients_are_fitted_together_again(
                 raise Killed
         true_put(self, key, *rest)
 
-    with monkeypatch.context() as crash:
-        crash.setattr(Shards, "put", put)
-        with pytest.raises(Killed):
-            calibrate(work, tmp_path / "cut", recipe)
+    killed(work, tmp_path / "cut", recipe, Shards, "put", put)
     calibrate(work, tmp_path / "cut", recipe)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 

@@ -167,24 +167,6 @@ def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind: str) ->
     torch.testing.assert_close(apply_distilled(with_it, t, None), apply_distilled(without, t, None))
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_gradients(kind: str) -> None:
-    t, name = seen(masked=True, biased=True), HYBRIDS[kind]
-    settings = hybrid_of(fitted(kind), 1, 0.5, normal(HEADS, WIDTH, 3)).settings
-    arguments = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias, **settings}
-    del arguments["v"]
-    learnt = {"q": t.q, "v": t.v, "depthwise": settings["depthwise"]}
-    if "head_multiplier" in settings:
-        learnt["head_multiplier"] = settings["head_multiplier"]
-    leaves = {key: x.detach().double().requires_grad_() for key, x in learnt.items() if x is not None}
-    weight = normal(BATCH, HEADS, TOKENS, WIDTH, seed=5)
-    own, meant = (
-        torch.autograd.grad((make(**arguments | leaves) * weight).sum(), [*leaves.values()])
-        for make in (getattr(ops, name), reference_named(name))
-    )
-    torch.testing.assert_close(own, meant)
-
-
 def pieces(count: int, target: Any) -> list[distill._Piece]:
     """Two of three examples, with targets that `target` makes."""
     found = []
