@@ -51,7 +51,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = steps_of_workflow()["Compile"]
     done = bash(folder, step["run"], {})
     assert done.returncode == 0, done.stderr
-    assert run("report", folder / "compiled", "--data", folder / "ci" / "data.npz", "--quiet") == 0
+    given = ("--data", folder / "ci" / "data.npz", "--quiet", "--fast")
+    assert run("report", folder / "compiled", *given) == 0
     baseline = json.loads((folder / "compiled" / "report.json").read_text())
     for own in (baseline["model"], *(site["metrics"] for site in baseline["sites"])):
         own.update({key: own[key] / 4 for key in own if key.startswith("speedup")})  # no timed test

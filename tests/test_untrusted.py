@@ -277,22 +277,19 @@ def grown(
     **attributes: Any,
 ) -> Path:  # fmt: skip
     """A chain of one operator."""
-    make, info = onnx.helper, onnx.helper.make_tensor_value_info
     weights = {"w": np.ones((8, 4), np.float32), "ids": np.array([2, 2]), "two": np.array([2, 2]),
-               "pads": np.array([0, 4, 0, 4] * 1), "row": np.ones((1, 1 << 17), np.float32),
-               "column": np.ones((1 << 17, 1), np.float32), "least": np.array([-(2**63)] * 20),
-               "minus": np.array([-1] * 20)}  # fmt: skip
+               "row": np.ones((1, 1 << 17), np.float32),
+               "column": np.ones((1 << 17, 1), np.float32)}  # fmt: skip
     initial = [onnx.numpy_helper.from_array(own, name) for name, own in weights.items()]
     nodes, last = [], start
     for number in range(count):
         names = [last, last] if inputs is None else inputs(last)
         outputs = [f"n{number}", f"m{number}"] if kind == "Split" else [f"n{number}"]
-        nodes.append(make.make_node(kind, names, outputs, name=f"n{number}", **attributes))
+        nodes.append(by_hand.node(kind, names, *outputs, **attributes))
         last = outputs[0]
-    graph = make.make_graph(nodes, "g", [info("x", 1, ["n", 4])], [info(last, 1, None)], initial)
-    opset = [make.make_opsetid("", 18)]
-    path.write_bytes(make.make_model(graph, opset_imports=opset, ir_version=10).SerializeToString())
-    return path
+    return by_hand.saved(
+        by_hand.model_of(nodes, weights=initial, outputs=[by_hand.info(last, None)]), path.parent
+    )
 
 
 CHAINS: dict[str, Callable[[Path], Path]] = {
