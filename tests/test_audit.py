@@ -224,29 +224,20 @@ def changed(work: Path, artifact: Artifact, sites: list[str]) -> float:
     return float((classes[0] != classes[1]).double().mean())
 
 
-def test_auto_within_the_budget_switches(work: Path, artifact: Artifact) -> None:
-    change = changed(work, artifact, names(artifact))
-    assert 0.01 < change < 0.9
-    choices, facts = decide(work, artifact, ("auto", "auto"), (0.9, change + 1e-9))
-    assert facts is not None and facts["switched"] is True
-    assert facts["prediction_change"] == pytest.approx(change)
-    assert facts["examples"] == sum(map(len, split(work, artifact, "calibration")))
-    for choice in choices:
-        assert choice.operator == "esp_hard" and isinstance(choice.replacement, Hardened)
-        assert f"{change:.2%}" in choice.reason and "within the budget" in choice.reason
-
-
-def test_auto_beyond_the_budget_stays_soft(work: Path, artifact: Artifact) -> None:
-    change = changed(work, artifact, names(artifact))
-    choices, facts = decide(work, artifact, ("auto", "auto"), (0.9, change - 1e-9))
-    assert facts is not None and facts["switched"] is False
-    for choice in choices:
-        assert (choice.operator, choice.replacement) == ("esp_soft", None)
-        assert f"{change:.2%}" in choice.reason and f"the budget of {change:.2%}" in choice.reason
-
-
-def test_forced_switches_anyway_measured_without_the_others(work: Path, artifact: Artifact) -> None:
+def test_exact_sorting_is_taken_within_the_budget_and_where_it_is_asked_for(
+    work: Path, artifact: Artifact
+) -> None:
     both, alone = changed(work, artifact, names(artifact)), changed(work, artifact, names(artifact)[:1])
+    assert 0.01 < both < 0.9
+    for budget, switched in ((both + 1e-9, True), (both - 1e-9, False)):
+        choices, facts = decide(work, artifact, ("auto", "auto"), (0.9, budget))
+        assert facts is not None and facts["switched"] is switched
+        assert facts["prediction_change"] == pytest.approx(both)
+        assert facts["examples"] == sum(map(len, split(work, artifact, "calibration")))
+        for choice in choices:
+            assert choice.operator == ("esp_hard" if switched else "esp_soft")
+            assert isinstance(choice.replacement, Hardened) == switched
+            assert f"{both:.2%}" in choice.reason and "the budget" in choice.reason
     choices, facts = decide(work, artifact, ("esp_hard", "auto"), (0.9, 1e-9))
     assert facts is not None and facts["switched"] is True
     assert facts["prediction_change"] == pytest.approx(both)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from junk import with_junk
 
 from asapc.errors import InputError
 from asapc.report import Report
@@ -26,8 +27,7 @@ from asapc.report.document import Check, GateReport
 from asapc.report.gates import gate_result
 
 REPORT: dict[str, Any] = {
-    "format_version": 3,
-    "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
+    "format_version": 3, "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
     "model": {
         "source": "teacher", "data": "data.npz", "examples": 1000, "batch": 32,
         "prediction_agreement": 0.99, "accuracy_drop": 0.001, "output_rel_l2": 0.1, "max_abs_error": 0.0,
@@ -87,15 +87,11 @@ def test_a_report_is_no_worse_than_itself_and_absolute_times_are_not_compared() 
         ("prediction_agreement", 0.97, False),  # exactly two points
         ("prediction_agreement", 0.969, True),
         ("accuracy_drop", 0.021, False),  # points, not 20 times the baseline's
-        ("accuracy_drop", 0.022, True),
-        ("accuracy_drop", -0.3, False),
-        ("output_rel_l2", 0.102, False),
+        ("accuracy_drop", 0.022, True), ("accuracy_drop", -0.3, False), ("output_rel_l2", 0.102, False),
         ("output_rel_l2", 0.1021, True),
         ("max_abs_error", 9e-6, False),  # rounding
         ("max_abs_error", 2e-5, True),  # any part of nothing is too much
-        ("speedup", 2.7, False),
-        ("speedup", 2.6, True),
-        ("latency_compiled_ms", 1e9, False),
+        ("speedup", 2.7, False), ("speedup", 2.6, True), ("latency_compiled_ms", 1e9, False),
     ],
 )
 def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
@@ -106,16 +102,10 @@ def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
 def test_messages_name_both_values_and_what_is_allowed() -> None:
     found = against(changed(prediction_agreement=0.95, output_rel_l2=0.2, max_abs_error=0.1))
     texts = {metric: own.message for (_, metric), own in found.items()}
-    assert texts["prediction_agreement"] == (
-        "prediction_agreement of model is 0.95, 4 points worse than the baseline's 0.99 "
-        "(2 points allowed)"
-    )
-    assert texts["output_rel_l2"] == (
-        "output_rel_l2 of model is 0.2, 100 % worse than the baseline's 0.1 (2 % allowed)"
-    )
+    assert "is 0.95, 4 points worse than the baseline's 0.99 (2 points" in texts["prediction_agreement"]
+    assert "is 0.2, 100 % worse than the baseline's 0.1 (2 % allowed)" in texts["output_rel_l2"]
     assert "inf % worse than the baseline's 0" in texts["max_abs_error"]
     assert found["model", "output_rel_l2"].worse_by == pytest.approx(0.1)
-    assert found["model", "output_rel_l2"].baseline == 0.1
 
 
 def test_the_limit_is_the_users() -> None:
@@ -250,81 +240,48 @@ def test_a_report_is_a_baseline(tmp_path: Path) -> None:
     assert load_baseline(written(tmp_path, {**minimal, "model": {}, "sites": []}))
 
 
-def edited(**changes: Any) -> dict[str, Any]:
-    """REPORT with values replaced by path, "model.speedup"; ... deletes."""
-    document = deepcopy(REPORT)
-    for path, value in changes.items():
-        *parents, key = path.split("__")
-        place: Any = document
-        for parent in parents:
-            place = place[int(parent) if parent.isdigit() else parent]
-        if value is ...:
-            del place[key]
-        else:
-            place[key] = value
-    return document
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ("", "must be a JSON file"),
-        ("[]", "must hold a report, got list"),
-        ("[" * 100_000, "must be a JSON file"),
-        ('{"format_version": NaN}', "NaN is not JSON"),
-        ('{"format_version": ' + "1" * 5000 + "}", "must be a JSON file"),
-        (edited(format_version=1), "must be a report of format 3, got 1"),
-        (edited(format_version=True), "must be a report of format 3"),
-        (edited(fingerprints__data=3), "fingerprints: data must be text, got 3"),
-        (edited(model=[]), r"model must be a mapping, got \[\]"),
-        (edited(model=...), "model must be there"),
-        (edited(fingerprints={"teacher": "a"}), "fingerprints must name the data"),
-        ('{"format_version": ' + "[" * 900 + "]" * 900 + "}", "nested too deep"),
-        (edited(model__speedup=list(range(10**5))), "speedup must be a finite number"),
-        (edited(model__speedup="fast"), "model: speedup must be a finite number, got 'fast'"),
-        (edited(model__speedup=10**400), "speedup must be a finite number"),
-        (edited(model__confidence=3), "confidence must be a mapping"),
-        (edited(model__confidence={"speedup": [2, 1]}), r"must be two numbers(.|\n)*\[2, 1\]"),
-        (edited(sites=["a"]), r"sites\[0\] must be a mapping, got 'a'"),
-        (edited(sites__0__name=0), r"sites\[0\]: name must be text, got 0"),
-        (edited(sites__1__name="layers.0"), "a site must be named once"),
-        (edited(sites__0__metrics={"r2": []}), r"sites\[0\]: metrics: r2 must be a finite number"),
-    ],
-)
-def test_a_hostile_baseline_is_one_clear_error(tmp_path: Path, document: Any, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "must be a JSON file"), ("[]", "must hold a report, got list"),
+    ("[" * 100_000, "must be a JSON file"), ('{"format_version": NaN}', "NaN is not JSON"),
+    ('{"format_version": ' + "1" * 5000 + "}", "must be a JSON file"),
+    ('{"format_version": ' + "[" * 900 + "]" * 900 + "}", "nested too deep"),
+    (json.dumps(REPORT).replace('"speedup": 4.0', '"speedup": 1e999'), "a finite number, got inf"),
+    *((json.dumps(with_junk(REPORT, way, junk)), message) for way, junk, message in (
+        (("format_version",), 1, "must be a report of format 3, got 1"),
+        (("format_version",), True, "must be a report of format 3"),
+        (("fingerprints",), {"teacher": "a"}, "fingerprints must name the data"),
+        (("model",), [], r"model must be a mapping, got \[\]"),
+        (("model", "speedup"), list(range(10**5)), "speedup must be a finite number"),
+        (("model", "speedup"), 10**400, "speedup must be a finite number"),
+        (("model", "confidence"), {"speedup": [2, 1]}, r"must be two numbers(.|\n)*\[2, 1\]"),
+        (("sites",), ["a"], r"sites\[0\] must be a mapping, got 'a'"),
+        (("sites", 1, "name"), "layers.0", "a site must be named once"),
+    )),
+])  # fmt: skip
+def test_a_hostile_baseline_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        load_baseline(written(tmp_path, document))
+        load_baseline(written(tmp_path, text))
     assert len(str(caught.value)) < 500
 
 
-def test_numbers_beyond_a_float_are_refused(tmp_path: Path) -> None:
-    text = json.dumps(REPORT).replace('"speedup": 4.0', '"speedup": 1e999')
-    with pytest.raises(InputError, match="speedup must be a finite number, got inf"):
-        load_baseline(written(tmp_path, text))
-
-
 def test_files_that_are_no_reports(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        load_baseline(tmp_path / "missing.json")
-    with pytest.raises(InputError, match="must be a JSON file"):
-        load_baseline(tmp_path)
-    with pytest.raises(InputError, match="must be a JSON file"):
-        load_baseline("a\0b")
+    lacking = {key: value for key, value in REPORT.items() if key != "model"}
+    (tmp_path / "lacking.json").write_text(json.dumps(lacking))
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(InputError, match="must be a JSON file"):
-        load_baseline(tmp_path / "bytes.json")
-    if hasattr(os, "mkfifo"):  # which does not hang
-        os.mkfifo(tmp_path / "pipe.json")
-        with pytest.raises(InputError, match="no file"):
-            load_baseline(tmp_path / "pipe.json")
+    os.mkfifo(tmp_path / "pipe.json")  # which does not hang
     with open(tmp_path / "big.json", "wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(InputError, match="at most 16 MiB"):
-        load_baseline(tmp_path / "big.json")
+    for place, message in (
+        ("missing.json", "no such file"), ("", "must be a JSON file"), ("a\0b", "must be a JSON file"),
+        ("bytes.json", "must be a JSON file"), ("pipe.json", "no file"),
+        ("big.json", "at most 16 MiB"), ("lacking.json", "model must be there"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            load_baseline(f"{tmp_path}/{place}")
 
 
 def test_names_of_a_baseline_cannot_break_a_line(tmp_path: Path) -> None:
-    hostile = edited(sites__0__name="x\n::error::\x1b[2J" + "y" * 10_000)
+    hostile = with_junk(REPORT, ("sites", 0, "name"), "x\n::error::\x1b[2J" + "y" * 10_000)
     baseline = load_baseline(written(tmp_path, hostile))
     gone = [own for own in compare(typed(REPORT), baseline).checks if not own.passed]
     assert len(gone) == 1 and gone[0].message.isprintable() and len(gone[0].message) < 200
@@ -334,16 +291,12 @@ def test_names_of_a_baseline_cannot_break_a_line(tmp_path: Path) -> None:
 # --max-regression
 
 
-def test_defaults() -> None:
-    allowance = parse_allowance(())
-    assert allowance.of("output_rel_l2") == MAX_REGRESSION == 0.02
-    assert allowance.of("speedup") == SPEED_NOISE
-
-
 @pytest.mark.parametrize(
     ("text", "share"), [("2%", 0.02), ("0.02", 0.02), (" 2.5 % ", 0.025), ("0", 0.0), ("100%", 1.0)]
 )
 def test_percent_and_fractions(text: str, share: float) -> None:
+    assert parse_allowance(()).of("output_rel_l2") == MAX_REGRESSION == 0.02
+    assert parse_allowance(()).of("speedup") == SPEED_NOISE
     assert parse_allowance([text]).general == pytest.approx(share)
     assert parse_allowance([f"speedup={text}"]).of("speedup") == pytest.approx(share)
 
@@ -351,11 +304,8 @@ def test_percent_and_fractions(text: str, share: float) -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["2"], r"write two percent as 2%"),
-        (["-1%"], "must be a share"),
-        (["inf%"], "must be a share"),
-        (["much"], "got 'much'"),
-        (["1%", "2%"], "only one limit"),
+        (["2"], r"write two percent as 2%"), (["-1%"], "must be a share"), (["inf%"], "must be a share"),
+        (["much"], "got 'much'"), (["1%", "2%"], "only one limit"),
         (["speedup=1%", "speedup=2%"], "speedup is given twice"),
         (["latency_compiled_ms=1%"], "'latency_compiled_ms' is not compared"),
         (["speedup="], "must be a share"),

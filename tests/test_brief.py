@@ -9,20 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asapc.report import Report
-from asapc.report.brief import (
-    LINES,
-    WIDTH,
-    bench_brief,
-    calibration_brief,
-    compile_brief,
-    inspect_brief,
-    onnx_brief,
-    refresh_brief,
-    report_brief,
-    shortened,
-    study_brief,
-)
+from asapc.report import Report, brief
 from asapc.report.console import print_result
 from asapc.report.tables import Table, inspect_tables, report_tables
 
@@ -63,8 +50,7 @@ def measured(layers: int) -> Report:
                       "latency_compiled_ms": 239.2,
                       "confidence": {"prediction_agreement": [0.9912, 0.9998]}},
             "refused": [{"name": f"left.{i}", "status": "refused", "reason": WHY} for i in range(layers)],
-            "environment": {},
-            "gate": {"passed": True, "checks": []},
+            "environment": {}, "gate": {"passed": True, "checks": []},
         }, "REPORT",
     )  # fmt: skip
 
@@ -116,16 +102,15 @@ def grid(rows: int) -> dict[str, Any]:
 
 
 BRIEFS = {
-    "inspect": lambda n: inspect_brief(inspection(n, 7)),
-    "calibrate": lambda n: calibration_brief(fits(n)),
-    "compile": lambda n: compile_brief(manifest(n)),
-    "report": lambda n: report_brief(measured(n)),
-    "bench": lambda n: bench_brief(timings(n)),
-    "study": lambda n: study_brief(grid(n)),
-    "refresh": lambda n: refresh_brief(
+    "inspect": lambda n: brief.inspect_brief(inspection(n, 7)),
+    "calibrate": lambda n: brief.calibration_brief(fits(n)),
+    "compile": lambda n: brief.compile_brief(manifest(n)),
+    "report": lambda n: brief.report_brief(measured(n)), "bench": lambda n: brief.bench_brief(timings(n)),
+    "study": lambda n: brief.study_brief(grid(n)),
+    "refresh": lambda n: brief.refresh_brief(
         {"best_epoch": 3, "examples": 900, "before": {f"m{i}": 0.5 for i in range(n)}, "after": {}}
     ),
-    "export": lambda n: onnx_brief(manifest(n)["onnx_file"]),
+    "export": lambda n: brief.onnx_brief(manifest(n)["onnx_file"]),
 }
 
 
@@ -133,18 +118,18 @@ BRIEFS = {
 @pytest.mark.parametrize("command", BRIEFS)
 def test_few_lines_that_fit_a_terminal(command: str, layers: int) -> None:
     lines = BRIEFS[command](layers)
-    assert 0 < len(lines) <= LINES
-    assert [line for line in lines if len(line) > WIDTH] == []
+    assert 0 < len(lines) <= brief.LINES
+    assert [line for line in lines if len(line) > brief.WIDTH] == []
 
 
 def test_what_is_left_alone_is_never_crowded_out() -> None:
-    lines = "\n".join(inspect_brief(inspection(48, 7)))
+    lines = "\n".join(brief.inspect_brief(inspection(48, 7)))
     assert lines.count("refused: ") == 2 and "and 68 of 10 other kinds: --verbose" in lines
     assert "48 of 96 layers can be compiled, replayed within 1.14e-06" in lines
 
 
 def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
-    lines = "\n".join(report_brief(measured(3)))
+    lines = "\n".join(brief.report_brief(measured(3)))
     assert lines.startswith("no gate set; by default limits: Take the lossless model instead.")
     assert 'asapc.load("OUT", stage="lossless")' in lines
     assert "14.3x the teacher's, 3425 ms -> 239 ms a batch of 32" in lines
@@ -155,11 +140,11 @@ def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
 
 @given(st.text(max_size=200), st.integers(5, 60))
 def test_a_name_keeps_both_ends(text: str, most: int) -> None:
-    found = shortened(text, most)
+    found = brief.shortened(text, most)
     if found != text and "\\u" not in found:
         assert len(found) <= max(most, len(text))
-    assert shortened(LONG)[:10] == LONG[:10] and shortened(LONG)[-10:] == LONG[-10:]
-    assert len(shortened(LONG)) == 40
+    assert brief.shortened(LONG)[:10] == LONG[:10] and brief.shortened(LONG)[-10:] == LONG[-10:]
+    assert len(brief.shortened(LONG)) == 40
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -46,11 +46,8 @@ def random_scores(seed, n, m, spread, masked):
 
 
 cases = {
-    "seed": st.integers(0, 10_000),
-    "n": st.integers(1, 6),
-    "m": st.integers(1, 6),
-    "spread": st.sampled_from([0.1, 1.0, 4.0]),
-    "masked": st.booleans(),
+    "seed": st.integers(0, 10_000), "n": st.integers(1, 6), "m": st.integers(1, 6),
+    "spread": st.sampled_from([0.1, 1.0, 4.0]), "masked": st.booleans(),
 }
 
 
@@ -257,12 +254,9 @@ def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> N
 # A site, from its activations to its certificates
 
 PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, c-transforms, side
-    "source, one c-transform": (8, 1, "source"),
-    "source, three c-transforms": (8, 3, "source"),
-    "source, two c-transforms, rows last": (9, 2, "source"),
-    "keys, two c-transforms": (8, 2, "target"),
-    "keys, one c-transform, rows last": (9, 1, "target"),
-    "keys, rescaled": (8, 1, "target"),
+    "source, one c-transform": (8, 1, "source"), "source, three c-transforms": (8, 3, "source"),
+    "source, two c-transforms, rows last": (9, 2, "source"), "keys, two c-transforms": (8, 2, "target"),
+    "keys, one c-transform, rows last": (9, 1, "target"), "keys, rescaled": (8, 1, "target"),
 }
 
 
@@ -294,6 +288,18 @@ def site(
     return found
 
 
+def of_source(
+    t: SiteTensors, noise: Callable[..., Any], c_transforms: int = 3, multiplier: float = 5**-0.5
+) -> SiteCertificates:
+    """`site` of a loop of 8 half-steps whose source dual is predicted."""
+    convention = Convention(8, "row", multiplier)
+    return site(t, convention, transform_plan(convention, c_transforms, "source"), noise)
+
+
+def by_name(found: SiteCertificates) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in found.result()}
+
+
 def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def noise(dual: torch.Tensor) -> torch.Tensor:
         return size * torch.randn(dual.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -309,7 +315,7 @@ def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
     assert plan is not None and plan.c_transforms == c_transforms
     for size in (1e-6, 0.3, 5.0):
         found = site(activations(masked), convention, plan, normal(size))
-        entries = {entry["name"]: entry for entry in found.result()}
+        entries = by_name(found)
         last = "row" if "rows last" in name or "rescaled" in name else "column"
         free = "column" if last == "row" else "row"
         expected = {
@@ -342,7 +348,7 @@ def test_measured_values_are_those_of_the_attention_maps() -> None:
         asap_attention(t.q.double(), t.k.double(), None, None, dual, None, 5**-0.5, 3, UNIT)
         for dual in (f + normal(0.2)(f), f)
     ]
-    entries = {entry["name"]: entry for entry in found.result()}
+    entries = by_name(found)
     row_err = (maps[0].sum(-1) - 1).abs().mean(-1).amax()
     assert entries["row_bound"]["measured"] == pytest.approx(float(row_err))
     assert entries["row_error_kl_bound"]["measured"] == pytest.approx(float(row_err))
@@ -360,14 +366,11 @@ def diagonal(sharp: float, n: int) -> SiteTensors:
 def test_entries_can_move_by_the_whole_of_the_stability_bound() -> None:
     """A column follows the query it attends to: off the diagonal an entry moves by exp(f_i - f_j)."""
     alpha = 0.4
-    convention, noise = Convention(8, "row", 1.0), torch.tensor([alpha, -alpha])
-    plan = transform_plan(convention, 1, "source")
-    found = site(diagonal(14.0, 2), convention, plan, lambda dual: noise)
-    entry = next(e for e in found.result() if e["name"] == "dual_stability")
+    found = by_name(of_source(diagonal(14.0, 2), lambda dual: torch.tensor([alpha, -alpha]), 1, 1.0))
+    entry, shift = found["dual_stability"], found["dual_shift"]
     assert entry["bound"] == pytest.approx(math.exp(2 * alpha))
     assert entry["measured"] == pytest.approx(entry["bound"], rel=1e-4)
     assert entry["holds"] and not entry["vacuous"]
-    shift = next(e for e in found.result() if e["name"] == "dual_shift")
     assert shift["bound"] == pytest.approx(alpha)
     assert shift["measured"] == pytest.approx(alpha, rel=1e-4)
 
@@ -380,10 +383,7 @@ def unbalanced(first: int, second: int) -> SiteTensors:
 
 def test_row_bound_by_hand() -> None:
     """Rows 51 and 50 of 101 on two keys of mass 1/2: columns are scaled by 101/102 and 101/100."""
-    convention = Convention(8, "row", 1.0)
-    plan = transform_plan(convention, 3, "source")
-    found = site(unbalanced(51, 50), convention, plan, lambda dual: torch.zeros(101))
-    entry = next(e for e in found.result() if e["name"] == "row_bound")
+    entry = by_name(of_source(unbalanced(51, 50), lambda dual: torch.zeros(101), 3, 1.0))["row_bound"]
     assert entry["bound"] == pytest.approx(0.01)
     assert entry["measured"] == pytest.approx(51 / 101 / 102 + 50 / 101 / 100, rel=1e-6)
     assert entry["holds"] and not entry["vacuous"] and entry["cases"] == 1
@@ -419,18 +419,13 @@ WRONG: dict[str, tuple[Any, str, Any, SiteTensors, float]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong, t, size = WRONG[name]
-    convention = Convention(8, "row", 1.0)
-    plan = transform_plan(convention, 3, "source")
 
     def noise(dual: torch.Tensor) -> torch.Tensor:
         return size * torch.linspace(-1, 1, dual.shape[-1]).double()
 
-    def entry() -> dict[str, Any]:
-        return next(e for e in site(t, convention, plan, noise).result() if e["name"] == name)
-
-    assert entry()["holds"] is True
+    assert by_name(of_source(t, noise, 3, 1.0))[name]["holds"] is True
     monkeypatch.setattr(owner, attribute, wrong)
-    assert entry()["holds"] is False
+    assert by_name(of_source(t, noise, 3, 1.0))[name]["holds"] is False
 
 
 def test_a_wrong_stability_bound_does_not_hold() -> None:
@@ -465,26 +460,19 @@ def test_a_row_error_by_its_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exact_prediction_measures_nothing() -> None:
-    convention = Convention(8, "row", 5**-0.5)
-    plan = transform_plan(convention, 1, "source")
-    found = site(activations(True), convention, plan, lambda dual: dual * 0 + 3.0)  # another gauge
-    entries = {entry["name"]: entry for entry in found.result()}
+    entries = by_name(of_source(activations(True), lambda dual: dual * 0 + 3.0, 1))  # another gauge
     assert entries["dual_stability"]["bound"] == pytest.approx(1.0, abs=1e-12)
     for name in ("dual_shift", "kl_variance_bound", "kl_density_bound"):
         assert entries[name]["bound"] < 1e-12 and entries[name]["holds"]
 
 
 def test_vacuous_bounds_say_so() -> None:
-    convention = Convention(8, "row", 1.0)
-    plan = transform_plan(convention, 3, "source")
-    found = site(activations(False, scale=0.5), convention, plan, normal(30.0))
-    entries = {entry["name"]: entry for entry in found.result()}
+    entries = by_name(of_source(activations(False, scale=0.5), normal(30.0), 3, 1.0))
     for name in ("dual_stability", "kl_variance_bound"):
         assert entries[name]["vacuous"] and entries[name]["holds"], name
         assert 0 < entries[name]["vacuous_cases"] <= entries[name]["cases"]
     assert not entries["contraction_bound"]["vacuous"]
-    sharp = site(activations(False, scale=5.0), convention, plan, normal(30.0))
-    entries = {entry["name"]: entry for entry in sharp.result()}
+    entries = by_name(of_source(activations(False, scale=5.0), normal(30.0), 3, 1.0))
     assert entries["row_bound"]["vacuous"] and entries["row_bound"]["holds"]
     found = entries["contraction_bound"]
     assert found["vacuous"] and found["bound"] == pytest.approx(1.0) and found["measured"] < 1
@@ -514,9 +502,7 @@ def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
 
 
 def test_a_broken_prediction_holds_nothing() -> None:
-    convention = Convention(8, "row", 5**-0.5)
-    plan = transform_plan(convention, 3, "source")
-    found = site(activations(False), convention, plan, lambda dual: dual * math.nan)
+    found = of_source(activations(False), lambda dual: dual * math.nan)
     held = {entry["name"]: entry["holds"] for entry in found.result()}
     assert held.pop("contraction_bound") is True and held.pop("truncation_bound") is True
     assert len(held) == 8 and not any(held.values())
@@ -528,12 +514,9 @@ def test_budgets_limit_what_is_compared_but_not_the_metrics(
 ) -> None:
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 1)
     monkeypatch.setattr(certificates, "CONTRACTION_ENTRIES", 0)
-    convention = Convention(8, "row", 5**-0.5)
-    plan = transform_plan(convention, 3, "source")
-    found = site(activations(True), convention, plan, normal(0.1))
-    whole = SiteCertificates(convention, plan, found.source)
+    found = of_source(activations(True), normal(0.1))
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**24)
-    whole = site(activations(True), convention, plan, normal(0.1))
+    whole = of_source(activations(True), normal(0.1))
     assert {entry["cases"] for entry in found.result()} == {2}  # the heads of one example
     every_example = found.metrics().keys() - {"output_bound", "divergence_bound"}
     assert len(every_example) == 4

@@ -12,21 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
-from safetensors.torch import save_file
+from small_text import write_data, write_teacher
 
 from asapc.cli import main
-from asapc.models import ARCHITECTURES
 from asapc.report.gates import load_gates
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "ci"
-TEXT = {
-    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
-}  # fmt: skip
 
 
 def read(name: str) -> Any:
@@ -41,16 +34,9 @@ def run(*arguments: object) -> int:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository as examples/ci/README.md describes it, with asapc on its own PATH."""
     folder = tmp_path_factory.mktemp("project")
-    torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**TEXT)
-    (folder / "model").mkdir()
-    save_file(model.state_dict(), folder / "model" / "model.safetensors")
-    document = {"architecture": "sinkformer-text", **TEXT}
-    (folder / "model" / "config.json").write_text(json.dumps(document))
+    write_teacher(folder / "model", n_layers=1)
     (folder / "ci").mkdir()
-    random = np.random.default_rng(0)
-    inputs = random.integers(1, 40, (1200, 12))
-    np.savez(folder / "ci" / "data.npz", inputs=inputs, labels=random.integers(0, 3, len(inputs)))
+    write_data(folder / "ci" / "data.npz", 1000)
     shutil.copy(EXAMPLES / "gates.yaml", folder / "ci" / "gates.yaml")
     recipe = folder / "recipe.yaml"
     recipe.write_text("operator: sinkhorn\nbatch_size: 64\nmax_examples: 64\n")
@@ -65,7 +51,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = steps_of_workflow()["Compile"]
     done = bash(folder, step["run"], {})
     assert done.returncode == 0, done.stderr
-    assert run("report", folder / "compiled", "--data", folder / "ci" / "data.npz", "--quiet") == 0
+    given = ("--data", folder / "ci" / "data.npz", "--quiet", "--fast")
+    assert run("report", folder / "compiled", *given) == 0
     baseline = json.loads((folder / "compiled" / "report.json").read_text())
     for own in (baseline["model"], *(site["metrics"] for site in baseline["sites"])):
         own.update({key: own[key] / 4 for key in own if key.startswith("speedup")})  # no timed test
@@ -136,20 +123,13 @@ def test_the_action_accepts_what_keeps_its_limits_and_its_baseline(project: Path
     assert kept and all((project / path).is_file() for path in kept)
 
 
-def test_the_action_fails_on_a_limit_that_is_not_kept(project: Path) -> None:
-    (project / "strict.yaml").write_text("attention_rel_l2: {max: 0}\nexamples: {min: 100}\n")
-    code, verdict, summary, errors = act(project, artifact="compiled", gate="strict.yaml")
-    assert (code, verdict) == (1, "REGRESSION")
-    assert "asapc: gate failed: REGRESSION" in errors
-    assert summary.startswith("# asapc: REGRESSION, ")
-
-
 def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(project: Path) -> None:
     code, verdict, _, errors = act(
         project, artifact="compiled", gate="ci/gates.yaml", examples="20", data="ci/data.npz"
     )
     assert (code, verdict) == (1, "ANOMALOUS")
     assert "the report rests on 20 examples, too few (min 100)" in errors
+    assert "asapc: gate failed: ANOMALOUS" in errors
 
 
 def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(project: Path) -> None:
@@ -161,13 +141,13 @@ def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(projec
     assert not (project / "pwned").exists()
 
 
-def test_the_hook_passes_and_fails(project: Path) -> None:
+def test_the_hook_fails_on_a_limit_that_is_not_kept(project: Path) -> None:
+    """Where it is kept, the same command passes: as the action does."""
     (hook,) = read("pre-commit-config.yaml")["repos"][0]["hooks"]
     assert hook["language"] == "system" and hook["pass_filenames"] is False
     for path in ("compiled/manifest.json", "ci/gates.yaml"):
         assert re.search(hook["files"], path)
     assert not re.search(hook["files"], "compiled/report.json")  # the hook's own output
-    assert bash(project, hook["entry"], {}).returncode == 0
     gates = project / "ci" / "gates.yaml"
     kept = gates.read_text()
     try:

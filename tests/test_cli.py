@@ -31,20 +31,14 @@ COMMANDS = ("inspect", "calibrate", "study", "compile", "run", "report", "bench"
 ARGUMENTS = {
     "inspect": ["inspect", "teacher"],
     "calibrate": ["calibrate", "teacher", "--data", "d.npz", "-o", "calib"],
-    "compile": ["compile", "teacher", "--calibration", "calib", "-o", "out"],
-    "report": ["report", "out"],
+    "compile": ["compile", "teacher", "--calibration", "calib", "-o", "out"], "report": ["report", "out"],
     "bench": ["bench", "out"],
 }
 INSPECTION = {
-    "model": "teacher",
-    "capture": "whole",
+    "model": "teacher", "capture": "whole",
     "sites": [
         {
-            "name": "layers.0",
-            "status": "matched",
-            "reason": "",
-            "heads": 2,
-            "head_dim": 8,
+            "name": "layers.0", "status": "matched", "reason": "", "heads": 2, "head_dim": 8,
             "replay_error": 1e-7,
             "convention": {"half_steps": 20, "first_side": "row", "last_side": "column"},
         },
@@ -52,13 +46,10 @@ INSPECTION = {
     ],
 }
 REPORT = {
-    "format_version": 3,
-    "fingerprints": {"teacher": "t", "data": "d"},
+    "format_version": 3, "fingerprints": {"teacher": "t", "data": "d"},
     "model": {"examples": 512, "prediction_agreement": 0.98, "speedup": 3.5},
     "sites": [{"name": "layers.0", "operator": "asap", "metrics": {"attention_rel_l2": 0.04}}],
-    "refused": [],
-    "environment": {},
-    "gate": {"passed": True, "checks": []},
+    "refused": [], "environment": {}, "gate": {"passed": True, "checks": []},
 }
 BENCH = {
     "model": {"source": "teacher", "batch": 32, "latency_teacher_ms": 7.0, "latency_compiled_ms": 2.0,
@@ -66,8 +57,7 @@ BENCH = {
     "sites": [{"name": "layers.0", "operator": "asap", "speedup": 4.0}],
 }  # fmt: skip
 MANIFEST = {
-    "format_version": 1,
-    "capture": "whole",
+    "format_version": 1, "capture": "whole",
     "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}],
 }
 PLAN = TransformPlan("target", 1, 20, rescaled=True)
@@ -77,9 +67,7 @@ SITE = SiteCalibration(
         PLAN,
         (DualPredictor("target", (Feature("norm"),), (None,), torch.ones(2, 1), Budget(20, False)),),
     ),
-    (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, None)),),
-    examples=8,
-    tokens=512,
+    (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, None)),), examples=8, tokens=512,
     fit_seconds=0.1,
 )
 
@@ -129,18 +117,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys.modules["asapc.pipeline"], "inspect", function)
 
 
-def test_help_names_every_command_and_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from asapc.cli import main; r = main(['--help']); print(r)\n"
-    code += "sys.exit('torch' in sys.modules)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    for command in COMMANDS:
-        assert command in found.stdout
-    assert "Exit codes" in found.stdout
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_the_common_options(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -154,15 +130,9 @@ def test_every_command_has_help_and_the_common_options(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["bogus"],
-        ["inspect"],
-        ["inspect", "m", "--bogus"],
-        ["calibrate", "m", "-o", "x"],
-        ["calibrate", "m", "--data", "x"],
-        ["compile", "m", "-o", "x"],
-        ["bench", "out", "--repeats", "0"],
-        ["bench", "out", "--repeats", "many"],
-        ["report"],
+        ["bogus"], ["inspect"], ["inspect", "m", "--bogus"], ["calibrate", "m", "-o", "x"],
+        ["calibrate", "m", "--data", "x"], ["compile", "m", "-o", "x"],
+        ["bench", "out", "--repeats", "0"], ["bench", "out", "--repeats", "many"], ["report"],
     ],
     ids=" ".join,
 )
@@ -203,8 +173,7 @@ def test_results_go_to_stdout_and_nothing_else(
 
 
 MISTYPED = [
-    (["inspect", "gone"], "gone: no such model"),
-    (["inspect", "gone.py:build"], "gone.py: no such file"),
+    (["inspect", "gone"], "gone: no such model"), (["inspect", "gone.py:build"], "gone.py: no such file"),
     (["inspect", "m.py:build", "--weights", "gone.pt"], "gone.pt: no such weights file"),
     (["inspect", "teacher", "--data", "gone.npz"], "gone.npz: no such data file"),
     (["calibrate", "teacher", "--data", "gone.py:batches", "-o", "c"], "gone.py: no such file"),
@@ -222,19 +191,21 @@ MISTYPED = [
 ]
 
 
-def test_mistyped_paths_are_found_before_torch_is_imported(
+def test_help_and_mistyped_paths_need_no_torch(
     calls: dict[str, Any], tmp_path: Path
 ) -> None:
     """All of them in one new process, which has not imported it."""
     code = "import json, sys; from asapc.cli import main\n"
     code += "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
     code += "print(json.dumps(codes)); sys.exit('torch' in sys.modules)"
-    arguments = json.dumps([arguments for arguments, _ in MISTYPED])
+    arguments = json.dumps([["--help"], *(arguments for arguments, _ in MISTYPED)])
     found = subprocess.run(
         [sys.executable, "-c", code, arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert json.loads(found.stdout) == [2] * len(MISTYPED)
+    *shown, codes = found.stdout.splitlines()
+    assert json.loads(codes) == [0] + [2] * len(MISTYPED)
+    assert all(any(command in line for line in shown) for command in (*COMMANDS, "Exit codes"))
     said = [line for line in found.stderr.splitlines() if line.startswith("asapc: ")]
     for line, (arguments, expected) in zip(said, MISTYPED, strict=True):
         assert expected in line, (arguments, line)
@@ -247,8 +218,7 @@ def test_inspect_prints_the_dictionary_as_it_is(
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == INSPECTION
     assert calls["load_teacher"] == (
-        ("m.py:build",),
-        {"weights": "w.pt", "kwargs": "{}", "trust": False, "remote_code": False},
+        ("m.py:build",), {"weights": "w.pt", "kwargs": "{}", "trust": False, "remote_code": False},
     )  # fmt: skip
     assert calls["inspect"][0][:2] == ("TEACHER", "d.npz")
     assert cli.main(ARGUMENTS["inspect"]) == 0
@@ -274,31 +244,16 @@ def test_calibrate_summarises_the_fit(calls: dict[str, Any], capsys: pytest.Capt
     ]  # fmt: skip
 
 
-def test_compile_without_a_recipe_uses_that_of_the_calibration(calls: dict[str, Any]) -> None:
-    assert cli.main(ARGUMENTS["compile"]) == 0
-    assert calls["compile"][0][:5] == ("TEACHER", "calib", "out", None, None)
-
-
 HINTS = {
     "inspect": (
         ["inspect", "m.py:build", "--data", "d.npz", "--weights", "w.pt", "--kwargs", "{}"],
         ["calibrate", "m.py:build", "--data", "d.npz", "-o", "calibration", "--weights", "w.pt",
          "--kwargs", "{}"],
     ),
-    "calibrate": (
-        ["calibrate", "m.py:build", "--data", "d.npz", "-o", "my calib", "--weights", "w.pt",
-         "--kwargs", "{}"],
-        ["compile", "m.py:build", "--calibration", "my calib", "-o", "my calib.compiled",
-         "--weights", "w.pt", "--kwargs", "{}"],
-    ),
     "calibrate on code": (
         ["calibrate", "teacher", "--data", "gen.py:batches", "-o", "calib"],
         ["compile", "teacher", "--calibration", "calib", "-o", "calib.compiled", "--data",
          "gen.py:batches"],
-    ),
-    "compile": (
-        ["compile", "teacher", "--calibration", "calib", "-o", "out", "--data", "gen.py:batches"],
-        ["report", "out", "--data", "gen.py:batches"],
     ),
     "compile, per module": (
         ["compile", "m.py:build", "--calibration", "calib", "-o", "out", "--weights", "w.pt",
@@ -315,10 +270,7 @@ HINTS = {
 
 @pytest.mark.parametrize("name", HINTS)
 def test_the_next_command_has_all_it_needs_and_is_one(
-    name: str,
-    calls: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, expected = HINTS[name]
     if "per module" in name:
@@ -356,22 +308,11 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(
     assert result == json.loads(Path("out/report.json").read_text())
     assert [entry["passed"] for entry in result["gate"]["checks"]] == [False, True]
     assert not result["gate"]["passed"]
-    assert err.endswith(
-        "asapc: gate failed: REGRESSION\n"
-        "  REGRESSION: attention_rel_l2 of layers.0 is 0.04, beyond its limit (max 0.01)\n"
-    )
+    assert "asapc: gate failed: REGRESSION\n  REGRESSION: attention_rel_l2 of layers.0" in err
     assert Path("out/report.md").read_text().startswith("# asapc: REGRESSION, 3.50x as fast")
-
-
-def test_an_anomalous_report_fails_the_gate_with_the_same_code(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
     Path("gates.yaml").write_text("prediction_agreement: {min: 0.999}\nspeedup: {min: 9}")
     assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "new/elsewhere.xml"]) == 1
-    lines = capsys.readouterr().err.splitlines()[-3:]
-    assert lines[0] == "asapc: gate failed: ANOMALOUS"
-    assert lines[1].startswith("  ANOMALOUS: prediction_agreement of model rests on 512 examples, too")
-    assert lines[2].startswith("  REGRESSION: speedup of model is 3.5, beyond its limit")
+    assert "asapc: gate failed: ANOMALOUS\n  ANOMALOUS: prediction_agreement" in capsys.readouterr().err
     text = Path("new/elsewhere.xml").read_text()
     assert text == Path("out/junit.xml").read_text()
     assert 'errors="1"' in text and 'failures="1"' in text
@@ -426,21 +367,17 @@ def test_bad_files_are_found_before_a_model_is_loaded_or_measured(
     ("error", "code", "text"),
     [
         (
-            InputError("nu must sum to 1", got=0.87, help="pass the key mask"),
-            2,
+            InputError("nu must sum to 1", got=0.87, help="pass the key mask"), 2,
             "asapc: nu must sum to 1, got 0.87\n  help: pass the key mask\n",
         ),
         (NoSiteError("no site was compiled"), 3, "asapc: no site was compiled\n"),
         (VerificationError("layer 3 differs"), 4, "asapc: layer 3 differs\n"),
         (
-            ZeroDivisionError("a\nb"),
-            70,
-            "asapc: internal error: ZeroDivisionError: a b\n"
+            ZeroDivisionError("a\nb"), 70, "asapc: internal error: ZeroDivisionError: a b\n"
             "  help: run the same command with --debug for the traceback, and report it\n",
         ),
         (
-            OSError(errno.ENOSPC, "No space left on device", "out/x"),
-            2,
+            OSError(errno.ENOSPC, "No space left on device", "out/x"), 2,
             "asapc: out/x: no space left on device\n"
             "  help: free some space, or write to another folder\n",
         ),
@@ -449,13 +386,9 @@ def test_bad_files_are_found_before_a_model_is_loaded_or_measured(
     ids=["input", "no-site", "verification", "internal", "disk", "ctrl-c"],
 )
 def test_a_failure_is_one_message_and_its_code(
-    calls: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    text: str,
-) -> None:
+    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, text: str,
+) -> None:  # fmt: skip
     fail_with(monkeypatch, error)
     assert cli.main(["inspect", "teacher", "--quiet", "--json"]) == code
     out, err = capsys.readouterr()
@@ -465,20 +398,17 @@ def test_a_failure_is_one_message_and_its_code(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-@pytest.mark.parametrize("as_json", [True, False], ids=["json", "tables"])
+@pytest.mark.parametrize(("encoding", "options"), [("ascii", ["--json"]), ("ascii", []), ("utf-8", [])])
 def test_names_that_stdout_cannot_hold(
-    encoding: str, as_json: bool, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    encoding: str, options: list[str], calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
-    monkeypatch.setattr(
-        "asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts)
-    )
-    assert cli.main([*ARGUMENTS["inspect"], *["--json"][:as_json]]) == 0
+    monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts))
+    assert cli.main([*ARGUMENTS["inspect"], *options]) == 0
     sys.stdout.flush()
-    if as_json:
+    if options:
         assert json.loads(raw.getvalue())["sites"][0]["name"] == "é\ufffd"
 
 
@@ -494,13 +424,10 @@ def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "asapc", "inspect", "slow.py:build"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         # A shell's background jobs ignore SIGINT, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    )  # fmt: skip
     deadline = time.monotonic() + 240
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -521,11 +448,9 @@ def test_what_the_demo_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 TIMED = {
-    "teacher": {"latency_ms": 80.0},
-    "torch.compile": {"latency_ms": 50.0, "compile_seconds": 20.0},
-    "lossless": {"latency_ms": 40.0},
-    "asap": {"latency_ms": 20.0},
-}
+    "teacher": {"latency_ms": 80.0}, "torch.compile": {"latency_ms": 50.0, "compile_seconds": 20.0},
+    "lossless": {"latency_ms": 40.0}, "asap": {"latency_ms": 20.0},
+}  # fmt: skip
 UNCOMPILED = {**TIMED, "torch.compile": {"failed": "no compiler"}, "asap": {"latency_ms": 38.0}}
 
 
@@ -538,13 +463,9 @@ UNCOMPILED = {**TIMED, "torch.compile": {"failed": "no compiler"}, "asap": {"lat
     ids=["asap-is-faster", "hardly-and-no-compiler"],
 )
 def test_the_demo_compares_the_loops_and_shows_its_commands(
-    calls: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    timed: dict[str, Any],
-    shipped: str,
-    why: str,
-) -> None:
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    timed: dict[str, Any], shipped: str, why: str,
+) -> None:  # fmt: skip
     monkeypatch.setattr("asapc.demo.time_in_turn", lambda *_: timed)
     for name in ("lossless", "asap", "calib"):  # what the commands would have made
         Path("asapc-demo", name).mkdir(parents=True)

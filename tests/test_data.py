@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,7 @@ def test_split_is_by_hash_modulo_100(hash: int) -> None:
 def test_callable_yields_tensor_tuple_or_dict(code: Callable[[str], str], npz: Open) -> None:
     expected = read(npz(img=images(8), mask=np.ones((8, 2), bool)))
     for item in (
-        "(x, m)",
-        "[x.numpy(), m]",
-        "{'mask': m, 'img': x, 'labels': [0, 1, 2, 3]}",
+        "(x, m)", "[x.numpy(), m]", "{'mask': m, 'img': x, 'labels': [0, 1, 2, 3]}",
     ):
         body = (
             "for i in range(2):\n"
@@ -194,13 +191,6 @@ def test_constants_pass_through(code: Callable[[str], str]) -> None:
     body = "yield {'img': torch.ones(3, 2), 'mask': None, 'scale': 0.5}"
     (batch,) = read(open_data(code(body), SIGNATURE), 2, limit=1)
     assert batch.args[1] is None and batch.kwargs == {"scale": 0.5} and len(batch.args[0]) == 1
-
-
-def test_callable_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loader_in_cwd.py").write_text("import torch\nbatches = lambda: [torch.ones(2, 2)]")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    assert len(read(open_data("loader_in_cwd:batches", SIGNATURE))[0]) == 2
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -272,8 +262,7 @@ def test_wrong_names(npz: Open, tmp_path: Path) -> None:
         ({"img": images(2), "labels": np.ones((2, 10), np.float32)}, "one class number"),
         ({"img": np.where(np.arange(5) < 3, 1.0, np.nan)}, "img must be finite, got NaN in example 3"),
         ({"img": np.where(np.arange(5) < 3, 1.0, -np.inf)}, "img must be finite, got inf in example 3"),
-        ({"img": images(0)}, "no examples"),
-        ({}, "no examples"),
+        ({"img": images(0)}, "no examples"), ({}, "no examples"),
     ],
 )
 def test_arrays_that_are_no_data(npz: Open, arrays: dict[str, Any], expected: str) -> None:
@@ -283,19 +272,16 @@ def test_arrays_that_are_no_data(npz: Open, arrays: dict[str, Any], expected: st
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("return []", "no examples"),
-        ("yield torch.ones(0, 2)", "no examples"),
+        ("return []", "no examples"), ("yield torch.ones(0, 2)", "no examples"),
         ("yield torch.ones(2, 2)\nraise OSError('disk gone')", "OSError: disk gone (stream.py"),
-        ("raise SystemExit(1)", "SystemExit: 1"),
-        ("return 5", "must return or yield batches, got a int"),
+        ("raise SystemExit(1)", "SystemExit: 1"), ("return 5", "must return or yield batches, got a int"),
         ("return torch.ones(2, 2)", "must return or yield batches, got a Tensor"),
         ("yield torch.ones(2, 2), torch.ones(2), torch.ones(2)", "3 positional values"),
         ("yield {'image': torch.ones(2, 2)}", "got image"),
         ("yield {'mask': torch.ones(2, 2)}", "needs img"),
         ("yield torch.ones(2, 2), torch.ones(3)", "got img 2, mask 3"),
         ("yield torch.ones(2, 2), [torch.ones(2)]", "mask must be a tensor"),
-        ("yield 'text'", "at least one array"),
-        ("yield None", "at least one array"),
+        ("yield 'text'", "at least one array"), ("yield None", "at least one array"),
         ("yield torch.ones(3, 2)\nyield torch.tensor([[1.0], [float('nan')]])", "NaN in example 4"),
         ("yield {'img': torch.ones(2, 2), 'labels': torch.ones(2)}", "one class number"),
         ("yield np.array(['a'])", "real numbers"),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,23 +248,3 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         called |= set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", text_of(page), re.MULTILINE))
     assert called <= targets
-
-
-def test_the_citation_is_of_this_version() -> None:
-    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
-    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
-    assert citation["version"] == project["version"] and citation["license"] == project["license"]
-
-
-def test_sessions_are_compared_by_their_wording(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("outputs", DOCS / "outputs.py")
-    assert spec is not None and spec.loader is not None
-    outputs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(outputs)
-    shown = "$ echo 12.5 ms; echo 'tracing the model: 2.9 s'; echo fitted 1/2 >&2\n12.5 ms\nfitted 1/2\n"
-    assert outputs.ran(shown, tmp_path) == shown  # both streams, no progress
-    slower = shown.replace("12.5", "9.75e+01").replace(" ms", "    ms")
-    assert outputs.wording(slower) == outputs.wording(shown)
-    assert outputs.wording(shown.replace("fitted", "skipped")) != outputs.wording(shown)
-    with pytest.raises(SystemExit, match="exit code 3"):
-        outputs.ran("$ exit 3\n", tmp_path)

@@ -11,22 +11,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_text import write_data, write_teacher
 
 from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
-from asapc.models import ARCHITECTURES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes import select
 from asapc.passes.candidates import Candidate
 from asapc.report import evaluate
 from asapc.terminal.progress import Progress
 
-TEXT = {
-    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
-}  # fmt: skip
 RECIPE = {
     "operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4"],
     "batch_size": 16, "max_examples": 64,
@@ -35,29 +31,11 @@ RECIPE = {
 BUDGET = {"attention_rel_l2": 1.0, "prediction_agreement": 0.1}
 
 
-def write_text(path: Path, examples: int, seed: int) -> np.ndarray[Any, Any]:
-    random = np.random.default_rng(seed)
-    inputs = random.integers(1, 40, (examples, 12))
-    for row, length in enumerate(random.integers(4, 13, examples)):
-        inputs[row, length:] = 0
-    np.savez(path, inputs=inputs, labels=random.integers(0, 3, examples))
-    return inputs
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
-    torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**TEXT)
-    (folder / "teacher").mkdir()
-    with torch.no_grad():  # attention that is not flat, so that errors would show
-        for name, parameter in model.named_parameters():
-            if "WQ" in name or "WK" in name:
-                parameter.mul_(3.0)
-    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
-    config = {"architecture": "sinkformer-text", **TEXT}
-    (folder / "teacher" / "config.json").write_text(json.dumps(config))
-    write_text(folder / "data.npz", 160, seed=0)
+    write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
+    write_data(folder / "data.npz", 160)
     (folder / "asap.yaml").write_text(json.dumps(RECIPE))
     run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / "calib",
         "--recipe", folder / "asap.yaml")  # fmt: skip
@@ -90,14 +68,19 @@ def with_seen(work: Path, folder: Path, seen: list[int]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(work: Path) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    return report(work / "out")
+
+
 # Three disjoint splits
 
 
-def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, tmp_path: Path) -> None:
+def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, whole: Any, tmp_path: Path) -> None:
     own = hashes(work / "data.npz")
     splits = [split_of(h) for h in own]
     counts = {name: splits.count(name) for name in ("calibration", "selection", "gate")}
-    found, _ = report(work / "out")
+    found, _ = whole
     assert counts["calibration"] > RECIPE["max_examples"]  # type: ignore[operator]
     assert found["splits"] == {
         "calibration": 64, "selection": counts["selection"], "gate": counts["gate"],
@@ -105,7 +88,7 @@ def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, tmp_path: 
     }  # fmt: skip
     assert found["model"]["examples"] == counts["gate"]
     (tmp_path / "again.npz").symlink_to(work / "data.npz")  # the same file by another path
-    again, _ = report(work / "out", data=str(tmp_path / "again.npz"))
+    again, _ = report(work / "out", data=str(tmp_path / "again.npz"), fast=True)
     assert again["splits"] == found["splits"]
 
 
@@ -113,7 +96,7 @@ def test_other_data_is_measured_without_what_was_seen(work: Path, tmp_path: Path
     own = np.load(work / "data.npz")["inputs"]
     seen = read_artifact(work / "out").seen_hashes
     known = own[[h in seen for h in hashes(work / "data.npz")]][:10]
-    fresh = write_text(tmp_path / "fresh.npz", 30, seed=1)
+    fresh = np.load(write_data(tmp_path / "fresh.npz", 30, seed=1))["inputs"]
     np.savez(tmp_path / "other.npz", inputs=np.concatenate([known, fresh]))
     found, _ = report(work / "out", data=str(tmp_path / "other.npz"))
     splits = found["splits"]
@@ -146,22 +129,22 @@ def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
 
 
 def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_path: Path) -> None:
-    write_text(tmp_path / "more.npz", 120, seed=2)
+    write_data(tmp_path / "more.npz", 120, seed=2)
     run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
         "--examples", 20, "-o", tmp_path / "refreshed")  # fmt: skip
     gate = sum(split_of(h) == "gate" for h in hashes(tmp_path / "more.npz"))
-    found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"))
+    found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"), fast=True)
     assert found["splits"]["gate"] == gate  # not the examples the refresh left over
     assert found["splits"]["calibration"] == 64 + 20
-    back, _ = report(tmp_path / "refreshed")
+    back, _ = report(tmp_path / "refreshed", fast=True)
     assert back["splits"]["gate"] == sum(split_of(h) == "gate" for h in hashes(work / "data.npz"))
 
 
 # What is in it
 
 
-def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
-    found, pictures = report(work / "out")
+def test_intervals_lengths_heads_and_certificates(work: Path, whole: Any) -> None:
+    found, pictures = whole
     model = found["model"]
     assert model["confidence_level"] == 0.95
     assert set(model["confidence"]) == {
@@ -208,12 +191,12 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])
 def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
-    work: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    work: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    everywhere, _ = report(work / "out")
+    everywhere, _ = whole
     assert "map_examples" not in everywhere["model"]
     monkeypatch.setattr(evaluate, limit, 1)  # the first batch
-    found, _ = report(work / "out")
+    found, _ = report(work / "out", fast=True)
     model, batch = found["model"], found["model"]["batch"]
     assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]
     assert model["output_rmse"] == pytest.approx(everywhere["model"]["output_rmse"], rel=1e-6)
@@ -223,7 +206,7 @@ def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
 
 
 def test_a_site_left_to_the_teacher_has_no_error(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
 
@@ -247,8 +230,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
         "attention_rel_l2": 0.0, "attention_rel_l2_worst": 0.0, "output_rel_l2": 0.0, "plan_kl": 0.0
     }
     assert first["certificates"] == [] and pictures[0].pairs == []
-    whole, _ = report(work / "out")
-    expected = whole["sites"][1]["metrics"]["attention_rel_l2"]
+    expected = whole[0]["sites"][1]["metrics"]["attention_rel_l2"]
     assert second["metrics"]["attention_rel_l2"] == pytest.approx(expected, rel=1e-3)
     assert [site["name"] for site in found["selection"]["sites"]] == [first["name"], second["name"]]
     timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]

@@ -9,7 +9,7 @@ import pytest
 
 from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
-from asapc.metrics import METRIC, METRICS, Metric, of
+from asapc.metrics import METRIC, METRICS, of
 from asapc.report import Report
 from asapc.report.document import ConventionReport, SiteReport, approximates
 from asapc.report.gates import known_metrics
@@ -81,14 +81,6 @@ def test_a_budget_may_limit_only_what_the_registry_says() -> None:
         else:
             with pytest.raises(InputError, match="unknown metric"):
                 Recipe.from_dict({"budget": {own.key: 0.5}})
-
-
-@pytest.mark.parametrize(
-    ("direction", "share", "bound"), [("min", False, "max"), ("max", False, "min"), ("max", True, "min")]
-)
-def test_the_bound_that_asks_for_a_good_value(direction: str, share: bool, bound: str) -> None:
-    own = Metric("a", "b", direction, "model", share=share)  # type: ignore[arg-type]
-    assert own.bound == bound
 
 
 @pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])

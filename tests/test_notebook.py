@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -39,14 +38,6 @@ def test_a_report_shows_what_decides() -> None:
     measured = MeasuredReport(report)
     assert measured._repr_html_() == report._repr_html_()
     assert Compiled(nn.Identity(), measured)._repr_html_() == report._repr_html_()
-
-
-def test_default_limits_are_named() -> None:
-    document = page_report.full_report()
-    document["gate"] = {}
-    assert "default limits, no gate file was given" in shown(page_report.typed(document)._repr_html_())
-    minimal = page_report.typed(page_report.minimal_report())._repr_html_()
-    assert "nothing to decide on" in shown(minimal) and "<table" not in minimal
 
 
 def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
@@ -149,20 +140,6 @@ def test_what_cannot_be_drawn_says_why() -> None:
     for what in FIGURES:
         with pytest.raises(InputError):
             minimal.figure(what)
-
-
-def test_without_matplotlib_the_error_names_the_extra() -> None:
-    program = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from asapc.errors import InputError\n"
-        "from asapc.report import Report\n"
-        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
-        "assert 'nothing to decide' in report._repr_html_()\n"
-        "try: report.figure()\n"
-        "except InputError as error: print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "figures need matplotlib" in result.stdout and ".[report]" in result.stdout
 
 
 # Progress

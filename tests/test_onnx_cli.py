@@ -67,23 +67,11 @@ def words(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-def test_help_names_onnx_files_and_the_default_opset(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["inspect"], ["calibrate"], ["study"], ["compile"], ["export"]):
-        assert cli.main([*command, "--help"]) == 0
-        text = words(capsys.readouterr().out)
-        if command == ["export"]:
-            assert "18 by default" in text and "keeps its own" in text
-        else:
-            assert ".onnx file" in text
-
-
 @pytest.mark.parametrize(
     ("model", "options", "expected"),
     [
-        ("teacher", (), None),
-        ("teacher", ("--emit", "onnx"), OnnxSettings()),
-        ("teacher", ("--emit", "onnx", "--opset", "20"), OnnxSettings(20)),
-        ("teacher.onnx", (), None),
+        ("teacher", (), None), ("teacher", ("--emit", "onnx"), OnnxSettings()),
+        ("teacher", ("--emit", "onnx", "--opset", "20"), OnnxSettings(20)), ("teacher.onnx", (), None),
         ("teacher.onnx", ("--opset", "20"), OnnxSettings(20)),
         ("teacher.onnx", ("--tolerance", "1e-3"), OnnxSettings(tolerance=1e-3)),
     ],
@@ -105,10 +93,7 @@ def test_options_of_the_file(
     ],
 )
 def test_options_that_are_none(
-    model: str,
-    options: tuple[str, ...],
-    message: str,
-    asked: list[OnnxSettings | None],
+    model: str, options: tuple[str, ...], message: str, asked: list[OnnxSettings | None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert call_compile(model, *options) == 2

@@ -46,7 +46,7 @@ def call(*arguments: object) -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PyTorch teacher, the same as teacher.onnx, data, a recipe and the calibrations of both."""
     place = tmp_path_factory.mktemp("edit")
-    small_text.write_teacher(place / "teacher", n_layers=2, max_iter=4)
+    small_text.write_teacher(place / "teacher", n_layers=1, max_iter=4)
     small_text.write_data(place / "data.npz", 120)
     model = load_teacher(str(place / "teacher")).model
     assert model is not None
@@ -85,7 +85,7 @@ def test_what_is_not_attention_stays_as_it_is(folder: Path, out: Path) -> None:
     new = [node for node in after.graph.node if node.name not in old]
     assert all(node.name.startswith("asapc_") for node in new)
     calls = [node.op_type for node in new if node.domain == DOMAIN]
-    assert calls.count("asap") + calls.count("asap_attention") == 2
+    assert calls.count("asap") + calls.count("asap_attention") == 1
     removed = [node for name, node in old.items() if name not in {own.name for own in kept}]
     assert {"Log", "Exp"} & {node.op_type for node in removed}  # the loops
     weights = {own.name: own for own in before.graph.initializer}
@@ -140,7 +140,7 @@ def test_the_first_value_that_differs_is_one_of_the_file(folder: Path, tmp_path:
     bias.CopyFrom(numpy_helper.from_array(spoilt, bias.name))
     onnx.save(model, tmp_path / "spoilt.onnx")
     batch, quiet = Batch((ids,), {}, None, [0] * 3), make_progress(quiet=True)
-    with pytest.raises(VerificationError, match=rf"first in {re.escape(last.output[0])}: 0\."):
+    with pytest.raises(VerificationError, match=rf"first in {re.escape(last.output[0])}: \d"):
         verify(tmp_path / "spoilt.onnx", captured, ["inputs"], [batch], 1e-4, quiet, known)
 
 

@@ -7,7 +7,6 @@ import copy
 import inspect as inspection
 import io
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -85,22 +84,12 @@ def assert_same(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
-def sink_text() -> tuple[nn.Module, tuple[Any, ...], int]:
-    model = SinkformerText(**TEXT, max_iter=4)
-    return model, tuple(model.example_inputs(3).values()), 2
+def built_in(kind: Any, axes: int, **sizes: int) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
+    def make() -> tuple[nn.Module, tuple[Any, ...], int]:
+        model = kind(**sizes)
+        return model, tuple(model.example_inputs(3).values()), axes
 
-
-def lot_text() -> tuple[nn.Module, tuple[Any, ...], int]:
-    model = LOTFormerText(**TEXT, n_pivots=3)
-    return model, tuple(model.example_inputs(3).values()), 2
-
-
-def esp_vit() -> tuple[nn.Module, tuple[Any, ...], int]:
-    model = ESPFormerViT(
-        image_size=6, patch_size=2, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8, channels=1,
-        dim_head=4,
-    )  # fmt: skip
-    return model, tuple(model.example_inputs(3).values()), 1
+    return make
 
 
 def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
@@ -111,12 +100,16 @@ def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
     return make
 
 
+VIT = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "depth": 1, "heads": 2, "mlp_dim": 8,
+       "channels": 1, "dim_head": 4}  # fmt: skip
 TEACHERS = {
-    "sink_text": sink_text, "lot_text": lot_text, "esp_vit": esp_vit,
+    "sink_text": built_in(SinkformerText, 2, **TEXT, max_iter=4),
+    "lot_text": built_in(LOTFormerText, 2, **TEXT, n_pivots=3),
+    "esp_vit": built_in(ESPFormerViT, 1, **VIT),
     **{name: of_zoo(name) for name in ("Biased", "GluedMasked", "AdditiveMask")},
 }  # fmt: skip
-OLD = ("lot_text", "esp_vit", "Biased", "AdditiveMask")
-NEW = ("sink_text", "GluedMasked")  # this exporter takes ten seconds a model
+OLD = ("lot_text", "esp_vit", "Biased", "AdditiveMask", "GluedMasked")
+NEW = ("sink_text",)  # this exporter takes five seconds a model
 
 
 @pytest.mark.parametrize(
@@ -136,26 +129,13 @@ def test_conventions_are_those_of_the_pytorch_model(name: str, dynamo: bool, tmp
         assert own.heads == wanted.heads and own.head_dim == wanted.head_dim
 
 
-def loop_model(stop: bool) -> onnx.ModelProto:
-    """Softmax, then columns and rows in turn, in a Loop of its own; with an early stop or without."""
+def loop_model() -> onnx.ModelProto:
+    """Softmax, then columns and rows in turn, in a Loop of its own with an early stop."""
     generator = torch.Generator().manual_seed(0)
     wq, wk, wv = (
         numpy_helper.from_array(torch.randn(8, 8, generator=generator).numpy() * 0.5, name)
         for name in ("wq", "wk", "wv")
     )
-
-    @script()
-    def plain(x: FLOAT[None, None, 8]) -> FLOAT[None, None, 8]:  # type: ignore[valid-type]
-        heads = op.Constant(value_ints=[0, 0, 2, 4])
-        q = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wq)), heads), perm=[0, 2, 1, 3])
-        k = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wk)), heads), perm=[0, 2, 3, 1])
-        v = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wv)), heads), perm=[0, 2, 1, 3])
-        weights = op.Softmax(op.MatMul(q, k) * 0.5, axis=-1)
-        for _ in range(3):
-            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-2]))
-            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-1]))
-        out = op.Transpose(op.MatMul(weights, v), perm=[0, 2, 1, 3])
-        return op.Reshape(out, op.Constant(value_ints=[0, 0, -1]))
 
     @script()
     def stopping(x: FLOAT[None, None, 8]) -> FLOAT[None, None, 8]:  # type: ignore[valid-type]
@@ -174,23 +154,21 @@ def loop_model(stop: bool) -> onnx.ModelProto:
         out = op.Transpose(op.MatMul(weights, v), perm=[0, 2, 1, 3])
         return op.Reshape(out, op.Constant(value_ints=[0, 0, -1]))
 
-    return (stopping if stop else plain).to_model_proto()
+    return stopping.to_model_proto()
 
 
-@pytest.mark.parametrize("stop", [False, True], ids=["fixed", "early_stop"])
-def test_a_loop_of_onnx_is_unrolled_and_identified(stop: bool, tmp_path: Path) -> None:
+def test_a_loop_of_onnx_is_unrolled_and_identified(tmp_path: Path) -> None:
     path = tmp_path / "loop.onnx"
-    onnx.save(loop_model(stop), path)
+    onnx.save(loop_model(), path)
     found = of(load_teacher(str(path)), (torch.randn(3, 6, 8),))
     convention = found.sites[0].loop
     assert (convention.half_steps, convention.first_side, convention.last_side) == (7, "row", "row")
-    assert convention.score_multiplier == pytest.approx(0.5)
-    assert convention.early_stop == stop
+    assert convention.score_multiplier == pytest.approx(0.5) and convention.early_stop
 
 
 def test_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, data, out, calib = (str(tmp_path / name) for name in ("m.onnx", "d.npz", "out", "calib"))
-    onnx.save(loop_model(False), path)
+    onnx.save(loop_model(), path)
     x = torch.randn(160, 6, 8, generator=torch.Generator().manual_seed(1))
     np.savez(data, x=x.numpy())
     recipe = tmp_path / "r.yaml"
@@ -211,7 +189,7 @@ def test_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_value_is_found_in_the_captured_graph(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model, args, axes = sink_text()
+    model, args, axes = TEACHERS["sink_text"]()
     path = export(model.eval(), args, tmp_path / "m.onnx", False, axes)
     teacher = load_teacher(str(path))
     module = teacher.model
@@ -369,21 +347,16 @@ def test_fingerprints(tmp_path: Path) -> None:
 
 
 def test_functions_of_the_model_are_written_out(tmp_path: Path) -> None:
-    inner = helper.make_function(
-        "mine", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])],
-        [helper.make_opsetid("", 18)],
-    )  # fmt: skip
-    nodes = [node("Twice", ["x"], "z", domain="mine"), node("Twice", ["z"], "y", domain="mine")]
-    model = model_of(nodes, weights=[], functions=[inner], extra=["mine"])
-    assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.full((2, 4), 4.0))
-
-
-def test_a_function_of_another_opset(tmp_path: Path) -> None:
-    mean = helper.make_node("ReduceMean", ["a"], ["b"], axes=[-1])
-    inner = helper.make_function("mine", "M", ["a"], ["b"], [mean], [helper.make_opsetid("", 17)])
-    nodes = [node("M", ["x"], "y", domain="mine")]
-    model = model_of(nodes, weights=[], functions=[inner], extra=["mine"])
-    assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.ones(2, 1))
+    """One of them of another opset."""
+    twice, mean = node("Add", ["a", "a"], "b"), node("ReduceMean", ["a"], "b", axes=[-1])
+    functions = [
+        helper.make_function("mine", name, ["a"], ["b"], [body], [helper.make_opsetid("", opset)])
+        for name, body, opset in (("Twice", twice, 18), ("Mean", mean, 17))
+    ]
+    calls = (("Twice", "x", "z"), ("Twice", "z", "w"), ("Mean", "w", "y"))
+    nodes = [node(name, [own], result, domain="mine") for name, own, result in calls]
+    model = model_of(nodes, weights=[], functions=functions, extra=["mine"])
+    assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.full((2, 1), 4.0))
 
 
 @pytest.mark.parametrize("met_first", ["outermost", "innermost"])
@@ -451,14 +424,6 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(InputError):
             load_teacher(str(path))
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such model"):
-        load_teacher(str(tmp_path / "gone.onnx"))
-    (tmp_path / "d.onnx").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="no such model"):
-        load_teacher(str(tmp_path / "d.onnx"))
 
 
 def with_weight(array: Any) -> onnx.ModelProto:
@@ -580,21 +545,17 @@ def test_tensors_of_another_size_than_declared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [
     "FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL",
 ])  # fmt: skip
-@pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
-def test_element_types(kind: str, raw: bool, tmp_path: Path) -> None:
+def test_element_types(kind: str, tmp_path: Path) -> None:
     from asapc.inputs.onnx.tensors import read_tensor
 
     values = [0, 1, 1] if kind == "BOOL" else [3, 0, 7] if kind == "UINT8" else [3, 0, -7]
     number = TensorProto.DataType.Value(kind)
-    tensor = helper.make_tensor("t", number, [3], values)
-    if raw:
-        array = numpy_helper.to_array(tensor)
-        tensor = helper.make_tensor("t", number, [3], array.tobytes(), raw=True)
-    read = read_tensor(tensor, tmp_path / "m.onnx")
-    assert str(read.dtype).removeprefix("torch.") == kind.lower().replace("double", "float64").replace(
-        "float", "float32" if kind == "FLOAT" else "float"
-    )
-    assert read.double().tolist() == values
+    typed = helper.make_tensor("t", number, [3], values)
+    array = numpy_helper.to_array(typed)
+    name = {"FLOAT": "float32", "DOUBLE": "float64"}.get(kind, kind.lower())
+    for tensor in (typed, helper.make_tensor("t", number, [3], array.tobytes(), raw=True)):
+        read = read_tensor(tensor, tmp_path / "m.onnx")
+        assert str(read.dtype) == f"torch.{name}" and read.double().tolist() == values
 
 
 @pytest.mark.parametrize("location, told", [
@@ -673,12 +634,6 @@ def test_the_import_is_held_against_onnxruntime(
     assert isinstance(wrong, OnnxModule)
     with pytest.raises(VerificationError, match="first in Exp node the_y"):
         check_import(wrong, path, batch)
-
-
-def test_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install '\.\[onnx\]'"):
-        open_session(saved(model_of(), tmp_path))
 
 
 def test_what_onnxruntime_does_not_run(tmp_path: Path) -> None:

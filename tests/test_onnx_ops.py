@@ -346,39 +346,37 @@ def loop_body(*more: onnx.NodeProto, keep: str = "go", scanned: bool = False) ->
     return body_of(nodes, inputs, [info("go_out", [], TensorProto.BOOL), info("x_out", [3]), *seen])
 
 
-@pytest.mark.parametrize("trips, outputs", [(0, ["y"]), (1, ["y", "all"]), (4, ["y", "all"])])
-def test_loop_of_a_known_length(trips: int, outputs: list[str]) -> None:
-    body = loop_body(scanned=len(outputs) > 1)
+def looped(
+    trips: int | None, *more: onnx.NodeProto, keep: str = "go", limit: float = 0.0, outputs: Any = ("y",)
+) -> onnx.ModelProto:
+    """The body up to so many times, or as often as `keep` says, which `more` computes."""
+    body = loop_body(*more, keep=keep, scanned=len(outputs) > 1)
     nodes = [
-        scalar("trips", trips), scalar("true", True, np.bool_),
-        helper.make_node("Loop", ["trips", "true", "x"], outputs, body=body),
+        scalar("trips", trips or 0), scalar("true", True, np.bool_), scalar("limit", limit, np.float32),
+        helper.make_node("Loop", ["" if trips is None else "trips", "true", "x"], outputs, body=body),
     ]  # fmt: skip
-    model = graph_model(nodes, [info("x", [3]), info("w", [3])], outputs)
-    check(model, {"x": f(3), "w": f(3, seed=1)})
+    return graph_model(nodes, [info("x", [3]), info("w", [3])], [*outputs])
 
 
-@pytest.mark.parametrize("limit", [0.0, 3.0, 1e9])
-def test_loop_that_stops_on_its_data(limit: float) -> None:
-    more = [
-        helper.make_node("ReduceSum", ["x_out"], ["total"], keepdims=0),
+def below(reduction: str) -> list[onnx.NodeProto]:
+    """small: whether the reduction of x is below the limit."""
+    return [
+        helper.make_node(reduction, ["x_out"], ["total"], keepdims=0),
         helper.make_node("Less", ["total", "limit"], ["small"]),
     ]
-    nodes = [
-        scalar("trips", 6), scalar("limit", limit, np.float32), scalar("true", True, np.bool_),
-        helper.make_node("Loop", ["trips", "true", "x"], ["y"], body=loop_body(*more, keep="small")),
-    ]  # fmt: skip
-    model = graph_model(nodes, [info("x", [3]), info("w", [3])], ["y"])
+
+
+COUNTED = [scalar("last", 3), helper.make_node("Less", ["i", "last"], ["go_on"])]
+LOOPS = {
+    "no trip": looped(0), "one trip": looped(1, outputs=["y", "all"]),
+    "trips": looped(4, outputs=["y", "all"]), "a counter": looped(None, *COUNTED, keep="go_on"),
+    **{f"data, {x:g}": looped(6, *below("ReduceSum"), keep="small", limit=x) for x in (0.0, 3.0, 1e9)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", LOOPS.values(), ids=LOOPS.keys())
+def test_loops(model: onnx.ModelProto) -> None:
     check(model, {"x": f(3, low=0.1), "w": f(3, low=1.0)})
-
-
-def test_loop_whose_condition_is_known() -> None:
-    """A counter below a constant, without a trip count."""
-    more = [scalar("last", 3), helper.make_node("Less", ["i", "last"], ["go_on"])]
-    nodes = [
-        scalar("true", True, np.bool_),
-        helper.make_node("Loop", ["", "true", "x"], ["y"], body=loop_body(*more, keep="go_on")),
-    ]
-    check(graph_model(nodes, [info("x", [3]), info("w", [3])], ["y"]), {"x": f(3), "w": f(3, seed=1)})
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -513,15 +511,7 @@ def test_a_choice_between_sizes_stays_one(choose: list[onnx.NodeProto]) -> None:
 
 
 def test_early_stop_is_traced_at_its_full_budget() -> None:
-    more = [
-        helper.make_node("ReduceLogSumExp", ["x_out"], ["total"], keepdims=0),
-        helper.make_node("Less", ["total", "limit"], ["small"]),
-    ]
-    nodes = [
-        scalar("trips", 4), scalar("limit", 1e-3, np.float32), scalar("true", True, np.bool_),
-        helper.make_node("Loop", ["trips", "true", "x"], ["y"], body=loop_body(*more, keep="small")),
-    ]  # fmt: skip
-    model = graph_model(nodes, [info("x", [3]), info("w", [3])], ["y"])
+    model = looped(4, *below("ReduceLogSumExp"), keep="small", limit=1e-3)
     x, w = torch.ones(3), torch.full((3,), 2.0)
     module, graph = exported(model, x, w)
     assert torch.equal(module(x, w), torch.full((3,), 2.0))  # one trip
@@ -529,13 +519,8 @@ def test_early_stop_is_traced_at_its_full_budget() -> None:
 
 
 def test_a_loop_without_an_end() -> None:
-    nodes = [
-        scalar("trips", 2**62), scalar("true", True, np.bool_),
-        helper.make_node("Loop", ["trips", "true", "x"], ["y"], body=loop_body()),
-    ]  # fmt: skip
-    model = graph_model(nodes, [info("x", [3]), info("w", [3])], ["y"])
     with pytest.raises(RuntimeError, match="trip count of at most 1000"):
-        ours(model, {"x": torch.ones(3), "w": torch.zeros(3)})
+        ours(looped(2**62), {"x": torch.ones(3), "w": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("case", [

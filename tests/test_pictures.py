@@ -59,14 +59,6 @@ def test_masked_tokens_are_not_in_the_picture() -> None:
     torch.testing.assert_close(pair.column_sums[1], inside.sum(0) * 7 / 3)
 
 
-def test_balanced_columns_are_one_where_sides_differ_in_length() -> None:
-    uniform = torch.full((1, 1, 5, 20), 1 / 20)
-    collector = PictureCollector("x")
-    collector.update(uniform, uniform)
-    (pair,) = collector.result().pairs
-    torch.testing.assert_close(pair.column_sums[0], torch.ones(20))
-
-
 def test_maps_of_two_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         PictureCollector("x").update(maps(1, 1, 4, 4), maps(1, 1, 4, 5))

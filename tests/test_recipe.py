@@ -49,17 +49,9 @@ def test_the_documented_values_are_the_defaults() -> None:
 
 def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
     recipe = Recipe(
-        operator="asap",
-        side="target",
-        c_transforms=1,
-        features=("sliced:7:axis", "norm", "coarse:4"),
-        fit="kl",
-        ridge=1e-9,
-        ridge_mode="direct",
-        coefficients="shared",
-        seed=3,
-        budget={"attention_rel_l2": 1e-4, "prediction_agreement": 0.98},
-        drop_attention_maps=True,
+        operator="asap", side="target", c_transforms=1, features=("sliced:7:axis", "norm", "coarse:4"),
+        fit="kl", ridge=1e-9, ridge_mode="direct", coefficients="shared", seed=3,
+        budget={"attention_rel_l2": 1e-4, "prediction_agreement": 0.98}, drop_attention_maps=True,
         sites={"a.*": {"operator": "sinkhorn"}, "b": {"ridge": 0.5, "features": ("sliced:2:random",)}},
     )
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
@@ -75,11 +67,9 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
 def test_later_patterns_win_and_the_rest_is_inherited() -> None:
     recipe = Recipe.from_dict(
         {
-            "seed": 5,
-            "c_transforms": 1,
+            "seed": 5, "c_transforms": 1,
             "sites": {
-                "layers.*": {"operator": "asap", "ridge": 0.5},
-                "layers.0.*": {"operator": "sinkhorn"},
+                "layers.*": {"operator": "asap", "ridge": 0.5}, "layers.0.*": {"operator": "sinkhorn"},
             },
         }
     )
@@ -107,10 +97,8 @@ def test_a_pattern_must_match_a_site() -> None:
         ("c_transforms: 51", f"c_transforms must be an integer from 0 to {MAX_C_TRANSFORMS}, got 51"),
         ("c_transforms: -1", "c_transforms must be"),
         ("c_transforms: true", "c_transforms must be .* got True"),
-        ('c_transforms: "2"', "c_transforms must be"),
-        ("features: sliced:32", "features must be a list"),
-        ("features: []", "features must be a list"),
-        ("features: [3]", "features must be a list"),
+        ('c_transforms: "2"', "c_transforms must be"), ("features: sliced:32", "features must be a list"),
+        ("features: []", "features must be a list"), ("features: [3]", "features must be a list"),
         ("features: [sliced]", "features: sliced is written sliced:<1 to 4096>, .*random.* got"),
         ("features: [sliced:0]", "features: sliced is written"),
         ("features: [coarse]", "features: coarse is written coarse:<1 to 4096>, got 'coarse'"),
@@ -127,8 +115,7 @@ def test_a_pattern_must_match_a_site() -> None:
         ("ridge: small", "ridge must be a number .* got 'small'"),
         ("ridge:", "ridge must be a number .* got None"),
         ("coefficients: common", "coefficients must be per_head or pooled or shared"),
-        ("seed: -1", "seed must be an integer"),
-        ("budget: 0.05", "budget must be a mapping"),
+        ("seed: -1", "seed must be an integer"), ("budget: 0.05", "budget must be a mapping"),
         ("budget: {plan_l1: 0.05}", "budget: unknown metric 'plan_l1'"),
         ("budget: {attention_rel_l2: 0}", "budget: attention_rel_l2 must be a finite number > 0"),
         ("drop_attention_maps: 1", "drop_attention_maps must be true or false"),
@@ -142,10 +129,8 @@ def test_a_pattern_must_match_a_site() -> None:
         ("sites: {1: {c_transforms: 1}}", "sites: a pattern must be text, got 1"),
         ("c_transforms: 1\nc_transforms: 3", "'c_transforms' appears twice"),
         ("sites: {a: {c_transforms: 1}, a: {ridge: 1}}", "'a' appears twice"),
-        ("- c-transforms", "the file must be a mapping"),
-        ("c_transforms: [", "not valid YAML"),
-        ("1: 2", "keys must be text"),
-        ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
+        ("- c-transforms", "the file must be a mapping"), ("c_transforms: [", "not valid YAML"),
+        ("1: 2", "keys must be text"), ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
         ("ridge: 1.0e+308", r"ridge must be a number from 0 to 1e\+30"),  # its products are finite
         ("candidates: {c_transforms: 1}", "candidates must be a list"),
         ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
@@ -157,10 +142,8 @@ def test_a_pattern_must_match_a_site() -> None:
         ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
         ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
         ("objective: speed", "objective must be latency or memory"),
-        ("shapes: 256", "shapes must be a list"),
-        ("shapes: [0]", "shapes must be a list .* got 0"),
-        ("shapes: [[1, 2, 3]]", "shapes must be a list"),
-        ("shapes: [true]", "shapes must be a list"),
+        ("shapes: 256", "shapes must be a list"), ("shapes: [0]", "shapes must be a list .* got 0"),
+        ("shapes: [[1, 2, 3]]", "shapes must be a list"), ("shapes: [true]", "shapes must be a list"),
         ("shapes: [1099511627776]", "shapes must be a list"),
         ("selection_examples: 0", "selection_examples must be an integer >= 1"),
     ],
@@ -229,9 +212,7 @@ def test_the_published_schema_is_current() -> None:
 
 
 ALSO_VALID = [
-    "{}",
-    "ridge: 0.0",
-    "shapes: [256, [8, 2048]]",
+    "{}", "ridge: 0.0", "shapes: [256, [8, 2048]]",
     'sites: {"a.*": {operator: lot, budget: {logit_kl: 0.1}, candidates: [{c_transforms: [1, 3]}]}}',
     'candidates: [{side: [target, source], features: [["coarse:8"], [raw, norm]]}, {features: [raw]}]',
 ]
@@ -246,20 +227,10 @@ def test_what_loads_is_valid_by_the_schema(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "c_transform: 3",
-        "c_transforms: 51",
-        "c_transforms: '3'",
-        "features: []",
-        "operator: lots",
-        "budget: {plan_l1: 0.05}",
-        "budget: {attention_rel_l2: 0}",
-        "budget: {prediction_agreement: 2}",
-        "sites: {a: {seed: 1}}",
-        "sites: {a: {c_transforms: 99}}",
-        "candidates: [{seed: 1}]",
-        "candidates: [{c_transforms: []}]",
-        "shapes: [0]",
-        "shapes: [[1, 2, 3]]",
+        "c_transform: 3", "c_transforms: 51", "c_transforms: '3'", "features: []", "operator: lots",
+        "budget: {plan_l1: 0.05}", "budget: {attention_rel_l2: 0}", "budget: {prediction_agreement: 2}",
+        "sites: {a: {seed: 1}}", "sites: {a: {c_transforms: 99}}", "candidates: [{seed: 1}]",
+        "candidates: [{c_transforms: []}]", "shapes: [0]", "shapes: [[1, 2, 3]]",
         "drop_attention_maps: 1",
     ],
 )
@@ -310,10 +281,8 @@ def test_lists_of_values_multiply_into_candidates() -> None:
     recipe = Recipe.from_dict({"candidates": tried, "ridge": 0.5})
     labels = [own.label() for own in recipe.alternatives()]
     assert labels == [
-        "asap target 1 coarse:8 ridge 0.5 risk",
-        "asap target 1 coarse:8 norm ridge 0.5 risk",
-        "asap source 1 coarse:8 ridge 0.5 risk",
-        "asap source 1 coarse:8 norm ridge 0.5 risk",
+        "asap target 1 coarse:8 ridge 0.5 risk", "asap target 1 coarse:8 norm ridge 0.5 risk",
+        "asap source 1 coarse:8 ridge 0.5 risk", "asap source 1 coarse:8 norm ridge 0.5 risk",
         "asap target 3 coarse:32 ridge 0.5 risk",
     ]
     assert all(own.operator == "asap" and own.candidates == () for own in recipe.alternatives())

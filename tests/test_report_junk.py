@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from junk import JUNK, places, survives, with_junk
 from page_report import small_report
 
-from asapc.errors import InputError
 from asapc.report import Report, json_text, junit_text, markdown
 from asapc.report.gates import gate_result, parse_gates
 from asapc.report.html import page
@@ -76,18 +74,3 @@ def test_junk_is_shown_or_refused() -> None:
             changed, with_page = with_junk(document, way, junk), step == 0 and index % 8 == 0
             refused += not survives(lambda: shown(changed, with_page), (way, junk))  # noqa: B023
     assert len(ways) < refused < 3 * len(ways)
-
-
-@pytest.mark.parametrize(
-    ("way", "junk", "message"),
-    [
-        (("soft_to_hard", "variants"), 3, r"soft_to_hard: variants must be a list, got 3"),
-        (("refresh", "before"), [], r"refresh: before must be a mapping"),
-        (("onnx", "shapes", 0, "batch"), "x", r"batch must be an integer of 64 bits, got 'x'"),
-        (("sites", 3, "convention", "operator"), 3, r"operator must be text, got 3"),
-        (("warnings", 0, "sites"), {}, r"sites must be a list"),
-    ],
-)  # fmt: skip
-def test_the_message_names_the_place(way: tuple[Any, ...], junk: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        shown(with_junk(whole(), way, junk))

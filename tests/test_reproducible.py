@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from collected import take
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from small_text import write_data, write_teacher
 
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.features.predictor import transform_plan
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
-from asapc.models import SinkformerText
 from asapc.pipeline import calibrate, compile
 from asapc.terminal.progress import Progress
 
-TEXT = {"vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-        "num_classes": 3, "max_iter": 4}  # fmt: skip
 RECIPE = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4", "gaussian"],
           "max_examples": 60, "batch_size": 16}  # fmt: skip
 # What is measured with a clock, and so cannot repeat, has files of its own.
@@ -32,18 +28,8 @@ MEASURED = {"timings.json", "selection.json"}
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reproducible")
-    torch.manual_seed(0)
-    state = SinkformerText(**TEXT).state_dict()  # type: ignore[arg-type]
-    (folder / "teacher").mkdir()
-    document = {"architecture": "sinkformer-text", **TEXT}
-    (folder / "teacher" / "config.json").write_text(json.dumps(document))
-    scaled = {name: t * 3 if "WQ" in name or "WK" in name else t for name, t in state.items()}
-    save_file(scaled, folder / "teacher" / "model.safetensors")
-    random = np.random.default_rng(0)
-    inputs = random.integers(1, 40, (120, 12))
-    for row, length in enumerate(random.integers(4, 13, 120)):
-        inputs[row, length:] = 0
-    np.savez(folder / "data.npz", inputs=inputs)
+    write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
+    write_data(folder / "data.npz", 120, labels=False)
     return folder
 
 
@@ -127,14 +113,13 @@ def test_the_batch_size_does_not_change_a_bit(
 
 def test_batch_sizes_of_a_whole_calibration(work: Path) -> None:
     """Behind layers whose float32 products depend on the batch, only rounding is left to differ."""
-    found = {}
-    for size in (5, 16, 32):
-        folder = calibrated(work, f"batch{size}", batch_size=size)
-        found[size] = load_file(folder / "calibration.safetensors")
-    for size in (5, 32):
-        assert found[size].keys() == found[16].keys()
-        for name, tensor in found[16].items():
-            if name.startswith("layers.0") or name == "seen_hashes":
-                assert torch.equal(found[size][name], tensor), (size, name)
-            else:
-                torch.testing.assert_close(found[size][name], tensor, rtol=1e-3, atol=1e-4)
+    own, other = (
+        load_file(calibrated(work, f"batch{size}", batch_size=size) / "calibration.safetensors")
+        for size in (5, 32)
+    )
+    assert own.keys() == other.keys()
+    for name, tensor in own.items():
+        if name.startswith("layers.0") or name == "seen_hashes":
+            assert torch.equal(other[name], tensor), name
+        else:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)

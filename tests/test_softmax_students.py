@@ -98,19 +98,6 @@ def others(t: SiteTensors, count: int) -> SiteTensors:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_one_half_step_at_the_layers_own_scale_is_softmax(masked: bool, biased: bool) -> None:
-    t = seen(masked=masked, biased=biased)
-    settings = (t.keep, t.bias, torch.ones(HEADS), 0.5, 1, True, ROWS)
-    torch.testing.assert_close(ops.fitted_sinkhorn(t.q, t.k, t.v, *settings), softmax(t))
-    given = [None if t.keep is None else t.keep[:, None, None, :], t.bias]
-    if any(x is None for x in given):
-        mask = next((x for x in given if x is not None), None)
-        own = functional.scaled_dot_product_attention(t.q, t.k, t.v, mask, scale=0.5)
-        torch.testing.assert_close(softmax(t), own)
-
-
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.dtype) -> None:
     t = seen(masked=masked, biased=True)
@@ -178,24 +165,6 @@ def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind: str) ->
     found = apply_distilled(with_it, t, t.v) - apply_distilled(without, t, t.v)
     torch.testing.assert_close(found, functional.pad(added, (0, 0, 1, 0)))
     torch.testing.assert_close(apply_distilled(with_it, t, None), apply_distilled(without, t, None))
-
-
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_gradients(kind: str) -> None:
-    t, name = seen(masked=True, biased=True), HYBRIDS[kind]
-    settings = hybrid_of(fitted(kind), 1, 0.5, normal(HEADS, WIDTH, 3)).settings
-    arguments = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias, **settings}
-    del arguments["v"]
-    learnt = {"q": t.q, "v": t.v, "depthwise": settings["depthwise"]}
-    if "head_multiplier" in settings:
-        learnt["head_multiplier"] = settings["head_multiplier"]
-    leaves = {key: x.detach().double().requires_grad_() for key, x in learnt.items() if x is not None}
-    weight = normal(BATCH, HEADS, TOKENS, WIDTH, seed=5)
-    own, meant = (
-        torch.autograd.grad((make(**arguments | leaves) * weight).sum(), [*leaves.values()])
-        for make in (getattr(ops, name), reference_named(name))
-    )
-    torch.testing.assert_close(own, meant)
 
 
 def pieces(count: int, target: Any) -> list[distill._Piece]:

@@ -92,21 +92,6 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["wait", "event", "call", "event", "wait"] * 3
 
 
-def test_rounds_of_seconds_are_few() -> None:
-    """One where it takes more than half of `enough`, else as many as take that long."""
-    calls: list[int] = []
-
-    def slow() -> None:
-        calls.append(0)
-        time.sleep(0.02)
-
-    interleaved_medians({"a": slow}, repeats=20, warmup=0, enough=0.035)
-    assert len(calls) == 1
-    calls.clear()
-    interleaved_medians({"a": slow}, repeats=20, warmup=0, enough=0.08)
-    assert 3 <= len(calls) <= 5
-
-
 def test_the_interval_of_a_ratio_is_distribution_free() -> None:
     below = [1.0] * 10
     assert ratio_interval([*range(10, 0, -1)], below) == (2.0, 9.0)  # all but one on either side
