@@ -1,5 +1,5 @@
-"""Workers for tests/test_kill.py: imports once; every line of input, a list in JSON, forks a process
-whose id is the answer.
+"""Workers for tests/test_kill.py: imports once, and analyses a teacher once; every line of input, a list
+in JSON, forks a process whose id is the answer.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,31 +17,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from known_analyses import analysed_once
 from safetensors.torch import save_file
 
+import asapc.onnx.export
+import asapc.pipeline
+from asapc import cli
 from asapc.calibration.shards import Shards
 from asapc.formats import atomic
+from asapc.inputs.load import load_teacher
 
 SHARDS, SIZE = map(int, sys.argv[1:])
+FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
 
 # Calls that change a disk, and flushes, which lie between a file's first byte and its last.
 CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
 
 
-def armed(last: int) -> None:
-    """Before so many such calls, counted from now on, the process is killed."""
-    numbers = itertools.count(1)
+def armed(last: int) -> list[str]:
+    """Notes the names of such calls from now on; before the last one the process is killed."""
+    calls: list[str] = []
 
-    def counted(true: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if next(numbers) == last:
+            calls.append(name)
+            if len(calls) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return true(*arguments, **options)
 
         return call
 
     for module, name in CALLS:
-        setattr(module, name, counted(getattr(module, name)))
+        setattr(module, name, noted(name, getattr(module, name)))
+    return calls
+
+
+# --- writing without an end ------------------------------------------------------------------------
 
 
 def folder(root: str, n: int, name: str = "folder") -> None:
@@ -81,6 +94,54 @@ def loop(root: str, first: int, seed: int, last: int) -> int:
     return 1
 
 
+# --- commands that are killed ----------------------------------------------------------------------
+
+
+def many_times(folder: str, states: str, arguments: list[str]) -> int:
+    """The export up to where its files take their places, and the rest of it often: in one child that
+    lives, for each rename in one that is killed before it, and in some at flushes.  What each leaves of
+    the folder is copied."""
+    owner, true = asapc.onnx.export, asapc.onnx.export.place
+    before, record = Path(states, "before"), Path(states, "calls")
+    living: list[list[str]] = []
+
+    def branching(*given: Any, **options: Any) -> Any:
+        owner.place = true
+        shutil.copytree(folder, before)
+        lasts = [0]
+        while lasts:
+            last = lasts.pop(0)
+            child = os.fork()
+            if child == 0:
+                living.append(armed(last))
+                return true(*given, **options)
+            os.waitpid(child, 0)
+            shutil.copytree(folder, Path(states, str(last)))
+            if last == 0:
+                calls = list(enumerate(json.loads(record.read_text()), 1))
+                flushes = [n for n, own in calls if own == "fsync"]
+                lasts = [n for n, own in calls if own != "fsync"]
+                lasts += random.Random(0).sample(flushes, min(FLUSHES, len(flushes)))
+            if lasts:
+                shutil.rmtree(folder)
+                shutil.copytree(before, folder)
+        shutil.rmtree(before)
+        return true(*given, **options)
+
+    owner.place = branching
+    code = cli.main(arguments)
+    for calls in living:  # in the child that nothing killed
+        record.write_text(json.dumps(calls))
+    return code
+
+
+def worker(command: str, arguments: list[Any]) -> int:
+    if command == "loop":
+        return loop(*arguments)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    return many_times(*arguments) if command == "many times" else cli.main(arguments)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:  # what is imported on a first call is there for all
@@ -92,12 +153,16 @@ def main() -> None:
         if command == "reap":
             os.waitpid(arguments[0], 0)
             print("reaped", flush=True)
+        elif command == "analyse":
+            asapc.pipeline.inspect(load_teacher(arguments[0]), arguments[1])
+            print("analysed", flush=True)
         else:
             child = os.fork()
             if child == 0:
-                os._exit(loop(*arguments))
+                os._exit(worker(command, arguments))
             print(child, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with analysed_once():
+        main()

@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import browser
 import page_report
 import pytest
 import torch
@@ -28,6 +29,9 @@ from asapc.report.plots import Point, data_uri, draw_bars, draw_maps, draw_masse
 from asapc.report.text import json_text
 
 IMAGE = "data:image/svg+xml;base64,"
+BROWSER = pytest.mark.skipif(browser.CHROMIUM is None, reason="chromium is not installed")
+
+
 def html(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> str:
     return rendering.html(page_report.typed(document, pictures))
 
@@ -46,15 +50,27 @@ def report() -> dict[str, Any]:
     return document
 
 
+@pytest.fixture(scope="module")
+def tab() -> Iterator[browser.Browser]:
+    with browser.browser() as opened:
+        yield opened
+
+
 def test_every_part_is_there(full: str) -> None:
     text = shown(full)
     for expected in (
-        "Look at layers. 2. mha first.", "REGRESSION", "layers.2.mha makes 42% of the error.",
-        "19.8×", "13.7× by lossless", "99.90%", "99.70% to 100.00%", "83.80% → 83.70%", "1468 ms",
+        "Look at layers. 2. mha first.", "REGRESSION", "1 of 5 checks failed.",
+        "The attention error of layers.2.mha is 0.0221; it should be at most 0.02.",
+        "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed.",
+        "19.8×", "13.7× by lossless kernels alone", "99.90%", "95% interval 99.70% to 100.00%",
+        "accuracy 83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%", "in layers.2.mha",
+        "1468 ms", "1000 examples neither fitted nor selected on, times for batches of 32, on cpu",
         "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
-        "What was tried", "By head", "By length", "Certificates: 2 holds, 1 vacuous", "256 active keys",
+        "What was tried", "By head", "By length", "Predictions changed, by length",
+        "Certificates: 2 holds, 1 vacuous", "kl_variance_bound", ", 256 active keys: error",
         "T=20, row first, column last, scale 0.0884, factor M, key mask", "3 x asap target 1 coarse:16",
-        "baseline 19.6, 2%", "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
+        "prediction_agreement 0.9973 < 0.998", "max 0.00500, confident", "baseline 19.6, 2%",
+        "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
     ):  # fmt: skip
         assert expected in text
     # The worst layer comes first; all are folded, and a layer's pictures are inside its fold.
@@ -91,6 +107,22 @@ def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
     assert len(set(ids)) == len(ids)
     for link in page.named("a"):
         assert (link["href"] or "")[1:] in ids
+
+
+def test_the_same_report_is_the_same_bytes(full: str) -> None:
+    """In another process, with another hash seed and the user's own matplotlib style."""
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); import page_report, hashlib, matplotlib;"
+        "matplotlib.rcParams.update({'lines.linewidth': 9, 'svg.fonttype': 'path', 'font.size': 30});"
+        "from asapc.report.html import html;"
+        "report = page_report.typed(page_report.full_report(), page_report.pictures()[:1]);"
+        "print(hashlib.sha256(html(report).encode()).hexdigest())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    assert result.stdout.strip() == hashlib.sha256(full.encode()).hexdigest()
 
 
 TAGS = "</title></style></svg></text><script>alert(1)</script>"
@@ -234,6 +266,16 @@ def test_a_difference_to_the_baseline_has_a_column() -> None:
     assert "not compared" in html(report)
 
 
+def test_a_long_table_is_folded_unless_something_failed() -> None:
+    report = deep_report(20, baseline=True)
+    gate = html(report).partition('<section id="gate">')[2]
+    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details" open>')
+    assert gate.index("encoder.blocks.0.attention") < gate.index("encoder.blocks.1.attention")
+    report["gate"] = {"verdict": "ACCEPT", "checks": report["gate"]["checks"][1:]}
+    gate = html(report).partition('<section id="gate">')[2]
+    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details"><summary>')
+
+
 def test_pictures_do_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "PICTURED", 2)
     report = deep_report(5)
@@ -248,6 +290,44 @@ def test_pictures_do_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(_layer_names(text)) == 5
 
 
+def test_a_baseline_alone_is_no_limit() -> None:
+    report = deep_report(3, baseline=True)
+    report["gate"]["checks"][0]["class"] = report["gate"]["verdict"] = "ACCEPT"
+    assert "ACCEPT None of 3 comparisons with the baseline failed. Default limits, no gate file" in shown(
+        html(report)
+    )
+    report["sites"][2]["metrics"]["attention_rel_l2"] = 0.9
+    text = html(report)
+    assert "Look at encoder. blocks. 2. attention first." in shown(text) and 'class="tone-odd"' in text
+    assert 'href="#limits"' in text and 'href="#gate"' in text
+
+
+def test_default_limits_are_named_and_are_advice(report: dict[str, Any]) -> None:
+    report["gate"] = {}
+    page = html(report)
+    text = shown(page)
+    assert "Ship it." in text and "Default limits, no gate file was given: 3 of 3 kept." in text
+    assert 'class="tone-good"' in page and "the budget it was compiled with" in text
+    assert "attention_rel_l2: {max: 0.02}" in text and "speedup: {min: 1}" in text
+    assert "ACCEPT" not in text and "REGRESSION" not in text  # what only a gate gives
+    report["model"]["prediction_agreement"] = 0.9
+    page = html(report)
+    assert 'class="tone-odd"' in page and "not kept" in page and "ACCEPT" not in page
+
+
+def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it(report: dict[str, Any]) -> None:
+    report["gate"], report["selection"] = {}, None
+    assert "How to get the lossless model" not in html(report)
+    report["model"] |= {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
+    text = shown(html(report))
+    for expected in (
+        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
+        'asapc.load("OUT", stage="lossless")',
+        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
+    ):  # fmt: skip
+        assert expected in text
+
+
 def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> None:
     assert '<details class="small-details"><summary>Certificates: 2 holds, 1 vacuous' in html(report)
     report["sites"][0]["certificates"][1]["holds"] = False
@@ -255,6 +335,11 @@ def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> No
     title = '<summary><span class="bad">Certificates: 1 holds, 1 violated'
     assert f'<details class="small-details" open>{title}' in text
     assert '<span class="bad">violated</span>' in text
+
+
+def test_one_length_is_no_plot(report: dict[str, Any]) -> None:
+    report["by_length"] = report["by_length"][:1]
+    assert "by length" not in shown(html(report)).lower()
 
 
 def test_values_that_are_not_finite_are_shown_as_such() -> None:
@@ -338,58 +423,159 @@ def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
 
 
 def test_masses_of_one_token_and_of_many() -> None:
-    teacher = torch.ones(1, 1)
-    for count in (1, 500):
+    for count in (1, 2, 500):
         sums = torch.linspace(0.9, 1.1, count)
+        teacher = torch.full((1, 1), 1.0)
         pair = MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums))
         assert len(svg(draw_masses, pair)) < 20_000
 
 
+# A real browser
+
+
+@BROWSER
+@pytest.mark.parametrize(
+    ("kind", "width", "dark"),
+    [("full", 390, False), ("full", 1280, True), ("minimal", 1280, False), ("hostile", 390, True)],
+)
+def test_in_a_browser(
+    tab: browser.Browser, full: str, kind: str, width: int, dark: bool, tmp_path: Path
+) -> None:
+    text = full
+    if kind == "minimal":
+        text = html(page_report.minimal_report())
+    elif kind == "hostile":
+        hostile = _renamed(page_report.full_report(), TAGS + "n" * 2000)
+        hostile["gate"]["verdict"] = hostile["gate"]["baseline"]["verdict"] = "REGRESSION"
+        text = html(hostile, [SitePictures(hostile["sites"][0]["name"], [_pair()])])
+    path = tmp_path / "report.html"
+    path.write_text(text, encoding="utf-8")
+    tab.open(path, width, 844 if width == 390 else 900, dark=dark)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    picture = tmp_path / f"{kind}-{width}-{'dark' if dark else 'light'}.png"
+    tab.screenshot(picture)
+    assert picture.stat().st_size > 10_000
+    assert tab.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    assert tab.messages == []
+    assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
+    # Nothing is cut off: what is wider than the page scrolls inside its own box.
+    assert tab.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3, p, dd, figcaption, summary')]"
+        ".filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML)"
+    ) == []  # fmt: skip
+    assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+@BROWSER
+def test_errors_are_seen_on_a_phone_and_layers_sorted_in_place(
+    tab: browser.Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(html(deep_report(5, baseline=True)), encoding="utf-8")
+    tab.open(path, 390, 844)
+    inside = tab.evaluate(
+        "[...document.querySelectorAll('.layer .cell > *')].every(e => {"
+        "const b = e.getBoundingClientRect(); return b.left >= 0 && b.right <= innerWidth})"
+    )
+    assert inside
+    assert tab.evaluate(
+        "[...document.querySelectorAll('.cell .key')].every(e => e.getBoundingClientRect().height > 10)"
+    )
+    tops = (
+        "[...document.querySelectorAll('.layer')].sort((a, b) => a.getBoundingClientRect().top - "
+        "b.getBoundingClientRect().top).map(e => e.id.slice(6)).join('')"
+    )
+    assert tab.evaluate(tops) == "21304"
+    # So is what came of each check: nothing of it scrolls.
+    assert tab.evaluate(
+        "[...document.querySelectorAll('.stack')]"
+        ".every(e => e.scrollWidth <= e.parentElement.clientWidth)"
+    )
+    tab.evaluate("document.querySelector('#by-model').click()")
+    assert tab.evaluate(tops) == "01234"
+    # A keyboard reaches every fold, and the focus is seen.
+    assert tab.evaluate(
+        "(() => { const s = document.querySelector('.layer > summary'); s.focus(); "
+        "return document.activeElement === s && s.tabIndex >= 0 })()"
+    )
+    assert tab.messages == []
+
+
+@BROWSER
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_has_the_contrast_that_wcag_aa_asks_for(
+    tab: browser.Browser, full: str, dark: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(full, encoding="utf-8")
+    tab.open(path, 1280, 900, dark=dark)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    poor = tab.evaluate(CONTRAST)
+    assert poor == []
 
 
 # Every text against the first background behind it that is not transparent.
-# Written beside the other reports
-
-
-ELSEWHERE = """
-import hashlib, sys
-from pathlib import Path
-from asapc.errors import InputError
-from asapc.report import Report, write_report
-folder = Path(sys.argv[1])
-report = Report.from_json({"format_version": 3, "model": {"source": "x"}}, "report")
-for missing in ("jinja2", "matplotlib"):
-    (folder / "report.html").write_text("of an earlier report")
-    sys.modules[missing] = None
-    write_report(folder, report, note=print)
-    if missing == "matplotlib":
-        assert "nothing to decide" in report._repr_html_()
-        try:
-            report.figure()
-        except InputError as error:
-            print(error.rule, error.help)
-    del sys.modules[missing]
-
-sys.path.insert(0, "tests")
-import matplotlib, page_report
-matplotlib.rcParams.update({"lines.linewidth": 9, "svg.fonttype": "path", "font.size": 30})
-from asapc.report.html import html
-report = page_report.typed(page_report.full_report(), page_report.pictures()[:1])
-print(hashlib.sha256(html(report).encode()).hexdigest())
+CONTRAST = """
+(() => {
+  const parts = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => parts(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = e => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = getComputedStyle(at).backgroundColor, p = parts(c);
+      if (p.length < 4 || p[3] > 0) return c;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const poor = [];
+  for (const e of document.querySelectorAll('body *')) {
+    if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+    if (e.tagName.toLowerCase() === 'title') continue;
+    const style = getComputedStyle(e);
+    const own = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
+    const [a, b] = [light(own), light(behind(e))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([e.textContent.slice(0, 40), own, behind(e)]);
+  }
+  return poor;
+})()
 """
 
 
-def test_in_another_process(full: str, tmp_path: Path) -> None:
-    """Without the extra there is a note and no stale page; with it the same report is the same bytes,
-    whatever the hash seed and the user's own matplotlib style."""
-    result = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONHASHSEED": "7"},
+@BROWSER
+def test_it_prints(tab: browser.Browser, full: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(full, encoding="utf-8")
+    tab.open(path, 1280, 900, dark=True)
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    # Black on white whatever the theme, and what is folded is unfolded.
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.evaluate(
+        "[...document.querySelectorAll('details:not([open]) th')].every(e => e.offsetHeight > 0)"
     )  # fmt: skip
-    *notes, error, digest = result.stdout.splitlines()
-    assert "figures need matplotlib" in error and ".[report]" in error
-    assert digest == hashlib.sha256(full.encode()).hexdigest()
-    assert notes == [
+    tab.call("Emulation.setEmulatedMedia", media="")
+    tab.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+# Written beside the other reports
+
+
+def test_without_the_extra_there_is_a_note_and_no_stale_page(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from asapc.report import Report, write_report\n"
+        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
+        "for missing in ('jinja2', 'matplotlib'):\n"
+        f"    Path({str(page)!r}).write_text('of an earlier report')\n"
+        "    sys.modules[missing] = None\n"
+        f"    write_report({str(tmp_path)!r}, report, note=print)\n"
+        "    del sys.modules[missing]\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [
         f"no report.html: {missing} is not installed; pip install '.[report]' in a clone of asapc adds "
         "the page" for missing in ("jinja2", "matplotlib")
     ]  # fmt: skip

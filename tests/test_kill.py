@@ -1,14 +1,16 @@
 """kill -9 at random points of every kind of write: what is left is absent, old or complete.
 
-Most writers are killed at their own calls that change a disk, which random times seldom meet: the folders
-are then what any kill between that call and the one before would have left.
+Most are killed at their own calls that change a disk, which random times seldom meet: the folders are
+then what any kill between that call and the one before would have left.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +23,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_text import write_data, write_teacher
 
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, read_whole
+from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 
-KILLS = 50
+KILLS = 80
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
-
 
 class Nursery:
     """Imports once; every line of input forks a worker, whose process id is the answer."""
@@ -51,8 +54,15 @@ class Nursery:
         self.process.stdin.flush()
         return self._answer()
 
+    def analyse(self, teacher: Path, data: Path) -> None:
+        """Once for all commands that are started from now on."""
+        assert self._say("analyse", str(teacher), str(data)) == "analysed"
+
     def start(self, *words: object) -> int:
         return int(self._say(*words))
+
+    def run(self, *words: object) -> None:
+        self.wait(self.start(*words))
 
     def wait(self, worker: int) -> None:
         assert self._say("reap", worker) == "reaped"
@@ -169,3 +179,60 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
         assert parts.keys() == [str(key) for key in range(SHARDS)]
     assert leftovers(root) == []
     assert sorted(os.listdir(root)) == ["file", "folder", "parts", "two_renames"]
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file that a reader finds, by its path: not of what a killed run has left aside."""
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {name: sha256(p.read_bytes()) for name, p in found.items() if not name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def work(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a compiled model in out/."""
+    folder = tmp_path_factory.mktemp("killed")
+    teacher, data = write_teacher(folder / "teacher", n_layers=1), write_data(folder / "data.npz", 300)
+    nursery.analyse(teacher, Path(data))
+    recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], max_examples: 40}"
+    (folder / "quick.yaml").write_text(recipe)
+    nursery.run("asapc", "calibrate", str(teacher), "--data", data, "-o", str(folder / "quick"),
+                "--recipe", str(folder / "quick.yaml"), "--quiet")  # fmt: skip
+    nursery.run("asapc", "compile", str(teacher), "--calibration", str(folder / "quick"),
+                "-o", str(folder / "out"), "--quiet")  # fmt: skip
+    assert (folder / "out" / "manifest.json").exists()
+    return folder
+
+
+def test_export_killed(nursery: Nursery, work: Path) -> None:
+    """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
+    out = work / "exporting" / "out"
+    shutil.copytree(work / "out", out)
+    arguments = ["export", str(out), "--data", str(work / "data.npz"), "--quiet"]
+    (out / MODEL).write_bytes(b"of an earlier export")
+    record = {"opset": 18, "bytes": 20, "sha256": sha256(b"of an earlier export"), "float16": False,
+              "functions": [], "largest": 0.0, "tolerance": 1.0, "shapes": [], "skipped": []}  # fmt: skip
+    (out / RECORD).write_text(json.dumps(record))
+    old = digests(out)
+    assert read_record(out) == record
+    states = work / "states"
+    states.mkdir()
+    nursery.run("many times", str(out.parent), str(states), arguments)
+    left = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
+    whole, *cut = [place / out.name for place in left]  # the first is of the command that lives
+    new = digests(whole)
+    assert new != old and set(new) == set(old) and read_record(whole) is not None
+    seen = set()
+    for place in cut:
+        found = digests(place)
+        for name, digest in found.items():
+            assert digest in (old[name], new[name]), f"{name} is torn"
+        if found.get(RECORD) is not None and read_record(place) is not None:
+            assert json.loads((place / RECORD).read_text())["sha256"] == found[MODEL]
+        seen.add((found.get(MODEL) == new[MODEL], found.get(RECORD) == new[RECORD]))
+    assert {(False, False), (True, False)} <= seen  # before the model's rename, and after it
+    assert digests(out) == new
+    assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []
