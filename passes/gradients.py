@@ -1,8 +1,8 @@
 """Gradients: what sites hold of a model's weights, and its derivatives against those of its rewrite.
 
 A graph has lost what the code says of gradients: no_grad, a backward of its own. So the model itself is
-differentiated, once, with a random cotangent, with respect to its weights and its inputs. Where the
-lossless rewrite has other gradients it is for inference only.
+differentiated with a random cotangent, of three sizes since a backward may clip, with respect to its
+weights and its inputs. Where the lossless rewrite has other gradients it is for inference only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from asapc.program.runner import installed
 
 TOLERANCE = 1e-2  # of a gradient, relative to its largest entry
 ROUNDING = 2e-5  # of the largest entry of all gradients, below which a difference may be rounding
+SIZES = (1.0, 1e-3, 1e3)  # of the cotangent; in half precision, the first
 HALVES = 50.0  # times as much, of a model in half precision
 MOST_BYTES = 1 << 31  # that one backward pass may keep
 EXAMPLES = 2
@@ -90,7 +91,8 @@ def no_gradient(
         ours = _gradients(graphs.get("", model), {} if "" in graphs else graphs, few)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
         return f"the compiled code has no gradient: {str(error).splitlines()[0][:80]}"
-    return _difference(theirs, ours or {}, held)
+    pairs = zip(theirs, ours or [{}] * len(theirs), strict=True)
+    return next(filter(None, (_difference(*pair, held) for pair in pairs)), None)
 
 
 def _few(batch: Batch) -> Batch:
@@ -131,9 +133,12 @@ def _kept_bytes(programs: Sequence[Program]) -> int:
     return total
 
 
-def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch) -> Gradients | None:
-    """Of a random combination of the outputs, by weight and number of the input; None where no output has
-    any.  The caller's own tensors are left as they are.  graphs: put in place of its modules."""
+def _gradients(
+    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch
+) -> list[Gradients] | None:
+    """Of a random combination of the outputs, by weight and number of the input, for cotangents of each
+    of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
+    put in place of its modules."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         leaves: dict[int, Tensor] = {}
@@ -162,8 +167,15 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
             return None
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-        found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
-    return dict(zip(wanted, found, strict=True))
+        halves = any(x.dtype in (torch.float16, torch.bfloat16) for x in wanted.values())
+        found = [
+            torch.autograd.grad(
+                outputs, list(wanted.values()), [size * x for x in cotangents],
+                allow_unused=True, retain_graph=True,
+            )
+            for size in (SIZES[:1] if halves else SIZES)
+        ]  # fmt: skip
+    return [dict(zip(wanted, grads, strict=True)) for grads in found]
 
 
 def _called_with(graph: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:

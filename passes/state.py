@@ -289,9 +289,8 @@ def _names(codes: Collection[CodeType]) -> Names:
         instructions = [x for x in dis.get_instructions(code) if x.opname not in _SILENT]
         texts = {x for x in code.co_consts if isinstance(x, str)}
         own: set[str] = set()
-        for before, step in itertools.pairwise((None, *instructions)):
-            last = "" if before is None else before.opname
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and last != "COPY":
+        for before, step in itertools.pairwise((*instructions[:1], *instructions)):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and before.opname != "COPY":
                 own.add(str(step.argval))
             elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 loaded.add(str(step.argval))
@@ -299,7 +298,7 @@ def _names(codes: Collection[CodeType]) -> Names:
                 imported.add(str(step.argval))
             elif step.opname == "IMPORT_FROM":
                 own.add(str(step.argval))
-            elif step.opname == "MATCH_CLASS" and before is not None:
+            elif step.opname == "MATCH_CLASS":
                 own |= {*before.argval}
         asked = _asked_by_name(instructions)
         if code.co_name in _LOOKUPS:  # asks by names that other code has loaded, of what it keeps them in
@@ -540,7 +539,9 @@ def _scaled(scale: float, leaf: Any) -> Any:
     return leaf * scale if leaf.is_floating_point() else leaf.div(fewer, rounding_mode="floor")
 
 
-_CHANGES = (_masked, *(functools.partial(_scaled, scale) for scale in (1e-3, 3.0, 30.0, 1e3)))
+_CHANGES: tuple[Callable[[Any], Any], ...] = (
+    _masked, *(functools.partial(_scaled, scale) for scale in (1e-3, 3.0, 30.0, 1e3)),
+)  # fmt: skip
 
 
 def _identical(one: Any, other: Any) -> bool:

@@ -235,10 +235,9 @@ class Forward:
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
         missing = self.constants.missing(self.module, flat)
-        problem = (
-            self.constants.difference() or transformed() or (self.live and (missing or _global_hooks()))
-        )  # fmt: skip
-        if problem:
+        of_live = (missing or _global_hooks()) if self.live else None
+        problem = self.constants.difference() or transformed() or of_live
+        if problem is not None:
             return self._otherwise(problem, args, kwargs, AS_THE_ORIGINAL)
         try:
             found = self.code(self.module, flat)

@@ -487,7 +487,8 @@ _Checks = list[tuple[Callable[[], Any], Any]]
 def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks]:
     """Pairs (get, value): nothing on these paths has changed where get() is the value for all of the
     first, and equal to it for all of the second."""
-    objects, values = [], []
+    objects: _Checks = []
+    values: _Checks = []
     known: set[Steps] = set()
     for steps in paths:
         thing: Any = module
