@@ -269,7 +269,7 @@ class _Profile:
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither torch's, nor ours, nor Python's own."""
-    pythons = file.startswith(_PYTHON) and "site-packages" not in file
+    pythons = file.startswith("<frozen ") or (file.startswith(_PYTHON) and "site-packages" not in file)
     return not pythons and not file.startswith(_NOT_THE_USERS)
 
 
@@ -363,11 +363,9 @@ def _second_argument(instructions: Sequence[dis.Instruction]) -> str | None:
         depths.append(depths[-1] + dis.stack_effect(step.opcode, step.arg, jump=False))
         if depths[-1] < 0:
             return None
-    count = depths[-1]
-    if count < 2:
+    if not {1, 2} <= {*depths}:
         return None
-    first = max(place for place, depth in enumerate(depths) if depth == 1)
-    second = max(place for place, depth in enumerate(depths) if depth == 2)
+    first, second = (max(n for n, depth in enumerate(depths) if depth == end) for end in (1, 2))
     span = instructions[first:second]
     if len(span) != 1 or span[0].opname != "LOAD_CONST" or not isinstance(span[0].argval, str):
         return None

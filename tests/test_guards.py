@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
 import copy
 import dataclasses
 import json
+import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,6 +185,94 @@ def _set(*path: Any) -> Callable[[Layer], None]:
 def test_what_was_read_is_guarded(pair: Any, change: Callable[[Layer], None], text: str | None) -> None:
     warned = _compared(pair, 0, change)
     assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+class Settings:
+    """Attributes by way of __getattr__, as configurations have them."""
+
+    def __init__(self) -> None:
+        self.__dict__["_values"] = {"tau": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_values" or name not in self._values:
+            raise AttributeError(name)
+        return self._values[name]
+
+
+VARIABLE = contextvars.ContextVar("tau", default=1.0)
+LOCAL = threading.local()
+LOCAL.tau = 1.0
+ACTS = {"a": lambda s: s * 1.0, "b": lambda s: s * 2.0}
+
+
+class OfHidden(Layer):
+    """What a walk over attributes does not come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.table, self.user = Settings(), np.array([1.0]), collections.UserDict(tau=1.0)
+        self.many, self.long = {f"k{i}": 1.0 for i in range(80)}, [1.0] * 90
+        self.kinds, self.by_kind, self.act = {1, 2}, {0.5: 1.0}, ACTS["a"]
+        self.tau_0, self.weak = 1.0, weakref.ref(SHARED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tau = self.settings.tau * self.table[0] * self.user["tau"] * self.many["k7"] * self.long[70]
+        tau = tau * (2.0 if 3 in self.kinds else 1.0) * self.by_kind[0.5]
+        tau = tau * getattr(self, f"tau_{x.dim() - 3}") * VARIABLE.get() * LOCAL.tau * self.weak().tau
+        tau = tau * float(os.environ.get("TAU_OF_TEST", "1"))
+        return attended(self, x, float(self.act(tau)))
+
+
+@pytest.fixture(scope="module")
+def hidden() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OfHidden()).eval(), torch.randn(24, 6, 4)
+    recipe = {"operator": "lossless", "batch_size": 8}
+    made = asapc.compile(model, {"input": x}, recipe=recipe, examples=8)
+    return model, made.model
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda one, patch: None, None),
+        (lambda one, patch: one.settings._values.update(tau=2.0), "settings._values['tau']"),
+        (lambda one, patch: one.table.__setitem__(0, 2.0), "table"),
+        (lambda one, patch: one.user.update(tau=2.0), "user.data['tau']"),
+        (lambda one, patch: one.many.update(k7=2.0), "many"),
+        (lambda one, patch: one.long.__setitem__(70, 2.0), "long"),
+        (lambda one, patch: (one.kinds.discard(1), one.kinds.add(3)), "kinds"),
+        (lambda one, patch: one.by_kind.update({0.5: 2.0}), "by_kind"),
+        (lambda one, patch: setattr(one, "act", ACTS["b"]), "act"),
+        (lambda one, patch: setattr(one, "tau_0", 2.0), "tau_0"),
+        (lambda one, patch: patch.setattr(SHARED, "tau", 2.0), "weak.tau"),
+        (lambda one, patch: patch.setattr(LOCAL, "tau", 2.0), "LOCAL.tau"),
+        (lambda one, patch: patch.setenv("TAU_OF_TEST", "2"), "os.environ['TAU_OF_TEST']"),
+    ],
+)  # fmt: skip
+def test_state_off_the_beaten_track_is_guarded(
+    hidden: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed after a first call, of objects that stay the same ones."""
+    model, compiled = copy.deepcopy(hidden)
+    x = torch.randn(2, 5, 4)
+    compiled(x)
+    change(model[0], monkeypatch), change(compiled[0], monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+    warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+def test_context_variables_are_guarded(hidden: Any) -> None:
+    model, compiled = copy.deepcopy(hidden)
+    x, token = torch.randn(2, 5, 4), VARIABLE.set(2.0)
+    try:
+        with pytest.warns(OwnCodeWarning, match="VARIABLE"):
+            torch.testing.assert_close(compiled(x), model(x))
+    finally:
+        VARIABLE.reset(token)
 
 
 def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
