@@ -220,8 +220,9 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     own, lists = _dict_of(thing), isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
     if of_torch and not is_root and not lists:  # a layer that is called, as it is then
-        loaded = own.keys() if names.attributes is None else own.keys() & names.attributes
-        settings = set(loaded) - _OF_TORCH
+        settings = {*own} - _OF_TORCH
+        if names.attributes is not None:
+            settings &= names.attributes
         yield from sorted(name for name in settings if _are_plain([own[name]]))
         return
     parts = thing._modules if isinstance(thing, nn.Module) else {}
