@@ -254,6 +254,26 @@ def test_transforms_are_the_originals_or_an_error(outs: dict[str, Path], transfo
         call(asapc.load(outs["held"]), tokens())
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_that_torch_compiles_are_the_originals_or_an_error(
+    outs: dict[str, Path], transform: str
+) -> None:
+    torch._dynamo.reset()
+    original, call = net("inside"), TRANSFORMS[transform]
+    live, alone = asapc.load(outs["held"], model=copy.deepcopy(original)), asapc.load(outs["held"])
+    for model in (live, alone):
+        compiled = torch.compile(lambda x, model=model: call(model, x), backend="eager")
+        if model is live and transform != "grad":
+            with pytest.warns(OwnCodeWarning, match=r"torch\.func"):
+                torch.testing.assert_close(compiled(tokens()), call(original, tokens()))
+        else:
+            with pytest.raises(InputError, match=r"torch\.func"):
+                compiled(tokens())
+    with torch.no_grad():  # and without one, the compiled code
+        found = torch.compile(live, backend="eager")(tokens())
+        torch.testing.assert_close(found, original(tokens()))
+
+
 def test_a_manifest_says_what_is_held(outs: dict[str, Path]) -> None:
     sites = {name: read_manifest(out)["sites"][0] for name, out in outs.items()}
     assert [sites[name]["constants"] for name in KIND] == [{"0.log_tau": "parameter"}, {}]

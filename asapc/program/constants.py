@@ -127,11 +127,20 @@ class _NoGradient(torch.autograd.Function):
 
 def transformed() -> str | None:
     """The transform of torch that a call is made under and operators do not have, in words."""
-    if torch.compiler.is_compiling():
-        return None
     if forward_ad._current_level >= 0:
         return "it is called in forward-mode differentiation (torch.func.jvp, dual numbers)"
+    names = _transforms()
+    if "grad" in names and torch.compiler.is_compiling():  # whose trace cannot stop for a warning there
+        raise InputError(
+            "a compiled model has no transform of torch.func inside torch.compile", got=names,
+            help="leave torch.compile out, or call backward() instead",
+        )  # fmt: skip
+    return f"it is called under a transform of torch.func ({names})" if names else None
+
+
+@torch.compiler.assume_constant_result
+def _transforms() -> str:
+    """By name; torch.compile asks once, and traces again under others."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     kinds = [str(transform.key()).rpartition(".")[2] for transform in stack]
-    names = [name for name in kinds if name in ("Vmap", "Grad", "Jvp")]
-    return f"it is called under a transform of torch.func ({', '.join(names).lower()})" if names else None
+    return ", ".join(name for name in kinds if name in ("Vmap", "Grad", "Jvp")).lower()
