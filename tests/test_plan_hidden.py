@@ -174,6 +174,41 @@ def test_a_mask_that_hides_nothing_in_the_data(how: str, spelling: Spelling) -> 
         agrees(net, Runner(None, analysis.lifted), spread * x, spread * y, mask)
 
 
+class Weighted(nn.Module):
+    """Points, and weights that hide nothing as they are; they decide with the points, or alone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate = nn.Linear(4, 1)
+        self.register_buffer("added", torch.zeros(7))
+        self.register_buffer("hide", torch.zeros(7, dtype=torch.bool))
+        nn.init.constant_(self.gate.bias, -9.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores, is_open = x @ y.mT, self.gate(y).mT > 0
+        hows: dict[str, Callable[[], Tensor]] = {
+            "added": lambda: scores + self.added,
+            "filled": lambda: scores.masked_fill(self.hide, -1e9),
+            "gated": lambda: scores.masked_fill(is_open, -1e9),
+            "gate added": lambda: scores - 1e9 * is_open,
+        }
+        return subtracted(hows[self.how](), [-1, -2] * 2)
+
+
+@pytest.mark.parametrize("how", ["added", "filled", "gated", "gate added"])
+def test_weights_that_hide_later(how: str) -> None:
+    torch.manual_seed(0)
+    net = Weighted(how)
+    x, y = random(4, 9, 4, seed=9), random(4, 7, 4, seed=7)
+    analysis = analysed(net, x, y)
+    assert len(analysis.sites) == 1
+    with torch.no_grad():  # the graph holds the same
+        net.added[2], net.hide[2] = -3e38, True
+        net.gate.bias.zero_()
+    agrees(net, Runner(None, analysis.lifted), x, y)
+
+
 def test_hidden_tokens_in_float64() -> None:
     net = Loop(rows_added_first, [-1, -2] * 3)
     analysis = analysed(net, random(4, 9, 7).double())

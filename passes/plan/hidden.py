@@ -29,7 +29,11 @@ aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
 LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number may be above these
+FINITE = 1e3  # size of a number from which on it is one that hides
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
+ARITHMETIC = {
+    aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor,
+}  # fmt: skip
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
     *(BARRIERS - {aten.embedding.default}), *SOFTMAXES, *SUMS, *NORMS, *PRODUCTS, aten.mm.default,
@@ -39,14 +43,22 @@ BOUNDED = {
 
 
 def may_hide(scores: Node) -> bool:
-    """Whether scores may be as low as a mask makes them: they are given, looked up, or masked."""
+    """Whether scores may be as low as a mask makes them: they are given, looked up or masked, or a number
+    of that size, or a weight that differs between tokens, is in their sum."""
     def onward(node: Node) -> list[Node]:
         return node.all_input_nodes if is_tensor(node) and node.target not in BOUNDED else []
 
-    return any(
-        is_tensor(node) and (node.op == "placeholder" or node.target is aten.embedding.default)
-        for node in reached([scores], onward)
-    )
+    return any(is_tensor(node) and _may_be_low(node) for node in reached([scores], onward))
+
+
+def _may_be_low(node: Node) -> bool:
+    value = node.meta["val"]
+    if node.op == "get_attr":
+        return any(size != 1 for size in value.shape[-2:])
+    numbers = int | float if node.target in ARITHMETIC else float  # other ints are places
+    low = any(isinstance(x, numbers) and FINITE <= abs(x) < math.inf for x in node.args)
+    given = node.op == "placeholder" or node.target is aten.embedding.default
+    return given or low or value.dtype is torch.bool
 
 
 def with_hidden(

@@ -43,22 +43,28 @@ def with_low_numbers(
     """
     example = bias.node.meta["example"]
     hard = bool((example <= MASKED_BELOW).any()) or _looks_up_low_numbers(bias.node)
-    if not depends_on_data(bias.node) and not hard:
+    given = depends_on_data(bias.node)
+    if not given and not hard and not _tables(bias.node):
         return bias
     trials = _Trials(experiment, convention, bias, neutral)
     if trials.follows():
         return replace(bias, all_or_nan=trials.is_nan_without_keys())
-    if bool(example.any()) and not hard:
+    if (bool(example.any()) or not given) and not hard:
         return replace(bias, small=True)
     return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
 
 
 def _looks_up_low_numbers(bias: Node) -> bool:
     """Whether one of its tables has a number that hides keys, which the data did not ask for."""
+    return any(bool((x <= MASKED_BELOW).any()) for x in _tables(bias))
+
+
+def _tables(bias: Node) -> list[Tensor]:
+    """Weights and constants that it is computed from."""
     module = bias.graph.owning_module
-    tables = [operator.attrgetter(str(node.target))(module) for node in ancestors(bias)
-              if node.op == "get_attr"]  # fmt: skip
-    return any(bool((x <= MASKED_BELOW).any()) for x in tables if isinstance(x, Tensor))
+    tensors = [operator.attrgetter(str(node.target))(module) for node in ancestors(bias)
+               if node.op == "get_attr"]  # fmt: skip
+    return [x for x in tensors if isinstance(x, Tensor)]
 
 
 class _Trials:
