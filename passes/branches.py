@@ -95,7 +95,7 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         if func in _ASKING or (self.answers.numbers and func in _NUMBERS):
             return self._asked(func, args, kwargs or {})
-        if func in (*_COMPARISONS, *_NUMBERS, torch.Tensor.__bool__) and self._is_of_sizes(args[0]):
+        if func in _DECIDING and self._is_of_sizes(args[0]):
             raise RuntimeError("decides by a function of a size")
         if func is torch.Tensor.item and args[0].is_floating_point():
             self.asked += 1
@@ -305,6 +305,7 @@ _ASKING: dict[Any, Callable[..., Tensor]] = {
     torch.is_nonzero: lambda tensor: tensor != 0, torch.Tensor.is_nonzero: lambda tensor: tensor != 0,
 }  # fmt: skip
 _NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+_DECIDING = {*_COMPARISONS, *_NUMBERS, torch.Tensor.__bool__}
 
 
 def held_branches(graph: GraphModule) -> list[Node]:

@@ -131,7 +131,7 @@ class Cut:
         given = {*list(self.module.graph.nodes)[: len(self.inputs) + len(self.masks)]}
         plain, found, elsewhere = set[Node](), set[int](), False  # positions and sizes, and their sums
         for node in self.module.graph.nodes:
-            sources, name = {*node.all_input_nodes}, _name(node)
+            sources, name = {*node.all_input_nodes}, operator_name(node)
             if sources & given:
                 given.add(node)
                 continue
@@ -305,7 +305,7 @@ def reaches(node: Node, wanted: Any) -> bool:
     return False
 
 
-def _name(node: Node) -> str:
+def operator_name(node: Node) -> str:
     """Of its operator, whatever the kinds of its arguments."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target).split(".")[1]

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from asapc.passes.branches import spoken
-from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_bool, is_tensor
+from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_bool, is_tensor, operator_name
 from asapc.passes.products import BARRIERS, VIEWS
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ class Decisions(Interpreter):
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
         asked = {
-            node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS
+            node for node in self._made if is_bool(node) or operator_name(node) in BOUNDS | SIGNS
             if not self._made.isdisjoint(node.all_input_nodes)
         }  # fmt: skip
         self.nodes = {node for node in asked if not self._hides(node)}
@@ -95,18 +95,18 @@ class Decisions(Interpreter):
         value = super().run_node(n)
         if n in self.nodes:
             compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
-            if _name(n) in BOUNDS:
+            if operator_name(n) in BOUNDS:
                 sides = (value > compared).int() - (value < compared).int()
                 sides[compared.isnan() & ~value.isnan()] = 2  # a division by 0 that is made up for
             else:
-                sides = compared.sign() if _name(n) in SIGNS else value
+                sides = compared.sign() if operator_name(n) in SIGNS else value
             self._sides.update((n, int(side)) for side in sides.unique())
         return value
 
     def _guards(self, node: Node) -> bool:
         """Whether a question is only whether numbers are finite, or a divisor as good as 0."""
         made = [source for source in node.all_input_nodes if source in self._made]
-        if _name(node) in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
+        if operator_name(node) in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
             return True
         if all(is_bool(source) for source in made):
             return all(self._guards(source) for source in made)
@@ -125,7 +125,7 @@ class Decisions(Interpreter):
 
 def makes_up_for(nodes: Iterable[Node]) -> Node | None:
     """The first of these that gives a number where it is given NaN."""
-    makers = (n for n in nodes if _name(n) in ("nan_to_num", *FINITE) and _name(n) != "isinf")
+    makers = (node for node in nodes if operator_name(node) in {"nan_to_num", *FINITE} - {"isinf"})
     return min(makers, default=None)
 
 
@@ -227,12 +227,7 @@ def _is_step(node: Node) -> bool:
         return False
     modes = {"floor", "trunc"} & {*node.args, *node.kwargs.values()}
     to_whole = node.target in _CASTS and not _is_float(node) and not is_bool(node)
-    return _name(node) in STEPS or bool(modes) or to_whole
+    return operator_name(node) in STEPS or bool(modes) or to_whole
 
 
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}
-
-
-def _name(node: Node) -> str:
-    """Of its operator, whatever the kinds of its arguments."""
-    return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -168,12 +168,13 @@ def _gradients(
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         halves = any(x.dtype in (torch.float16, torch.bfloat16) for x in wanted.values())
+        sizes = SIZES[:1] if halves else SIZES
         found = [
             torch.autograd.grad(
                 outputs, list(wanted.values()), [size * x for x in cotangents],
-                allow_unused=True, retain_graph=True,
+                allow_unused=True, retain_graph=size != sizes[-1],
             )
-            for size in (SIZES[:1] if halves else SIZES)
+            for size in sizes
         ]  # fmt: skip
     return [dict(zip(wanted, grads, strict=True)) for grads in found]
 

@@ -150,7 +150,7 @@ def _with_insides(
         full = {path: _joined(name, path) for path in modules}
         before = {path: observed.stored(full[path], module) for path, module in modules.items()}
         insides[name] = tuple(
-            Inside.of(module, path, observed.guard(full[path], observed.reads(full[path], module)))
+            Inside.of(module, path, observed.guard(full[path], module))
             for path, module in modules.items()
         )
         for one in insides[name]:

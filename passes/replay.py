@@ -427,7 +427,7 @@ class _Beyond:
         if maker is None:
             return
         own, every = self._in_own_precision(), [*range(evaluate(self.part.keys, sizes))]
-        drawn = torch.Generator().manual_seed(0)
+        drawn = torch.Generator()
 
         def finite(change: Change) -> Tensor:
             tensors = own._with_hidden(own._inputs(sizes, change), every)

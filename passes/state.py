@@ -41,11 +41,11 @@ from asapc.program.state import (
     Steps,
     TooMuch,
     Value,
+    answered,
     can_be_taken_away,
     encoded,
     found,
     reachable,
-    setting,
     text_of,
 )
 
@@ -74,7 +74,7 @@ _TRACED = [
     for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")
     if hasattr(getattr(home, name, None), "__code__")
 ]
-_OF_TORCH = {*_TRACED, *_BY_CODE}
+_IN_PYTHON = {*_TRACED, *_BY_CODE}  # of torch, what code asks
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
 _PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
 _ANY_NAME = {
@@ -89,7 +89,7 @@ class Observed:
     """By the name of a module.
 
     names:     what its code loads.
-    questions: of modes, that it asks; see asapc.program.state.QUESTIONS.
+    questions: that it asks, of modes and settings; see asapc.program.state: QUESTIONS, SETTINGS.
     values:    that it can read, the same whenever it is entered.
     changing:  why it does not always compute the same, from run to run.
     varying:   why not, from call to call of one run.
@@ -124,15 +124,17 @@ class Observed:
                         return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
         return None
 
-    def guard(self, name: str, now: dict[Steps, Value]) -> Reads:
+    def guard(self, name: str, module: nn.Module) -> Reads:
         """What must be as it was for a compiled forward that has this module's code.
 
-        now: what the module can read when the patched one around it is entered. What is another by the
-        time that it is entered itself is set on the way, by code that is compiled as well.
+        Called when the patched module around it is entered. What is another by the time that it is
+        entered itself is set on the way, by code that is compiled as well.
         """
+        now = self.reads(name, module)
         steady = self.values.get(name, {}).items()
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
-        return Reads(values, tuple(sorted(self.questions.get(name, ()))))
+        questions = (answered(question, module) for question in self.questions.get(name, ()))
+        return Reads(values, tuple(sorted(questions)))
 
     def stored(self, name: str, module: nn.Module) -> dict[Steps, Any]:
         """What is in the attributes that the module's code sets and does not load: its own, and those of
@@ -142,7 +144,7 @@ class Observed:
             return {}
         stored, counted = set[str](), set[str]()
         for code in names.code:
-            for before, step in itertools.pairwise(dis.get_instructions(code)):
+            for before, step in itertools.pairwise(_instructions(code)):
                 if step.opname == "STORE_ATTR":
                     stored.add(str(step.argval))
                 elif step.opname == "LOAD_ATTR" and before.opname == "COPY":
@@ -200,9 +202,7 @@ def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
         if any(map(_asks_for_precision, codes)):
             asked.add(PRECISION)
         if codes and not _of_torch(module):
-            found.questions[name] = frozenset(
-                setting(question, module) if question in SETTINGS else question for question in asked
-            )
+            found.questions[name] = frozenset(asked)
     found.eager = profile.traced
     runs = [_entries(model, batch, found) for batch in (example, *batches[1:])]
     for name in found.names:
@@ -255,7 +255,7 @@ class _Profile:
         if not self._stack or event not in ("call", "c_call"):
             return
         code = frame.f_code
-        if event == "call" and code in _OF_TORCH and frame.f_back is not None:
+        if event == "call" and code in _IN_PYTHON and frame.f_back is not None:
             if self._users(frame.f_back.f_code.co_filename):
                 self.traced |= code in _TRACED
                 if code in _BY_CODE:
@@ -286,7 +286,7 @@ def _names(codes: Collection[CodeType]) -> Names:
     loaded: set[str] = set()
     environ, imported = set[str](), set[str]()
     for code in codes:
-        instructions = [x for x in dis.get_instructions(code) if x.opname not in _SILENT]
+        instructions = _instructions(code)
         texts = {x for x in code.co_consts if isinstance(x, str)}
         own: set[str] = set()
         for before, step in itertools.pairwise((*instructions[:1], *instructions)):
@@ -321,6 +321,11 @@ def _names(codes: Collection[CodeType]) -> Names:
 _SILENT = {"PRECALL", "CACHE", "KW_NAMES", "NOP", "RESUME", "EXTENDED_ARG"}
 
 
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    """What a function does, without what only helps Python to do it."""
+    return [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
+
+
 def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
     """The names that getattr and hasattr are called with; None where one is made while the code runs."""
     names: set[str] = set()
@@ -334,15 +339,13 @@ def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
 
 
 _FLOATS = {"half", "float16", "bfloat16", "float", "float32", "double", "float64"}
-
-
 _OF_DIGITS = {"eps", "tiny", "smallest_normal", "resolution"}  # of torch.finfo, beside the limits
 
 
 def _asks_for_precision(code: CodeType) -> bool:
     """Whether a function compares a dtype with one of torch's floating-point types, as code does that
     clamps in half precision alone, or computes with what rounding is in it."""
-    instructions = [x for x in dis.get_instructions(code) if x.opname not in _SILENT]
+    instructions = _instructions(code)
     loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
     if loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS):
         return True

@@ -46,6 +46,7 @@ FEW = 16  # entries of a tensor that are compared at every call: `.data` changes
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
+_ALL_PARTS = {*_PARTS, *_WRAPPED}
 HOOKS = "hooks"  # a part of a module: all of its hooks, in order
 _HOOK_LISTS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
@@ -55,7 +56,6 @@ _WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmetho
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
-_LOCAL = threading.local
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     values: dict[Steps, Value] = {}
     if TRAINED in (names.attributes or ()):
         values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
-    for name in sorted(names.environ):
-        values[(("environ", name),)] = encoded(_stepped(root, ("environ", name)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -191,6 +189,7 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
     if isinstance(thing, weakref.ref):
         yield "part", "ref"
     if is_root:
+        yield from (("environ", name) for name in sorted(names.environ))
         yield from (("import", name) for name in sorted(names.imported))
     if is_root and _stepped(thing, ("part", HOOKS)):
         yield "part", HOOKS
@@ -251,7 +250,7 @@ def _dict_of(thing: Any) -> Mapping[str, Any]:
     if isinstance(thing, type):
         return vars(thing)
     try:
-        kind = _LOCAL if isinstance(thing, _LOCAL) else object
+        kind = threading.local if isinstance(thing, threading.local) else object
         found = kind.__getattribute__(thing, "__dict__")
     except AttributeError:
         return {}
@@ -315,7 +314,7 @@ def _stepped(thing: Any, step: Step) -> Any:
             return thing()
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
-        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in (*_PARTS, *_WRAPPED)
+        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
         return getattr(thing, str(name), GONE) if known else GONE
     if kind == "import":
         return sys.modules.get(str(name), GONE)
@@ -552,8 +551,10 @@ def is_question(text: str) -> bool:
     return text in QUESTIONS or (bool(equals) and name in SETTINGS)
 
 
-def setting(name: str, module: nn.Module) -> str:
-    """A question of a setting, with the answer of this moment."""
+def answered(name: str, module: nn.Module) -> str:
+    """A question; that of a setting, with the answer of this moment."""
+    if name in QUESTIONS:
+        return name
     if name != PRECISION:
         return f"{name}()={getattr(torch, name)()}"
     kinds = {str(x.dtype) for x in module.parameters() if x.is_floating_point()}
@@ -564,7 +565,7 @@ def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> s
     """What is otherwise than when the program was captured, whose code asks for it, or None."""
     for question in questions:
         if question not in QUESTIONS:
-            now = setting(question.partition("()=")[0], module)
+            now = answered(question.partition("()=")[0], module)
             if now != question:
                 return f"its code asks for {question}, and now it is {now.partition('=')[2]}"
             continue

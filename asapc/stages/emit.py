@@ -30,7 +30,7 @@ from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner
-from asapc.program.state import PRECISION, setting
+from asapc.program.state import answered
 from asapc.stages.analyse import forward_signature
 from asapc.stages.calibrate import tell_shortages
 from asapc.stages.export import write_edited_or_whole, write_verified
@@ -93,12 +93,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["soft_to_hard"] = c.chosen.switch
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
-    questions = {q for asked in analysis.capture.observed.questions.values() for q in asked}
-    of_precision = {q for q in questions if q.startswith(PRECISION)}
-    if of_precision and analysis.model is not None:  # of one module, and of the whole model
-        questions = questions - of_precision | {setting(PRECISION, analysis.model)}
-    if c.whole and questions:
-        manifest["questions"] = sorted(questions)
+    questions = set().union(*analysis.capture.observed.questions.values())
+    if c.whole and questions and analysis.model is not None:
+        manifest["questions"] = sorted(answered(question, analysis.model) for question in questions)
     return manifest
 
 
