@@ -7,6 +7,7 @@ import contextvars
 import copy
 import dataclasses
 import json
+import math
 import os
 import threading
 import warnings
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
 import asapc
-from asapc.errors import InputError
+from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
@@ -456,3 +457,160 @@ def test_scripts_and_lazy_layers() -> None:
     model.layers[0].out = nn.LazyLinear(4)
     with pytest.raises(asapc.errors.InputError, match=r"layers\.0\.out\.weight"):
         asapc.compile(model, {"x": torch.randn(8, 6, 4)})
+
+
+# What was found later: each layer, and what makes another of it
+
+
+class OfLogs(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 1.0 if math.log(x.shape[1]) < 2.5 else 3.0)
+
+
+class OfLengths(Layer):
+    """Scales scores from 600 tokens on, by what is no position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, (torch.ones(x.shape[1]).sum().clamp(min=600) / 600) ** 4)
+
+
+class OfPrecision(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
+
+
+class OfDefaults(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+class OfImports(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        import drop_in_nets
+
+        return attended(self, x, getattr(drop_in_nets, "TAU_OF_TEST", 1.0))
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-50, 50)
+
+
+class OfClipping(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, Clipped.apply(x))
+
+
+class OfLen(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x).view(len(x), -1, 4)
+
+
+def made(kind: type[Layer]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()).eval(), torch.randn(24, 6, 4)
+    recipe = {"operator": "lossless", "batch_size": 8}
+    return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
+
+
+def own_code(model: nn.Module, compiled: nn.Module, x: Tensor) -> list[str]:
+    """What was warned of, where both give the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+    return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+
+
+@pytest.mark.parametrize(("kind", "length"), [(OfLogs, 20), (OfLengths, 700)])
+@torch.no_grad()
+def test_a_length_at_which_something_else_begins(kind: type[Layer], length: int) -> None:
+    model, compiled = made(kind)
+    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+    (warned,) = own_code(model, compiled, torch.randn(1, length, 4))
+    assert "size 1" in warned
+
+
+@torch.no_grad()
+def test_len_leaves_a_size_free() -> None:
+    model, compiled = made(OfLen)
+    assert own_code(model, compiled, torch.randn(5, 6, 4)) == []
+
+
+@torch.no_grad()
+def test_precision_and_settings_that_code_asks_for() -> None:
+    model, compiled = made(OfPrecision)
+    (warned,) = own_code(model.double(), compiled.double(), torch.randn(2, 6, 4).double())
+    assert "precision()=torch.float32" in warned
+    model, compiled = made(OfDefaults)
+    torch.use_deterministic_algorithms(True)
+    try:
+        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "are_deterministic_algorithms_enabled" in warned
+
+
+@torch.no_grad()
+def test_what_is_imported_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import drop_in_nets
+
+    monkeypatch.setattr(drop_in_nets, "TAU_OF_TEST", 1.0, raising=False)
+    model, compiled = made(OfImports)
+    monkeypatch.setattr(drop_in_nets, "TAU_OF_TEST", 3.0)
+    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    assert "TAU_OF_TEST" in warned
+
+
+def test_hooks_of_all_modules() -> None:
+    model, compiled = made(Layer)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    finally:
+        handle.remove()
+    assert "hooks of all modules" in warned
+
+
+def test_a_backward_that_clips_large_gradients() -> None:
+    model, compiled = made(OfClipping)
+    x = torch.randn(2, 6, 4)
+    grads = []
+    for one in (model, compiled):
+        given = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OwnCodeWarning)
+            (1e4 * one(given)).sum().backward()
+        grads.append(given.grad)
+    torch.testing.assert_close(*grads)
+
+
+class Told(nn.Module):
+    """Reads what its layer has kept of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OfLength()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.length
+
+
+class OfLength(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        return attended(self, x)
+
+
+def test_a_length_that_the_parent_reads_of_a_layer() -> None:
+    torch.manual_seed(0)
+    model = Told().eval()
+    model(torch.randn(2, 6, 4))  # as everybody does before
+    with pytest.raises(VerificationError, match="length is only kept there"):
+        asapc.compile(model, {"x": torch.randn(24, 6, 4)}, recipe={"operator": "lossless"}, examples=8)
