@@ -183,8 +183,7 @@ class EspConvention(Kind):
                           layer always has as many of either, and every coupling is the same.
     ties:                 what exact sorting does with equal projections: their tokens share the mass
                           (Eq. 5, as soft sorts do), or keep the order of the tokens in a stable sort,
-                          largest or smallest first. "open" where its sort is not stable and leaves the
-                          order open: one order is as good as another, and token order is taken.
+                          largest or smallest first.
     """
 
     softsort_temperature: float | None
@@ -195,15 +194,10 @@ class EspConvention(Kind):
     output_factor: float = 1.0
     mask: Mask = "none"
     coupling: Coupling | None = None
-    ties: Ties | Literal["open"] = "shared"
+    ties: Ties = "shared"
     query_power: int = 0
     key_power: int = 0
     slice_weights: bool = False
-
-    @property
-    def order(self) -> Ties:
-        """`ties` as operators have it."""
-        return "descending" if self.ties == "open" else self.ties
 
     @property
     def operator(self) -> str:

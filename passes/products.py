@@ -25,9 +25,8 @@ NORMALISERS = {
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
     aten.logsumexp.default, aten.exp.default,
 }  # fmt: skip
-SORTS = {
-    aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
-}  # fmt: skip
+UNSTABLE = {aten.sort.default, aten.argsort.default, aten.topk.default}
+SORTS = UNSTABLE | {aten.sort.stable, aten.argsort.stable}
 VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
     aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,

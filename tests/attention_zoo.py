@@ -370,6 +370,13 @@ class SlicedHard(SlicedSoft):
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
 
 
+class SlicedUnstable(SlicedHard):
+    """Which of two equal numbers comes first is left to the machine."""
+
+    def order(self, values: Tensor) -> Tensor:
+        return values.argsort(dim=-1, descending=True)
+
+
 class SlicedAscending(SlicedSoft):
     """Exact sorting, smallest first: ties are met from the other end."""
 

@@ -73,6 +73,7 @@ GLUED = {
 REFUSED = {
     "SlicedMaskedNear": "points as large as 100000 are taken for padded ones",
     "SlicedTop": "tokens with equal projections neither share their mass nor have an order of their own",
+    "SlicedUnstable": "sort with stable=True",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Fused": "not Sinkhorn: rows only",
     "Gated": "log_a = log_a * torch.sigmoid(v.mean((-1, -2)))[..., None, None]` (attention_zoo.py, line ",

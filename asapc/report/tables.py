@@ -154,7 +154,6 @@ _HALF = "{side}: T={half_steps}, {first} first, scale {score_multiplier}"
 _TIES = {
     "shared": "ties share mass", "descending": "ties in token order",
     "ascending": "ties in token order from the smallest",
-    "open": "ties in token order, where the layer's own sort is not stable",
 }  # fmt: skip
 
 

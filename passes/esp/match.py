@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from asapc.passes.cut import (
     separate,
 )
 from asapc.passes.esp.probe import (
+    NO_ORDER,
     NO_TEMPERATURE,
     EspFit,
     EspSample,
@@ -39,6 +41,7 @@ from asapc.passes.esp.site import EspSite
 from asapc.passes.experiment import STABILISED, Experiment, NoFit, larger_sizes, outcome
 from asapc.passes.products import (
     SORTS,
+    UNSTABLE,
     Canonical,
     KeyMask,
     Product,
@@ -52,6 +55,7 @@ from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
+STABLY = "sort with stable=True"
 LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
 # A layer's queries and keys are made by linear maps of what one of these gives.
 LAYERS = {
@@ -154,12 +158,16 @@ def _examine(
                 fits.append((fit.error, fit, trial))
         if fits:
             break
+    open_order = any(_leaves_order_open(node) for node in between)
     if not fits:
         # The reason of the attempt that came furthest: with the clouds the other way round, or the mask
         # the other way, not even the plans are there.
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
-        return (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
+        reason = (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
+        return f"{reason}: {STABLY}" if open_order and reason.startswith(NO_ORDER) else reason
     _, fit, trial = min(fits, key=lambda entry: entry[0])
+    if open_order and fit.convention.ties != "shared":
+        return f"{NO_ORDER}: {STABLY}"
     alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
     if alike not in checked:
         checked[alike] = _at_larger_sizes(trial, clouds, sizes[0], fit)
@@ -171,8 +179,7 @@ def _examine(
     error = fit.error
     convention = fit.convention
     if masks:
-        kinds = (False,) if convention.ties == "open" else (False, True)
-        seen = [trial.masked(sizes[0], tied) for tied in kinds]
+        seen = [trial.masked(sizes[0], tied) for tied in (False, True)]
         convention = replace(convention, mask="key")
         error = max(error, error_of(convention, fit.slices, seen, fit.weights))
         if not error <= STABILISED:
@@ -195,6 +202,15 @@ def _examine(
         site_name(program, value.node), convention, heads, int(q.meta["val"].shape[-1]), error,
         q, k, value, frozenset(between), mask, fit.slices, fit.weights,
     )  # fmt: skip
+
+
+def _leaves_order_open(node: Node) -> bool:
+    """Whether the order in which an unstable sort meets equal numbers is used.
+
+    Each machine and size may have another, so no experiment tells which it is.
+    """
+    indices = [user for user in node.users if user.target is getitem and user.args[1] == 1 and user.users]
+    return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error, sn
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
 NO_TEMPERATURE = "not a sliced plan: no temperature makes it a mixture of the slices' plans"
+NO_ORDER = "tokens with equal projections neither share their mass nor have an order of their own"
 CONDITION = 1e4  # of the slices' plans beyond which their weights cannot be told
 DISTINCT = 1e-6  # residual below which the slices' plans explain the map
 
@@ -75,8 +76,8 @@ def identify_esp(
     likely: conventions of other layers, tried before anything is searched for.
     """
     generator = torch.Generator().manual_seed(0)
-    seen: dict[str, list[EspSample]] = {"apart": [], "tied": [], "repeated": []}
-    kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0), ("repeated", 1.0)]
+    seen: dict[str, list[EspSample]] = {"apart": [], "tied": []}
+    kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0)]
     for kind, spread in kinds:
         for pair in shapes:
             q, k = (spread * _POINTS[kind](shape, generator) for shape in pair)
@@ -166,12 +167,6 @@ def apart(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def repeated_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Few points, each several times, [B, H, N, D]."""
-    few = torch.randint(1 + shape[2] // 4, (shape[2],), generator=generator)
-    return apart(shape, generator)[:, :, few]
-
-
 def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Points [B, H, N, D] that tie along every direction, and different ones along the axes.
 
@@ -183,7 +178,7 @@ def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return points.scatter_(-1, axis, size)
 
 
-_POINTS = {"apart": apart, "tied": tied_points, "repeated": repeated_points}
+_POINTS = {"apart": apart, "tied": tied_points}
 
 
 def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit | NoFit:
@@ -198,30 +193,7 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
-    some_order = replace(fitted, ties="open")
-    if fitted.softsort_temperature is None and all(
-        _leaves_open(some_order, fit.slices, s, fit.weights) for s in seen["repeated"]
-    ):
-        return replace(fit, convention=some_order)
-    return NoFit(
-        "tokens with equal projections neither share their mass nor have an order of their own",
-        best.error,
-    )
-
-
-def _leaves_open(
-    convention: EspConvention, slices: Tensor | None, s: EspSample, weights: Tensor | None
-) -> bool:
-    """Whether equal points, taken together, have what they should, and every token the right mass.
-
-    Then the layer puts equal tokens in some order, whichever that is.
-    """
-    exact = reference(convention, slices, s.q, s.k, s.keep, weights)
-    one, other = ((p[..., :, None, :] == p[..., None, :, :]).all(-1).double() for p in (s.q, s.k))
-    scale = exact.abs().amax() * s.q.shape[2]
-    apart = one @ (s.attention - exact) @ other
-    masses = [(s.attention.sum(d) - exact.sum(d)).abs().amax() for d in (-1, -2)]
-    return float(torch.stack([apart.abs().amax(), *masses]).amax() / scale) <= STABILISED
+    return NoFit(NO_ORDER, best.error)
 
 
 def error_of(
@@ -256,7 +228,7 @@ def reference(
     shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
     rest = (weights, c.query_power, c.key_power)
     if c.softsort_temperature is None:
-        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.order, *rest)
+        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.ties, *rest)
     return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared, *rest)
 
 

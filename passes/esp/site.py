@@ -60,7 +60,7 @@ class EspSite(Site):
             each_other = same(*(x.meta["val"].shape[-2] for x in (self.q, self.k)))
             theta = None if self.slices is None else lifting.tensor("slices", self.slices)
             tau = torch.tensor([c.inverse_temperature], dtype=torch.float64)
-            name, sorts = "esp_hard", dict[str, Any](ties=c.order)
+            name, sorts = "esp_hard", dict[str, Any](ties=c.ties)
             if c.softsort_temperature is not None:
                 name, sorts = "esp_soft", {"softsort_temperature": c.softsort_temperature}
             rest = {
