@@ -28,7 +28,9 @@ from asapc.passes.site import Site
 from asapc.program.code import traced_places, under
 from asapc.program.runner import installed
 
-TOLERANCE = 1e-2  # of a gradient, relative to its largest entry
+TOLERANCE = 1e-4  # of a gradient, relative to its largest entry
+NUDGED = 30  # times what rounding errors of the weights and inputs make of it, which are allowed as well,
+MOST = 1e-2  # but never more than this
 ROUNDING = 2e-5  # of the largest entry of all gradients, below which a difference may be rounding
 SIZES = (1.0, 1e-3, 1e3)  # of the cotangent; in half precision, the first
 HALVES = 50.0  # times as much, of a model in half precision
@@ -91,8 +93,12 @@ def no_gradient(
         ours = _gradients(graphs.get("", model), {} if "" in graphs else graphs, few)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
         return f"the compiled code has no gradient: {str(error).splitlines()[0][:80]}"
-    pairs = zip(theirs, ours or [{}] * len(theirs), strict=True)
-    return next(filter(None, (_difference(*pair, held) for pair in pairs)), None)
+    ours = ours or [{}] * len(theirs)
+    reason = _first_difference(theirs, ours, theirs, held)
+    if reason is not None:
+        nudged = _gradients(model, {}, few, nudge=True) or theirs
+        reason = _first_difference(theirs, ours, nudged, held)
+    return reason
 
 
 def _few(batch: Batch) -> Batch:
@@ -134,18 +140,28 @@ def _kept_bytes(programs: Sequence[Program]) -> int:
 
 
 def _gradients(
-    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch
+    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch, nudge: bool = False
 ) -> list[Gradients] | None:
     """Of a random combination of the outputs, by weight and number of the input, for cotangents of each
     of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
-    put in place of its modules."""
+    put in place of its modules.  nudge: whether weights and inputs are first rounded elsewhere."""
+    signs = torch.Generator().manual_seed(1)
+
+    def leaf_like(x: Tensor) -> Tensor:
+        leaf = x.detach().clone()
+        if nudge and leaf.is_floating_point():
+            up = torch.randint(2, leaf.shape, generator=signs).to(leaf) - 0.5
+            leaf = leaf * (1 + 2 * torch.finfo(leaf.dtype).eps * up)
+        return leaf.requires_grad_(leaf.is_floating_point())
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         leaves: dict[int, Tensor] = {}
         names: dict[str, Tensor] = {}
         for name, weight in caller.named_parameters(remove_duplicate=False):
-            leaf = leaves.setdefault(id(weight), weight.detach().clone())
-            names[name] = leaf.requires_grad_(leaf.is_floating_point())
+            if id(weight) not in leaves:
+                leaves[id(weight)] = leaf_like(weight)
+            names[name] = leaves[id(weight)]
         for name, buffer in caller.named_buffers(remove_duplicate=False):
             names[name] = buffer.clone()
         stack.enter_context(installed(caller, {
@@ -157,7 +173,7 @@ def _gradients(
         def leaf_of(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return x
-            return inputs.setdefault(f"input {len(inputs)}", x.detach().clone().requires_grad_())
+            return inputs.setdefault(f"input {len(inputs)}", leaf_like(x))
 
         args, kwargs = pytree.tree_map(leaf_of, (batch.args, batch.kwargs))
         wanted = {**{name: x for name, x in names.items() if x.requires_grad}, **inputs}
@@ -185,7 +201,15 @@ def _called_with(graph: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **
     return functional_call(graph, {name: tensors[name] for name in known & tensors.keys()}, args, kwargs)
 
 
-def _difference(theirs: Gradients, ours: Gradients, held: Container[str]) -> str | None:
+def _first_difference(
+    theirs: Sequence[Gradients], ours: Sequence[Gradients], nudged: Sequence[Gradients],
+    held: Container[str],
+) -> str | None:  # fmt: skip
+    sizes = zip(theirs, ours, nudged, strict=True)
+    return next(filter(None, (_difference(*gradients, held) for gradients in sizes)), None)
+
+
+def _difference(theirs: Gradients, ours: Gradients, nudged: Gradients, held: Container[str]) -> str | None:
     """The gradient that differs most, in words.  What is not finite in the model is left out."""
     finite = {
         name: grad for name, grad in theirs.items()
@@ -201,9 +225,16 @@ def _difference(theirs: Gradients, ours: Gradients, held: Container[str]) -> str
             continue
         factor = HALVES if known[0].dtype in (torch.float16, torch.bfloat16) else 1.0
         size = max(float(grad.abs().max()) for grad in known)
-        one, other = known[0].double(), known[1].double() if len(known) > 1 else torch.zeros(())
-        error = float((one - other.to(one)).abs().max())
-        allowed = factor * (TOLERANCE * size + ROUNDING * largest)
+        error = _apart(finite.get(name), ours.get(name))
+        rounding = NUDGED * _apart(finite.get(name), nudged.get(name))
+        allowed = min(factor * TOLERANCE * size + rounding, factor * MOST * size)
+        allowed += factor * ROUNDING * largest
         if not error <= allowed and error / size > worst:
             worst, where = error / size, name
     return f"its own gradient is another: that of {where} differs by {worst:.2g}" if where else None
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> float:
+    """The largest difference of two gradients, of which one that is not there is 0."""
+    known = [grad.double() for grad in (one, other) if grad is not None]
+    return float((known[0] - known[-1] if len(known) == 2 else known[0]).abs().max()) if known else 0.0
