@@ -209,7 +209,9 @@ def _first_difference(
     return next(filter(None, (_difference(*gradients, held) for gradients in sizes)), None)
 
 
-def _difference(theirs: Gradients, ours: Gradients, nudged: Gradients, held: Container[str]) -> str | None:
+def _difference(
+    theirs: Gradients, ours: Gradients, nudged: Gradients, held: Container[str]
+) -> str | None:
     """The gradient that differs most, in words.  What is not finite in the model is left out."""
     finite = {
         name: grad for name, grad in theirs.items()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 FEW = 12  # tokens of the many runs that look for thresholds
+MANY = 1024  # tokens, over which what is cut off a map's entries sums up,
+MODERATE = 1e3  # of scores whose errors are no rounding
 FEW_ENTRIES = 1 << 12  # of a map: of larger ones, fewer runs and one example
 BEYOND = (1e8, 1e9, 1e10)  # scales at which only what takes no differences of scores still is right
 ROUNDED = 10.0  # times the error of single precision on the same scores, which nobody can hold
@@ -417,7 +419,14 @@ class _Beyond:
             self.cut.run(self._inputs(sizes, change), sizes, decisions)
             return decisions.taken()
 
-        for node, error in both_sides(decisions, look, partial(self._robust_error, sizes), large):
+        longest = MANY if isinstance(self.part.keys, torch.SymInt) else m
+        summed = max(1.0, longest / evaluate(self.part.keys, sizes))
+
+        def judge(change: Change) -> float | None:
+            error = self._robust_error(sizes, change)
+            return error if error is None or max(map(abs, change)) > MODERATE else error * summed
+
+        for node, error in both_sides(decisions, look, judge, large):
             yield f"scores on the other side of {spoken(node)}", math.inf if error is None else error
 
     def _made_up_for(self, sizes: dict[Any, int]) -> Iterator[tuple[str, float]]:

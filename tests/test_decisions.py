@@ -57,6 +57,10 @@ def refused(attention: Callable[[Tensor], Tensor]) -> str:
     return analysis.left_alone[0].reason
 
 
+def cut_off(p: Tensor, below: float) -> Tensor:
+    return torch.where(p < below, torch.zeros_like(p), p)
+
+
 THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads of small scores are uniform": lambda s: torch.where(largest(s) < 0.2, torch.zeros_like(s), s),
     "clamp far above": lambda s: s.clamp(-1e4, 1e4),
@@ -98,6 +102,11 @@ def test_nan_that_code_makes_numbers_of(name: str) -> None:
     assert "does not replay on scores" in refused(NAN_TO_NUM[name])
 
 
+def test_small_entries_that_are_cut_off() -> None:
+    """None is large, and a thousand of them are."""
+    assert "does not replay on scores" in refused(lambda s: cut_off(log_loop(s, 10), 1e-5))
+
+
 def test_a_layer_like_one_that_was_refused_is_refused() -> None:
     """What is tried on one of two layers alike holds for the other, but not where it failed."""
     layers = [Layer(lambda s: log_loop(THRESHOLDS["heads of small scores are uniform"](s))) for _ in "12"]
@@ -131,6 +140,7 @@ GUARDS: dict[str, Callable[[Tensor], Tensor]] = {
     "an added constant": lambda s: divided(s.softmax(-1), 1e-8),
     "nothing above 0": lambda s: divided((s - s.amax(-1, keepdim=True)).clamp(max=0.0).exp(), 1e-8),
     "in float64": lambda s: divided(s.double().softmax(-1), torch.finfo(torch.float64).eps).float(),
+    "tiny entries": lambda s: cut_off(log_loop(s), 1e-9),
     "between 0 and 1": lambda s: divided(s.softmax(-1)).clamp(0.0, 1.0),
 }
 
