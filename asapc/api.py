@@ -18,7 +18,7 @@ from asapc import pipeline
 from asapc.artifact import load
 from asapc.device import CPU, chosen_device, running_on
 from asapc.errors import FewExamplesWarning, InputError
-from asapc.inputs.data import DataSource, data_of
+from asapc.inputs.data import DataSource, data_of, require_splits
 from asapc.inputs.load import load_teacher
 from asapc.inputs.reading import Reading
 from asapc.inputs.recipe import Recipe
@@ -162,6 +162,7 @@ def _compiled(
     teacher = _teacher(model)
     untouched = uncompiled(model) if isinstance(model, nn.Module) else teacher.model
     source = data_of(data, forward_signature(teacher))
+    require_splits(source)  # before the work, not after it
     parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
     if budget is not None:
         parsed = Recipe.from_dict({**parsed.to_dict(), "budget": dict(budget)})

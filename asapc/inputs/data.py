@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -65,6 +65,17 @@ def empty_split(source: DataSource, split: Split) -> InputError:
         help="examples are split by content: 70 % for calibration, 15 % each for selection and the gate; "
         "pass more that differ, or other data to measure on",
     )
+
+
+def require_splits(source: DataSource) -> None:
+    """Raises InputError for data of which a split has no example."""
+    missing: list[Split] = [*get_args(Split)]
+    for batch in source.batches(_PIECE):
+        met = {split_of(content) for content in batch.hashes}
+        missing = [split for split in missing if split not in met]
+        if not missing:
+            return
+    raise empty_split(source, missing[0])
 
 
 @dataclass
