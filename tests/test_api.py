@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named(model: Any, data: Any, message: str) -> None:
         asapc.compile(model(), data)
 
 
-def test_data_too_few_for_three_splits_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_data_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(api.pipeline, "calibrate")
     with pytest.raises(InputError, match="split needs examples"):
         asapc.compile(text_model(), {"inputs": torch.ones(1, 12, dtype=torch.long)})
