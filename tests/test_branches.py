@@ -99,6 +99,12 @@ def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> 
     assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
 
 
+def test_lengths_in_a_dictionary_are_named() -> None:
+    scales: dict[int, float] = {X.shape[1]: 2.0}
+    found = capture(net(lambda x: x * scales[x.shape[1]]), (X,), {})
+    assert found.reason is not None and "a length is looked up in a dictionary or cache" in found.reason
+
+
 def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
     model = net(lambda x: x * 2 if bool((x > 0).any()) else x)
     positive, negative = X.abs() + 0.1, -X.abs()
