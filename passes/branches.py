@@ -430,7 +430,7 @@ def reason_of(error: BaseException) -> str:
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a number of the data"
     elif "unhashable type: non-nested SymInt" in said:
-        said = "a length is looked up in a dictionary or cache; compute what is kept there from the length"
+        said = "a length is looked up in a dictionary or cache; compute what is kept there"
     elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:
         where = "is given" if unknown[1] == "Unsupported input type" else "returns"
         said = f"it {where} a {unknown[2]}, which is not made of tensors"
