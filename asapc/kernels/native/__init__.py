@@ -26,12 +26,14 @@ from asapc.kernels.loop import Loop
 from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
+from asapc.operators.banded import seen_keys
 from asapc.operators.ranks import clouds_of
+from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
 PLAN = Struct("8P14q9d3q3d")
-ESP = Struct("10P15q2d")
+ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -68,7 +70,7 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [layout.size for layout in (PROBLEM, SCALING, PLAN, ESP)]
+    own = [layout.size for layout in (PROBLEM, SCALING, PLAN, ESP, BAND)]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
@@ -76,8 +78,8 @@ def _engine() -> Any:
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
     library.asapc_plan.restype = ctypes.c_int64
-    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_plan, library.asapc_esp):
-        function.argtypes = [ctypes.c_char_p]
+    for name in ("sinkhorn", "scale", "plan", "esp", "band"):
+        getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -270,6 +272,32 @@ def esp(
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
+    return out.to(v.dtype)
+
+
+def banded(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
+) -> Tensor:
+    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory."""
+    (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out = torch.zeros((batch, heads, queries, width), dtype=dtype)
+    low, high = max(low, 1 - queries), min(high, keys - 1)
+    if 0 in (out.numel(), keys) or low > high:
+        return out.to(v.dtype)
+    keep, _ = _masks(q, k, v, keep, None)
+    seen = seen_keys(queries, keys, low, high, q).expand(batch, keys)
+    active = seen.contiguous() if keep is None else seen & keep
+    tensors = [x.to(dtype).contiguous() for x in (q, k, v)]
+    fits = _engine().asapc_band(BAND.pack(
+        *(x.data_ptr() for x in (*tensors, active, out)), batch * heads, heads, queries, keys, dim, width,
+        low, high, loop.half_steps, loop.first_side == "row", dtype is torch.float64,
+        torch.get_num_threads(), loop.score_multiplier,
+    ))  # fmt: skip
+    if not fits:
+        raise MemoryError(f"asapc: windows of {queries} queries do not fit the memory")
+    mass = 1.0 / (queries if loop.ends_on_rows else keys)
+    out *= mass * factor_value(loop.output_factor, queries, keys, keep)
     return out.to(v.dtype)
 
 

@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
 // operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_plan has the plans of operators/plan.py, asapc_scale runs the loop of a given K, and asapc_esp has the
-// sliced plans of operators/esp.py.
+// asapc_plan has the plans of operators/plan.py, asapc_scale runs the loop of a given K, asapc_esp has the sliced
+// plans of operators/esp.py and asapc_band the loop of operators/banded.py.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -178,14 +178,14 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
 }
 
-// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers]: all products' inner part; or of
-// (x[r][d] - panel[d])^2.
+// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products' inner
+// part; or of (x[r][d] - panel[d])^2.
 template <class T, bool squares = false> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
-                                   int64_t stride) {
+                                   int64_t stride, int64_t across = 2 * kLanes<T>) {
   constexpr int L = kLanes<T>;
   V<T> sum[kRows][2] = {};
   for (int64_t d = 0; d < depth; ++d) {
-    const V<T> left = load(panel + d * 2 * L), right = load(panel + d * 2 * L + L);
+    const V<T> left = load(panel + d * across), right = load(panel + d * across + L);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V<T> factor = all(x[r][d]);
@@ -1684,8 +1684,271 @@ template <class T> bool sort(const Esp& p) {
 
 }  // namespace
 
+// The loop on a band: query i sees the keys from i + low to i + high alone.  q: [G, N, D]; k: [G, M, D];
+// v: [G, M, E]; out: [G, N, E], contiguous; keep: [G / heads, M] bytes, of keys that some query sees. A query
+// that sees no key gets nothing; the last side to be closed has mass 1 on each token.
+struct Band {
+  const void *q, *k, *v;
+  const uint8_t* keep;
+  void* out;
+  int64_t groups, heads, queries, keys, dim, width, low, high, half_steps, rows_first, is_double, threads;
+  double multiplier;
+};
+
+namespace {
+
+// kRows queries and what they see: `wide` keys from `start` on, the last of which some may not; its entries of K
+// are at `at`.
+struct Window {
+  int64_t start, wide, at;
+};
+
+template <class W> std::vector<Window> windows(const Band& p) {
+  std::vector<Window> found;
+  int64_t at = 0;
+  for (int64_t row = 0; row < p.queries; row += kRows) {
+    const int64_t start = std::clamp<int64_t>(row + p.low, 0, p.keys), end = std::min(row + kRows + p.high, p.keys);
+    found.push_back({start, rounded_up(std::max<int64_t>(end - start, 0), 2 * kLanes<W>), at});
+    at += kRows * found.back().wide;
+  }
+  return found;
+}
+
+// S: the inputs' format; W: what the loop is computed in.
+template <class S, class W> class Banded {
+  static constexpr int64_t P = 2 * kLanes<W>, kTogether = 16;  // windows whose keys are packed together
+
+ public:
+  Banded(const Band& p, int64_t index, Scratch& scratch)
+      : p_(p), windows_(windows<W>(p)), keep_(p.keep + index / p.heads * p.keys), padded_(p.keys + 2 * P),
+        rows_(int64_t(windows_.size()) * kRows), value_panels_(rounded_up(p.width, P) / P) {
+    q_ = static_cast<const S*>(p.q) + index * p.queries * p.dim;
+    k_ = static_cast<const S*>(p.k) + index * p.keys * p.dim;
+    v_ = static_cast<const S*>(p.v) + index * p.keys * p.width;
+    out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
+    for (size_t i = 0; i < windows_.size(); i += kTogether) across_ = std::max(across_, end_of(i) - windows_[i].start);
+    const int64_t entries = windows_.back().at + kRows * windows_.back().wide;
+    scratch.reserve((entries + 3 * rows_ + 6 * padded_ + across_ * p.dim + kRows * p.dim +
+                     value_panels_ * padded_ * P) * sizeof(W) + 16 * kBytes);
+    kernel_ = scratch.take<W>(entries);
+    top_ = scratch.take<W>(rows_), a_ = scratch.take<W>(rows_), row_mass_ = scratch.take<W>(rows_);
+    hide_ = scratch.take<W>(padded_), b_ = scratch.take<W>(padded_), column_mass_ = scratch.take<W>(padded_);
+    total_ = scratch.take<W>(padded_), highest_ = scratch.take<W>(padded_), logs_ = scratch.take<W>(padded_);
+    panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
+    values_ = scratch.take<W>(value_panels_ * padded_ * P);
+    ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
+  }
+
+  // In the linear domain: whether it holds what is written.
+  bool linear() {
+    form();
+    for (int64_t i = 0; i < rows_; ++i) for_row(i, [&](W* row, int64_t wide) { exponentiate(row, wide, i); });
+    const W highest = *std::max_element(top_, top_ + rows_);
+    for (int64_t i = 0; i < rows_; ++i) a_[i] = row_mass_[i] > 0 ? W(std::exp(top_[i] - highest)) : W(0);
+    std::fill_n(b_, padded_, W(1));
+    const double end = std::log(double(std::numeric_limits<W>::max()));
+    const W farthest = W(std::exp(kSums * end));
+    W least = W(1);
+    bool held = true;
+    const auto quotient = [&](W mass, W sum) {
+      if (!(mass > 0)) return W(0);
+      held = held && sum * farthest >= 1 && sum <= farthest;
+      least = std::min(least, sum);
+      return mass / sum;
+    };
+    each_pass([&](bool closes_rows, bool closes_columns) {
+      std::fill_n(total_, padded_, W(0));
+      for (int64_t i = 0; i < rows_; i += kRows) {
+        const Window& here = windows_[i / kRows];
+        if (closes_rows) {
+          W sums[kRows];
+          dots<kRows>(kernel_ + here.at, here.wide, here.wide, b_ + here.start, sums);
+          for (int r = 0; r < kRows; ++r) a_[i + r] = quotient(row_mass_[i + r], sums[r]);
+        }
+        if (closes_columns) add_rows<kRows>(kernel_ + here.at, here.wide, here.wide, a_ + i, total_ + here.start);
+      }
+      for (int64_t j = 0; closes_columns && j < padded_; ++j) b_[j] = quotient(column_mass_[j], total_[j]);
+    });
+    write([&](int64_t j) { return b_[j]; }, [&](int64_t i) { return a_[i]; });
+    // A product K b below the format is nothing beside a sum that is far from its ends. An entry of K that has left
+    // it counts where it meets a scaling, about 1 / least at most, that is larger than what it is lost by.
+    const double lost = std::log(double(kRows) * double(across_)) - std::log(double(least)) - end;
+    return held && (lowest_ >= -0.98 * end || lost <= std::log(double(least)) - (sizeof(W) == 4 ? 18 : 38));
+  }
+
+  // In logarithms: f in top_ and g in b_, on the scores.
+  void logarithmic() {
+    form();
+    const W minus = W(-kInfinity);
+    for (int64_t i = 0; i < rows_; ++i) top_[i] = row_mass_[i] > 0 ? W(0) : minus;
+    for (int64_t j = 0; j < padded_; ++j) b_[j] = column_mass_[j] > 0 ? W(0) : minus;
+    each_pass([&](bool closes_rows, bool closes_columns) {
+      for (int64_t i = 0; closes_rows && i < rows_; ++i)
+        if (row_mass_[i] > 0) for_row(i, [&](W* row, int64_t wide) { top_[i] = -log_sum(row, wide, i); });
+      if (!closes_columns) return;
+      std::fill_n(highest_, padded_, minus), std::fill_n(logs_, padded_, W(0));
+      each_entry([&](int64_t i, int64_t j, W s) { highest_[j] = std::max(highest_[j], s + top_[i]); });
+      each_entry([&](int64_t i, int64_t j, W s) {
+        if (highest_[j] > minus) logs_[j] += std::exp(s + top_[i] - highest_[j]);
+      });
+      for (int64_t j = 0; j < padded_; ++j)
+        if (column_mass_[j] > 0) b_[j] = std::log(column_mass_[j]) - highest_[j] - std::log(logs_[j]);
+    });
+    for (int64_t i = 0; i < rows_; ++i)
+      for_row(i, [&](W* row, int64_t wide) {
+        const int64_t start = windows_[i / kRows].start;
+        for (int64_t t = 0; t < wide; ++t)
+          row[t] = row_mass_[i] > 0 ? std::exp(row[t] + top_[i] + b_[start + t]) : W(0);
+      });
+    write([](int64_t) { return W(1); }, [](int64_t) { return W(1); });
+  }
+
+ private:
+  int64_t end_of(size_t first) const {  // of the keys that are packed with those of a window
+    int64_t end = windows_[first].start;
+    for (size_t w = first; w < std::min(first + kTogether, windows_.size()); ++w)
+      end = std::max(end, windows_[w].start + windows_[w].wide);
+    return end;
+  }
+  template <class Body> void for_row(int64_t i, const Body& body) {
+    const Window& here = windows_[i / kRows];
+    body(kernel_ + here.at + i % kRows * here.wide, here.wide);
+  }
+  template <class Body> void each_entry(const Body& body) {
+    for (int64_t i = 0; i < rows_; ++i)
+      for_row(i, [&](W* row, int64_t wide) {
+        for (int64_t t = 0; t < wide; ++t) body(i, windows_[i / kRows].start + t, row[t]);
+      });
+  }
+  template <class Body> void each_pass(const Body& body) {
+    bool rows_turn = p_.rows_first;
+    for (int64_t left = p_.half_steps; left > 0; rows_turn = true) {
+      body(rows_turn, left > int(rows_turn));
+      left -= rows_turn ? 2 : 1;
+    }
+  }
+
+  // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
+  void form() {
+    for (int64_t j = 0; j < padded_; ++j) hide_[j] = j < p_.keys && keep_[j] ? W(0) : W(-kInfinity);
+    for (size_t w = 0; w < windows_.size(); ++w) {
+      const Window& here = windows_[w];
+      if (w % kTogether == 0) pack(here.start, end_of(w));
+      const W* x[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t i = std::min<int64_t>(w * kRows + r, p_.queries - 1);
+        x[r] = block_ + r * p_.dim;
+        for (int64_t d = 0; d < p_.dim; ++d) block_[r * p_.dim + d] = W(q_[i * p_.dim + d]) * W(p_.multiplier);
+      }
+      const W* from = panel_ + here.start - windows_[w / kTogether * kTogether].start;
+      W* scores = kernel_ + here.at;
+      for (int64_t t = 0; t < here.wide; t += P) tile<W>(x, p_.dim, from + t, scores + t, here.wide, across_);
+      for (int64_t r = 0; r < kRows; ++r) hide(w * kRows + r, scores + r * here.wide, here);
+    }
+    double seen = 0, present = 0;
+    for (int64_t i = 0; i < rows_; ++i) seen += row_mass_[i];
+    for (int64_t j = 0; j < p_.keys; ++j) present += keep_[j];
+    share_ = W(std::max(seen, 1.0) / std::max(present, 1.0));
+    for (int64_t j = 0; j < padded_; ++j) column_mass_[j] = j < p_.keys && keep_[j] ? share_ : W(0);
+  }
+
+  void pack(int64_t start, int64_t end) {
+    for (int64_t j = start; j < end; ++j) {
+      W* to = panel_ + j - start;
+      const S* from = k_ + j * p_.dim;
+      if (hide_[j] < 0) for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(0);
+      else for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(from[d]);
+    }
+  }
+
+  void hide(int64_t i, W* row, const Window& here) {
+    const auto within = [&](int64_t j) { return std::clamp<int64_t>(j - here.start, 0, here.wide); };
+    const int64_t begin = within(i + p_.low), end = i < p_.queries ? std::max(begin, within(i + p_.high + 1)) : begin;
+    std::fill(row, row + begin, W(-kInfinity)), std::fill(row + end, row + here.wide, W(-kInfinity));
+    V<W> top = all(W(-kInfinity));
+    for (int64_t t = 0; t < here.wide; t += kLanes<W>) {
+      const V<W> x = load(row + t) + load(hide_ + here.start + t);
+      store(row + t, x);
+      top = x > top ? x : top;
+    }
+    top_[i] = max_of<W>(top), row_mass_[i] = top_[i] > W(-kInfinity);
+  }
+
+  void exponentiate(W* row, int64_t wide, int64_t i) {
+    if (!(row_mass_[i] > 0)) return (void)std::fill_n(row, wide, W(0));
+    const V<W> top = all(top_[i]), lowest = all(W(-std::numeric_limits<W>::max()));
+    V<W> least{};
+    for (int64_t t = 0; t < wide; t += kLanes<W>) {
+      const V<W> x = load(row + t) - top;
+      least = x < least && x >= lowest ? x : least;
+      store(row + t, exponential<W>(x));
+    }
+    for (int lane = 0; lane < kLanes<W>; ++lane) lowest_ = std::min(lowest_, double(least[lane]));
+  }
+
+  W log_sum(const W* row, int64_t wide, int64_t i) const {
+    const W* g = b_ + windows_[i / kRows].start;
+    W top = W(-kInfinity), sum = 0;
+    for (int64_t t = 0; t < wide; ++t) top = std::max(top, row[t] + g[t]);
+    for (int64_t t = 0; t < wide; ++t) sum += std::exp(row[t] + g[t] - top);
+    return top + std::log(sum);
+  }
+
+  template <class Column, class Row> void write(const Column& column, const Row& row) {
+    for (int64_t panel = 0; panel < value_panels_; ++panel)
+      for (int64_t j = 0; j < padded_; ++j) {
+        W* to = values_ + (panel * padded_ + j) * P;
+        const S* from = v_ + j * p_.width + panel * P;
+        const int64_t count = hide_[j] < 0 ? 0 : std::min(P, p_.width - panel * P);
+        for (int64_t e = 0; e < count; ++e) to[e] = column(j) * W(from[e]);
+        std::fill(to + count, to + P, W(0));
+      }
+    const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
+    for (int64_t w = 0; w < int64_t(windows_.size()); ++w) {
+      const Window& here = windows_[w];
+      const W* x[kRows];
+      for (int r = 0; r < kRows; ++r) x[r] = kernel_ + here.at + r * here.wide;
+      for (int64_t panel = 0; panel < value_panels_; ++panel) {
+        W part[kRows * P];
+        tile<W>(x, here.wide, values_ + (panel * padded_ + here.start) * P, part, P);
+        const int64_t count = std::min(P, p_.width - panel * P);
+        for (int64_t i = w * kRows; i < std::min<int64_t>((w + 1) * kRows, p_.queries); ++i)
+          for (int64_t e = 0; e < count; ++e)
+            out_[i * p_.width + panel * P + e] = S(closed * row(i) * part[i % kRows * P + e]);
+      }
+    }
+  }
+
+  static constexpr double kSums = 0.69;  // of a format's range: how far sums that divide may be from 1
+
+  const Band& p_;
+  std::vector<Window> windows_;
+  const uint8_t* keep_;
+  int64_t padded_, rows_, value_panels_, across_ = 0;
+  const S *q_, *k_, *v_;
+  S* out_;
+  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_, *highest_, *logs_;
+  W *panel_, *block_, *values_;
+  W share_ = 1;
+  double lowest_ = 0;
+  bool ends_on_rows_;
+};
+
+template <class S> bool band(const Band& p) {
+  const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
+  return each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
+              [&](int64_t index, Scratch& scratch) {
+    if (Banded<S, S>(p, index, scratch).linear()) return;
+    if (!std::is_same_v<S, double> && Banded<S, double>(p, index, scratch).linear()) return;
+    Banded<S, double>(p, index, scratch).logarithmic();
+  });
+}
+
+}  // namespace
+
 // What Python's side must agree with: a build of another version would read other fields.
-extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Scaling), sizeof(Plan), sizeof(Esp)};
+extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Scaling), sizeof(Plan), sizeof(Esp),
+                                         sizeof(Band)};
 
 // Returns whether there was enough memory.
 extern "C" int asapc_scale(const Scaling* scaling) {
@@ -1706,4 +1969,9 @@ extern "C" double asapc_sinkhorn(const Problem* problem) {
 // Returns whether there was enough memory.
 extern "C" int asapc_esp(const Esp* esp) {
   return esp->is_double ? sort<double>(*esp) : sort<float>(*esp);
+}
+
+// Returns whether there was enough memory.
+extern "C" int asapc_band(const Band* problem) {
+  return problem->is_double ? band<double>(*problem) : band<float>(*problem);
 }
