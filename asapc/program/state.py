@@ -62,8 +62,10 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 class Names:
     """What the code of one module loads.
 
-    attributes: None for all, where names are made while it runs.  code: of the functions that ran.
+    attributes: None for all, where names are made while it runs.  said: those that stand in the code.
+    code: of the functions that ran.
     environ: names in the environment of the process.  imported: modules, while it ran.
+    modes: whether it asks for the mode of other modules.
     """
 
     attributes: frozenset[str] | None = frozenset()
@@ -71,6 +73,8 @@ class Names:
     code: frozenset[CodeType] = frozenset()
     environ: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
+    modes: bool = False
+    said: frozenset[str] = frozenset()
 
 
 EVERYTHING = Names(None)
@@ -86,7 +90,7 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
-    if TRAINED in (names.attributes or ()):
+    if TRAINED in names.said:
         values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
@@ -132,7 +136,7 @@ def encoded(thing: Any) -> Value:
     if isinstance(thing, set | frozenset):
         return ("set", _digest(repr(sorted(repr(encoded(item)) for item in thing)).encode()))
     if isinstance(thing, FunctionType):
-        return ("function", f"{thing.__qualname__} {_digest(repr(_names_of(thing.__code__)).encode())}")
+        return ("function", f"{thing.__qualname__} {_code_digests(thing.__code__)}")
     if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
     if isinstance(thing, bytearray):
@@ -144,11 +148,37 @@ def encoded(thing: Any) -> Value:
     return ("object", kind.__qualname__)
 
 
-def _names_of(code: CodeType) -> list[Any]:
-    """What tells two functions of one name apart, and is the same for every version of Python."""
-    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-    numbers = [x for x in code.co_consts if isinstance(x, float)]
-    return [code.co_names, texts, numbers]
+def _code_digests(code: CodeType) -> str:
+    """Two digests: of names and numbers, for every version of Python; of everything, for this one."""
+    parts = [*_codes_in(code)]
+    constants = {x for part in parts for x in part.co_consts if isinstance(x, float | str)}
+    known = {*(name for part in parts for name in part.co_names), *constants}
+    exact = [(part.co_code, part.co_names, part.co_varnames, *map(_constant, part.co_consts))
+             for part in parts]  # fmt: skip
+    told = sorted(repr(x) for x in known if isinstance(x, float) or x.isidentifier())
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return f"{_digest(repr(told).encode())} {version}-{_digest(repr(exact).encode())}"
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        yield from _codes_in(inner) if isinstance(inner, CodeType) else ()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return value.co_name
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are the same; functions of two versions of Python, as far as can be told."""
+    if type(one) is type(other) is tuple and one[0] == other[0] == "function":
+        (*names, code), (*others, other_code) = one[1].split(" "), other[1].split(" ")
+        if code.partition("-")[0] != other_code.partition("-")[0]:
+            return bool(names == others)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _are_plain(things: Any) -> bool:
@@ -218,6 +248,8 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     """The names of its attributes that code may load."""
     own, lists = _dict_of(thing), isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
+    if names.modes and isinstance(thing, nn.Module) and not is_root:
+        yield "training"
     if of_torch and not is_root and not lists:  # a layer that is called, as it is then
         settings = {*own} - _OF_TORCH
         if names.attributes is not None:
@@ -230,7 +262,7 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
         loaded = [*own, *(
             name for kind in classes for name, value in vars(kind).items()
             if name not in own and not name.startswith("__") and _are_plain([value])
-        )]  # fmt: skip
+        ), *parts]  # fmt: skip
     else:
         of_class = {name for kind in classes for name in vars(kind)}
         loaded = sorted(names.attributes & (own.keys() | of_class | parts.keys()))
@@ -448,7 +480,7 @@ class Reads(Record):
         for steps, expected in self.values:
             value = found(module, steps)
             now = encoded(value)
-            if value is GONE or type(now) is not type(expected) or now != expected:
+            if value is GONE or not same_value(now, expected):
                 text = "is gone" if value is GONE else f"is {_shown(value)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
                 return text_of(steps), f"was captured as {captured}, and {text}"
@@ -525,6 +557,7 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     return functools.partial(encoded, thing) if whole else None
 
 
+_TRACED = "torch._subclasses"  # where tensors of a trace are at home
 # What code asks of the mode it runs in. A captured program is the answer no to each.
 QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
     "grad": ("gradients are recorded", lambda *_: torch.is_grad_enabled()),
@@ -535,6 +568,11 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
         isinstance(x, Tensor) and x.requires_grad for x in flat)),
     "layout": ("an input is not contiguous", lambda _, flat: any(
         isinstance(x, Tensor) and not x.is_contiguous() for x in flat)),
+    "view": ("an input is a part of a tensor", lambda _, flat: any(
+        isinstance(x, Tensor) and (x._is_view() or x.storage_offset()) for x in flat)),
+    "kind": ("an input is no plain tensor", lambda _, flat: any(
+        isinstance(x, Tensor) and type(x) is not Tensor and not type(x).__module__.startswith(_TRACED)
+        for x in flat)),
     "training": ("it is in training mode", lambda module, _: module.training),
 }  # fmt: skip
 
