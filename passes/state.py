@@ -291,15 +291,16 @@ def _note_memory(model: nn.Module, example: Batch, larger: Sequence[Batch], foun
     except Exception:  # of something that cannot be copied
         alone = model
     (before, expected), (_, again) = (_entries(alone, example, found) for _ in range(2))
-    for batch in larger if _identical(again, expected) else ():
+    for batch in larger:
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
             alone(*batch.args, **batch.kwargs)
     after, output = _entries(alone, example, found)
-    if _identical(again, expected) and not _identical(output, expected):
+    if not _identical(output, expected):
         pairs = ((name, _difference(one[0], after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}
-        unknown = dict.fromkeys(before, "computes something else after calls with other inputs")
-        found.changing |= unsteady or unknown
+        if not unsteady and _identical(again, expected):
+            unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
+        found.changing |= unsteady
 
 
 def _entries(model: nn.Module, batch: Batch, found: Observed) -> tuple[dict[str, list[_Entry]], Any]:
