@@ -36,9 +36,9 @@ TAU = 1.0
 LIMITS = {"tau": 1.0, "compiled": 1.0}
 
 
-def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 3) -> Tensor:
+def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 3, bias: Any = 0.0) -> Tensor:
     q, k = layer.qk(x).chunk(2, -1)
-    scores = 3 * q @ k.mT / tau
+    scores = 3 * q @ k.mT / tau + bias
     f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
     for _ in range(steps):
         f = -torch.logsumexp(scores + g, -1, keepdim=True)
@@ -531,6 +531,21 @@ class OfInputs(Layer):
         return attended(self, x, 1.0 + isinstance(x, nn.Parameter) + 2 * x.storage_offset())
 
 
+class OfBias(Layer):
+    """Of heads, queries and keys."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        bias = torch.randn(2, 6, 6)
+        if trained:
+            self.bias = nn.Parameter(bias)
+        else:
+            self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, bias=self.bias)
+
+
 class OfPrecision(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
@@ -568,9 +583,9 @@ class OfLen(Layer):
         return attended(self, x).view(len(x), -1, 4) * log(x.shape[1])
 
 
-def made(kind: type[Layer]) -> tuple[nn.Module, nn.Module]:
+def made(kind: Callable[[], Layer], *size: int) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model, x = nn.Sequential(kind()).eval(), torch.randn(24, 6, 4)
+    model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
     recipe = {"operator": "lossless", "batch_size": 8}
     return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
 
@@ -608,6 +623,21 @@ def test_what_an_input_is_besides_its_numbers() -> None:
     for given, text in ((x, None), (nn.Parameter(x), "no plain tensor"), (x[1:], "part of a tensor")):
         warned = own_code(model, compiled, given)
         assert len(warned) == (text is not None) and (text is None or text in warned[0])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@torch.no_grad()
+def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
+    model, compiled = made(lambda: OfBias(trained), 2)
+    x, layers = torch.randn(3, 2, 6, 4), (model[0], compiled[0])
+    for entries, low in ((2, 2.0), (3, -math.inf)):
+        for layer in layers:
+            layer.bias[1, 4, :entries] = low
+        if low > 0:
+            assert own_code(model, compiled, x) == []
+    assert model(x).isfinite().all()
+    with pytest.raises(InputError, match="a score bias holds numbers"):
+        compiled(x)
 
 
 @torch.no_grad()
