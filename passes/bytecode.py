@@ -31,7 +31,7 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
     """What these functions load.  Their constants count where they ask for attributes by name."""
     attributes: set[str] = set()
     loaded: set[str] = set()
-    environ, imported, modes = set[str](), set[str](), False
+    environ, imported, maybe, modes = set[str](), set[str](), set[str](), False
     for code in codes:
         instructions = _instructions(code)
         texts = {x for x in code.co_consts if isinstance(x, str)}
@@ -55,13 +55,19 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
             own.add("vars")  # names that are made while it runs
         else:
             own |= asked
+        if code.co_name not in _LOOKUPS:
+            maybe |= own if "AttributeError" in loaded else asked or set()
         if {"environ", "getenv"} & (own | loaded):
             environ |= texts
+        if {"modules", "import_module", "__import__"} & (own | loaded):
+            imported |= texts
+        if {"globals", "__globals__"} & (own | loaded):
+            loaded |= texts
         attributes |= own
     said = frozenset(attributes)
     return Names(
         None if _ANY_NAME & (said | loaded) else said, frozenset(loaded), frozenset(codes),
-        frozenset(environ), frozenset(imported), modes, said,
+        frozenset(environ), frozenset(imported), modes, said, frozenset(maybe),
     )  # fmt: skip
 
 

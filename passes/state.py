@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from asapc.program.state import (
     encoded,
     found,
     reachable,
+    setting,
     text_of,
 )
 
@@ -54,7 +55,7 @@ _HERE = Path(asapc.inputs.__file__).parent
 _NOT_THE_USERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent, _HERE)
 )
-_OF_SETTINGS = {getattr(torch, name, None): name for name in SETTINGS}
+_OF_SETTINGS = {setting(name): name for name in SETTINGS}
 _BY_CALL: dict[Any, str] = {
     **{call: name for call, name in _OF_SETTINGS.items() if isinstance(call, BuiltinFunctionType)},
     torch.is_grad_enabled: "grad", torch.is_inference_mode_enabled: "inference",
@@ -69,7 +70,10 @@ _BY_NAME = {
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
     "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
     "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind",), "__class__": ("kind",),
+    "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
+_OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
+_OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
 _TRACED = [
     getattr(home, name).__code__
     for home in (torch.compiler, torch._utils, torch._dynamo if "torch._dynamo" in sys.modules else None)
@@ -195,6 +199,9 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
             asked.add(PRECISION)
         if codes and not _of_torch(module):
             found.questions[name] = frozenset(asked)
+        unsteady = profile.unsteady.get(name, set()) | (found.names[name].said & _OF_MEMORY)
+        if unsteady:
+            found.changing[name] = f"asks for {min(unsteady)}, which is not always the same"
     found.eager = profile.traced
     found.spaces = [*profile.spaces.values()]
     runs = [_entries(model, batch, found)[0] for batch in (example, *batches[1:])]
@@ -231,6 +238,7 @@ class _Profile:
         self.questions: dict[str, set[str]] = {}
         self.traced = False
         self.spaces: dict[int, dict[str, Any]] = {}
+        self.unsteady: dict[str, set[str]] = {}
         self._stack: list[str] = []
         self._users = functools.cache(_is_users)
 
@@ -247,10 +255,10 @@ class _Profile:
             sys.setprofile(before)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if not self._stack or event not in ("call", "c_call"):
+        if not self._stack or event not in ("call", "c_call") or frame.f_back is None:
             return
         code = frame.f_code
-        if event == "call" and code in _IN_PYTHON and frame.f_back is not None:
+        if event == "call" and code in _IN_PYTHON:
             if self._users(frame.f_back.f_code.co_filename):
                 self.traced |= code in _TRACED
                 if code in _BY_CODE:
@@ -261,12 +269,25 @@ class _Profile:
                 self.codes.setdefault(self._stack[-1], set()).add(code)
             elif (question := _question(arg)) is not None:
                 self.questions.setdefault(self._stack[-1], set()).add(question)
+            elif _home(arg).startswith(_OF_THE_WORLD):
+                self.unsteady.setdefault(self._stack[-1], set()).add(arg.__name__)
+        elif event == "call" and frame.f_globals.get("__name__") in ("random", "genericpath") and (
+            self._users(frame.f_back.f_code.co_filename)
+        ):
+            self.unsteady.setdefault(self._stack[-1], set()).add(code.co_name)
 
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither torch's, nor ours, nor Python's own."""
     pythons = file.startswith("<frozen ") or (file.startswith(_PYTHON) and "site-packages" not in file)
     return not pythons and not file.startswith(_NOT_THE_USERS)
+
+
+def _home(function: Any) -> str:
+    """The module of a builtin function, or of the class that it is a method of."""
+    owner = getattr(function, "__self__", None)
+    bound = owner is not None and not isinstance(owner, ModuleType | type)
+    return str((type(owner) if bound else function).__module__)
 
 
 def _question(function: Any) -> str | None:

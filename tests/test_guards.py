@@ -6,14 +6,18 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import importlib
 import json
 import math
 import os
+import random
+import sys
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from math import log
 from typing import Any
 
@@ -202,6 +206,9 @@ class Settings:
         return self._values[name]
 
 
+SETTINGS = types.ModuleType("settings_of_test")
+SETTINGS.TAU, GLOBAL = 1.0, 1.0
+sys.modules["settings_of_test"] = SETTINGS
 EXTRA = types.ModuleType("torch_extra")  # no part of torch, in a package called almost like it
 exec(compile("TAU = 1.0\ndef tau(): return TAU", "/site-packages/torch_extra/x.py", "exec"), vars(EXTRA))
 CELL = {"tau": 1.0}
@@ -221,6 +228,23 @@ VARIABLE = contextvars.ContextVar("tau", default=1.0)
 LOCAL = threading.local()
 LOCAL.tau = 1.0
 ACTS = {"a": lambda s: s * 1, "b": lambda s: s * 2}
+
+
+class OfNames(Layer):
+    """What is not there, or has a name in a text alone; what is told apart by its parts or shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("none", None)
+        self.listed, self.share, self.weight = nn.ParameterList([torch.ones(1)]), Fraction(1), None
+        self.sized = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tau = 2.0 if self.none is not None or hasattr(self, "later") else 1.0
+        tau = tau * len(self.listed) * float(self.share) * self.sized.shape[0]
+        tau = tau * globals()["GLOBAL"] * importlib.import_module("settings_of_test").TAU
+        tau = tau * (len(list(self.parameters())) / 6) * (2.0 if getattr(x, "sharp", False) else 1.0)
+        return attended(self, x, tau * (2.0 if torch.distributed.is_initialized() else 1.0))
 
 
 class OfHidden(Layer):
@@ -296,6 +320,71 @@ def test_state_off_the_beaten_track_is_guarded(
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
     warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
     assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+def bool_one() -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
+def named() -> tuple[nn.Module, nn.Module]:
+    return made(OfNames)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda one, patch: None, None),
+        (lambda one, patch: setattr(one, "none", torch.ones(1)), "was captured as"),
+        (lambda one, patch: setattr(one, "later", 1), "later was captured as attribute absent"),
+        (lambda one, patch: one.listed.append(torch.ones(1)), "was captured as"),
+        (lambda one, patch: setattr(one, "share", Fraction(2)), "share"),
+        (lambda one, patch: setattr(one, "sized", nn.Parameter(torch.ones(2))), "sized"),
+        (lambda one, patch: patch.setitem(globals(), "GLOBAL", 2.0), "GLOBAL"),
+        (lambda one, patch: patch.setattr(SETTINGS, "TAU", 2.0), "TAU"),
+        (lambda one, patch: one.register_parameter("another", nn.Parameter(torch.ones(1))), "structure"),
+        (lambda one, patch: patch.setattr(torch.distributed, "is_initialized", bool_one), "distributed"),
+    ],
+)
+@torch.no_grad()
+def test_what_is_absent_or_named_in_a_text_is_guarded(
+    named: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiled = copy.deepcopy(named)
+    for one in (model[0], compiled[0]):
+        change(one, monkeypatch)
+    warned = own_code(model, compiled, torch.randn(2, 5, 4))
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+class OfChance(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if random.randint(1, 99) == 7 else 1.0)
+
+
+class OfFiles(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if os.path.exists("sharp") else 1.0)
+
+
+class OfMemory(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if x.is_shared() else 1.0)
+
+
+class OfIterators(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = iter([1.0] * 99)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, next(self.rest))
+
+
+@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators])
+def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
+    with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
+        made(kind)
 
 
 def test_hooks_of_gradients_are_guarded(hidden: Any) -> None:
@@ -620,7 +709,10 @@ def test_len_and_a_logarithm_by_itself_leave_sizes_free() -> None:
 def test_what_an_input_is_besides_its_numbers() -> None:
     model, compiled = made(OfInputs)
     x = torch.randn(3, 6, 4)
-    for given, text in ((x, None), (nn.Parameter(x), "no plain tensor"), (x[1:], "part of a tensor")):
+    told = torch.randn(3, 6, 4)
+    told.sharp = True  # type: ignore[attr-defined]
+    cases = ((x, None), (nn.Parameter(x), "no plain"), (told, "no plain"), (x[1:], "part of a tensor"))
+    for given, text in cases:
         warned = own_code(model, compiled, given)
         assert len(warned) == (text is not None) and (text is None or text in warned[0])
 
