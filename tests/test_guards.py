@@ -713,7 +713,7 @@ def test_what_an_input_is_besides_its_numbers() -> None:
     told.sharp = True  # type: ignore[attr-defined]
     cases = ((x, None), (nn.Parameter(x), "no plain"), (told, "no plain"), (x[1:], "part of a tensor"))
     for given, text in cases:
-        warned = own_code(model, compiled, given)
+        warned = own_code(model, copy.deepcopy(compiled), given)
         assert len(warned) == (text is not None) and (text is None or text in warned[0])
 
 

@@ -328,6 +328,8 @@ def own_forward(thing: Any) -> Any:
 def attribute(thing: Any, name: str) -> Any:
     """As it is stored, on the object or its class, or GONE."""
     own = _dict_of(thing)
+    if name in own.get("_former_parameters", ()):  # of a replica, which has tensors in their places
+        return own[name].shape
     if name in own and not isinstance(thing, type):
         value = own_forward(thing) if name == "forward" else own[name]
         if value is not None or name != "forward":
