@@ -510,9 +510,12 @@ def _larger(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[...
             leaf = torch.cat([leaf] * math.ceil(most / leaf.shape[axis]), axis)[: 1 if longer else None]
         return LOUD * leaf if leaf.is_floating_point() else leaf
 
-    made = ([larger(leaf, free, longer) for leaf, free in zip(leaves, axes, strict=True)]
-            for longer in (True, False))  # fmt: skip
-    return [Batch(*pytree.tree_unflatten(changed, spec), None, []) for changed in made]
+    made = []
+    for longer in (True, False):
+        changed = [larger(leaf, free, longer) for leaf, free in zip(leaves, axes, strict=True)]
+        args, kwargs = pytree.tree_unflatten(changed, spec)
+        made.append(Batch(args, kwargs, None, []))
+    return made
 
 
 def _of_heads(leaves: Sequence[Any]) -> int | None:

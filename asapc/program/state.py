@@ -89,9 +89,6 @@ class Names:
     asked: frozenset[str] = frozenset()
 
 
-EVERYTHING = Names(None)
-
-
 class TooMuch(Exception):
     """More values than a guard can look at."""
 
@@ -624,7 +621,10 @@ SETTINGS = (  # of torch, by the functions that give them
 
 def setting(name: str) -> Any:
     """The function of torch that gives it, or None."""
-    return functools.reduce(lambda home, part: getattr(home, part, None), name.split("."), torch)
+    home: Any = torch
+    for part in name.split("."):
+        home = getattr(home, part, None)
+    return home
 
 
 def is_question(text: str) -> bool:
