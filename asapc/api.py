@@ -212,5 +212,12 @@ def _teacher(model: nn.Module | str) -> Teacher:
         raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
     model = uncompiled(model)
     # It runs in its place: the same parameters, with buffers and attributes of its own.
-    model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    try:
+        model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    except Exception as error:
+        raise InputError(
+            "compile: the model can be copied, so that it stays as it is",
+            got=f"{type(error).__name__}: {error}",
+            help="let its class leave out of __getstate__ what cannot be copied, such as locks and files",
+        ) from error
     return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)

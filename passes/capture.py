@@ -14,6 +14,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from asapc.passes.branches import (
 )
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
+from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
@@ -79,6 +81,7 @@ class Capture:
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
+LOUD = 30  # times the numbers of the example
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
@@ -112,11 +115,12 @@ def capture(
         return Capture("whole", [program])
     with _undisturbed(model):
         example = Batch(args, kwargs, None, [])
+        larger = _larger(args, kwargs, model.forward)
         try:
-            state = observed(model, [example, *more[:1], example])
+            state = observed(model, [example, *more[:1], example], larger)
         except Exception:
             run_example(model, args, kwargs)
-            state = observed(model, [example, example])  # it fails on more data, which is told later
+            state = observed(model, [example, example], larger)  # more data fails, which is told later
         whole = _whole(model, args, kwargs, state)
         if isinstance(whole, str) and state.eager and is_the_same_traced(model, example):
             state.eager = False  # what it does where it is traced may be easier to follow
@@ -289,7 +293,7 @@ def _traced(
     answers, output = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
-    free = free_functions(used) if functions else contextlib.nullcontext()
+    free = free_functions(used, state.spaces) if functions else contextlib.nullcontext()
     try:
         with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
             budget.of_sizes = used
@@ -489,6 +493,29 @@ def _dynamic_shapes(
     except TypeError:
         return None  # the model itself will say what is wrong with the call
     return pytree.tree_map(dims, dict(bound.arguments))
+
+
+def _larger(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]) -> list[Batch]:
+    """One example with more tokens, and more examples; both with larger numbers."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    axes = pytree.tree_leaves(_dynamic_shapes(args, kwargs, forward), is_leaf=_are_axes)
+    if len(axes) != len(leaves):
+        return []
+
+    def larger(leaf: Any, free: dict[int, Any], longer: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for axis in (axis for axis, size in free.items() if size is not Dim.STATIC):
+            most = max(LONGEST, leaf.shape[axis] + MANY) if longer and axis else MANY if not axis else 1
+            leaf = torch.cat([leaf] * math.ceil(most / leaf.shape[axis]), axis)[: 1 if longer else None]
+        return LOUD * leaf if leaf.is_floating_point() else leaf
+
+    made = []
+    for longer in (True, False):
+        changed = [larger(leaf, free, longer) for leaf, free in zip(leaves, axes, strict=True)]
+        args, kwargs = pytree.tree_unflatten(changed, spec)
+        made.append(Batch(args, kwargs, None, []))
+    return made
 
 
 def _of_heads(leaves: Sequence[Any]) -> int | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ FUNCTIONS = ("log", "log2", "log10", "log1p", "sqrt", "exp")
 
 
 @contextlib.contextmanager
-def free_functions(used: list[str]) -> Iterator[None]:
-    """Let a model's own code take functions of sizes while it is traced.  used: takes up their names."""
-    plain = {name: getattr(math, name) for name in FUNCTIONS}
-    for name, function in plain.items():
-        setattr(math, name, _of_sizes(name, function, used))
+def free_functions(used: list[str], spaces: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
+    """Let a model's own code take functions of sizes while it is traced.  used: takes up their names.
+    spaces: the globals of the code, which may have them by themselves."""
+    plain = {getattr(math, name): name for name in FUNCTIONS}
+    changed = [
+        (space, key, value) for space in (vars(math), *spaces) for key, value in space.items()
+        if isinstance(value, BuiltinFunctionType) and value in plain
+    ]  # fmt: skip
+    for space, key, value in changed:
+        space[key] = _of_sizes(plain[value], value, used)
     try:
         yield
     finally:
-        for name, function in plain.items():
-            setattr(math, name, function)
+        for space, key, value in changed:
+            space[key] = value
 
 
 @contextlib.contextmanager

@@ -13,15 +13,15 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import dis
+import copy
 import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 import asapc.inputs
 from asapc.inputs.data import Batch
+from asapc.passes.bytecode import asks_for_precision, loaded_names, stored_names
 from asapc.passes.observe import Leave, entering
 from asapc.program.state import (
     GONE,
@@ -46,6 +47,7 @@ from asapc.program.state import (
     encoded,
     found,
     reachable,
+    setting,
     text_of,
 )
 
@@ -53,7 +55,7 @@ _HERE = Path(asapc.inputs.__file__).parent
 _NOT_THE_USERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent, _HERE)
 )
-_OF_SETTINGS = {getattr(torch, name, None): name for name in SETTINGS}
+_OF_SETTINGS = {setting(name): name for name in SETTINGS}
 _BY_CALL: dict[Any, str] = {
     **{call: name for call, name in _OF_SETTINGS.items() if isinstance(call, BuiltinFunctionType)},
     torch.is_grad_enabled: "grad", torch.is_inference_mode_enabled: "inference",
@@ -66,8 +68,12 @@ _BY_CODE = {
 _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
-    "stride": ("layout",),
+    "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
+    "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind",), "__class__": ("kind",),
+    "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
+_OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
+_OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
 _TRACED = [
     getattr(home, name).__code__
     for home in (torch.compiler, torch._utils, torch._dynamo if "torch._dynamo" in sys.modules else None)
@@ -77,11 +83,6 @@ _TRACED = [
 _IN_PYTHON = {*_TRACED, *_BY_CODE}  # of torch, what code asks
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
 _PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
-_ANY_NAME = {
-    "asdict", "astuple", "vars", "__dict__", "attrgetter", "__getattribute__", "getattr_static",
-    "getmembers",
-}  # fmt: skip
-_LOOKUPS = ("__getattribute__", "__getattr__", "__setattr__", "__delattr__")
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Observed:
     changing:  why it does not always compute the same, from run to run.
     varying:   why not, from call to call of one run.
     eager:     whether code computes something else where it is told that it is traced.
+    spaces:    the globals of its functions.
     """
 
     names: dict[str, Names] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Observed:
     changing: dict[str, str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
     eager: bool = False
+    spaces: list[dict[str, Any]] = field(default_factory=list)
 
     def reason(self, within: str, one_program: bool) -> str | None:
         """Why a program of this module would not be what it computes.
@@ -140,18 +143,10 @@ class Observed:
         """What is in the attributes that the module's code sets and does not load: its own, and those of
         objects that it can reach."""
         names = self.names.get(name, Names())
-        if names.attributes is None:
-            return {}
-        stored, counted = set[str](), set[str]()
-        for code in names.code:
-            for before, step in itertools.pairwise(_instructions(code)):
-                if step.opname == "STORE_ATTR":
-                    stored.add(str(step.argval))
-                elif step.opname == "LOAD_ATTR" and before.opname == "COPY":
-                    counted.add(str(step.argval))  # self.calls += 1
-        own = stored - names.attributes - counted
+        stored, counted = stored_names(names.code)
+        own = stored - names.said - counted
         try:
-            paths = reachable(module, replace(names, attributes=names.attributes | stored)) if own else {}
+            paths = reachable(module, replace(names, attributes=names.said | stored)) if own else {}
         except TooMuch:
             paths = {(("attr", key),): None for key in vars(module)}
         return {
@@ -185,8 +180,9 @@ class Observed:
         return reachable(module, _of_torch(module) or names)
 
 
-def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
-    """What the model reads on these batches, the first of which is its example."""
+def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
+    """What the model reads on these batches, the first of which is its example.  larger: that it may
+    take, after which it computes what it did before, or remembers something."""
     found, example = Observed(), batches[0]
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
@@ -195,16 +191,21 @@ def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
             codes = codes | profile.codes.get(name.rpartition(".")[0], set())
-        found.names[name] = _names(codes)
+        found.names[name] = loaded_names(codes)
         asked = profile.questions.get(name, set())
-        loaded = found.names[name].attributes or frozenset()
+        loaded = found.names[name].said | found.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
-        if any(map(_asks_for_precision, codes)):
+        if any(map(asks_for_precision, codes)):
             asked.add(PRECISION)
         if codes and not _of_torch(module):
             found.questions[name] = frozenset(asked)
+        unsteady = profile.unsteady.get(name, set()) | (found.names[name].said & _OF_MEMORY)
+        if unsteady:
+            found.changing[name] = f"asks for {min(unsteady)}, which is not always the same"
     found.eager = profile.traced
-    runs = [_entries(model, batch, found) for batch in (example, *batches[1:])]
+    found.spaces = [*profile.spaces.values()]
+    runs = [_entries(model, batch, found)[0] for batch in (example, *batches[1:])]
+    _note_memory(model, example, larger, found)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()) and not _trains(model, example):
@@ -236,6 +237,8 @@ class _Profile:
         self.codes: dict[str, set[CodeType]] = {}
         self.questions: dict[str, set[str]] = {}
         self.traced = False
+        self.spaces: dict[int, dict[str, Any]] = {}
+        self.unsteady: dict[str, set[str]] = {}
         self._stack: list[str] = []
         self._users = functools.cache(_is_users)
 
@@ -252,19 +255,26 @@ class _Profile:
             sys.setprofile(before)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if not self._stack or event not in ("call", "c_call"):
+        if not self._stack or event not in ("call", "c_call") or frame.f_back is None:
             return
         code = frame.f_code
-        if event == "call" and code in _IN_PYTHON and frame.f_back is not None:
+        if event == "call" and code in _IN_PYTHON:
             if self._users(frame.f_back.f_code.co_filename):
                 self.traced |= code in _TRACED
                 if code in _BY_CODE:
                     self.questions.setdefault(self._stack[-1], set()).add(_BY_CODE[code])
         elif self._users(code.co_filename):
             if event == "call":
+                self.spaces[id(frame.f_globals)] = frame.f_globals
                 self.codes.setdefault(self._stack[-1], set()).add(code)
             elif (question := _question(arg)) is not None:
                 self.questions.setdefault(self._stack[-1], set()).add(question)
+            elif _home(arg).startswith(_OF_THE_WORLD):
+                self.unsteady.setdefault(self._stack[-1], set()).add(arg.__name__)
+        elif event == "call" and frame.f_globals.get("__name__") in ("random", "genericpath") and (
+            self._users(frame.f_back.f_code.co_filename)
+        ):
+            self.unsteady.setdefault(self._stack[-1], set()).add(code.co_name)
 
 
 def _is_users(file: str) -> bool:
@@ -273,106 +283,18 @@ def _is_users(file: str) -> bool:
     return not pythons and not file.startswith(_NOT_THE_USERS)
 
 
+def _home(function: Any) -> str:
+    """The module of a builtin function, or of the class that it is a method of."""
+    owner = getattr(function, "__self__", None)
+    bound = owner is not None and not isinstance(owner, ModuleType | type)
+    return str((type(owner) if bound else function).__module__)
+
+
 def _question(function: Any) -> str | None:
     try:
         return _BY_CALL.get(function)
     except TypeError:  # of an object that has no hash
         return None
-
-
-def _names(codes: Collection[CodeType]) -> Names:
-    """What these functions load.  Their constants count where they ask for attributes by name."""
-    attributes: set[str] = set()
-    loaded: set[str] = set()
-    environ, imported = set[str](), set[str]()
-    for code in codes:
-        instructions = _instructions(code)
-        texts = {x for x in code.co_consts if isinstance(x, str)}
-        own: set[str] = set()
-        for before, step in itertools.pairwise((*instructions[:1], *instructions)):
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and before.opname != "COPY":
-                own.add(str(step.argval))
-            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                loaded.add(str(step.argval))
-            elif step.opname == "IMPORT_NAME":
-                imported.add(str(step.argval))
-            elif step.opname == "IMPORT_FROM":
-                own.add(str(step.argval))
-            elif step.opname == "MATCH_CLASS":
-                own |= {*before.argval}
-        asked = _asked_by_name(instructions)
-        if code.co_name in _LOOKUPS:  # asks by names that other code has loaded, of what it keeps them in
-            own |= {text for text in texts if text.isidentifier()}
-            own -= _ANY_NAME
-        elif asked is None:
-            own.add("vars")  # names that are made while it runs
-        else:
-            own |= asked
-        if {"environ", "getenv"} & (own | loaded):
-            environ |= texts
-        attributes |= own
-    everything = bool(_ANY_NAME & (attributes | loaded))
-    return Names(
-        None if everything else frozenset(attributes), frozenset(loaded), frozenset(codes),
-        frozenset(environ), frozenset(imported),
-    )  # fmt: skip
-
-
-_SILENT = {"PRECALL", "CACHE", "KW_NAMES", "NOP", "RESUME", "EXTENDED_ARG"}
-
-
-def _instructions(code: CodeType) -> list[dis.Instruction]:
-    """What a function does, without what only helps Python to do it."""
-    return [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
-
-
-def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
-    """The names that getattr and hasattr are called with; None where one is made while the code runs."""
-    names: set[str] = set()
-    for place, start in enumerate(instructions):
-        if start.opname in ("LOAD_GLOBAL", "LOAD_NAME") and start.argval in ("getattr", "hasattr"):
-            name = _second_argument(instructions[place + 1 :])
-            if name is None:
-                return None
-            names.add(name)
-    return names
-
-
-_FLOATS = {"half", "float16", "bfloat16", "float", "float32", "double", "float64"}
-_OF_DIGITS = {"eps", "tiny", "smallest_normal", "resolution"}  # of torch.finfo, beside the limits
-
-
-def _asks_for_precision(code: CodeType) -> bool:
-    """Whether a function compares a dtype with one of torch's floating-point types, as code does that
-    clamps in half precision alone, or computes with what rounding is in it."""
-    instructions = _instructions(code)
-    loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
-    if loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS):
-        return True
-    for place, step in enumerate(instructions):
-        if step.opname in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
-            before = {str(x.argval) for x in instructions[max(0, place - 8) : place]}
-            if "dtype" in before and before & _FLOATS:
-                return True
-    return False
-
-
-def _second_argument(instructions: Sequence[dis.Instruction]) -> str | None:
-    """Of the call of the function that was loaded just before: a text that stands there, or None."""
-    depths = [0]
-    for step in instructions:
-        if step.opname.startswith("CALL") and step.arg is not None and depths[-1] == step.arg:
-            break
-        depths.append(depths[-1] + dis.stack_effect(step.opcode, step.arg, jump=False))
-        if depths[-1] < 0:
-            return None
-    if not {1, 2} <= {*depths}:
-        return None
-    first, second = (max(n for n, depth in enumerate(depths) if depth == end) for end in (1, 2))
-    span = instructions[first:second]
-    if len(span) != 1 or span[0].opname != "LOAD_CONST" or not isinstance(span[0].argval, str):
-        return None
-    return span[0].argval
 
 
 @dataclass
@@ -383,8 +305,27 @@ class _Entry:
     weights: dict[str, tuple[Tensor, int]]
 
 
-def _entries(model: nn.Module, batch: Batch, found: Observed) -> dict[str, list[_Entry]]:
-    """What every module can read, whenever it is entered in one run."""
+def _note_memory(model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed) -> None:
+    """Notes what makes the model compute something else after other calls than it did before."""
+    try:
+        alone = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    except Exception:  # of something that cannot be copied
+        alone = model
+    (before, expected), (_, again) = (_entries(alone, example, found) for _ in range(2))
+    for batch in larger:
+        with contextlib.suppress(Exception):  # of the model: it takes no such inputs
+            alone(*batch.args, **batch.kwargs)
+    after, output = _entries(alone, example, found)
+    if not _identical(output, expected):
+        pairs = ((name, _difference(one[0], after[name][0])) for name, one in before.items())
+        unsteady = {name: reason for name, reason in pairs if reason is not None}
+        if not unsteady and _identical(again, expected):
+            unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
+        found.changing |= unsteady
+
+
+def _entries(model: nn.Module, batch: Batch, found: Observed) -> tuple[dict[str, list[_Entry]], Any]:
+    """What every module can read, whenever it is entered in one run; and what the model gives."""
     entries: dict[str, list[_Entry]] = {}
 
     def enter(name: str, *_: Any) -> None:
@@ -400,8 +341,8 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> dict[str, list[
         entries.setdefault(name, []).append(_Entry(values, weights))
 
     with entering(model, enter):
-        model(*batch.args, **batch.kwargs)
-    return entries
+        output = model(*batch.args, **batch.kwargs)
+    return entries, output
 
 
 def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> None:

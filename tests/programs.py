@@ -76,6 +76,7 @@ class Case:
     calls: int = 1
     transposed: bool = False
     left_out: bool = False
+    part: bool = False
 
 
 def cases_of(spec: Spec) -> list[Case]:
@@ -90,7 +91,7 @@ def cases_of(spec: Spec) -> list[Case]:
         Case("very long", examples=1, length=120, keys=120), Case("many", examples=20),
         Case("many, long", examples=9, length=30, keys=26),
         Case("faint", spread=1e-3), Case("loud", spread=6.0), Case("very loud", spread=40.0),
-        Case("huge", spread=1e3), Case("strided", transposed=True),
+        Case("huge", spread=1e3), Case("strided", transposed=True), Case("part", part=True),
         Case("loaded", mode="load"), Case("stepped", mode="step"),
     ]  # fmt: skip
     if not spec["dropout"]:
@@ -139,6 +140,8 @@ def inputs_of(spec: Spec, case: Case, seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(1, VOCABULARY, (case.examples, n), generator=chance)
     if case.transposed:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    if case.part:
+        x = torch.cat([x[:1], x])[1:]
     value = {"-1e9": -1e9, "-1e4": -1e4, "torch.finfo(s.dtype).min": torch.finfo(x.dtype).min}.get(
         spec["value"], -1e9
     )
@@ -231,6 +234,8 @@ def run(
             results.error = error
         finally:
             _restore(subject.space, settings)
+            for twist in twists_of(spec):
+                exec(twist.undo, {"space": subject.space, "torch": torch})
     results.warned = any(issubclass(warning.category, OwnCodeWarning) for warning in caught)
     return results
 

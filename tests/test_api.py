@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def test_a_model_captured_per_module_comes_back_whole() -> None:
     assert seen == [compiled.text.layers[0].mha.WQ]  # its layers are live
 
 
+def with_a_lock() -> nn.Module:
+    model: Any = text_model()
+    model.layers[0].lock = threading.Lock()
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
@@ -97,6 +104,7 @@ def test_a_model_captured_per_module_comes_back_whole() -> None:
         (text_model, [], "examples"),
         (text_model, [{"inputs": "text"}], "batch 0: a batch must hold at least one array"),
         (text_model, {}, "examples"),
+        (with_a_lock, {"inputs": torch.ones(9, 12).long()}, "the model can be copied.*got TypeError"),
     ],
 )
 def test_what_is_wrong_is_named(model: Any, data: Any, message: str) -> None:

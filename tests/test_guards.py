@@ -6,13 +6,19 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import importlib
 import json
 import math
 import os
+import random
+import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
+from math import log
 from typing import Any
 
 import numpy as np
@@ -28,15 +34,15 @@ from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
 from asapc.program.compiled import OwnCodeWarning
-from asapc.program.state import EVERYTHING, Reads, reachable
+from asapc.program.state import Names, Reads, reachable
 
 TAU = 1.0
-LIMITS = {"tau": 1.0}
+LIMITS = {"tau": 1.0, "compiled": 1.0}
 
 
-def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 3) -> Tensor:
+def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 3, bias: Any = 0.0) -> Tensor:
     q, k = layer.qk(x).chunk(2, -1)
-    scores = 3 * q @ k.mT / tau
+    scores = 3 * q @ k.mT / tau + bias
     f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
     for _ in range(steps):
         f = -torch.logsumexp(scores + g, -1, keepdim=True)
@@ -200,10 +206,45 @@ class Settings:
         return self._values[name]
 
 
+SETTINGS = types.ModuleType("settings_of_test")
+SETTINGS.TAU, GLOBAL = 1.0, 1.0
+sys.modules["settings_of_test"] = SETTINGS
+EXTRA = types.ModuleType("torch_extra")  # no part of torch, in a package called almost like it
+exec(compile("TAU = 1.0\ndef tau(): return TAU", "/site-packages/torch_extra/x.py", "exec"), vars(EXTRA))
+CELL = {"tau": 1.0}
+
+
+@torch.compile(backend="eager")
+def below_compile() -> float:
+    return LIMITS["compiled"]
+
+
+class Same(nn.Module):
+    def forward(self, x: float) -> float:
+        return x
+
+
 VARIABLE = contextvars.ContextVar("tau", default=1.0)
 LOCAL = threading.local()
 LOCAL.tau = 1.0
-ACTS = {"a": lambda s: s * 1.0, "b": lambda s: s * 2.0}
+ACTS = {"a": lambda s: s * 1, "b": lambda s: s * 2}
+
+
+class OfNames(Layer):
+    """What is not there, or has a name in a text alone; what is told apart by its parts or shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("none", None)
+        self.listed, self.share, self.weight = nn.ParameterList([torch.ones(1)]), Fraction(1), None
+        self.sized = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tau = 2.0 if self.none is not None or hasattr(self, "later") else 1.0
+        tau = tau * len(self.listed) * float(self.share) * self.sized.shape[0]
+        tau = tau * globals()["GLOBAL"] * importlib.import_module("settings_of_test").TAU
+        tau = tau * (len(list(self.parameters())) / 6) * (2.0 if getattr(x, "sharp", False) else 1.0)
+        return attended(self, x, tau * (2.0 if torch.distributed.is_initialized() else 1.0))
 
 
 class OfHidden(Layer):
@@ -215,12 +256,20 @@ class OfHidden(Layer):
         self.many, self.long = {f"k{i}": 1.0 for i in range(80)}, [1.0] * 90
         self.kinds, self.by_kind, self.act = {1, 2}, {0.5: 1.0}, ACTS["a"]
         self.tau_0, self.weak = 1.0, weakref.ref(SHARED)
+        self.kind, self.norm, self.others, self.same = "soft", nn.LayerNorm(4), [Same().eval()], Same()
+        self.same.register_forward_hook(lambda module, args, out: out * CELL["tau"])
 
     def forward(self, x: Tensor) -> Tensor:
-        tau = self.settings.tau * self.table[0] * self.user["tau"] * self.many["k7"] * self.long[70]
+        match self.kind:
+            case "soft":
+                tau = self.same(1.0)
+            case _:
+                tau = 2.0
+        tau = tau * self.settings.tau * self.table[0] * self.user["tau"] * self.many["k7"] * self.long[70]
         tau = tau * (2.0 if 3 in self.kinds else 1.0) * self.by_kind[0.5]
         tau = tau * getattr(self, f"tau_{x.dim() - 3}") * VARIABLE.get() * LOCAL.tau * self.weak().tau
-        tau = tau * float(os.environ.get("TAU_OF_TEST", "1"))
+        tau = tau * float(os.environ.get("TAU_OF_TEST", "1")) * EXTRA.tau() * below_compile()
+        tau = tau * (2.0 if self.others[0].training else 1.0) * (1 + self.norm.eps)
         return attended(self, x, float(self.act(tau)))
 
 
@@ -249,6 +298,12 @@ def hidden() -> tuple[nn.Module, nn.Module]:
         (lambda one, patch: patch.setattr(SHARED, "tau", 2.0), "weak.tau"),
         (lambda one, patch: patch.setattr(LOCAL, "tau", 2.0), "LOCAL.tau"),
         (lambda one, patch: patch.setenv("TAU_OF_TEST", "2"), "os.environ['TAU_OF_TEST']"),
+        (lambda one, patch: patch.setattr(EXTRA, "TAU", 2.0), "TAU"),
+        (lambda one, patch: patch.setitem(LIMITS, "compiled", 2.0), "LIMITS['compiled']"),
+        (lambda one, patch: patch.setitem(CELL, "tau", 2.0), "CELL['tau']"),
+        (lambda one, patch: setattr(one, "kind", "hard"), "kind"),
+        (lambda one, patch: setattr(one.norm, "eps", 1.0), "norm.eps"),
+        (lambda one, patch: one.others[0].train(), "others[0].training"),
     ],
 )  # fmt: skip
 def test_state_off_the_beaten_track_is_guarded(
@@ -258,12 +313,85 @@ def test_state_off_the_beaten_track_is_guarded(
     model, compiled = copy.deepcopy(hidden)
     x = torch.randn(2, 5, 4)
     compiled(x)
-    change(model[0], monkeypatch), change(compiled[0], monkeypatch)
+    for one in (model[0], compiled[0]):
+        change(one, monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
     warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
     assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+def bool_one() -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
+def named() -> tuple[nn.Module, nn.Module]:
+    return made(OfNames)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda one, patch: None, None),
+        (lambda one, patch: setattr(one, "none", torch.ones(1)), "was captured as"),
+        (lambda one, patch: setattr(one, "later", 1), "later was captured as attribute absent"),
+        (lambda one, patch: one.listed.append(torch.ones(1)), "was captured as"),
+        (lambda one, patch: setattr(one, "share", Fraction(2)), "share"),
+        (lambda one, patch: setattr(one, "sized", nn.Parameter(torch.ones(2))), "sized"),
+        (lambda one, patch: patch.setitem(globals(), "GLOBAL", 2.0), "GLOBAL"),
+        (lambda one, patch: patch.setattr(SETTINGS, "TAU", 2.0), "TAU"),
+        (lambda one, patch: one.register_parameter("another", nn.Parameter(torch.ones(1))), "structure"),
+        (lambda one, patch: patch.setattr(torch.distributed, "is_initialized", bool_one), "distributed"),
+    ],
+)
+@torch.no_grad()
+def test_what_is_absent_or_named_in_a_text_is_guarded(
+    named: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiled = copy.deepcopy(named)
+    for one in (model[0], compiled[0]):
+        change(one, monkeypatch)
+    warned = own_code(model, compiled, torch.randn(2, 5, 4))
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+class OfChance(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if random.randint(1, 99) == 7 else 1.0)
+
+
+class OfFiles(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if os.path.exists("sharp") else 1.0)
+
+
+class OfMemory(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if x.is_shared() else 1.0)
+
+
+class OfIterators(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = iter([1.0] * 99)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, next(self.rest))
+
+
+@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators])
+def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
+    with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
+        made(kind)
+
+
+def test_hooks_of_gradients_are_guarded(hidden: Any) -> None:
+    model, compiled = copy.deepcopy(hidden)
+    compiled[0].same.register_full_backward_hook(lambda module, *grads: None)
+    (warned,) = own_code(model, compiled, torch.randn(2, 5, 4))
+    assert "hooks of gradients" in warned
 
 
 def test_context_variables_are_guarded(hidden: Any) -> None:
@@ -348,6 +476,14 @@ class Decays(Layer):
         return attended(self, x, self.context.tau)
 
 
+class Records(Layer):
+    """Remembers what is larger than the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = max(self.calls, 40, x.shape[1])
+        return attended(self, x, self.calls / 40)
+
+
 class Caches(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.plain, Tensor) or len(self.taus) != x.shape[1]:
@@ -362,10 +498,10 @@ def _analysed(model: nn.Module) -> Analysis:
 
 
 def test_state_that_changes_is_left_to_the_code() -> None:
-    analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Layer))
-    assert analysis.capture.kind == "module" and analysis.names == ["layers.4"]
+    analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Records, Layer))
+    assert analysis.capture.kind == "module" and analysis.names == ["layers.5"]
     texts = ("reads calls, which is not always the same", "seen, that is written", "reads context.tau",
-             "reads taus")  # fmt: skip
+             "reads taus", "reads calls, which is not always the same (40 and 522)")  # fmt: skip
     for number, (left, text) in enumerate(zip(analysis.left_alone, texts, strict=True)):
         assert left.name == f"layers.{number}" and text in left.reason
 
@@ -406,7 +542,7 @@ def test_looking_runs_no_code() -> None:
 def test_a_container_that_grows_after_a_call(grow: Any) -> None:
     layer: Any = Layer()
     layer.taus, layer.named = [1.0], {"tau": 1.0}
-    reads = Reads(tuple(reachable(layer, EVERYTHING).items()))
+    reads = Reads(tuple(reachable(layer, Names(None)).items()))
     assert reads.difference(layer) is None
     assert reads.difference(layer) is None  # known, and not compared again
     grow(layer)
@@ -474,6 +610,31 @@ class OfLengths(Layer):
         return attended(self, x, (torch.ones(x.shape[1]).sum().clamp(min=600) / 600) ** 4)
 
 
+class OfExamples(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, (torch.ones(x.shape[0]).sum().clamp(min=600) / 600) ** 4)
+
+
+class OfInputs(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 1.0 + isinstance(x, nn.Parameter) + 2 * x.storage_offset())
+
+
+class OfBias(Layer):
+    """Of heads, queries and keys."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        bias = torch.randn(2, 6, 6)
+        if trained:
+            self.bias = nn.Parameter(bias)
+        else:
+            self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, bias=self.bias)
+
+
 class OfPrecision(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
@@ -508,12 +669,12 @@ class OfClipping(Layer):
 
 class OfLen(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x).view(len(x), -1, 4)
+        return attended(self, x).view(len(x), -1, 4) * log(x.shape[1])
 
 
-def made(kind: type[Layer]) -> tuple[nn.Module, nn.Module]:
+def made(kind: Callable[[], Layer], *size: int) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model, x = nn.Sequential(kind()).eval(), torch.randn(24, 6, 4)
+    model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
     recipe = {"operator": "lossless", "batch_size": 8}
     return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
 
@@ -526,19 +687,49 @@ def own_code(model: nn.Module, compiled: nn.Module, x: Tensor) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
 
 
-@pytest.mark.parametrize(("kind", "length"), [(OfLogs, 30), (OfLengths, 700)])
+@pytest.mark.parametrize(("kind", "size", "text"), [
+    (OfLogs, (1, 30, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
+    (OfExamples, (700, 3, 4), "size 0"),
+])  # fmt: skip
 @torch.no_grad()
-def test_a_length_at_which_something_else_begins(kind: type[Layer], length: int) -> None:
+def test_a_size_at_which_something_else_begins(kind: type[Layer], size: tuple[int], text: str) -> None:
     model, compiled = made(kind)
     assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
-    (warned,) = own_code(model, compiled, torch.randn(1, length, 4))
-    assert "size 1" in warned
+    (warned,) = own_code(model, compiled, torch.randn(size))
+    assert text in warned
 
 
 @torch.no_grad()
-def test_len_leaves_a_size_free() -> None:
+def test_len_and_a_logarithm_by_itself_leave_sizes_free() -> None:
     model, compiled = made(OfLen)
-    assert own_code(model, compiled, torch.randn(5, 6, 4)) == []
+    assert own_code(model, compiled, torch.randn(5, 9, 4)) == []
+
+
+@torch.no_grad()
+def test_what_an_input_is_besides_its_numbers() -> None:
+    model, compiled = made(OfInputs)
+    x = torch.randn(3, 6, 4)
+    told = torch.randn(3, 6, 4)
+    told.sharp = True  # type: ignore[attr-defined]
+    cases = ((x, None), (nn.Parameter(x), "no plain"), (told, "no plain"), (x[1:], "part of a tensor"))
+    for given, text in cases:
+        warned = own_code(model, copy.deepcopy(compiled), given)
+        assert len(warned) == (text is not None) and (text is None or text in warned[0])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@torch.no_grad()
+def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
+    model, compiled = made(lambda: OfBias(trained), 2)
+    x, layers = torch.randn(3, 2, 6, 4), (model[0], compiled[0])
+    for entries, low in ((2, 2.0), (3, -math.inf)):
+        for layer in layers:
+            layer.bias[1, 4, :entries] = low
+        if low > 0:
+            assert own_code(model, compiled, x) == []
+    assert model(x).isfinite().all()
+    with pytest.raises(InputError, match="a score bias holds numbers"):
+        compiled(x)
 
 
 @torch.no_grad()

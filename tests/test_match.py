@@ -216,6 +216,11 @@ def test_a_data_dependent_branch_is_not_traced_silently() -> None:
         program.graph(-torch.ones(3, 4))
 
 
-def test_a_failing_forward_is_the_users_to_mend() -> None:
-    with pytest.raises(InputError, match="the model runs on the given data"):
-        capture(build("Softmax"), (torch.randn(3, 10, 7),), {})
+@pytest.mark.parametrize("error", [None, TypeError, NameError, KeyError])
+def test_a_failing_forward_is_the_users_to_mend(error: type[Exception] | None) -> None:
+    model = build("Softmax")
+    if error is not None:
+        model.register_forward_pre_hook(lambda *_: exec("raise error('b')", {"error": error}))
+    with pytest.raises(InputError, match="the model runs on the given data") as raised:
+        capture(model, (torch.randn(3, 10, 7),), {})
+    assert isinstance(raised.value.__cause__, error or RuntimeError)

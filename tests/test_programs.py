@@ -14,8 +14,15 @@ SEEDS = (
     # sliced plans of points as large as what hides others, a gradient beside finfo.min
     20296, 21656,
 )  # fmt: skip
-OTHERS = ({"family": "lot"}, {"damping": "parameter", "form": "potentials"})  # which none of those has
-SPECS = [*map(programs.drawn, SEEDS), *(programs.settled(programs.plain() | own) for own in OTHERS)]
+OTHERS = (  # which none of those has
+    {"family": "lot"}, {"damping": "parameter", "form": "potentials"},
+    {"late": "longest", "twist": "counter"}, {"late": "context_variable", "parent": "two"},
+)  # fmt: skip
+SPECS = [
+    *({**programs.drawn(seed), "late": "none"} for seed in SEEDS),
+    *(programs.settled(programs.plain() | own) for own in OTHERS),
+]
+IDS = [*map(str, SEEDS), *(" ".join(map(str, own.values())) for own in OTHERS)]
 
 
 def wrong(verdict: programs.Verdict) -> dict[str, str]:
@@ -24,7 +31,7 @@ def wrong(verdict: programs.Verdict) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("number", range(len(SPECS)), ids=[*map(str, SEEDS), "lot", "learnt damping"])
+@pytest.mark.parametrize("number", range(len(SPECS)), ids=IDS)
 def test_a_program_never_differs_silently(number: int) -> None:
     seed = SEEDS[number] if number < len(SEEDS) else 0
     verdict = programs.judge(SPECS[number], seed)
@@ -35,7 +42,7 @@ def test_a_program_never_differs_silently(number: int) -> None:
 
 def test_they_hold_every_ingredient_but_some_twists() -> None:
     for name, values in programs.INGREDIENTS.items():
-        if name not in ("twist", "second"):
+        if name not in ("twist", "second", "late"):
             assert set(map(str, values)) <= {str(spec[name]) for spec in SPECS}, name
 
 

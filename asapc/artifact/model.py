@@ -32,7 +32,7 @@ from asapc.program.call import (
     types_at_hand,
 )
 from asapc.program.code import GraphCode, tensors_of, traced_inputs, under
-from asapc.program.compiled import OPERATORS, CompiledModel, Inside, site_line
+from asapc.program.compiled import CompiledModel, Inside, site_line
 from asapc.program.live import (
     Patch,
     another_model,
@@ -43,6 +43,7 @@ from asapc.program.live import (
     with_operators,
 )
 from asapc.program.monitor import attach
+from asapc.program.state import OPERATORS
 from asapc.program.summary import Summary, shown_by
 from asapc.terminal.printed import reason
 

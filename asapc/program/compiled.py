@@ -31,7 +31,6 @@ from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
 from asapc.program.state import Reads, Steps, asked, can_be_taken_away, own_forward, take_away
 
-OPERATORS = "asapc"  # of a module: what its operators were fitted with
 REPLICATE = "_replicate_for_data_parallel"
 # What is asked of a call, and what helps where it does not hold.
 AS_CAPTURED = (

@@ -37,8 +37,9 @@ from torch.fx import Graph, GraphModule, Node
 from asapc.errors import InputError
 from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
-from asapc.program.compiled import OPERATORS, REPLICATE, Forward, Inside, Operators, site_line
+from asapc.program.compiled import REPLICATE, Forward, Inside, Operators, site_line
 from asapc.program.constants import Constants
+from asapc.program.state import OPERATORS
 from asapc.program.summary import shown_by
 
 

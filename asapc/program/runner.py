@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asapc.device import CPU, settle
-from asapc.errors import InputError
+from asapc.errors import AsapcError, InputError
 from asapc.inputs.data import Batch
-from asapc.inputs.faults import CAUSES, argument_names, data_fault, device_fault
+from asapc.inputs.faults import argument_names, data_fault, device_fault
 from asapc.ir import Program, SiteTensors
 from asapc.program.call import Tensors, known_of, other_size, sizes_text
 from asapc.program.calls import tapped
@@ -46,7 +46,9 @@ class Runner:
         """Raises InputError, which names the example, where the model fails because of one."""
         try:
             return self._call(batch)
-        except CAUSES as error:
+        except AsapcError:
+            raise
+        except Exception as error:
             lost = device_fault(error)
             if lost is not None:
                 raise lost from error

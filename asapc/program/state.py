@@ -15,6 +15,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -52,6 +53,16 @@ _HOOK_LISTS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
+OPERATORS = "asapc"  # of a module: what its operators were fitted with
+STRUCTURE = "structure"  # and what it holds, where code goes through it
+_OF_STRUCTURE = {"state_dict", *(
+    named + what for named in ("", "named_") for what in ("parameters", "buffers", "modules", "children")
+)}  # fmt: skip
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+ABSENT = ("attribute", "absent")  # the value of what code asks for and is not there
+# Values of Python's own, all of which their text shows.
+_SHOWN = {"itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress", "zoneinfo"}
+_ALWAYS_OTHERS = itertools.count()
 _WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
@@ -62,8 +73,10 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 class Names:
     """What the code of one module loads.
 
-    attributes: None for all, where names are made while it runs.  code: of the functions that ran.
+    attributes: None for all, where names are made while it runs.  said: those that stand in the code.
+    code: of the functions that ran.
     environ: names in the environment of the process.  imported: modules, while it ran.
+    modes: whether it asks for the mode of other modules.  asked: attributes that may be absent.
     """
 
     attributes: frozenset[str] | None = frozenset()
@@ -71,9 +84,9 @@ class Names:
     code: frozenset[CodeType] = frozenset()
     environ: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
-
-
-EVERYTHING = Names(None)
+    modes: bool = False
+    said: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
 
 
 class TooMuch(Exception):
@@ -86,8 +99,9 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
-    if TRAINED in (names.attributes or ()):
-        values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
+    for part, words in ((TRAINED, {TRAINED}), (STRUCTURE, _OF_STRUCTURE)):
+        if words & names.said:
+            values[(("part", part),)] = encoded(_stepped(root, ("part", part)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -95,12 +109,15 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
         steps, thing = queue.popleft()
         for step in _steps(thing, names, not steps, files):
             inner = _stepped(thing, step)
+            if inner is GONE and step[0] == "attr" and step[1] in names.asked:
+                values[(*steps, step)] = ABSENT
             if inner is GONE or (isinstance(inner, ModuleType) and _is_librarys(inner)):
                 continue
             path, value = (*steps, step), encoded(inner)
             ran = isinstance(inner, FunctionType) and inner.__code__ in names.code
             is_name = step[0] == "global" and isinstance(value, tuple) and value[0] == "named"
-            if not isinstance(inner, nn.Module) and (ran or not is_name):
+            of_module = isinstance(inner, nn.Module) and not isinstance(inner, _HOLDERS)
+            if not of_module and (ran or not is_name):
                 values[path] = value
             if isinstance(value, tuple) and id(inner) not in known and len(path) < DEEPEST:
                 known[id(inner)] = inner
@@ -115,6 +132,10 @@ def encoded(thing: Any) -> Value:
     kind = type(thing)
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
         return thing
+    if kind is torch.Size:
+        return ("shape", " ".join(map(str, thing)))
+    if isinstance(thing, _HOLDERS):
+        return ("modules", _digest(repr([*thing._modules, *thing._parameters]).encode()))
     if kind is str:
         return str(thing) if len(thing) <= 200 else ("text", _digest(thing.encode()))
     if isinstance(thing, Tensor):
@@ -132,23 +153,51 @@ def encoded(thing: Any) -> Value:
     if isinstance(thing, set | frozenset):
         return ("set", _digest(repr(sorted(repr(encoded(item)) for item in thing)).encode()))
     if isinstance(thing, FunctionType):
-        return ("function", f"{thing.__qualname__} {_digest(repr(_names_of(thing.__code__)).encode())}")
+        return ("function", f"{thing.__qualname__} {_code_digests(thing.__code__)}")
     if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
     if isinstance(thing, bytearray):
         return ("value", _digest(bytes(thing)))
     if isinstance(thing, float | complex | bytes | enum.Enum | range | torch.dtype | torch.device):
         return ("value", repr(thing)[:200])
-    if kind.__module__ == "itertools":
-        return ("value", repr(thing)[:200])  # a counter shows where it is
+    if kind.__module__.partition(".")[0] in _SHOWN:
+        return ("value", repr(thing)[:200])
+    if kind.__module__ == "builtins" and hasattr(kind, "__next__"):  # nothing shows where it is
+        return ("value", f"{kind.__name__} {next(_ALWAYS_OTHERS)}")
     return ("object", kind.__qualname__)
 
 
-def _names_of(code: CodeType) -> list[Any]:
-    """What tells two functions of one name apart, and is the same for every version of Python."""
-    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-    numbers = [x for x in code.co_consts if isinstance(x, float)]
-    return [code.co_names, texts, numbers]
+def _code_digests(code: CodeType) -> str:
+    """Two digests: of names and numbers, for every version of Python; of everything, for this one."""
+    parts = [*_codes_in(code)]
+    constants = {x for part in parts for x in part.co_consts if isinstance(x, float | str)}
+    known = {*(name for part in parts for name in part.co_names), *constants}
+    exact = [(part.co_code, part.co_names, part.co_varnames, *map(_constant, part.co_consts))
+             for part in parts]  # fmt: skip
+    told = sorted(repr(x) for x in known if isinstance(x, float) or x.isidentifier())
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return f"{_digest(repr(told).encode())} {version}-{_digest(repr(exact).encode())}"
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        yield from _codes_in(inner) if isinstance(inner, CodeType) else ()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return value.co_name
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are the same; functions of two versions of Python, as far as can be told."""
+    if type(one) is type(other) is tuple and one[0] == other[0] == "function":
+        (*names, code), (*others, other_code) = one[1].split(" "), other[1].split(" ")
+        if code.partition("-")[0] != other_code.partition("-")[0]:
+            return bool(names == others)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _are_plain(things: Any) -> bool:
@@ -170,7 +219,7 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator[Step]:
     """The steps from an object to what can be read of it; some may lead nowhere."""
-    if isinstance(thing, Tensor | str | bytes):
+    if isinstance(thing, Tensor | str | bytes | torch.Size):
         return
     if isinstance(thing, FunctionType):
         yield from (("part", part) for part in _WRAPPED if part in vars(thing))
@@ -216,24 +265,28 @@ def _is_librarys(thing: Any) -> bool:
 
 def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     """The names of its attributes that code may load."""
-    own, lists = _dict_of(thing), isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    own, lists = _dict_of(thing), isinstance(thing, _HOLDERS)
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
+    if names.modes and isinstance(thing, nn.Module) and not is_root:
+        yield "training"
     if of_torch and not is_root and not lists:  # a layer that is called, as it is then
         settings = {*own} - _OF_TORCH
         if names.attributes is not None:
             settings &= names.attributes
         yield from sorted(name for name in settings if _are_plain([own[name]]))
         return
-    parts = thing._modules if isinstance(thing, nn.Module) else {}
+    parts: dict[str, Any] = {}
+    if isinstance(thing, nn.Module):
+        parts = {**thing._modules, **thing._parameters, **thing._buffers}
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
     if names.attributes is None or _is_container(thing):
         loaded = [*own, *(
             name for kind in classes for name, value in vars(kind).items()
             if name not in own and not name.startswith("__") and _are_plain([value])
-        )]  # fmt: skip
+        ), *parts]  # fmt: skip
     else:
         of_class = {name for kind in classes for name in vars(kind)}
-        loaded = sorted(names.attributes & (own.keys() | of_class | parts.keys()))
+        loaded = sorted(names.attributes & (own.keys() | of_class | parts.keys() | names.asked))
     yield from (name for name in loaded if name not in _OF_TORCH or not isinstance(thing, nn.Module))
     if lists:
         yield from (name for name in parts if name not in (names.attributes or ()))
@@ -272,6 +325,8 @@ def own_forward(thing: Any) -> Any:
 def attribute(thing: Any, name: str) -> Any:
     """As it is stored, on the object or its class, or GONE."""
     own = _dict_of(thing)
+    if name in own.get("_former_parameters", ()):  # of a replica, which has tensors in their places
+        return own[name].shape
     if name in own and not isinstance(thing, type):
         value = own_forward(thing) if name == "forward" else own[name]
         if value is not None or name != "forward":
@@ -286,6 +341,10 @@ def attribute(thing: Any, name: str) -> Any:
                     return GONE
             return value
     if isinstance(thing, nn.Module):
+        for weights in (thing._parameters, thing._buffers):  # which are read where they are, of one shape
+            if name in weights:
+                weight = weights[name]
+                return None if weight is None else weight.shape
         return thing._modules.get(name, GONE)
     return GONE
 
@@ -314,6 +373,10 @@ def _stepped(thing: Any, step: Step) -> Any:
             return thing()
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
+        if name == STRUCTURE and isinstance(thing, nn.Module):
+            held = itertools.chain(thing.named_parameters(), thing.named_buffers(), thing.named_modules())
+            own = (key for key, _ in held if OPERATORS not in key.split("."))
+            return sys.intern(_digest(" ".join(own).encode()))
         known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
         return getattr(thing, str(name), GONE) if known else GONE
     if kind == "import":
@@ -403,8 +466,8 @@ def text_of(steps: Steps) -> str:
             text += f"[{name!r}]"
         elif (kind, name) == ("part", TRAINED):
             text = f"{TRAINED} of its weights"
-        elif (kind, name) == ("part", HOOKS):
-            text = HOOKS
+        elif kind == "part" and name in (HOOKS, STRUCTURE):
+            text = str(name)
         elif kind == "environ":
             text = f"os.environ[{name!r}]"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
@@ -447,8 +510,8 @@ class Reads(Record):
             return None
         for steps, expected in self.values:
             value = found(module, steps)
-            now = encoded(value)
-            if value is GONE or type(now) is not type(expected) or now != expected:
+            now = ABSENT if value is GONE else encoded(value)
+            if not same_value(now, expected):
                 text = "is gone" if value is GONE else f"is {_shown(value)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
                 return text_of(steps), f"was captured as {captured}, and {text}"
@@ -500,7 +563,7 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
                 if isinstance(own, dict) and step[1] in own:  # without the work of a step
                     objects.append((functools.partial(dict.get, own, step[1], GONE), own[step[1]]))
-                elif step == ("part", HOOKS) or step[0] == "environ":
+                elif step == ("part", HOOKS) or step[0] == "environ" or isinstance(inner, torch.Size):
                     values.append((functools.partial(_stepped, thing, step), inner))
                 else:
                     objects.append((functools.partial(_stepped, thing, step), inner))
@@ -520,11 +583,14 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     plain_keys = not isinstance(thing, dict) or all(type(key) in (str, int) for key in thing)
     if isinstance(thing, list | deque | dict) and len(thing) <= LONGEST and plain_keys:
         return functools.partial(len, thing)
+    if isinstance(thing, _HOLDERS):
+        return functools.partial(encoded, thing)
     is_array = type(thing).__module__ == "numpy" and hasattr(thing, "tobytes")
     whole = is_array or isinstance(thing, list | deque | dict | set | bytearray)
     return functools.partial(encoded, thing) if whole else None
 
 
+_TRACED = "torch._subclasses"  # where tensors of a trace are at home
 # What code asks of the mode it runs in. A captured program is the answer no to each.
 QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
     "grad": ("gradients are recorded", lambda *_: torch.is_grad_enabled()),
@@ -535,6 +601,12 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
         isinstance(x, Tensor) and x.requires_grad for x in flat)),
     "layout": ("an input is not contiguous", lambda _, flat: any(
         isinstance(x, Tensor) and not x.is_contiguous() for x in flat)),
+    "view": ("an input is a part of a tensor", lambda _, flat: any(
+        isinstance(x, Tensor) and (x._is_view() or x.storage_offset()) for x in flat)),
+    "kind": ("an input is no plain tensor", lambda _, flat: any(
+        isinstance(x, Tensor) and not type(x).__module__.startswith(_TRACED)
+        and (type(x) is not Tensor or (not torch.compiler.is_compiling() and bool(vars(x))))
+        for x in flat)),
     "training": ("it is in training mode", lambda module, _: module.training),
 }  # fmt: skip
 
@@ -543,7 +615,16 @@ PRECISION = "precision"  # of weights: which of torch's floating-point types
 SETTINGS = (  # of torch, by the functions that give them
     PRECISION, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
     "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
+    "initial_seed", "distributed.is_initialized", "distributed.is_available", "cuda.is_available",
 )  # fmt: skip
+
+
+def setting(name: str) -> Any:
+    """The function of torch that gives it, or None."""
+    home: Any = torch
+    for part in name.split("."):
+        home = getattr(home, part, None)
+    return home
 
 
 def is_question(text: str) -> bool:
@@ -556,7 +637,7 @@ def answered(name: str, module: nn.Module) -> str:
     if name in QUESTIONS:
         return name
     if name != PRECISION:
-        return f"{name}()={getattr(torch, name)()}"
+            return f"{name}()={setting(name)()}"
     kinds = {str(x.dtype) for x in module.parameters() if x.is_floating_point()}
     return f"{name}()={', '.join(sorted(kinds))}"
 
