@@ -119,7 +119,10 @@ def report_brief(report: Report) -> list[str]:
         if lossless is not None and approximated(report):
             lines.append(f"            {number(lossless)}x with every loop kept exactly (lossless)")
     lines += [f"            {told}" for told in _under_torch_compile(model.values)]
-    for key, label in (("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy")):
+    for key, label in (
+        ("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy"),
+        ("metric_compiled", "own metric"), ("metric_drop", "its drop"),
+    ):  # fmt: skip
         value = model.metric(key)
         if value is not None:
             lines.append(f"{label:<12}{metric_text(key, value)}{_beside(report, key)}")
@@ -155,8 +158,9 @@ def _beside(report: Report, key: str) -> str:
     ends = interval_text(key, model.confidence)
     if ends != "-":
         told.append(f"{model.confidence_level:.0%} interval {ends}")
-    if key == "accuracy_compiled" and model.metric("accuracy_teacher") is not None:
-        told.append(f"the teacher's {metric_text('accuracy_teacher', model.metric('accuracy_teacher'))}")
+    teachers = key.replace("_compiled", "_teacher")
+    if teachers != key and model.metric(teachers) is not None:
+        told.append(f"the teacher's {metric_text(teachers, model.metric(teachers))}")
     return f" ({'; '.join(told)})" if told else ""
 
 

@@ -71,6 +71,7 @@ class ModelReport(Measured, Record):
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
     data: str | None = optional()
     sizes: str | None = optional()
+    own_metric: Annotated[str | None, "the function and its direction"] = optional()
     values: Mapping[str, Any] = rest(
         {metric.key: metric.schema() for metric in of("model")}
         | {"examples": COUNT, "map_examples": COUNT, "batch": COUNT}

@@ -163,7 +163,7 @@ def _limits_sentence(judged: Judgement) -> str:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The three figures that a decision rests on."""
+    """The figures that a decision rests on."""
     model, shown = report.model, list[Tile]()
 
     def tile(label: str, value: str, metric: str, notes: list[str], scope: str = "model") -> None:
@@ -187,6 +187,10 @@ def tiles(report: Report) -> list[Tile]:
     elif accuracy:
         notes = drop or _interval(model, "accuracy_compiled")
         shown.append(Tile("Accuracy, teacher → compiled", accuracy, notes))
+    if model.own_metric is not None and model.metric("metric_drop") is not None:
+        both = " → ".join(number(model.metric(f"metric_{who}")) for who in ("teacher", "compiled"))
+        notes = _interval(model, "metric_drop", " of the drop")
+        tile(f"{model.own_metric}, teacher → compiled", both, "metric_drop", notes)
     worst, error = worst_site(report), "attention_rel_l2"
     if worst is not None:
         value = worst.metric(error)

@@ -80,6 +80,7 @@ MODEL_LABELS = {
     "map_examples": "examples, attention compared",
     "data": "data",
     "sizes": "holds for sizes",
+    "own_metric": "own metric",
     "batch": "batch size",
     **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
