@@ -20,6 +20,7 @@ from asapc.terminal.progress import SILENT, Progress
 if TYPE_CHECKING:
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
+    from asapc.inputs.teacher import Teacher
     from asapc.report import Report
     from asapc.report.evaluate import Measuring
     from asapc.report.gates import Gate
@@ -121,7 +122,7 @@ def calibrate_model(
     resolved = load_recipe(recipe)
     limit = _size(max_memory)
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
 
     with joined() as processes:
@@ -156,7 +157,7 @@ def compile_model(
     resolved = None if recipe is None else load_recipe(recipe)
     limit = _size(max_memory)
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
 
     written = pipeline.compile(
@@ -232,7 +233,7 @@ def run_all(
 
     resolved, measuring = load_recipe(recipe), measured.settings()
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
     from asapc.stages.analyse import analysed_once
 
@@ -255,6 +256,12 @@ def run_all(
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)
     return result
+
+
+def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
+    if ":" in model and reading.weights is None:
+        run.note(f"no --weights: those that {model} returns are used, random ones unless it loads some")
+    return reading.teacher(model)
 
 
 def _limits(gate: str | None, measured: Measured) -> list[Gate]:

@@ -130,6 +130,8 @@ def report_brief(report: Report) -> list[str]:
     if site is not None:
         lines.append(f"worst layer {shortened(site.name)}, {site.operator}")
         lines.append(f"            attention relative l2 {number(site.metric('attention_rel_l2'))}")
+    if str(model.source).endswith("(no --weights)"):
+        lines.append("weights     those that the factory returned: no --weights were given")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines.append(f"on          {number(model.metric('examples'))} examples that were not fitted on")
