@@ -207,6 +207,7 @@ def _candidate(
         "output_rel_l2": errors[1], "alone": {"prediction_agreement": agreement},
         "latency_ms": {"32x128": short * scale, "32x256": long * scale},
         "teacher_ms": {"32x128": 118.0 * scale, "32x256": 481.7 * scale},
+        "speedup": {"32x256": [31.2, 34.9] if index else [0.97, 1.31]},
         "memory_mib": 12.0, "chosen": label == CHOSEN, "verdict": verdict,
     }  # fmt: skip
 

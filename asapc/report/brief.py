@@ -115,7 +115,8 @@ def report_brief(report: Report) -> list[str]:
         )  # fmt: skip
         batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
         timed = (f", {times}{batch}" if times else "") + _beside(report, "speedup")
-        lines.append(f"speed       {number(speedup)}x the teacher's{timed}")
+        equal = ", which may be equal" if model.as_fast else ""
+        lines.append(f"speed       {number(speedup)}x the teacher's{timed}{equal}")
         if lossless is not None and approximated(report):
             lines.append(f"            {number(lossless)}x with every loop kept exactly (lossless)")
     lines += [f"            {told}" for told in _under_torch_compile(model.values)]
@@ -176,7 +177,8 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     timed = [site for site in bench["sites"] if site.get("speedup") is not None]
     if timed:
         least = min(timed, key=lambda site: site["speedup"])
-        gain = f"{least.get('operator')}, {number(least['speedup'])}x"
+        ends = interval_text("speedup", least.get("confidence", {}))
+        gain = f"{least.get('operator')}, {number(least['speedup'])}x ({ends})"
         lines.append(f"least gain: {shortened(least['name'])}, {gain}")
     kernels = [
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())

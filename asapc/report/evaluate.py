@@ -49,6 +49,7 @@ from asapc.report.site_metrics import (
     explain_site,
     time_model,
     time_site,
+    twin_of,
 )
 from asapc.terminal.progress import Progress
 
@@ -137,7 +138,8 @@ def _measured(
         with progress.phase("measuring latency"):
             # They have just run.
             first, under = fidelity.first, measuring.torch_compile
-            timed = time_model(models.runners, first, warmup=0, torch_compile=under)
+            twin = twin_of(artifact)
+            timed = time_model(models.runners, first, warmup=0, torch_compile=under, twin=twin)
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
@@ -413,7 +415,9 @@ def bench(
         models = _Models(artifact, surrounding)
         _, tensors = models.lossless(batch)
         with progress.phase("timing the whole model"):
-            whole = time_model(models.runners, batch, repeats, torch_compile=torch_compile)
+            whole = time_model(
+                models.runners, batch, repeats, torch_compile=torch_compile, twin=twin_of(artifact)
+            )
         sites = []
         for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
             measured = time_site(artifact, index, tensors[index], repeats)

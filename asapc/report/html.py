@@ -173,7 +173,8 @@ def tiles(report: Report) -> list[Tile]:
         finite(model.metric(key)) for key in ("speedup", "prediction_agreement", "output_rel_l2")
     )
     if speedup is not None:
-        tile("Speed-up, whole model", times_text(speedup), "speedup", _interval(model, "speedup"))
+        ratio = "equal" if model.as_fast else times_text(speedup)
+        tile("Speed-up, whole model", ratio, "speedup", _interval(model, "speedup"))
         lossless = finite(model.metric("speedup_lossless"))
         if lossless is not None and approximated(report):
             shown[-1].notes.append(f"{times_text(lossless)} by lossless kernels alone")
