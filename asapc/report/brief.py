@@ -32,6 +32,7 @@ NAMES = 3  # names that are listed of each
 NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
+WRITE_INSTEAD = "docs/recognition.md shows what to write in place of what is refused"
 
 
 def shortened(name: str, most: int = NAME) -> str:
@@ -54,7 +55,9 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     if errors:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
-    return [*lines, *_told(kinds, _left(site for site in sites if site.get("status") != "matched"))]
+    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"))
+    refused = any(site.get("status") == "refused" for site in sites)
+    return lines + ([WRITE_INSTEAD] if refused else [])
 
 
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
