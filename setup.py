@@ -10,6 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-ffp-contract=fast"]
 BUILDS: dict[str, list[str]] = {"engine": []}
 if platform.machine() in ("x86_64", "AMD64"):  # what torch asks of a CPU by these names
     BUILDS["engine_avx2"] = ["-mavx2", "-mfma"]
@@ -35,7 +36,7 @@ setup(
         Extension(
             f"asapc.kernels.native.{name}",
             ["asapc/kernels/native/engine.cpp"],
-            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", *flags],
+            extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],
             optional=True,
         )

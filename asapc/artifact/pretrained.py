@@ -23,11 +23,7 @@ FOLDER = "asapc"
 
 
 def save_pretrained(
-    out: str | Path,
-    folder: str | Path,
-    model: str | Path | None = None,
-    *,
-    trust_remote_code: bool = False,
+    out: str | Path, folder: str | Path, model: str | Path = "", *, trust_remote_code: bool = False
 ) -> None:
     """Write a transformers folder that needs no asapc, with the compiled model of OUT in it.
 
@@ -57,11 +53,7 @@ def save_pretrained(
 
 
 def from_pretrained(
-    folder: str | Path,
-    attention: str | None = None,
-    *,
-    trust: bool = False,
-    trust_remote_code: bool = False,
+    folder: str | Path, attention: str = "", *, trust: bool = False, trust_remote_code: bool = False
 ) -> nn.Module:
     """The compiled model in a folder that save_pretrained wrote.
 
@@ -71,8 +63,8 @@ def from_pretrained(
     """
     artifact = Path(folder) / FOLDER
     check_artifact(artifact)
-    if attention is None and read_manifest(artifact)["capture"] == "whole":
+    if not attention and read_manifest(artifact)["capture"] == "whole":
         return load(artifact, trust=trust)
-    named = None if attention is None else {ATTENTION: attention}
+    named = {ATTENTION: attention} if attention else None
     original = load_teacher(str(folder), kwargs=named, remote_code=trust_remote_code)
     return load(artifact, model=original.model, trust=trust)

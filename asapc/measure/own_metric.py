@@ -28,12 +28,9 @@ class OwnMetric:
 
     def __init__(self, given: str | Callable[..., Any], lower_is_better: bool = False) -> None:
         self.lower = lower_is_better
-        self._code: UserCode | None = None
-        if isinstance(given, str):
-            self._code = UserCode(given, "metric")
-            self._function, called = self._code.target, given
-        else:
-            self._function, called = given, getattr(given, "__qualname__", repr(given))
+        self._code = UserCode(given, "metric") if isinstance(given, str) else None
+        self._function = given if callable(given) else self._code and self._code.target
+        called = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
         self.name = f"{called}, {'smaller' if lower_is_better else 'larger'} is better"
 
     def values(
@@ -91,28 +88,18 @@ class OwnFidelity:
         for who in SIDES if self.metric is not None else ():
             self._values[who].append(found[f"metric_{who}"])
 
-    def metrics(self) -> dict[str, Any]:
-        """Values by name, see asapc.metrics; empty without a metric."""
+    def result(self) -> tuple[dict[str, Any], dict[str, bootstrap.Interval]]:
+        """Values by name, see asapc.metrics, and their intervals; of numbers all 0 or 1, those of
+        shares.  Empty without a metric."""
         if self.metric is None:
-            return {}
-        means = (float(values.mean()) for values in self._columns())
-        return {"own_metric": self.metric.name, **dict(zip(KEYS, means, strict=True))}
-
-    def confidence(self) -> dict[str, bootstrap.Interval]:
-        """Of metrics(), over examples; of numbers that are all 0 or 1, those of shares."""
-        if self.metric is None:
-            return {}
-        teacher, compiled, worse = self._columns()
-        if all(((values == 0) | (values == 1)).all() for values in (teacher, compiled)):
-            sides = [teacher.bool(), compiled.bool()]
-            apart = bootstrap.difference(*(reversed(sides) if self.metric.lower else sides))
-            ends = [*map(bootstrap.share, sides), apart]
+            return {}, {}
+        sides = teacher, compiled = [torch.cat(self._values[who]) for who in SIDES]
+        better, other = (compiled, teacher) if self.metric.lower else (teacher, compiled)
+        if all(((values == 0) | (values == 1)).all() for values in sides):
+            ends = [*(bootstrap.share(values.bool()) for values in sides),
+                    bootstrap.difference(better.bool(), other.bool())]  # fmt: skip
         else:
-            ends = [*map(bootstrap.mean, (teacher, compiled, worse))]
-        return {key: interval for key, interval in zip(KEYS, ends, strict=True) if interval is not None}
-
-    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[examples] each: of the teacher, of the compiled model, and how much worse that is."""
-        teacher, compiled = (torch.cat(self._values[who]) for who in SIDES)
-        assert self.metric is not None
-        return teacher, compiled, compiled - teacher if self.metric.lower else teacher - compiled
+            ends = [*map(bootstrap.mean, (*sides, better - other))]
+        means = (float(values.mean()) for values in (*sides, better - other))
+        intervals = {key: found for key, found in zip(KEYS, ends, strict=True) if found is not None}
+        return {"own_metric": self.metric.name, **dict(zip(KEYS, means, strict=True))}, intervals

@@ -169,20 +169,3 @@ def rank_matrix(clouds: Clouds, coupling: Coupling) -> Tensor | None:
         gaps = (n - 1).clamp(min=1)
         given = (1 - (s * gaps - r * (m - 1)).abs().double() / gaps).clamp(min=0)
     return given.masked_fill((r >= n) | (s >= m), 0.0).to(clouds.q.dtype)
-
-
-def monotone_pairs(clouds: Clouds) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranks of queries and keys that meet and what passes between them, each [B or 1, N + M].
-
-    The stairs of the monotone coupling; one pair at least has no mass, nor have those of padded ranks.
-    """
-    n, m = (count[:, None] for count in counts(clouds))
-    ends = [
-        torch.minimum(torch.arange(1, points.shape[2] + 1, device=n.device) * other, n * m)
-        for points, other in ((clouds.q, m), (clouds.k, n))
-    ]
-    batch = torch.broadcast_shapes(n.shape, m.shape)[0]
-    till = torch.sort(torch.cat([end.expand(batch, -1) for end in ends], -1), dim=-1).values
-    since = torch.nn.functional.pad(till[:, :-1], (1, 0))
-    first, second = torch.minimum(_over(since, m), n - 1), torch.minimum(_over(since, n), m - 1)
-    return first, second, ((till - since).double() / m).to(clouds.q.dtype)

@@ -177,6 +177,7 @@ def _of_model(
 ) -> dict[str, Any]:
     manifest, measured, mapped = artifact.manifest, fidelity.measured, fidelity.mapped
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    own, of_own = fidelity.own.result()
     fitted = any(entry["fit"] is not None for entry in manifest["sites"])
     assert fidelity.first is not None
     return {
@@ -188,15 +189,13 @@ def _of_model(
         **({"map_examples": mapped} if mapped < measured else {}),
         "batch": len(fidelity.first),
         **fidelity.outputs.metrics(),
-        **fidelity.own.metrics(),
+        **own,
         "lossless_max_abs_error": fidelity.lossless.metrics()["max_abs_error"],
         **timed,
         "fit_seconds": artifact.fit_seconds,
         "calibration_order": manifest["calibration_order"],
         "break_even_batches": artifact.fit_seconds / saved if fitted and saved > 0 else None,
-        "confidence": {
-            **fidelity.outputs.confidence(), **fidelity.own.confidence(), **timed.get("confidence", {}),
-        },
+        "confidence": fidelity.outputs.confidence() | of_own | timed.get("confidence", {}),
         "confidence_level": LEVEL,
     }
 
