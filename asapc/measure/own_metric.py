@@ -28,9 +28,12 @@ class OwnMetric:
 
     def __init__(self, given: str | Callable[..., Any], lower_is_better: bool = False) -> None:
         self.lower = lower_is_better
-        self._code = UserCode(given, "metric") if isinstance(given, str) else None
-        self._function = given if callable(given) else self._code and self._code.target
-        called = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+        if isinstance(given, str):
+            code, called = UserCode(given, "metric"), given
+            self._function, self._run = code.target, code.run
+        else:
+            self._function, called = given, getattr(given, "__qualname__", repr(given))
+            self._run = lambda function, action: function()  # what it raises is the caller's own
         self.name = f"{called}, {'smaller' if lower_is_better else 'larger'} is better"
 
     def values(
@@ -57,10 +60,7 @@ class OwnMetric:
         return {f"metric_{who}": values for who, values in found.items()}
 
     def _values(self, output: Any, given: Mapping[str, Any], batch: Batch) -> Tensor:
-        def call() -> Any:
-            return self._function(output, dict(given))
-
-        returned = call() if self._code is None else self._code.run(call, "measure a batch")
+        returned = self._run(lambda: self._function(output, dict(given)), "measure a batch")
         got = f"a {type(returned).__name__}"
         try:
             values = torch.as_tensor(returned).detach().to(CPU, torch.float64)
