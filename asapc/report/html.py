@@ -218,13 +218,18 @@ def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
 
 
 def _times(model: ModelReport) -> list[tuple[str, str, float, str]]:
-    """(kind, time, its share of the longest in per cent, speed-up) each."""
+    """(kind, time, its share of the longest in per cent, speed-up with its interval) each."""
     kinds = ("teacher", "lossless", "compiled")
     times = {k: t for k in kinds if (t := positive(model.metric(f"latency_{k}_ms"))) is not None}
     teacher = times.get("teacher")
+
+    def gain(kind: str, time: float) -> str:
+        ends = ends_text(model, {"lossless": "speedup_lossless"}.get(kind, "speedup"))
+        return times_text(teacher / time) + (f", {ends}" if ends else "") if teacher else ""
+
     return [
         (kind, f"{number(time)} ms", 100 * time / max(times.values()),
-         "" if teacher is None or kind == "teacher" else times_text(teacher / time))
+         "" if kind == "teacher" else gain(kind, time))
         for kind, time in times.items()
     ] if len(times) > 1 else []  # fmt: skip
 
