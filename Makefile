@@ -38,7 +38,7 @@ CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resou
 mypy: $(VENV)/.installed-dev
 	rm -rf build
 	$(PIP) --no-deps --target $(TREE) .
-	rm -rf build/lib build/bdist.*
+	rm -rf build/lib* build/temp* build/bdist.*
 	cd $(TREE) && ../../$(BIN)/python -c "$(CHECK)"
 	cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p asapc
 
@@ -61,7 +61,7 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # A stale build/lib would end up in the wheel.
 wheel: | $(VENV)/bin/python
-	rm -rf build/lib build/bdist.* dist
+	rm -rf build/lib* build/temp* build/bdist.* dist
 	$(PIP) build twine
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*

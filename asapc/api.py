@@ -24,6 +24,7 @@ from asapc.inputs.reading import Reading
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import fingerprint
+from asapc.measure.own_metric import OwnMetric
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.program.summary import Summary, shown_by
 from asapc.report import document, markdown, write_report
@@ -86,6 +87,7 @@ def compile(
     gates: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     examples: int = MEASURED_EXAMPLES,
+    metric: OwnMetric | None = None,
     device: str | None = None,
     quiet: bool = True,
 ) -> Compiled:
@@ -101,6 +103,8 @@ def compile(
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
+    metric:   asapc.OwnMetric(function, lower_is_better=False), measured of both models for the report;
+              function(output, batch) gives one number per example, see asapc.measure.own_metric.
     device:   to calibrate, select and measure on, as with --device; unless told, where the module is. The
               compiled model is there too.
     The compiled model is a patched copy of `model`, of its class and with its layers, see
@@ -136,7 +140,8 @@ def compile(
         running_on(CPU, [model if isinstance(model, nn.Module) else None]),
         torch.random.fork_rng(devices=generators),
     ):
-        compiled = _compiled(model, data, budget, recipe, gates, out, examples, place, quiet)
+        measuring = Measuring(examples, metric=metric)
+        compiled = _compiled(model, data, budget, recipe, gates, out, measuring, place, quiet)
     compiled.model.to(home)
     return compiled
 
@@ -154,7 +159,7 @@ def _compiled(
     recipe: Recipe | Mapping[str, Any] | None,
     gates: Mapping[str, Any] | None,
     out: str | Path | None,
-    examples: int,
+    measuring: Measuring,
     device: torch.device,
     quiet: bool,
 ) -> Compiled:
@@ -185,7 +190,7 @@ def _compiled(
         around = copy.deepcopy(untouched) if manifest["capture"] == "module" else None
         measured = pipeline.report(
             written, source, limits, model=around, reading=Reading(trust=True, device=str(device)),
-            measuring=Measuring(examples), progress=progress,
+            measuring=measuring, progress=progress,
         )  # fmt: skip
         report = MeasuredReport(measured)
         if out is not None:

@@ -134,6 +134,11 @@ BUNDLES: dict[Any, dict[str, Any]] = {
         "torch_compile": _given(
             bool, "Time teacher and compiled model under torch.compile, too.", "--torch-compile"
         ),
+        "metric": _given(
+            str | None, "Your own validation function: runs it on what both models return.",
+            metavar="FUNCTION",
+        ),
+        "lower_is_better": _given(bool, "Of --metric: smaller values are better.", "--lower-is-better"),
     },
     commands.Judged: {
         "gate": GateFile,
@@ -358,16 +363,13 @@ def whole(
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
     recipe: RecipeFile = None,
     gate: GateFile = None,
-    examples: Examples = MEASURED_EXAMPLES,
-    fast: Fast = False,
-    max_memory: MaxMemory = None,
+    measured: commands.Measured = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> int:
     """Calibrate, compile and report in one go; writes OUT.calibration and OUT.
 
     What was cut short goes on where it was. Prints and exits as `asapc report` does.
     """
-    measured = commands.Measured(examples, fast, max_memory=max_memory)
     result = commands.run_all(run, model, data, out, recipe, gate, measured, reading)
     return _reported(run, result, out, data)
 

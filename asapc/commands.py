@@ -20,24 +20,30 @@ from asapc.terminal.progress import SILENT, Progress
 if TYPE_CHECKING:
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
+    from asapc.inputs.teacher import Teacher
     from asapc.report import Report
     from asapc.report.evaluate import Measuring
+    from asapc.report.gates import Gate
     from asapc.training.refresh import RefreshSettings
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How much is measured: evaluate.Measuring as options."""
+    """How much is measured: evaluate.Measuring as options.  metric: the user's function, which runs."""
 
     examples: int = MEASURED_EXAMPLES
     fast: bool = False
     torch_compile: bool = False
     max_memory: str | None = None
+    metric: str | None = None
+    lower_is_better: bool = False
 
     def settings(self) -> Measuring:
+        from asapc.measure.own_metric import OwnMetric
         from asapc.report.evaluate import Measuring
 
-        return Measuring(self.examples, self.fast, _size(self.max_memory), self.torch_compile)
+        own = None if self.metric is None else OwnMetric(self.metric, self.lower_is_better)
+        return Measuring(self.examples, self.fast, _size(self.max_memory), self.torch_compile, own)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def calibrate_model(
     resolved = load_recipe(recipe)
     limit = _size(max_memory)
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
 
     with joined() as processes:
@@ -151,7 +157,7 @@ def compile_model(
     resolved = None if recipe is None else load_recipe(recipe)
     limit = _size(max_memory)
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
 
     written = pipeline.compile(
@@ -174,9 +180,9 @@ def report_artifact(
     check_data(data)
     from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import baseline as regression
-    from asapc.report import gates, junit_text, write_report
+    from asapc.report import junit_text, write_report
 
-    limits = [] if judged.gate is None else gates.load_gates(judged.gate)
+    limits = _limits(judged.gate, measured)
     allowance = regression.parse_allowance(judged.max_regression or ())
     if judged.baseline is None and judged.max_regression:
         raise InputError("--max-regression needs a --baseline to compare with")
@@ -217,9 +223,9 @@ def run_all(
     check_file(recipe, "recipe")
     check_file(gate, "gates")
     from asapc.formats.atomic import check_replaceable
-    from asapc.report import gates, write_report
+    from asapc.report import write_report
 
-    limits = [] if gate is None else gates.load_gates(gate)
+    limits = _limits(gate, measured)
     calibration = f"{Path(out)}.calibration"
     for folder in (calibration, out):
         check_replaceable(folder, [model, data])
@@ -227,7 +233,7 @@ def run_all(
 
     resolved, measuring = load_recipe(recipe), measured.settings()
     place = reading.place()
-    teacher = reading.teacher(model)
+    teacher = _teacher(run, model, reading)
     from asapc import pipeline
     from asapc.stages.analyse import analysed_once
 
@@ -250,6 +256,26 @@ def run_all(
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)
     return result
+
+
+def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
+    if ":" in model and reading.weights is None:
+        run.note(f"no --weights: those that {model} returns are used, random ones unless it loads some")
+    return reading.teacher(model)
+
+
+def _limits(gate: str | None, measured: Measured) -> list[Gate]:
+    """Of a gates file.  Raises InputError before the work where a limit needs what is not asked for."""
+    from asapc.report.gates import load_gates
+
+    limits = [] if gate is None else load_gates(gate)
+    own = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
+    if own is not None and measured.metric is None:
+        raise InputError(
+            f"gates {gate}: {own} is of your own metric", got="no --metric",
+            help="pass --metric FILE.py:FUNCTION (a file of limits runs no code)",
+        )  # fmt: skip
+    return limits
 
 
 def _size(max_memory: str | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import SiteTensors
-from asapc.measure.timing import ENOUGH, extra_bytes, interleaved_medians
+from asapc.measure.bootstrap import Interval
+from asapc.measure.timing import ENOUGH, extra_bytes, interleaved_times, quartiles, ratio_interval
+from asapc.operators.catalogue import TEACHER
 
 LONG = 500.0  # milliseconds: a call as long is timed once where it is clearly slower than all others
 CLEARLY = 0.5  # of its time is the most that the others take
@@ -23,12 +25,16 @@ Apply = Callable[[SiteTensors, Tensor | None], Any]
 
 @dataclass(frozen=True)
 class Price:
-    """Milliseconds of one call by shape, with quartiles; MiB at the peak of one call at the largest."""
+    """Milliseconds of one call by shape, with quartiles; MiB at the peak of one call at the largest.
+
+    gain: the interval of the teacher's time over this one, where there were rounds enough.
+    """
 
     median: Mapping[Shape, float]
     low: Mapping[Shape, float]
     high: Mapping[Shape, float]
     mib: float | None = None
+    gain: Mapping[Shape, Interval] = field(default_factory=dict)
 
     @property
     def milliseconds(self) -> float:
@@ -100,16 +106,18 @@ def prices(
     calls: Mapping[str, Apply],
     t: SiteTensors,
     shapes: Sequence[Shape],
-    repeats: int = 5,
+    repeats: int = 6,
     memory: bool = False,
 ) -> dict[str, Price]:
-    """Every call's price; the calls take turns. memory: also what a call holds at its peak.
+    """Every call's price; the calls take turns. memory: also what a call holds at its peak.  repeats: six
+    are the fewest that give an interval.
 
     Where the model returns the attention map, the calls compute the map, as they will in it.
     """
     taken: dict[str, dict[str, dict[Shape, float]]] = {
         name: {"median_ms": {}, "q1": {}, "q3": {}} for name in calls
     }
+    gains: dict[str, dict[Shape, Interval]] = {name: {} for name in calls}
     mib: dict[str, float | None] = dict.fromkeys(calls)
     with torch.no_grad():
         for shape in shapes:
@@ -117,30 +125,34 @@ def prices(
                 tensors = resized(t, shape)
                 bound = {name: partial(f, tensors, tensors.v) for name, f in calls.items()}
                 times = _timed(bound, repeats)
-            for name, found in times.items():
+            for name, rounds in times.items():
+                found = quartiles(rounds)
                 for key, into in taken[name].items():
                     into[shape] = found[key]
+                gain = ratio_interval(times.get(TEACHER, []), rounds)
+                if gain is not None:
+                    gains[name][shape] = gain
         if memory:
             tensors = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
             for name, f in calls.items():
                 held = extra_bytes(partial(f, tensors, tensors.v), t.q.device.type)
                 mib[name] = None if held is None else held / 2**20
     return {
-        name: Price(timing["median_ms"], timing["q1"], timing["q3"], mib[name])
+        name: Price(timing["median_ms"], timing["q1"], timing["q3"], mib[name], gains[name])
         for name, timing in taken.items()
     }
 
 
-def _timed(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """As interleaved_medians has it, but a long call that is clearly the slowest is made once only: what
+def _timed(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """As interleaved_times has it, but a long call that is clearly the slowest is made once only: what
     its first call takes beyond another is no part of such a difference."""
-    times = interleaved_medians(calls, repeats=1, warmup=0)
-    once = {name: found["median_ms"] for name, found in times.items()}
+    times = interleaved_times(calls, repeats=1, warmup=0)
+    once = {name: found[0] for name, found in times.items()}
     slowest = max(once, key=lambda name: once[name])
     others = {name: call for name, call in calls.items() if name != slowest}
     if once[slowest] < LONG or any(once[name] > CLEARLY * once[slowest] for name in others):
-        return interleaved_medians(calls, repeats=repeats, warmup=1, enough=ENOUGH)
-    return {slowest: times[slowest], **interleaved_medians(others, repeats, warmup=1, enough=ENOUGH)}
+        return interleaved_times(calls, repeats=repeats, warmup=1, enough=ENOUGH)
+    return {slowest: times[slowest], **interleaved_times(others, repeats, warmup=1, enough=ENOUGH)}
 
 
 @contextmanager

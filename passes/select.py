@@ -682,6 +682,7 @@ def _trail(opened: OpenSite, picked: Tried) -> dict[str, Any]:
                 "alone": {k: v for k, v in t.alone.items() if k in BUDGET_BOUNDS},
                 "latency_ms": {} if price is None else _by_shape(price),
                 "teacher_ms": {} if opened.teacher is None else _by_shape(opened.teacher),
+                "speedup": {} if price is None else {_text(s): [*ends] for s, ends in price.gain.items()},
                 "memory_mib": None if price is None else price.mib,
                 "chosen": t is picked,
                 "verdict": verdict,

@@ -116,3 +116,18 @@ def test_too_few_data_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(api.pipeline, "calibrate")
     with pytest.raises(InputError, match="split needs examples"):
         asapc.compile(text_model(), {"inputs": torch.ones(1, 12, dtype=torch.long)})
+
+
+def test_an_own_metric_is_a_function() -> None:
+    model = text_model()
+    tokens = torch.randint(1, 40, (160, 12), generator=torch.Generator().manual_seed(1))
+
+    def confidence(output: Any, batch: dict[str, Any]) -> torch.Tensor:
+        assert batch["labels"] is None and batch["inputs"].shape[1] == 12
+        return output[0].softmax(-1).amax(-1)
+
+    report = asapc.compile(
+        model, tokens, recipe={**FEW, "operator": "lossless"}, metric=asapc.OwnMetric(confidence),
+        gates={"metric_drop": {"max": 1e-4, "confidence": True}},
+    ).report  # fmt: skip
+    assert report.passed and report.facts["model"]["metric_compiled"] > 0.3

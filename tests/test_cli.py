@@ -184,8 +184,8 @@ MISTYPED = [
     (["run", "teacher", "--data", "d.npz", "-o", "o", "--gate", "gone.yaml"], "gates gone.yaml: no such"),
     (["report", "teacher"], "teacher: not a compiled artefact"),
     (["report", "out", "--baseline", "gone.json"], "gone.json: no such file"),
-    (["bench", "gone"], "gone: not a compiled artefact"),
-    (["export", "gone"], "gone: not a compiled artefact"),
+    (["bench", "gone"], "gone: no such folder"),
+    (["export", "gone"], "gone: no such folder"),
     (["refresh", "out", "--data", "gone.npz", "--distil"], "gone.npz: no such data file"),
     (["study", "teacher", "--data", "d.npz", "--grid", "no.yaml", "-o", "s"], "grid no.yaml: no such"),
 ]

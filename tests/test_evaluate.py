@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -17,10 +20,14 @@ from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
+from asapc.measure.own_metric import OwnMetric
 from asapc.operators.catalogue import TEACHER
 from asapc.passes import select
 from asapc.passes.candidates import Candidate
-from asapc.report import evaluate
+from asapc.report import Report, evaluate, markdown, report_schema
+from asapc.report.baseline import Allowance, Baseline, compare
+from asapc.report.brief import report_brief
+from asapc.report.html import html
 from asapc.terminal.progress import Progress
 
 RECIPE = {
@@ -235,6 +242,12 @@ def test_a_site_left_to_the_teacher_has_no_error(
     assert [site["name"] for site in found["selection"]["sites"]] == [first["name"], second["name"]]
     timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]
     assert timed[0]["latency_compiled_ms"] == timed[0]["latency_teacher_ms"]
+    alike = tmp_path / "alike"
+    run("compile", work / "teacher", "--calibration", work / "calib", "-o", alike, "--recipe",
+        Path(__file__).parents[1] / "examples/recipes/lossless.yaml")  # fmt: skip
+    model = report(alike, fast=True)[0]["model"]  # one model, timed once
+    assert model["speedup"] == model["speedup_lossless"]
+    assert model["confidence"]["speedup"] == model["confidence"]["speedup_lossless"]
     assert timed[0]["kernels"] == [] and timed[1]["kernels"]
 
 
@@ -247,3 +260,99 @@ def test_labels_that_no_class_has(
     np.savez(tmp_path / "labels.npz", inputs=inputs, labels=labels)
     assert main(["report", str(work / "out"), "--data", str(tmp_path / "labels.npz"), "--quiet"]) == 2
     assert "from 0 to 2, got 3 in example 50" in capsys.readouterr().err
+
+
+# The user's own metric
+
+METRICS = '''
+import torch
+def first(output):
+    return output[0] if isinstance(output, (tuple, list)) else output
+def hits(output, batch):
+    assert batch["inputs"].shape[0] == len(batch["numbers"])
+    return first(output).argmax(-1) == batch["labels"]
+def score(output, batch):
+    return first(output).float().softmax(-1)[:, 0].numpy()
+def doubled_when_called_again(output, batch, calls=[0]):
+    calls[0] += 1
+    return (1 + calls[0] % 2) * torch.ones(len(batch["labels"]))
+def mean(output, batch):
+    return 0.5
+def words(output, batch):
+    return "good"
+def nan(output, batch):
+    return [float("nan")] * len(batch["labels"])
+def fails(output, batch):
+    return 1 / 0
+'''
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("metrics") / "own.py"
+    file.write_text(METRICS)
+    return str(file)
+
+
+def own(work: Path, metric: str, **options: Any) -> Any:
+    return report(work / "out", fast=True, metric=OwnMetric(metric, **options))[0]["model"]
+
+
+def test_an_own_metric_is_measured_of_both_models_with_intervals(work: Path, metrics: str) -> None:
+    model = own(work, f"{metrics}:hits")
+    for mine, known in (("metric_teacher", "accuracy_teacher"), ("metric_compiled", "accuracy_compiled"),
+                        ("metric_drop", "accuracy_drop")):  # fmt: skip
+        assert model[mine] == pytest.approx(model[known], abs=1e-12)
+        assert model["confidence"][mine] == model["confidence"][known]  # hits: the interval of a share
+    assert model["own_metric"] == f"{metrics}:hits, larger is better"
+    scored = own(work, f"{metrics}:score")
+    low, high = scored["confidence"]["metric_drop"]
+    assert low <= scored["metric_drop"] <= high
+    turned = own(work, f"{metrics}:score", lower_is_better=True)
+    assert turned["metric_drop"] == -scored["metric_drop"]
+    assert "smaller is better" in turned["own_metric"]
+
+
+def test_an_own_metric_is_gated_shown_and_compared(work: Path, metrics: str, tmp_path: Path) -> None:
+    metric = f"{metrics}:doubled_when_called_again"  # the teacher 2, the compiled model 1
+    gates, out = tmp_path / "gates.yaml", str(work / "out")
+    gates.write_text("metric_drop: {max: 0.5, confidence: true}\nmetric_compiled: {min: 0.9}\n")
+    assert main(["report", out, "--fast", "-q", "--gate", str(gates), "--metric", metric]) == 1
+    measured = json.loads((work / "out/report.json").read_text())
+    jsonschema.validate(measured, report_schema())
+    verdicts = {check["metric"]: check["class"] for check in measured["gate"]["checks"]}
+    assert (verdicts["metric_drop"], verdicts["metric_compiled"]) == ("REGRESSION", "ACCEPT")
+    shown = Report.from_json(measured, "report")
+    assert "own metric  1.00 (95% interval 1.00 to 1.00; the teacher's 2.00)" in report_brief(shown)
+    for text in (markdown(shown), html(shown)):
+        assert "own metric, drop" in text and "doubled_when_called_again, larger is better" in text
+    other = replace(shown, model=replace(shown.model, own_metric="another"))
+    baseline = Baseline("b.json", shown, Allowance())
+    compared = {check.metric for check in compare(shown, baseline).checks}
+    assert "metric_drop" in compared and "metric_teacher" not in compared
+    assert "metric_drop" not in {check.metric for check in compare(other, baseline).checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", "must return one number for each of the batch's examples, got a float of shape []"),
+        ("words", "must return one number for each of the batch's examples, got a str"),
+        ("nan", "must be finite for the teacher's outputs, got nan, example"),
+        ("fails", "must measure a batch without an error, got ZeroDivisionError"),
+        ("absent", "must define a callable 'absent', got nothing of that name"),
+    ],
+)
+def test_what_an_own_metric_may_do_wrong(work: Path, metrics: str, name: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as raised:
+        own(work, f"{metrics}:{name}")
+    assert raised.value.help
+
+
+def test_a_gates_file_runs_no_code(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gates = tmp_path / "gates.yaml"
+    gates.write_text("metric_drop: {max: 0.5}\n")
+    assert main(["report", str(work / "out"), "--gate", str(gates)]) == 2
+    assert "metric_drop is of your own metric, got no --metric" in capsys.readouterr().err

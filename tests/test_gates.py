@@ -217,10 +217,10 @@ def test_what_selection_left_as_it_was_has_no_error_and_no_fit() -> None:
 @pytest.mark.parametrize(
     ("limit", "verdict", "text"),
     [
-        ({"min": 0.99}, "ACCEPT", "is 0.995, at least 0.99 with 0.95 confidence"),
-        ({"min": 0.991}, "REGRESSION", "is 0.995, at least 0.99 with"),
-        ({"max": 1.0}, "ACCEPT", "is 0.995, at most 0.999 with"),
-        ({"max": 0.998}, "REGRESSION", "beyond its limit (max 0.998 with confidence)"),
+        ({"min": 0.99}, "ACCEPT", "is 0.995; its 95 % lower bound 0.99 is within the limit 0.99"),
+        ({"min": 0.991}, "REGRESSION", "its 95 % lower bound 0.99 is below the limit 0.991"),
+        ({"max": 1.0}, "ACCEPT", "is 0.995; its 95 % upper bound 0.999 is within the limit 1"),
+        ({"max": 0.998}, "REGRESSION", "its 95 % upper bound 0.999 is above the limit 0.998"),
     ],
 )
 def test_the_pessimistic_end_is_compared(limit: Any, verdict: str, text: str) -> None:

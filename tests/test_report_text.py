@@ -39,7 +39,7 @@ def test_markdown_shows_every_part() -> None:
         "| pooler | left alone | softmax attention: rows only |", "| examples, gate | 1000 |",
         "| torch | 2.13.0 |", "| objective | latency |",
         "| layers.0.mha | asap target 1 coarse:32 | chosen | 0.0167 | 0.00840 | 32x128 4.90, 32x256 14.8 "
-        "| 32x128 118, 32x256 482 | 12.0 | prediction_agreement 0.999 |",
+        "| 32x128 118, 32x256 482 | 32x256 0.970x to 1.31x | 12.0 | prediction_agreement 0.999 |",
         "| attention_rel_l2 | layers.2.mha | 0.0221 | max 0.0200 | REGRESSION |",
         # A baseline is one row, and a row for what is worse.
         "| baseline | baseline/report.json | 1 compared | 2% worse, at most | ACCEPT |",

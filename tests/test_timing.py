@@ -97,6 +97,7 @@ def test_the_interval_of_a_ratio_is_distribution_free() -> None:
     assert ratio_interval([*range(10, 0, -1)], below) == (2.0, 9.0)  # all but one on either side
     assert ratio_interval(below[:6], below[:6]) == (1.0, 1.0)
     assert ratio_interval(below[:5], below[:5]) is None and ratio_interval([], []) is None
+    assert ratio_interval([900.0], below) is None  # a long call that was made once
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

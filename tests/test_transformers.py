@@ -244,3 +244,30 @@ def test_a_causal_mask_made_by_the_library_stays_refused() -> None:
     config = transformers.BertConfig(**{**SIZES, "is_decoder": True, "use_cache": False})
     found = analysed(sharp(transformers.BertModel(config)), **batch(4))
     assert not found.sites and "differs between queries" in found.left_alone[0].reason
+
+
+def test_a_folder_for_those_with_asapc_and_those_without(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
+    assert teacher.model is not None
+    asapc.compile(teacher.model, tokens(), recipe={"operator": "sinkhorn"}, out=out, examples=16)
+    with pytest.raises(InputError, match="its original must be a folder of transformers"):
+        asapc.save_pretrained(out, saved)
+    asapc.save_pretrained(out, saved, model=folder)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (saved / name).read_bytes() == (folder / name).read_bytes()
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(
+        saved, attn_implementation="registered"
+    )
+    assert all(torch.equal(plain.state_dict()[name], t) for name, t in bert().state_dict().items())
+    expected = bert()(**batch()).logits
+    alone, live = asapc.from_pretrained(saved), asapc.from_pretrained(saved, attention=ATTENTION)
+    assert type(live) is transformers.BertForSequenceClassification and type(alone) is not type(live)
+    for model in (alone, live):
+        torch.testing.assert_close(model(**batch()).logits, expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(InputError, match="asapc replaces only folders that it wrote"):
+        asapc.save_pretrained(out, saved, model=folder)
+    bert(num_labels=3, hidden_size=32).save_pretrained(folder)
+    with pytest.raises(InputError, match="was compiled from, got others"):
+        asapc.save_pretrained(out, tmp_path / "other", model=folder)

@@ -15,6 +15,7 @@ from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.limits import MOST
 from asapc.formats.user_code import UserCode, describe
 from asapc.inputs.huggingface import build_pretrained, is_transformers
+from asapc.inputs.onnx.settings import require_extra
 from asapc.inputs.paths import MODEL_GRAMMAR, check_model
 from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import (
@@ -57,6 +58,7 @@ def load_teacher(
     if is_factory:
         return _factory_teacher(model, weights, kwargs)
     if path.suffix == ".onnx":
+        require_extra()
         from asapc.inputs.onnx.load import onnx_teacher
 
         return onnx_teacher(path, trust)

@@ -65,9 +65,10 @@ def check_data(data: str | None) -> None:
 def check_artifact(folder: str | Path) -> None:
     """Raises InputError where there is no manifest.json."""
     if not (Path(folder) / "manifest.json").is_file():
+        there = Path(folder).exists()
         raise InputError(
-            f"{folder}: not a compiled artefact",
-            got="no manifest.json",
+            f"{folder}: not a compiled artefact" if there else f"{folder}: no such folder",
+            got="no manifest.json" if there else None,
             help="make one with `asapc compile MODEL --calibration CALIB -o OUT`",
         )
 

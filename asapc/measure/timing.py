@@ -142,9 +142,9 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratio_interval(above: list[float], below: list[float], level: float = LEVEL) -> Interval | None:
     """Of the median of above / below, round by round: order statistics, whatever the distribution.
 
-    None where rounds are too few, which at 95 % are five. Two functions that are equally fast have an
-    interval about 1.
+    None where rounds of both are too few, which at 95 % are five. Two functions that are equally fast
+    have an interval about 1.
     """
-    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    ratios = sorted(a / b for a, b in zip(above, below, strict=False))
     outside = int(binom.ppf((1 - level) / 2, len(ratios), 0.5)) if ratios else 0
     return (ratios[outside - 1], ratios[-outside]) if outside else None

@@ -158,6 +158,9 @@ def _compare_model(
         earlier = finite(old.metric(metric))
         if earlier is None:
             continue
+        if metric == "metric_drop" and now.own_metric != old.own_metric:
+            skipped.append(_skip(metric, "model", "measured with another --metric"))
+            continue
         if METRIC[metric].speed and other_machine:
             skipped.append(_skip(metric, "model", other_machine))
             continue

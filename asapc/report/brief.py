@@ -32,6 +32,7 @@ NAMES = 3  # names that are listed of each
 NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
+WRITE_INSTEAD = "docs/recognition.md shows what to write in place of what is refused"
 
 
 def shortened(name: str, most: int = NAME) -> str:
@@ -54,7 +55,9 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     if errors:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
-    return [*lines, *_told(kinds, _left(site for site in sites if site.get("status") != "matched"))]
+    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"))
+    refused = any(site.get("status") == "refused" for site in sites)
+    return lines + ([WRITE_INSTEAD] if refused else [])
 
 
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
@@ -115,11 +118,15 @@ def report_brief(report: Report) -> list[str]:
         )  # fmt: skip
         batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
         timed = (f", {times}{batch}" if times else "") + _beside(report, "speedup")
-        lines.append(f"speed       {number(speedup)}x the teacher's{timed}")
+        equal = ", which may be equal" if model.as_fast else ""
+        lines.append(f"speed       {number(speedup)}x the teacher's{timed}{equal}")
         if lossless is not None and approximated(report):
             lines.append(f"            {number(lossless)}x with every loop kept exactly (lossless)")
     lines += [f"            {told}" for told in _under_torch_compile(model.values)]
-    for key, label in (("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy")):
+    for key, label in (
+        ("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy"),
+        ("metric_compiled", "own metric"), ("metric_drop", "its drop"),
+    ):  # fmt: skip
         value = model.metric(key)
         if value is not None:
             lines.append(f"{label:<12}{metric_text(key, value)}{_beside(report, key)}")
@@ -127,6 +134,8 @@ def report_brief(report: Report) -> list[str]:
     if site is not None:
         lines.append(f"worst layer {shortened(site.name)}, {site.operator}")
         lines.append(f"            attention relative l2 {number(site.metric('attention_rel_l2'))}")
+    if str(model.source).endswith("(no --weights)"):
+        lines.append("weights     those that the factory returned: no --weights were given")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines.append(f"on          {number(model.metric('examples'))} examples that were not fitted on")
@@ -155,8 +164,9 @@ def _beside(report: Report, key: str) -> str:
     ends = interval_text(key, model.confidence)
     if ends != "-":
         told.append(f"{model.confidence_level:.0%} interval {ends}")
-    if key == "accuracy_compiled" and model.metric("accuracy_teacher") is not None:
-        told.append(f"the teacher's {metric_text('accuracy_teacher', model.metric('accuracy_teacher'))}")
+    teachers = key.replace("_compiled", "_teacher")
+    if teachers != key and model.metric(teachers) is not None:
+        told.append(f"the teacher's {metric_text(teachers, model.metric(teachers))}")
     return f" ({'; '.join(told)})" if told else ""
 
 
@@ -170,7 +180,8 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     timed = [site for site in bench["sites"] if site.get("speedup") is not None]
     if timed:
         least = min(timed, key=lambda site: site["speedup"])
-        gain = f"{least.get('operator')}, {number(least['speedup'])}x"
+        ends = interval_text("speedup", least.get("confidence", {}))
+        gain = f"{least.get('operator')}, {number(least['speedup'])}x ({ends})"
         lines.append(f"least gain: {shortened(least['name'])}, {gain}")
     kernels = [
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())

@@ -33,7 +33,9 @@ def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
             text.stylize(_style(first), 0, len(first))
             console.print(text, soft_wrap=True)
         elif sum(_widths(part)) + PADDING * (len(part.columns) + 1) <= console.width:
-            console.print(_rich(part))
+            with console.capture() as drawn:
+                console.print(_rich(part))
+            stream.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
         else:
             console.print(_stacked(part), soft_wrap=True)
 

@@ -60,6 +60,12 @@ class Measured:
         low, high = (finite(end) for end in self.confidence.get(key, (None, None)))
         return None if low is None or high is None or low > high else (low, high)
 
+    @property
+    def as_fast(self) -> bool:
+        """Whether the interval of the speed-up holds 1."""
+        ends = self.interval("speedup")
+        return ends is not None and ends[0] <= 1 <= ends[1]
+
 
 @dataclass(frozen=True)
 class ModelReport(Measured, Record):
@@ -71,6 +77,7 @@ class ModelReport(Measured, Record):
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
     data: str | None = optional()
     sizes: str | None = optional()
+    own_metric: Annotated[str | None, "the function and its direction"] = optional()
     values: Mapping[str, Any] = rest(
         {metric.key: metric.schema() for metric in of("model")}
         | {"examples": COUNT, "map_examples": COUNT, "batch": COUNT}
@@ -184,7 +191,8 @@ class SiteReport(Measured, Record):
 
 @dataclass(frozen=True)
 class Tried(Record):
-    """A candidate of a site, see asapc.passes.select; times in ms by shape, "32x512"."""
+    """A candidate of a site, see asapc.passes.select; times in ms by shape, "32x512", and the interval of
+    the teacher's over the candidate's."""
 
     lenient: ClassVar[bool] = True
     always: ClassVar[tuple[str, ...]] = ("label", "chosen", "verdict")
@@ -196,6 +204,7 @@ class Tried(Record):
     alone: Numbers = field(default_factory=dict)
     latency_ms: Numbers = field(default_factory=dict)
     teacher_ms: Numbers = field(default_factory=dict)
+    speedup: Mapping[str, Interval] = field(default_factory=dict)
     memory_mib: Number = None
     chosen: bool = False
     verdict: str = ""

@@ -33,6 +33,7 @@ from asapc.ir import SiteTensors
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
+from asapc.measure.own_metric import OwnFidelity, OwnMetric
 from asapc.memory import MemoryLimit, give_back
 from asapc.metrics import MAP_ENTRIES, MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
@@ -48,6 +49,7 @@ from asapc.report.site_metrics import (
     explain_site,
     time_model,
     time_site,
+    twin_of,
 )
 from asapc.terminal.progress import Progress
 
@@ -56,12 +58,13 @@ from asapc.terminal.progress import Progress
 class Measuring:
     """examples: measured, at most.  fast: without certificates and pictures.  max_memory: bytes that the
     process may hold; batches get smaller until that holds.  torch_compile: time teacher and compiled
-    model under torch.compile, too."""
+    model under torch.compile, too.  metric: the user's own."""
 
     examples: int = MEASURED_EXAMPLES
     fast: bool = False
     max_memory: int | None = None
     torch_compile: bool = False
+    metric: OwnMetric | None = None
 
 
 def report(
@@ -112,7 +115,7 @@ def _measured(
     progress: Progress,
     processes: Processes,
 ) -> Report:
-    models, fast = _Models(artifact, surrounding), measuring.fast
+    models, fast = _Models(artifact, surrounding, measuring.metric), measuring.fast
     size = _recipe(artifact).batch_size
     limit = None if measuring.max_memory is None else MemoryLimit(measuring.max_memory)
     if limit is not None:
@@ -135,7 +138,8 @@ def _measured(
         with progress.phase("measuring latency"):
             # They have just run.
             first, under = fidelity.first, measuring.torch_compile
-            timed = time_model(models.runners, first, warmup=0, torch_compile=under)
+            twin = twin_of(artifact)
+            timed = time_model(models.runners, first, warmup=0, torch_compile=under, twin=twin)
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
@@ -173,6 +177,7 @@ def _of_model(
 ) -> dict[str, Any]:
     manifest, measured, mapped = artifact.manifest, fidelity.measured, fidelity.mapped
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    own, of_own = fidelity.own.result()
     fitted = any(entry["fit"] is not None for entry in manifest["sites"])
     assert fidelity.first is not None
     return {
@@ -184,12 +189,13 @@ def _of_model(
         **({"map_examples": mapped} if mapped < measured else {}),
         "batch": len(fidelity.first),
         **fidelity.outputs.metrics(),
+        **own,
         "lossless_max_abs_error": fidelity.lossless.metrics()["max_abs_error"],
         **timed,
         "fit_seconds": artifact.fit_seconds,
         "calibration_order": manifest["calibration_order"],
         "break_even_batches": artifact.fit_seconds / saved if fitted and saved > 0 else None,
-        "confidence": fidelity.outputs.confidence() | timed.get("confidence", {}),
+        "confidence": fidelity.outputs.confidence() | of_own | timed.get("confidence", {}),
         "confidence_level": LEVEL,
     }
 
@@ -202,6 +208,7 @@ class _Fidelity:
         self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None = None
     ) -> None:
         self.outputs, self.lossless = OutputFidelity(), OutputFidelity()
+        self.own = OwnFidelity(models.metric)
         self.measured = self.mapped = 0
         self.first: Batch | None = None
         self.audit = audit
@@ -218,6 +225,7 @@ class _Fidelity:
             self.lossless.update(found["teacher"], lossless, batch.labels)
         told = lengths.found() if "lengths" not in found else found["lengths"]
         self.outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
+        self.own.update(found)
         give_back()
         if self.first is None:
             self.first, classes = batch, self.outputs.classes
@@ -239,20 +247,27 @@ class _Fidelity:
 class _Models:
     """The teacher, the lossless and the compiled model of an artefact."""
 
-    def __init__(self, artifact: Artifact, surrounding: nn.Module | None) -> None:
+    def __init__(
+        self, artifact: Artifact, surrounding: nn.Module | None, metric: OwnMetric | None = None
+    ) -> None:
         programs = artifact.programs
+        self.metric, self._signature = metric, artifact.signature()
         self.runners = {stage: Runner(surrounding, parts) for stage, parts in programs.items()}
         self.lossless = Tap(surrounding, programs["lossless"], artifact.site_names)
         self.called = [o.site for program in programs["graph"] for o in operator_calls(program.graph)]
         self._compiled = Tap(surrounding, programs["graph"], self.called)
 
     def outputs(self, batch: Batch) -> Part:
-        """What teacher and compiled model give, and the lengths that a compiled site tells."""
+        """What teacher and compiled model give, the user's metric of both, and the lengths that a
+        compiled site tells."""
         lengths = _Lengths(len(batch))
-        found = {
-            "teacher": _only(self.runners["teacher"](batch)),
-            "compiled": _only(self._compiled.watch(batch, lengths.see)),
+        given = {
+            "teacher": self.runners["teacher"](batch),
+            "compiled": self._compiled.watch(batch, lengths.see),
         }
+        found = {who: _only(output) for who, output in given.items()}
+        if self.metric is not None:
+            found |= self.metric.values(given, batch, self._signature)
         told = lengths.found()
         return found if told is None else {**found, "lengths": told}, None
 
@@ -399,7 +414,9 @@ def bench(
         models = _Models(artifact, surrounding)
         _, tensors = models.lossless(batch)
         with progress.phase("timing the whole model"):
-            whole = time_model(models.runners, batch, repeats, torch_compile=torch_compile)
+            whole = time_model(
+                models.runners, batch, repeats, torch_compile=torch_compile, twin=twin_of(artifact)
+            )
         sites = []
         for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
             measured = time_site(artifact, index, tensors[index], repeats)

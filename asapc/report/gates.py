@@ -190,15 +190,16 @@ def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
     else:
         kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
         shown = f"{value:.6g}"
-        if gate.confidence:
-            level = report.model.confidence_level
-            end = "at least" if gate.bound == "min" else "at most"
-            shown += f", {end} {compared:.6g} with {level:.4g} confidence"
         if gate.metric == "examples" and gate.bound == "min" and not kept:
             message = f"the report rests on {shown} examples, too few ({limit})"
         else:
             verdict = "ACCEPT" if kept else "REGRESSION"
             message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
+        if gate.confidence:
+            end, beyond = ("lower", "below") if gate.bound == "min" else ("upper", "above")
+            told = f"{100 * report.model.confidence_level:.4g} % {end} bound {compared:.6g}"
+            where = "within" if kept else beyond
+            message = f"{subject} is {shown}; its {told} is {where} the limit {gate.limit:g}"
     more: dict[str, Any] = {gate.bound: gate.limit}
     if gate.confidence:
         more |= {"confidence": True, "bound_value": compared}

@@ -163,7 +163,7 @@ def _limits_sentence(judged: Judgement) -> str:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The three figures that a decision rests on."""
+    """The figures that a decision rests on."""
     model, shown = report.model, list[Tile]()
 
     def tile(label: str, value: str, metric: str, notes: list[str], scope: str = "model") -> None:
@@ -173,7 +173,8 @@ def tiles(report: Report) -> list[Tile]:
         finite(model.metric(key)) for key in ("speedup", "prediction_agreement", "output_rel_l2")
     )
     if speedup is not None:
-        tile("Speed-up, whole model", times_text(speedup), "speedup", _interval(model, "speedup"))
+        ratio = "equal" if model.as_fast else times_text(speedup)
+        tile("Speed-up, whole model", ratio, "speedup", _interval(model, "speedup"))
         lossless = finite(model.metric("speedup_lossless"))
         if lossless is not None and approximated(report):
             shown[-1].notes.append(f"{times_text(lossless)} by lossless kernels alone")
@@ -187,6 +188,10 @@ def tiles(report: Report) -> list[Tile]:
     elif accuracy:
         notes = drop or _interval(model, "accuracy_compiled")
         shown.append(Tile("Accuracy, teacher → compiled", accuracy, notes))
+    if model.own_metric is not None and model.metric("metric_drop") is not None:
+        both = " → ".join(number(model.metric(f"metric_{who}")) for who in ("teacher", "compiled"))
+        notes = _interval(model, "metric_drop", " of the drop")
+        tile(f"{model.own_metric}, teacher → compiled", both, "metric_drop", notes)
     worst, error = worst_site(report), "attention_rel_l2"
     if worst is not None:
         value = worst.metric(error)
@@ -213,13 +218,18 @@ def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
 
 
 def _times(model: ModelReport) -> list[tuple[str, str, float, str]]:
-    """(kind, time, its share of the longest in per cent, speed-up) each."""
+    """(kind, time, its share of the longest in per cent, speed-up with its interval) each."""
     kinds = ("teacher", "lossless", "compiled")
     times = {k: t for k in kinds if (t := positive(model.metric(f"latency_{k}_ms"))) is not None}
     teacher = times.get("teacher")
+
+    def gain(kind: str, time: float) -> str:
+        ends = ends_text(model, {"lossless": "speedup_lossless"}.get(kind, "speedup"))
+        return times_text(teacher / time) + (f", {ends}" if ends else "") if teacher else ""
+
     return [
         (kind, f"{number(time)} ms", 100 * time / max(times.values()),
-         "" if teacher is None or kind == "teacher" else times_text(teacher / time))
+         "" if kind == "teacher" else gain(kind, time))
         for kind, time in times.items()
     ] if len(times) > 1 else []  # fmt: skip
 

@@ -161,20 +161,21 @@ def _change(checks: Sequence[Check]) -> Cell:
 
 
 def _speed(site: SiteReport, trail: TriedSite) -> tuple[float, Cell]:
-    """Times as fast as the teacher, infinite where not timed: measured at the site, else by selection."""
-    teacher = positive(site.metric("latency_teacher_ms"))
-    compiled = positive(site.metric("latency_compiled_ms"))
-    where = ""
-    if teacher is None or compiled is None:
-        chosen = next((candidate for candidate in trail.candidates if candidate.chosen), Tried())
-        shape = largest_shape(trail)
-        teacher = positive(chosen.teacher_ms.get(shape))
-        compiled = positive(chosen.latency_ms.get(shape))
-        where = f" at {shape_text(shape)}"
+    """Times as fast as the teacher, infinite where not timed, as selection has measured it.  Where its
+    interval holds 1, the two are equally fast."""
+    if site.operator == TEACHER:
+        return 1.0, Cell("equal", "its own code")
+    chosen = next((candidate for candidate in trail.candidates if candidate.chosen), Tried())
+    shape = largest_shape(trail)
+    teacher, compiled = (positive(ms.get(shape)) for ms in (chosen.teacher_ms, chosen.latency_ms))
     if teacher is None or compiled is None:
         return math.inf, Cell("-")
-    ratio = teacher / compiled
-    return ratio, Cell(times_text(ratio), f"{number(teacher)} → {number(compiled)} ms{where}")
+    ratio, told = teacher / compiled, f"{number(teacher)} → {number(compiled)} ms at {shape_text(shape)}"
+    low, high = (finite(end) for end in chosen.speedup.get(shape, (None, None)))
+    if low is None or high is None:
+        return ratio, Cell(times_text(ratio), told)
+    shown = "equal" if low <= 1 <= high else times_text(ratio)
+    return ratio, Cell(shown, f"{times_text(low)} to {times_text(high)}, {told}")
 
 
 def _facts(site: SiteReport, share: float | None) -> list[tuple[str, str]]:

@@ -24,7 +24,6 @@ from asapc.kernels.dispatch import explained
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import (
     ENOUGH,
-    interleaved_medians,
     interleaved_times,
     quartiles,
     ratio_interval,
@@ -50,28 +49,29 @@ def time_model(
     repeats: int = 7,
     warmup: int = 2,
     torch_compile: bool = False,
+    twin: Stage | None = None,
 ) -> dict[str, Any]:
     """Medians and ratios of the whole model, and the intervals of these by their names, as `confidence`.
 
+    twin: the stage that the compiled model is, call for call: the two are timed as one.
     torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
     teacher; where it fails, `torch_compile_failed` says why.
     """
     if torch_compile:
         torch._dynamo.reset()  # what was compiled for an earlier model is not this one's
-    calls: dict[str, Any] = {NAMES[stage]: partial(run, batch) for stage, run in runners.items()}
+    calls: dict[str, Any] = {
+        NAMES[stage]: partial(run, batch)
+        for stage, run in runners.items() if twin is None or stage != "graph"
+    }  # fmt: skip
     found = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
     under = {f"{name}_torch_compile": partial(its.call, batch)
              for name, its in found.items() if its.call is not None}  # fmt: skip
     for call in under.values():
         call()  # uncounted: the compilation of one model may have made another's guards fail
     rounds = interleaved_times(calls | under, repeats=repeats, warmup=warmup, enough=ENOUGH)
-    told: dict[str, Any] = _ratios({name: quartiles(values) for name, values in rounds.items()})
-    confidence: dict[str, tuple[float, float]] = {}
-    for name in [name for name in rounds if name != "teacher"]:
-        interval, ratio = ratio_interval(rounds["teacher"], rounds[name]), told[_speedup(name)]
-        if interval is not None:
-            confidence[_speedup(name)] = (min(interval[0], ratio), max(interval[1], ratio))
-    told["confidence"] = confidence
+    if twin is not None:
+        rounds["compiled"] = rounds[NAMES[twin]]
+    told = _ratios(rounds)
     if found:
         told["torch_compile_seconds"] = found["teacher"].seconds
         failed = [f"{name}: {its.failed}" for name, its in found.items() if its.failed]
@@ -79,18 +79,31 @@ def time_model(
     return told
 
 
-def _ratios(times: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Metrics of what was timed beside the teacher."""
-    medians = {name: its["median_ms"] for name, its in times.items()}
-    latencies = {f"latency_{name}_ms": median for name, median in medians.items()}
-    return latencies | {
-        _speedup(name): medians["teacher"] / median
-        for name, median in medians.items() if name != "teacher"
-    }  # fmt: skip
+def _ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Metrics of what was timed beside the teacher, and the intervals of its ratios as `confidence`."""
+    medians = {name: quartiles(times)["median_ms"] for name, times in rounds.items()}
+    told: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
+    confidence: dict[str, tuple[float, float]] = {}
+    for name in [name for name in rounds if name != "teacher"]:
+        ratio = told[_speedup(name)] = medians["teacher"] / medians[name]
+        interval = ratio_interval(rounds["teacher"], rounds[name])
+        if interval is not None:
+            confidence[_speedup(name)] = (min(interval[0], ratio), max(interval[1], ratio))
+    return {**told, "confidence": confidence}
 
 
 def _speedup(name: str) -> str:
     return "speedup" if name == "compiled" else f"speedup_{name}"
+
+
+def twin_of(artifact: Artifact) -> Stage | None:
+    """The stage that the compiled model is call for call, if it is one: nothing was approximated."""
+    entries = artifact.manifest["sites"]
+    if "refresh" in artifact.manifest or not entries:
+        return None
+    if all(map(_is_untouched, entries)):
+        return "teacher"
+    return "lossless" if all(e["operator"] == e["convention"]["operator"] for e in entries) else None
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
@@ -105,7 +118,7 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
 
 def time_site(
     artifact: Artifact, index: int, t: SiteTensors, repeats: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator.
 
     A site that selection left as it was runs the teacher's own code.
@@ -120,7 +133,7 @@ def time_site(
         function = site_function(artifact.programs["graph"], artifact.site_names[index])
         functions["compiled"] = partial(function, t, t.k)
     with torch.no_grad():
-        times = interleaved_medians(functions, repeats=repeats)
+        times = interleaved_times(functions, repeats=repeats)
     times.setdefault("compiled", times["teacher" if _is_untouched(entry) else "lossless"])
     return _ratios(times)
 

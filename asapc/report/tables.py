@@ -80,6 +80,7 @@ MODEL_LABELS = {
     "map_examples": "examples, attention compared",
     "data": "data",
     "sizes": "holds for sizes",
+    "own_metric": "own metric",
     "batch": "batch size",
     **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
@@ -365,6 +366,8 @@ def _latency_table(sites: Sequence[Result]) -> list[Table]:
     timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
     keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
     columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
+    if any(site.get("confidence", {}).get("speedup") for site in sites):
+        columns["95% interval|"] = lambda site: interval_text("speedup", site["confidence"])
     return listed("Latency, per site", sites if keys else (), columns)
 
 
@@ -397,9 +400,16 @@ def _selection_tables(selection: Result) -> list[Table]:
         *listed("Selection: candidates", tried, {
             "site": "site", "candidate": "label", "verdict": "verdict",
             **_metrics("attention_rel_l2", "output_rel_l2"), "ms|": "latency_ms",
-            "teacher ms|": "teacher_ms", "MiB|": "memory_mib", "whole model with it alone": "alone",
+            "teacher ms|": "teacher_ms", "faster by|": _gains, "MiB|": "memory_mib",
+            "whole model with it alone": "alone",
         }),
     ]  # fmt: skip
+
+
+def _gains(tried: Result) -> str:
+    """The interval of its speed-up at each shape, "32x512 2.1x to 2.3x"."""
+    ends = (tried.get("speedup") or {}).items()
+    return ", ".join(f"{shape} {number(low)}x to {number(high)}x" for shape, (low, high) in ends) or "-"
 
 
 def _soft_to_hard_table(audit: Result) -> list[Table]:

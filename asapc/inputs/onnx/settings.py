@@ -96,10 +96,11 @@ _Record = create_model(  # and what else `asapc export` may write
 
 def require_extra() -> None:
     """Raises InputError, with the command that installs it, where the extra `onnx` is missing."""
-    missing = [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    needed = ("onnx", "onnxscript", "onnxruntime")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            "ONNX files are written with onnxscript and checked with onnxruntime",
+            "ONNX files are read with onnx, written with onnxscript and checked with onnxruntime",
             got=f"{' and '.join(missing)} not installed",
             help=install_line("onnx"),
         )

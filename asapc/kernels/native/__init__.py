@@ -43,14 +43,15 @@ def missing() -> str | None:
     if os.environ.get("ASAPC_NATIVE") == "0":
         return "ASAPC_NATIVE=0"
     if _build() is None:
-        return "the C++ engine was not built: no compiler at installation"
+        return "the C++ engine was not built, for want of a compiler"
     return None if _engine() else "the C++ engine was built from another version: install asapc again"
 
 
 def described() -> str:
     """The engine in a word or two, for people to read."""
-    if missing() is not None:
-        return f"no C++ engine: {missing()}"
+    reason = missing()
+    if reason is not None:
+        return f"no C++ engine: {reason.removeprefix('the C++ engine was ')}"
     return f"C++ engine, {torch.backends.cpu.get_cpu_capability()}"
 
 

@@ -1,0 +1,70 @@
+"""A folder of Hugging Face transformers with the compiled model beside the original.
+
+    config.json, model.safetensors, tokenizer.json   as they were, for transformers
+    asapc/                                           the artefact, for asapc.from_pretrained
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from asapc.artifact.manifest import read_manifest
+from asapc.artifact.model import load
+from asapc.errors import InputError
+from asapc.formats.atomic import check_replaceable, replace_folder
+from asapc.inputs.huggingface import ATTENTION
+from asapc.inputs.load import load_teacher
+from asapc.inputs.paths import check_artifact
+
+FOLDER = "asapc"
+
+
+def save_pretrained(
+    out: str | Path, folder: str | Path, model: str | Path = "", *, trust_remote_code: bool = False
+) -> None:
+    """Write a transformers folder that needs no asapc, with the compiled model of OUT in it.
+
+    folder: new or empty.  It gets every file of the original but hidden ones, unchanged, and OUT.
+    model:  the transformers folder that OUT was compiled from, unless it is where it was.
+    Raises InputError; where the weights are not those that OUT was compiled from, too.
+    """
+    check_artifact(out)
+    taught = read_manifest(Path(out))["teacher"]
+    original = Path(model or taught["source"])
+    if not (original / "config.json").is_file():
+        raise InputError(
+            f"{out}: its original must be a folder of transformers", got=str(original),
+            help="name that folder with model=",
+        )  # fmt: skip
+    teacher = load_teacher(str(original), remote_code=trust_remote_code)
+    if teacher.fingerprint != taught["fingerprint"]:
+        raise InputError(
+            f"{original}: must hold the weights that {out} was compiled from", got="others",
+            help="compile it again, or name the original with model=",
+        )  # fmt: skip
+    check_replaceable(folder, [original, out])
+    with replace_folder(folder) as made:
+        hidden = shutil.ignore_patterns(".*", FOLDER)
+        shutil.copytree(original, made, ignore=hidden, dirs_exist_ok=True)
+        shutil.copytree(out, made / FOLDER)
+
+
+def from_pretrained(
+    folder: str | Path, attention: str = "", *, trust: bool = False, trust_remote_code: bool = False
+) -> nn.Module:
+    """The compiled model in a folder that save_pretrained wrote.
+
+    attention: "file.py:function", which runs: the model is then one of transformers with compiled layers
+    in it, for pipelines and generate.  Without, it is the program alone where that was captured whole.
+    trust: see load.  trust_remote_code: code in the folder may run.
+    """
+    artifact = Path(folder) / FOLDER
+    check_artifact(artifact)
+    if not attention and read_manifest(artifact)["capture"] == "whole":
+        return load(artifact, trust=trust)
+    named = {ATTENTION: attention} if attention else None
+    original = load_teacher(str(folder), kwargs=named, remote_code=trust_remote_code)
+    return load(artifact, model=original.model, trust=trust)

@@ -1,0 +1,105 @@
+"""The user's own metric: a function of what a model returns and of the batch, one number per example.
+
+    def hits(output, batch):
+        return output.argmax(-1) == batch["labels"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Signature as PythonSignature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.device import CPU, moved
+from asapc.errors import InputError
+from asapc.formats.user_code import UserCode
+from asapc.inputs.data import Batch, Signature
+from asapc.measure import bootstrap
+
+SIDES = ("teacher", "compiled")
+KEYS = ("metric_teacher", "metric_compiled", "metric_drop")  # asapc.metrics
+
+
+class OwnMetric:
+    """given: "file.py:function" or "pkg.module:function", or the function.  name: with its direction."""
+
+    def __init__(self, given: str | Callable[..., Any], lower_is_better: bool = False) -> None:
+        self.lower = lower_is_better
+        if isinstance(given, str):
+            code, called = UserCode(given, "metric"), given
+            self._function, self._run = code.target, code.run
+        else:
+            self._function, called = given, getattr(given, "__qualname__", repr(given))
+            self._run = lambda function, action: function()  # what it raises is the caller's own
+        self.name = f"{called}, {'smaller' if lower_is_better else 'larger'} is better"
+
+    def values(
+        self, outputs: Mapping[str, Any], batch: Batch, signature: PythonSignature
+    ) -> dict[str, Tensor]:
+        """One number per example [B] of each model, under metric_teacher and metric_compiled.
+
+        The function is given the output as the model returns it and a dictionary: the model's inputs by
+        name, labels (None without), and the examples' numbers in DATA, all on the CPU.
+        Raises InputError where it raises, or returns something else.
+        """
+        there = batch.on(CPU)
+        inputs = Signature(signature).names(there.args, there.kwargs)
+        given = {**dict(inputs), "labels": batch.labels, "numbers": batch.numbers}
+        found = {who: self._values(moved(output, CPU), given, batch) for who, output in outputs.items()}
+        broken = (~found["teacher"].isfinite()).nonzero().flatten().tolist()
+        if broken:  # the compiled model's is in the report, where no limit is kept
+            example = f", example {batch.numbers[broken[0]]} (counted from 0)" if batch.numbers else ""
+            raise InputError(
+                f"metric {self.name}: must be finite for the teacher's outputs",
+                got=f"{found['teacher'][broken[0]]:g}{example}",
+                help="return a number for every example, such as 0 where there is nothing to count",
+            )
+        return {f"metric_{who}": values for who, values in found.items()}
+
+    def _values(self, output: Any, given: Mapping[str, Any], batch: Batch) -> Tensor:
+        returned = self._run(lambda: self._function(output, dict(given)), "measure a batch")
+        got = f"a {type(returned).__name__}"
+        try:
+            values = torch.as_tensor(returned).detach().to(CPU, torch.float64)
+            if values.shape == (len(batch),):
+                return values
+            got += f" of shape {[*values.shape]}"
+        except (TypeError, ValueError, RuntimeError):
+            pass  # no numbers at all
+        raise InputError(
+            f"metric {self.name}: must return one number for each of the batch's examples",
+            got=f"{got} for {len(batch)} examples",
+            help="return values of shape [examples]; asapc takes their mean",
+        )
+
+
+class OwnFidelity:
+    """The values of both models, streaming: their means, and by how much the compiled model is worse."""
+
+    def __init__(self, metric: OwnMetric | None) -> None:
+        self.metric = metric
+        self._values: dict[str, list[Tensor]] = {who: [] for who in SIDES}
+
+    def update(self, found: Mapping[str, Tensor]) -> None:
+        """found: see OwnMetric.values; nothing where no metric was given."""
+        for who in SIDES if self.metric is not None else ():
+            self._values[who].append(found[f"metric_{who}"])
+
+    def result(self) -> tuple[dict[str, Any], dict[str, bootstrap.Interval]]:
+        """Values by name, see asapc.metrics, and their intervals; of numbers all 0 or 1, those of
+        shares.  Empty without a metric."""
+        if self.metric is None:
+            return {}, {}
+        sides = teacher, compiled = [torch.cat(self._values[who]) for who in SIDES]
+        better, other = (compiled, teacher) if self.metric.lower else (teacher, compiled)
+        if all(((values == 0) | (values == 1)).all() for values in sides):
+            ends = [*(bootstrap.share(values.bool()) for values in sides),
+                    bootstrap.difference(better.bool(), other.bool())]  # fmt: skip
+        else:
+            ends = [*map(bootstrap.mean, (*sides, better - other))]
+        means = (float(values.mean()) for values in (*sides, better - other))
+        intervals = {key: found for key, found in zip(KEYS, ends, strict=True) if found is not None}
+        return {"own_metric": self.metric.name, **dict(zip(KEYS, means, strict=True))}, intervals
