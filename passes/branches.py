@@ -316,29 +316,18 @@ def held_branches(graph: GraphModule) -> list[Node]:
 def check_branches(graph: GraphModule) -> None:
     """Raises ValueError where a branch that is held to depends on what an attention has computed.
 
-    One that depends on no input, not on its sizes either, is always as it was, and is taken out.
+    One that depends on no input, not on its sizes, and on no weight either, is always as it was, and is
+    taken out.
     """
     for node in held_branches(graph):
         condition, _, text = node.args
         assert isinstance(condition, Node)
-        if not _depends_on_inputs(condition):
+        if not reaches(condition, lambda n: n.op in ("placeholder", "get_attr")):
             graph.graph.erase_node(node)
         elif reaches(condition, lambda n: n.target in NORMALISERS and depends_on_data(n)):
             raise ValueError(f"branches on a number that comes out of a loop: {text}")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _depends_on_inputs(node: Node) -> bool:
-    stack, seen = [node], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return False
 
 
 def without_branches(graph: Graph) -> None:
