@@ -3,7 +3,7 @@ where they are the same from the smallest scores to the largest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import attention_zoo as zoo
 import pytest
@@ -50,21 +50,10 @@ def largest(s: Tensor) -> Tensor:
     return s.abs().amax((-1, -2), keepdim=True)
 
 
-class Beside(torch.nn.Module):
-    """A layer for each attention, all of the same tokens: one trace for a table of them."""
-
-    def __init__(self, attentions: Iterable[Callable[[Tensor], Tensor]]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(map(Layer, attentions))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x) for layer in self.layers])
-
-
 def refused(attentions: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, str]:
     """The reason by name."""
     torch.manual_seed(1)
-    analysis = analysed(Beside(attentions.values()), torch.randn(2, 6, 8))
+    analysis = analysed(zoo.Beside(map(Layer, attentions.values())), torch.randn(2, 6, 8))
     assert not analysis.sites
     return dict(zip(attentions, (one.reason for one in analysis.left_alone), strict=True))
 
@@ -151,7 +140,7 @@ GUARDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def test_guards_that_change_nothing_are_compiled() -> None:
-    model = Beside(GUARDS.values())
+    model = zoo.Beside(map(Layer, GUARDS.values()))
     torch.manual_seed(1)
     x = torch.randn(2, 6, 8)
     analysis = analysed(model, x)
