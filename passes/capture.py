@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._dynamo import config as torch_config
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -82,6 +83,7 @@ class Capture:
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
 LOUD = 30  # times the numbers of the example
+FEW_CALLS = 150  # of operators: up to here torch's memory of their shapes takes longer than it spares
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
@@ -259,11 +261,11 @@ def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def _answers(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool
-) -> tuple[Answers, Any]:
-    """What the example answers to the module's Python, and what it gives."""
+) -> tuple[Answers, Any, int]:
+    """What the example answers to the module's Python, what it gives, and how many calls that took."""
     with Trace(numbers=numbers) as asking, torch.random.fork_rng(devices=[]):
         output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    return asking.answers, output
+    return asking.answers, output, asking.calls
 
 
 def _same_output(
@@ -290,7 +292,7 @@ def _traced(
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
-    answers, output = _answers(module, args, kwargs, numbers)
+    answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
     free = free_functions(used, state.spaces) if functions else contextlib.nullcontext()
@@ -299,7 +301,8 @@ def _traced(
             budget.of_sizes = used
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
-            with once, watching, noting_questions() as questions, free:
+            remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
+            with once, watching, noting_questions() as questions, free, remembered:
                 exported = export_graph(module, args, kwargs, shapes)
     except Exception:
         if not used:
@@ -311,7 +314,7 @@ def _traced(
     one_spelling(graph)
     split_einsums(graph)
     check_branches(graph)
-    calls = observer.calls(graph)
+    layers = observer.calls(graph)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
@@ -319,7 +322,7 @@ def _traced(
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
-    return Program(name, graph, args, kwargs, shapes, stops, calls)
+    return Program(name, graph, args, kwargs, shapes, stops, layers)
 
 
 def _check_sizes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,17 @@ class LogDomainPlain(_Projected):
         weights = self.sink(scores.flatten(0, 1)) * scores.shape[-1]
         weights = weights.view(scores.shape)
         return self.merge(weights @ v), weights
+
+
+class Beside(nn.Module):
+    """Layers of the same tokens: one trace for a table of them."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers])
 
 
 class ExpDomain(_Projected):

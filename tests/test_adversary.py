@@ -23,7 +23,7 @@ def test_no_convention_is_taken_for_another(seed: int) -> None:
 
 # What was once taken for another loop, or could be.
 KNOWN = {
-    "80 half-steps, columns first": (Law(half_steps=80, rows_first=False, form="potentials"),),
+    "50 half-steps, columns first": (Law(half_steps=50, rows_first=False, form="potentials"),),
     "two layers, used in the other order": (Law(half_steps=5), Law(half_steps=6, rows_first=False)),
     "clamped sums": (Law(half_steps=8, form="plan", constant=1e-6, clamp=True, offset="softmax"),),
     "a constant added to sums, low scores": (

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import banded_nets as nets
 import pytest
 import torch
@@ -18,7 +19,7 @@ import asapc.kernels.library
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
-from asapc.ir import OutputFactor, Program
+from asapc.ir import OutputFactor
 from asapc.kernels import native
 from asapc.operators import banded as reference
 from asapc.operators.banded import BandedConvention
@@ -178,33 +179,30 @@ def alike(net: nn.Module, lifted: Any, *inputs: Tensor) -> None:
     assert float((ours - theirs).abs().max()) <= 2e-5 * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("idiom", nets.IDIOMS)
-def test_a_window_is_recognised_however_it_is_hidden(idiom: str) -> None:
+@pytest.mark.parametrize("short", [True, False])
+def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
     """From an example that is shorter than the window, too."""
-    hide, (low, high) = nets.IDIOMS[idiom]
-    net = build(nets.Windowed, hide)
-    analysis = analysed(net, random(2, 4 if idiom == "positions" else 20, 16))
-    (site,) = analysis.sites
-    assert isinstance(site.convention, BandedConvention)
-    expected = BandedConvention(
-        5, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
-    )
-    assert site.convention == expected
-    assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
-    assert convention_from_json(json.loads(json.dumps(expected.to_json()))) == expected
+    idioms = [nets.IDIOMS[name] for name in nets.IDIOMS if (name == "positions") == short]
+    net = zoo.Beside(build(nets.Windowed, hide) for hide, _ in idioms)
+    analysis = analysed(net, random(2, 4 if short else 20, 16))
+    for site, (_, (low, high)) in zip(analysis.sites, idioms, strict=True):
+        assert isinstance(site.convention, BandedConvention)
+        expected = BandedConvention(
+            5, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
+        )
+        assert site.convention == expected
+        assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
+        assert convention_from_json(json.loads(json.dumps(expected.to_json()))) == expected
     for shape, scale in (((3, 33, 16), 1.0), ((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
         alike(net, analysis.lifted, scale * random(*shape, seed=3))
 
 
-@pytest.mark.parametrize("other", nets.OTHERS)
-def test_what_is_no_band_is_not_taken_for_one(other: str) -> None:
-    net = build(nets.Windowed, nets.OTHERS[other])
-    program = capture(net, (random(2, 20, 16),), {}).programs[0]
-    assert not any(isinstance(x.convention, BandedConvention) for x in matched(program))
-
-
-def matched(program: Program) -> list[Any]:
-    return [x for x in match(program) if hasattr(x, "convention")]
+def test_what_is_no_band_is_not_taken_for_one() -> None:
+    net = zoo.Beside(build(nets.Windowed, hide) for hide in nets.OTHERS.values())
+    (program,) = capture(net, (random(2, 20, 16),), {}).programs
+    found = match(program)
+    assert len(found) == len(nets.OTHERS)
+    assert not any(isinstance(getattr(x, "convention", None), BandedConvention) for x in found)
 
 
 def test_a_mask_of_keys_goes_with_the_window() -> None:

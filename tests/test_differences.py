@@ -24,14 +24,14 @@ Map = Callable[[Tensor, Tensor], Tensor]
 
 def sinkhorn(q: Tensor, k: Tensor) -> Tensor:
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    for step in range(5):
+    for step in range(3):
         scores = scores - scores.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
     return scores.exp()
 
 
 def masked(q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
     weights = (q @ k.transpose(-1, -2)).masked_fill(~keep[:, None, None, :], -math.inf).softmax(-1)
-    for step in range(1, 6):
+    for step in range(1, 4):
         weights = weights / weights.sum(-2 if step % 2 else -1, keepdim=True).clamp(min=1e-30)
     return weights
 
@@ -223,17 +223,16 @@ class Returned(Layer):
 
 NETS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {  # and the heads of the sites
     "potentials last": (lambda: Layer(scaled), [2, 2]),
-    "sliced plans, unrolled": (lambda: Layer(unrolled), [2, 2]),
+    "sliced plans, unrolled": (lambda: Layer(unrolled, heads=4), [4, 4]),
     "a softmax and a loop": (lambda: Layer(softmax, sinkhorn), [2]),
     "a loop and sliced plans": (lambda: Layer(sinkhorn, sliced), [2, 2]),
-    "lerp, dropout": (Lerped, [2, 2]),
-    "signs": (Negative, [2, 2]),
-    "by query, einsum": (ByQuery, [2, 2]),
+    "lerp, dropout; signs; by query, einsum": (
+        lambda: nn.Sequential(Lerped(), Negative(), ByQuery()), [2] * 6
+    ),
     "halves of sliced plans": (lambda: Transformer(sliced), [4]),
-    "halves by chunk": (Chunked, [4]),
-    "halves by slices": (Sliced, [4]),
-    "halves rearranged": (Rearranged, [4]),
-    "halves summed": (Weighed, [4]),
+    "halves by chunk, by slices, rearranged, summed": (
+        lambda: nn.Sequential(Chunked(), Sliced(), Rearranged(), Weighed()), [4] * 4
+    ),
 }
 
 
@@ -252,7 +251,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def width(net: nn.Module) -> int:
-    return 16 if isinstance(net, Transformer) else 8
+    return 16 if any(isinstance(module, Transformer) for module in net.modules()) else 8
 
 
 @pytest.mark.parametrize("name", NETS)

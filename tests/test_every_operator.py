@@ -52,7 +52,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
     sorting = [keep, None, random(HEADS, 6, DIM), torch.tensor([0.5, 1.0, 2.0])]
     soft, hard = [*sorting, 0.3, False, True, 1.0], [*sorting, False, True, 1.0]
     pivots, mass = random(HEADS, 4, DIM), torch.full((HEADS, 4), 0.25)
-    lot = [keep, None, random(1, HEADS, 4, keys), pivots, mass, 0.5, 0.5, 4, True, 5, False,
+    lot = [keep, None, random(1, HEADS, 4, keys), pivots, mass, 0.5, 0.5, 2, True, 3, False,
            [1.0, 0.0, 0.0, 1.0]]  # fmt: skip
     features = {
         "norm": ([], 1), "raw": ([], DIM), "gaussian": ([], 3), "sliced:4": ([random(4, DIM)], 4),
@@ -71,12 +71,12 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
             ops.stabilised_sinkhorn_attention, [q, k, keep, bias, 0.5, 5, True, *constant, ATTENTION]
         ),
         "sinkhorn, open": (ops.sinkhorn, [q, k, v, None, None, 0.5, 5, True, ATTENTION]),
-        "sinkhorn_attention": (ops.sinkhorn_attention, [q, k, keep, bias, 0.5, 5, True, ATTENTION]),
+        "sinkhorn_attention": (ops.sinkhorn_attention, [q, k, keep, bias, 0.5, 3, True, ATTENTION]),
         "banded_sinkhorn": (ops.banded_sinkhorn, [q, k, v, keep, 0.5, 4, True, ATTENTION, -2, 3]),
         "banded_sinkhorn_attention": (
             ops.banded_sinkhorn_attention, [q, k, keep, 0.5, 5, False, ATTENTION, -2, 3]
         ),
-        "asap, source": (ops.asap, [q, k, v, keep, bias, f, None, 0.5, 3, ATTENTION]),
+        "asap, source": (ops.asap, [q, k, v, keep, bias, f, None, 0.5, 2, ATTENTION]),
         "asap, target": (ops.asap, [q, k, v, None, None, None, g, 0.5, 2, ATTENTION]),
         "asap, one pass": (ops.asap, [q, k, v, keep, bias, None, g, 0.5, 1, ATTENTION]),
         "asap, no pass": (ops.asap, [q, k, v, keep, bias, f, g, 0.5, 0, ATTENTION]),

@@ -98,7 +98,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("half_steps", "starts_on_x"), [(0, True), (1, False), (2, True), (3, False), (9, True)]
+    ("half_steps", "starts_on_x"), [(0, True), (1, False), (2, True), (5, False)]
 )
 def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: bool) -> None:
     q, k = points(1, 2, 19, 5), points(1, 2, 13, 5, seed=1)
@@ -106,7 +106,7 @@ def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: boo
     assert_honest(q, k, "coarse:4", **arguments)
 
 
-@pytest.mark.parametrize(("half_steps", "masked"), [(0, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("half_steps", "masked"), [(3, False), (4, True)])
 def test_coarse_of_several_blocks(half_steps: int, masked: bool, layout: None) -> None:
     q, k = points(2, 1, 35, 48), points(2, 1, 39, 48, seed=1)
     keep = torch.arange(39, device=DEVICE) < torch.tensor([[30], [39]], device=DEVICE)
@@ -123,7 +123,7 @@ def test_masked_keys_hold_nan(features: str) -> None:
     assert_honest(q, k, features, keep)  # the errors compared would be nan if it leaked
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 6), (7, 1), (17, 18)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 6), (7, 1), (17, 18)], ids=str)
 def test_lengths(lengths: tuple[int, int]) -> None:
     q, k = points(1, 1, lengths[0], 4), points(1, 1, lengths[1], 4, seed=1)
     assert_honest(q, k, f"{ALL} farthest:5")

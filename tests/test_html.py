@@ -191,23 +191,61 @@ def _plain_site() -> dict[str, Any]:
     return {k: v for k, v in site.items() if k not in ("by_head", "by_length")}
 
 
-def test_a_minimal_report_promises_nothing() -> None:
-    text = shown(html(page_report.minimal_report()))
-    assert "There is nothing to decide on yet." in text and "no gate file was given" in text
-    assert "Layers" not in text and "ACCEPT" not in text
+CHECK = {"kind": "limit", "metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0}
+ODD = {**CHECK, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
+FAST = {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
+SORTS = {"variants": [{"name": "exact", "accuracy": 0.877, "row_err": 0.0, "prediction_change": 0.12}]}
+TRAINED = {"mode": "labels", "epochs": 5, "before": {"accuracy": 0.8}, "after": {"accuracy": 0.9}}
+FOLD = '<details class="small-details"'
+# Whether of a full report, what is changed in it, what the page then says, and what it does not.
+WORDS: dict[str, tuple[bool, dict[str, Any], Sequence[str], Sequence[str]]] = {
+    "nothing measured": (False, {}, ("There is nothing to decide on yet.", "no gate file was given"),
+                         ("Layers", "ACCEPT")),
+    "accepted": (False, {"gate": {"verdict": "ACCEPT", "passed": True, "checks": [CHECK]}},
+                 ('class="tone-good"',), ()),
+    "worse": (False, {"gate": {"checks": [{**CHECK, "class": "REGRESSION"}]}}, ("REGRESSION",), ()),
+    "odd": (False, {"gate": {"verdict": "ANOMALOUS", "passed": False, "checks": [ODD]}},
+            ('class="tone-odd"', "was not measured", "not measured</td>"), ()),
+    "default limits, which are advice": (True, {"gate": {}}, (
+        "Ship it.", "Default limits, no gate file was given: 3 of 3 kept.", 'class="tone-good"',
+        "the budget it was compiled with", "attention_rel_l2: {max: 0.02}", "speedup: {min: 1}",
+    ), ("ACCEPT", "REGRESSION", "How to get the lossless model")),
+    "a default limit that is not kept": (
+        True, {"gate": {}, "model": {"prediction_agreement": 0.9}}, ('class="tone-odd"', "not kept"),
+        ("ACCEPT",),
+    ),
+    "a lossless model that is as fast": (True, {"gate": {}, "selection": None, "model": FAST}, (
+        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
+        'asapc.load("OUT", stage="lossless")',
+        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
+    ), ()),
+    "folded certificates": (True, {}, (f"{FOLD}><summary>Certificates: 2 holds, 1 vacuous",), ()),
+    "but not a violated one": (True, {"certificate": False}, (
+        f'{FOLD} open><summary><span class="bad">Certificates: 1 holds, 1 violated',
+        '<span class="bad">violated</span>',
+    ), ()),
+    "one length is no plot": (True, {"one length": True}, (), ("by length", "By length")),
+    "soft sorts and a refresh": (False, {"soft_to_hard": SORTS, "refresh": TRAINED},
+        ("Soft to hard", "12.00%", "87.70%", "Trained after the replacement", "90.00%"), ()),
+}  # fmt: skip
 
 
-def test_verdicts() -> None:
-    report = page_report.minimal_report()
-    check = {"kind": "limit", "metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0}
-    report["gate"] = {"verdict": "ACCEPT", "passed": True, "checks": [check]}
-    assert 'class="tone-good"' in html(report)
-    report["gate"] = {"checks": [{**check, "class": "REGRESSION"}]}
-    assert "REGRESSION" in html(report)
-    bad = {**check, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
-    report["gate"] = {"verdict": "ANOMALOUS", "passed": False, "checks": [bad]}
-    text = html(report)
-    assert 'class="tone-odd"' in text and "was not measured" in text and "not measured</td>" in text
+@pytest.mark.parametrize("name", WORDS)
+def test_what_a_page_says(name: str, report: dict[str, Any]) -> None:
+    full, changes, said, unsaid = WORDS[name]
+    document = report if full else page_report.minimal_report()
+    for key, value in changes.items():
+        if key == "certificate":
+            document["sites"][0]["certificates"][1]["holds"] = value
+        elif key == "one length":
+            document["by_length"] = document["by_length"][:1]
+        else:
+            document[key] = document[key] | value if key == "model" else value
+    page = html(document)
+    text = shown(page)
+    for words in said:
+        assert words in page or words in text, words
+    assert not [words for words in unsaid if words in text]
 
 
 def test_what_computes_the_teachers_map_is_not_shown_as_an_approximation() -> None:
@@ -303,46 +341,6 @@ def test_a_baseline_alone_is_no_limit() -> None:
     assert 'href="#limits"' in text and 'href="#gate"' in text
 
 
-def test_default_limits_are_named_and_are_advice(report: dict[str, Any]) -> None:
-    report["gate"] = {}
-    page = html(report)
-    text = shown(page)
-    assert "Ship it." in text and "Default limits, no gate file was given: 3 of 3 kept." in text
-    assert 'class="tone-good"' in page and "the budget it was compiled with" in text
-    assert "attention_rel_l2: {max: 0.02}" in text and "speedup: {min: 1}" in text
-    assert "ACCEPT" not in text and "REGRESSION" not in text  # what only a gate gives
-    report["model"]["prediction_agreement"] = 0.9
-    page = html(report)
-    assert 'class="tone-odd"' in page and "not kept" in page and "ACCEPT" not in page
-
-
-def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it(report: dict[str, Any]) -> None:
-    report["gate"], report["selection"] = {}, None
-    assert "How to get the lossless model" not in html(report)
-    report["model"] |= {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
-    text = shown(html(report))
-    for expected in (
-        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
-        'asapc.load("OUT", stage="lossless")',
-        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
-    ):  # fmt: skip
-        assert expected in text
-
-
-def test_a_violated_certificate_is_not_folded_away(report: dict[str, Any]) -> None:
-    assert '<details class="small-details"><summary>Certificates: 2 holds, 1 vacuous' in html(report)
-    report["sites"][0]["certificates"][1]["holds"] = False
-    text = html(report)
-    title = '<summary><span class="bad">Certificates: 1 holds, 1 violated'
-    assert f'<details class="small-details" open>{title}' in text
-    assert '<span class="bad">violated</span>' in text
-
-
-def test_one_length_is_no_plot(report: dict[str, Any]) -> None:
-    report["by_length"] = report["by_length"][:1]
-    assert "by length" not in shown(html(report)).lower()
-
-
 def test_values_that_are_not_finite_are_shown_as_such() -> None:
     report = page_report.full_report()
     report["sites"] = report["sites"][:1]
@@ -353,17 +351,6 @@ def test_values_that_are_not_finite_are_shown_as_such() -> None:
     text = html(report, [SitePictures("layers.0.mha", [_pair(math.nan)])])
     assert ">inf<" in text and not re.search(r"\bnan\b", shown(text), re.IGNORECASE)
     Reader(html(json.loads(json_text(report))))  # what report.json keeps of it
-
-
-def test_soft_sorts_and_a_refresh_have_their_sections() -> None:
-    report = page_report.minimal_report()
-    report["soft_to_hard"] = {"variants": [{"name": "exact", "accuracy": 0.877, "row_err": 0.0,
-                                            "prediction_change": 0.12}]}  # fmt: skip
-    report["refresh"] = {"mode": "labels", "epochs": 5, "before": {"accuracy": 0.8},
-                         "after": {"accuracy": 0.9}}  # fmt: skip
-    text = shown(html(report))
-    for expected in ("Soft to hard", "12.00%", "87.70%", "Trained after the replacement", "90.00%"):
-        assert expected in text
 
 
 # Pictures

@@ -42,13 +42,11 @@ def captured(name: str) -> tuple[nn.Module, Program, list[Any]]:
 # name -> (half_steps, first side, score multiplier, mask, bias, early stop)
 MATCHED: dict[str, tuple[Any, ...]] = {
     "LogDomainMasked": (4, "row", 8**-0.5, "key", False, True),
-    "ExpDomain": (6, "row", 1 / 3, "none", False, False),
     "ExpDomainMatmul": (6, "row", 1.0, "none", False, False),
     "Alternating": (6, "row", 1.0, "key", False, False),
     "ColumnsFirst": (5, "column", 0.6, "none", False, False),
     "Biased": (4, "row", 0.3 / 0.7, "none", True, False),
     "Cross": (7, "row", 0.6, "none", False, False),
-    "AdditiveMask": (6, "row", 0.5, "key", False, False),
 }
 # name -> convention
 SLICED = {

@@ -82,7 +82,7 @@ class Steps:
         return self.once + size * self.each
 
 
-@pytest.mark.parametrize("most", [1, 32, 1000])
+@pytest.mark.parametrize("most", [1, 1000])
 @pytest.mark.parametrize(("each", "once"), [(0, 0), (1, 3 * MIB), (100_000, 0), (7 * MIB, 3 * MIB),
                                             (40 * MIB, 0)])  # fmt: skip
 def test_the_limit_is_not_passed_by_looking_for_it(
@@ -112,7 +112,7 @@ def test_what_is_kept_is_shared() -> None:
 
 def test_commands_keep_their_limit(tmp_path: Path) -> None:
     """Whole commands, seen from outside. One batch of the recipe's size would take more."""
-    write_teacher(tmp_path / "teacher", seq_len=256, n_layers=1, max_iter=4)
+    write_teacher(tmp_path / "teacher", seq_len=256, n_layers=1, max_iter=3)
     write_data(tmp_path / "data.npz", examples=100, tokens=256)
     (tmp_path / "recipe.yaml").write_text(
         "{batch_size: 128, max_examples: 32, operator: asap, fit: kl, features: [norm]}"

@@ -38,7 +38,7 @@ def run(*arguments: object) -> None:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer amortised, one kept."""
     folder = tmp_path_factory.mktemp("work")
-    write_teacher(folder / "teacher", n_layers=2, max_iter=4)
+    write_teacher(folder / "teacher", n_layers=2, max_iter=3)
     write_data(folder / "data.npz", 160)
     recipe = {**RECIPE, "sites": {"layers.1.*": {"operator": "sinkhorn"}}}
     (folder / "r.yaml").write_text(json.dumps(recipe))

@@ -46,7 +46,7 @@ def call(*arguments: object) -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PyTorch teacher, the same as teacher.onnx, data, a recipe and the calibrations of both."""
     place = tmp_path_factory.mktemp("edit")
-    small_text.write_teacher(place / "teacher", n_layers=1, max_iter=4)
+    small_text.write_teacher(place / "teacher", n_layers=1, max_iter=2)
     small_text.write_data(place / "data.npz", 120)
     model = load_teacher(str(place / "teacher")).model
     assert model is not None

@@ -106,9 +106,9 @@ TEACHERS = {
     "sink_text": built_in(SinkformerText, 2, **TEXT, max_iter=4),
     "lot_text": built_in(LOTFormerText, 2, **TEXT, n_pivots=3),
     "esp_vit": built_in(ESPFormerViT, 1, **VIT),
-    **{name: of_zoo(name) for name in ("Biased", "GluedMasked", "AdditiveMask")},
+    "Biased": of_zoo("Biased"),
 }  # fmt: skip
-OLD = ("lot_text", "esp_vit", "Biased", "AdditiveMask", "GluedMasked")
+OLD = ("lot_text", "esp_vit", "Biased")
 NEW = ("sink_text",)  # this exporter takes five seconds a model
 
 

@@ -28,7 +28,7 @@ MEASURED = {"timings.json", "selection.json"}
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reproducible")
-    write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
+    write_teacher(folder / "teacher", n_layers=2, max_iter=2, sharpness=3.0)
     write_data(folder / "data.npz", 120, labels=False)
     return folder
 

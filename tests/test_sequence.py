@@ -72,7 +72,7 @@ def problem(n: int, m: int, masked: bool, bias: tuple[int, ...] | None) -> dict[
     return made
 
 
-PROBLEMS = [  # of four processes, some have no query
+PROBLEMS = [  # of three processes, some have no query
     ((10, 7), True, (0, 1, 1, 1)), ((10, 7), False, None), ((1, 1), True, (1, 0, 0, 1)),
     ((3, 9), False, (1, 0, 0, 1)), ((3, 9), True, None),
 ]  # fmt: skip
@@ -81,7 +81,7 @@ PROBLEMS = [  # of four processes, some have no query
 def sites_agree(group: Group) -> float:
     """The largest difference of a site on shards from its reference in float64, over many settings."""
     worst = 0.0
-    for (n, m), masked, bias in PROBLEMS[:: group.processes // 2]:
+    for (n, m), masked, bias in PROBLEMS:
         given = problem(n, m, masked, bias)
         cut = {name: given[name] if given[name] is None else Shard.of(given[name], axis, group)
                for name, axis in (("q", 2), ("k", 2), ("v", 2), ("keep", 1))}  # fmt: skip
@@ -125,10 +125,9 @@ def difference(found: Any, expected: Tensor) -> float:
     return float((found - expected).abs().max() / (1 + expected.abs().max()))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_sites_are_those_of_one_process(processes: int) -> None:
-    found = in_group(processes, sites_agree)
-    assert len(found) == processes and all(worst is not None and worst < 1e-12 for worst in found), found
+def test_sites_are_those_of_one_process() -> None:
+    found = in_group(3, sites_agree)
+    assert len(found) == 3 and all(worst is not None and worst < 1e-12 for worst in found), found
 
 
 class Tokens(nn.Module):
@@ -207,7 +206,7 @@ RECIPES = {  # a layer of each dual, and one of an operator that is not shared
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """Folders of compiled models, by the name of their recipe."""
     folder = tmp_path_factory.mktemp("sequence")
-    teacher = str(write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=4))
+    teacher = str(write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=3))
     data = write_data(folder / "data.npz", 64)
     made: dict[str, Path] = {}
 
@@ -277,12 +276,12 @@ def test_every_process_holds_its_share(compiled: Callable[[str], Path]) -> None:
         model = asapc.load(folder, sequence_group=group.handle)
         with Largest() as seen:
             model(ids)
-        assert group.processes != 2 or from_one_process(folder, group) <= 1e-5
+        assert group.processes == 1 or from_one_process(folder, group) <= 1e-5
         return seen.bytes
 
     (alone,) = in_group(1, largest)
     assert alone == 4 * 2 * TOKENS * 16  # activations, all heads
-    assert in_group(2, largest) == [alone / 2] * 2 and in_group(4, largest) == [alone / 4] * 4
+    assert in_group(2, largest) == [alone / 2] * 2
 
 
 def test_a_model_on_a_group_is_copied_and_not_pickled(compiled: Callable[[str], Path]) -> None:
