@@ -31,6 +31,7 @@ from asapc.program.runner import installed
 TOLERANCE = 1e-4  # of a gradient, relative to its largest entry
 NUDGED = 30  # times what rounding errors of the weights and inputs make of it, which are allowed as well,
 MOST = 1e-2  # but never more than this
+SHARPER = 2.0  # times the weights and inputs, in float64, where what a loop hides from gradients shows
 ROUNDING = 2e-5  # of the largest entry of all gradients, below which a difference may be rounding
 SIZES = (1.0, 1e-3, 1e3)  # of the cotangent; in half precision, the first
 HALVES = 50.0  # times as much, of a model in half precision
@@ -82,23 +83,31 @@ def no_gradient(
         if lifted[0].name or shorter is None:
             return f"its gradient takes {size / 2**30:.0f} GiB on the example, and was not compared"
         few = shorter
+    graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
+    alone, parts = graphs.get("", model), {} if "" in graphs else graphs
+
     try:
         theirs = _gradients(model, {}, few)
     except Exception as error:  # the user's code, which may have no gradient at all
-        return f"its own gradient fails: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        said = (str(error).splitlines() or [""])[0][:80]
+        return f"its own gradient fails: {type(error).__name__}: {said}"
     if theirs is None:
         return "its own outputs have no gradient"
-    graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
     try:
-        ours = _gradients(graphs.get("", model), {} if "" in graphs else graphs, few)
+        ours = _gradients(alone, parts, few) or [{}] * len(theirs)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
         return f"the compiled code has no gradient: {str(error).splitlines()[0][:80]}"
-    ours = ours or [{}] * len(theirs)
-    reason = _first_difference(theirs, ours, theirs, held)
-    if reason is not None:
+    if _first_difference(theirs, ours, theirs, held) is not None:
         nudged = _gradients(model, {}, few, nudge=True) or theirs
-        reason = _first_difference(theirs, ours, nudged, held)
-    return reason
+        return _first_difference(theirs, ours, nudged, held)
+    if any(program.stops for program in lifted):
+        return None
+    try:
+        theirs = _gradients(model, {}, few, sharper=True, held=held) or []
+        ours = _gradients(alone, parts, few, sharper=True, held=held) or []
+    except Exception:  # code that takes no float64, or another way with such weights
+        return None
+    return _first_difference(theirs, ours, theirs, held) if len(theirs) == len(ours) else None
 
 
 def _few(batch: Batch) -> Batch:
@@ -140,15 +149,22 @@ def _kept_bytes(programs: Sequence[Program]) -> int:
 
 
 def _gradients(
-    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch, nudge: bool = False
-) -> list[Gradients] | None:
+    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch, nudge: bool = False,
+    sharper: bool = False, held: Container[str] = (),
+) -> list[Gradients] | None:  # fmt: skip
     """Of a random combination of the outputs, by weight and number of the input, for cotangents of each
     of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
-    put in place of its modules.  nudge: whether weights and inputs are first rounded elsewhere."""
+    put in place of its modules.  nudge: whether weights and inputs are first rounded elsewhere.  sharper:
+    whether inputs, and matrices among the weights that are not held, are first multiplied by SHARPER."""
     signs = torch.Generator().manual_seed(1)
 
-    def leaf_like(x: Tensor) -> Tensor:
-        leaf = x.detach().clone()
+    def widened(x: Tensor) -> Tensor:
+        return x.double() if sharper and x.is_floating_point() else x.clone()
+
+    def leaf_like(x: Tensor, fixed: bool = False) -> Tensor:
+        leaf = widened(x.detach())
+        if sharper and not fixed and leaf.is_floating_point():
+            leaf *= SHARPER
         if nudge and leaf.is_floating_point():
             up = torch.randint(2, leaf.shape, generator=signs).to(leaf) - 0.5
             leaf = leaf * (1 + 2 * torch.finfo(leaf.dtype).eps * up)
@@ -160,10 +176,10 @@ def _gradients(
         names: dict[str, Tensor] = {}
         for name, weight in caller.named_parameters(remove_duplicate=False):
             if id(weight) not in leaves:
-                leaves[id(weight)] = leaf_like(weight)
+                leaves[id(weight)] = leaf_like(weight, fixed=weight.dim() < 2 or name in held)
             names[name] = leaves[id(weight)]
         for name, buffer in caller.named_buffers(remove_duplicate=False):
-            names[name] = buffer.clone()
+            names[name] = widened(buffer)
         stack.enter_context(installed(caller, {
             name: functools.partial(_called_with, graph, under(names, f"{name}."))
             for name, graph in graphs.items()

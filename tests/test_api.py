@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import nn
@@ -131,3 +132,24 @@ def test_an_own_metric_is_a_function() -> None:
         gates={"metric_drop": {"max": 1e-4, "confidence": True}},
     ).report  # fmt: skip
     assert report.passed and report.facts["model"]["metric_compiled"] > 0.3
+
+
+class Sized(nn.Module):
+    """Returns constants and sizes before its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = zoo.ColumnsFirst(2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        n = x.shape[1]
+        return {"kind": 5, "length": n, "pair": (2 * n + 1, None), "y": self.attention(x), "x": x + 1}
+
+
+def test_constants_and_sizes_among_the_outputs() -> None:
+    torch.manual_seed(0)
+    model = Sized().eval()
+    compiled = asapc.compile(model, torch.randn(64, 6, 16), recipe={**FEW, "operator": "lossless"}).model
+    x = torch.randn(3, 9, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))

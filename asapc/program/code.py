@@ -85,7 +85,8 @@ class GraphCode:
 
 
 def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph:
-    """The graph of an exported program: tensors in, a tuple out, without the trace's checks.
+    """The graph of an exported program: tensors in, a tuple of what is computed out, without the trace's
+    checks.
 
     rename: of the attributes it reads.
     """
@@ -95,7 +96,7 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
         if node.op == "output":
             (outputs,) = node.args
             outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
-            graph.output(torch.fx.node.map_arg(tuple(outputs), lambda n: nodes[n]))
+            graph.output(tuple(nodes[value] for value in outputs if isinstance(value, Node)))
         elif node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
             if node.users:
                 raise ValueError(f"the program reads {node.name}, which is no tensor")

@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, Stage, read_artifact, read_patches, returns_as, write_artifact
 from asapc.calibration.stored import fit_facts
@@ -125,13 +128,25 @@ def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
     try:
         signature = forward_signature(teacher)
         parameters = parameters_of(signature, program.args, program.kwargs, [])
-        returned = described(output, [], output=True)
+        returned = described(_computed(output, program), [], output=True)
         return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_json()
     except Undescribable as problem:
         raise InputError(
             "the model takes and returns tensors, constants and containers of them", got=problem,
             help="compile a module around it that takes and returns plain containers",
         ) from None  # fmt: skip
+
+
+def _computed(output: Any, program: Program) -> Any:
+    """What the model returned, with a tensor for all that the program computes, sizes too."""
+    given, spec = pytree.tree_flatten(output)
+    (values,) = program.graph.graph.output_node().args
+    found = pytree.tree_leaves(values)
+    if len(found) != len(given):
+        raise Undescribable("outputs that are not what the program has")
+    pairs = zip(found, given, strict=True)
+    leaves = [torch.empty(0) if isinstance(x, Node) else value for x, value in pairs]
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _sizes(programs: Sequence[Program]) -> str:
