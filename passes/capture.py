@@ -45,6 +45,7 @@ from asapc.passes.branches import (
     plain_types,
     quiet_torch,
     reason_of,
+    spoken,
 )
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
@@ -314,6 +315,7 @@ def _traced(
     one_spelling(graph)
     split_einsums(graph)
     check_branches(graph)
+    _check_kinds(graph)
     layers = observer.calls(graph)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
@@ -323,6 +325,16 @@ def _traced(
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
     return Program(name, graph, args, kwargs, shapes, stops, layers)
+
+
+def _check_kinds(graph: GraphModule) -> None:
+    """Raises ValueError for what no file of a program can hold."""
+    for node in graph.graph.nodes:
+        if node.target is round:
+            raise ValueError(f"{spoken(node)} rounds a size: divide with //")
+        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, torch.Generator):
+            raise ValueError("draws from a generator of its own: let its numbers be a buffer")
 
 
 def _check_sizes(
@@ -613,10 +625,13 @@ def _capture_modules(
     """Programs of the smallest modules that hold a site and can be exported."""
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    several: set[str] = set()
 
     def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
         stack.append(name)
-        calls.setdefault(name, _detached((call_args, call_kwargs)))
+        given = _detached((call_args, call_kwargs))
+        if _way(calls.setdefault(name, given)) != _way(given):
+            several.add(name)
         return stack.pop
 
     with _Counter(stack) as counter, entering(model, enter):
@@ -634,6 +649,7 @@ def _capture_modules(
             continue
         call_args, call_kwargs = calls[name]
         reason = state.reason(name, one_program=True) or state.unlike_now(name, model)
+        reason = f"{name} is called in more than one way" if name in several else reason
         if reason is not None:
             failed[name] = reason
             continue
@@ -657,6 +673,11 @@ def _capture_modules(
 
 def _related(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+
+
+def _way(given: Any) -> str:
+    """Which arguments a call has, in what containers."""
+    return repr(pytree.tree_map(lambda x: "None" if x is None else "", given))
 
 
 def _packed(value: Any) -> Any:

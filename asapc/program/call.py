@@ -417,8 +417,7 @@ def _taken(
         return None
     if isinstance(tree, Constant):
         captured = tree.value
-        same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == captured
-        if same and isinstance(value, bool) == isinstance(captured, bool):
+        if type(value) is type(captured) and value == captured:
             return None
         return f"{name} was captured as {captured!r}, and is {shortened(value)}"
     if isinstance(tree, Size):
