@@ -134,22 +134,35 @@ def test_an_own_metric_is_a_function() -> None:
     assert report.passed and report.facts["model"]["metric_compiled"] > 0.3
 
 
-class Sized(nn.Module):
-    """Returns constants and sizes before its tensors."""
+class Marked(zoo.ColumnsFirst):
+    """Adds a number that it puts into zeros of torch's default dtype."""
 
-    def __init__(self) -> None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        marks = torch.zeros(x.shape[1], 1)
+        marks[torch.arange(x.shape[1])] = 2.0
+        found: torch.Tensor = super().forward(x + marks)
+        return found
+
+
+class Sized(nn.Module):
+    """Returns constants and sizes before its tensors, if it is asked for them."""
+
+    def __init__(self, sizes: bool) -> None:
         super().__init__()
-        self.attention = zoo.ColumnsFirst(2)
+        self.sizes, self.attention = sizes, Marked(2)
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         n = x.shape[1]
-        return {"kind": 5, "length": n, "pair": (2 * n + 1, None), "y": self.attention(x), "x": x + 1}
+        tensors = {"y": self.attention(x), "x": x + 1}
+        return {"kind": 5, "length": n, "pair": (2 * n + 1, None), **tensors} if self.sizes else tensors
 
 
-def test_constants_and_sizes_among_the_outputs() -> None:
+@pytest.mark.parametrize("sizes", [False, True])
+def test_constants_and_sizes_among_the_outputs(sizes: bool) -> None:
     torch.manual_seed(0)
-    model = Sized().eval()
+    model = Sized(sizes).eval()
     compiled = asapc.compile(model, torch.randn(64, 6, 16), recipe={**FEW, "operator": "lossless"}).model
     x = torch.randn(3, 9, 16)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
+        torch.testing.assert_close(compiled.double()(x.double()), model.double()(x.double()))

@@ -212,6 +212,11 @@ def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.
         if node.op == "call_function":
             node.args = torch.fx.node.map_aggregate(node.args, moved)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, moved)
+        if node.target is torch.ops.aten.index_put.default:  # whose values may be a constant that stays
+            into, places, values, *rest = node.args
+            with copy.inserting_before(node):
+                alike = copy.call_function(torch.ops.aten.type_as.default, (values, into))
+            node.args = (into, places, alike, *rest)
     return copy
 
 
