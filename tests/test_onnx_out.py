@@ -316,6 +316,22 @@ def test_names_of_inputs_and_outputs(tmp_path: Path) -> None:
         torch.testing.assert_close(own, value)
 
 
+def test_sizes_with_limits_are_fixed_or_told() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            scale = 2.0 if y.shape[1] < 12 else 1.0
+            return scale * x[:, :7] @ y if x.shape[1] == 7 else y
+
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    given = (torch.randn(3, 7), torch.randn(7, 9))
+    exported = torch.export.export(Net(), given, dynamic_shapes=(free, free), strict=False)
+    model = exporting.onnx_model(exported, 18)
+    assert [[str(size) for size in value.shape] for value in model.graph.inputs] == [
+        ["batch", "7"], ["7", "length"]
+    ]  # fmt: skip
+    assert model.metadata_props["sizes"] == "length is 2 to 11"
+
+
 def test_an_output_that_is_no_tensor() -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:

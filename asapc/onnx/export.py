@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 from asapc.artifact import Artifact, read_exported
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
+from asapc.formats.limits import MOST
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
 from asapc.inputs.onnx.settings import (
@@ -89,6 +90,8 @@ def write_onnx(
             progress.note(f"float16 in PyTorch: largest relative difference {lost:.2g}")
         exported = half.exported
     model = onnx_model(exported, settings.opset or DEFAULT_OPSET)
+    if "sizes" in model.metadata_props:
+        progress.note(f"model.onnx cannot check its sizes: {model.metadata_props['sizes']}")
     rename(model, called["inputs"], called["outputs"])
     verified = partial(verify, program=program, names=called["inputs"], batches=batches)
     return place(artifact.folder, model, verified, tolerance, settings.float16, progress)
@@ -143,6 +146,7 @@ def place(
             "float16": float16,
             "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
             "sha256": digest_of(path),
+            "sizes": model.metadata_props.get("sizes", ""),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
         }
@@ -165,11 +169,12 @@ def _check_place(folder: Path) -> None:
 def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     """The program in ONNX; `exported` is taken apart."""
     functions = Functions(opset)
+    ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
     without_branches(exported.graph)
     take_out_calls(exported, functions)
     model = translate(exported, opset)
     functions.put_into(model)
-    _name_sizes(model)
+    _name_sizes(model, ranges)
     model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None
     return model
@@ -195,18 +200,27 @@ def check(path: Path) -> None:
         ) from error
 
 
-def _name_sizes(model: onnx_ir.Model) -> None:
-    """Dynamic sizes are called batch, length, length_2 ... in the order of the inputs."""
-    names: dict[str, str] = {}
+def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
+    """Dynamic sizes are called batch, length, length_2 ... in the order of the inputs; those with limits,
+    which no runtime checks, are among the file's metadata."""
+    names: dict[str, str | int] = {}
     for value in model.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
             symbol = getattr(size, "value", None)
-            if isinstance(symbol, str) and symbol not in names:
-                known = sum(name.startswith("length") for name in names.values())
+            if isinstance(symbol, str) and symbol.isdigit():  # a dynamic size that the trace has fixed
+                names[symbol] = int(symbol)
+            elif isinstance(symbol, str) and symbol not in names:
+                known = sum(str(name).startswith("length") for name in names.values())
                 if axis == 0 and "batch" not in names.values():
                     names[symbol] = "batch"
                 else:
                     names[symbol] = "length" if known == 0 else f"length_{known + 1}"
+    limited = {symbol: one for symbol, one in ranges.items() if one.lower > 2 or one.upper < MOST}
+    if limited:
+        model.metadata_props["sizes"] = ", ".join(
+            f"{names.get(symbol, symbol)} is {one.lower} to {one.upper if one.upper < MOST else 'any'}"
+            for symbol, one in limited.items()
+        )  # fmt: skip
     for value in _values(model):
         if value.shape is None:
             continue
