@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -55,7 +55,7 @@ _HOOK_LISTS = (
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 STRUCTURE = "structure"  # and what it holds, where code goes through it
-_OF_STRUCTURE = {"state_dict", *(
+_OF_STRUCTURE = {"state_dict", "_parameters", "_buffers", "_modules", *(
     named + what for named in ("", "named_") for what in ("parameters", "buffers", "modules", "children")
 )}  # fmt: skip
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -99,9 +99,6 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
-    for part, words in ((TRAINED, {TRAINED}), (STRUCTURE, _OF_STRUCTURE)):
-        if words & names.said:
-            values[(("part", part),)] = encoded(_stepped(root, ("part", part)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -124,6 +121,9 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
                 queue.append((path, inner))
         if len(values) > MOST:
             raise TooMuch(f"its code may read more than {MOST} values besides its arguments")
+    for part, words in ((TRAINED, {TRAINED}), (STRUCTURE, _OF_STRUCTURE)):
+        if words & names.said or (part == STRUCTURE and isinstance(root, _HOLDERS) and names.code):
+            values[(("part", part),)] = encoded(_stepped(root, ("part", part)))
     return values
 
 
@@ -269,15 +269,13 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
     if names.modes and isinstance(thing, nn.Module) and not is_root:
         yield "training"
-    if of_torch and not is_root and not lists:  # a layer that is called, as it is then
-        settings = {*own} - _OF_TORCH
-        if names.attributes is not None:
-            settings &= names.attributes
-        yield from sorted(name for name in settings if _are_plain([own[name]]))
-        return
     parts: dict[str, Any] = {}
     if isinstance(thing, nn.Module):
         parts = {**thing._modules, **thing._parameters, **thing._buffers}
+    if of_torch and not is_root and not lists:  # a layer that is called, as it is then
+        plain = {name for name in own.keys() - _OF_TORCH if _are_plain([own[name]])}
+        yield from sorted(plain if names.attributes is None else names.attributes & (plain | {*parts}))
+        return
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
     if names.attributes is None or _is_container(thing):
         loaded = [*own, *(
@@ -374,9 +372,14 @@ def _stepped(thing: Any, step: Step) -> Any:
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
         if name == STRUCTURE and isinstance(thing, nn.Module):
-            held = itertools.chain(thing.named_parameters(), thing.named_buffers(), thing.named_modules())
-            own = (key for key, _ in held if OPERATORS not in key.split("."))
-            return sys.intern(_digest(" ".join(own).encode()))
+            own = [
+                (key, type(part).__qualname__, [
+                    (name, None if x is None else [*x.shape])
+                    for weights in (part._parameters, part._buffers) for name, x in weights.items()
+                ])
+                for key, part in thing.named_modules() if OPERATORS not in key.split(".")
+            ]  # fmt: skip
+            return sys.intern(_digest(repr(own).encode()))
         known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
         return getattr(thing, str(name), GONE) if known else GONE
     if kind == "import":
@@ -497,6 +500,11 @@ class Reads(Record):
         if not all(map(is_question, self.questions)):
             raise ValueError(f"a question is one of {', '.join((*QUESTIONS, *SETTINGS))}")
 
+    @property
+    def of_structure(self) -> bool:
+        """Whether its code goes through what the module holds."""
+        return any(steps == (("part", STRUCTURE),) for steps, _ in self.values)
+
     def difference(self, module: nn.Module) -> tuple[str, str] | None:
         """(what, how it differs) of the first value that is another in this module, or None.
 
@@ -611,12 +619,25 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
 }  # fmt: skip
 
 
-PRECISION = "precision"  # of weights: which of torch's floating-point types
+# Of weights and inputs, what code may ask for: the answers of the call.
+PRECISION, INTEGERS, SAME, GRADIENTS = "precision", "integers", "same_objects", "gradients"
+_OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
+    PRECISION: lambda module, flat: _kinds(
+        x for x in (*module.parameters(), *flat) if x.is_floating_point()),
+    INTEGERS: lambda _, flat: _kinds(
+        x for x in flat if not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)),
+    SAME: lambda _, flat: [next(i for i, x in enumerate(flat) if x is one) for one in flat],
+    GRADIENTS: lambda module, _: any(x.grad is not None for x in module.parameters()),
+}  # fmt: skip
 SETTINGS = (  # of torch, by the functions that give them
-    PRECISION, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
+    *_OF_A_CALL, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
     "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
     "initial_seed", "distributed.is_initialized", "distributed.is_available", "cuda.is_available",
 )  # fmt: skip
+
+
+def _kinds(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(x.dtype) for x in tensors}))
 
 
 def setting(name: str) -> Any:
@@ -632,21 +653,18 @@ def is_question(text: str) -> bool:
     return text in QUESTIONS or (bool(equals) and name in SETTINGS)
 
 
-def answered(name: str, module: nn.Module) -> str:
-    """A question; that of a setting, with the answer of this moment."""
+def answered(name: str, module: nn.Module, flat: Sequence[Any]) -> str:
+    """A question; that of a setting, with the answer of this moment.  flat: the tensors of the call."""
     if name in QUESTIONS:
         return name
-    if name != PRECISION:
-            return f"{name}()={setting(name)()}"
-    kinds = {str(x.dtype) for x in module.parameters() if x.is_floating_point()}
-    return f"{name}()={', '.join(sorted(kinds))}"
+    return f"{name}()={_OF_A_CALL[name](module, flat) if name in _OF_A_CALL else setting(name)()}"
 
 
 def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> str | None:
     """What is otherwise than when the program was captured, whose code asks for it, or None."""
     for question in questions:
         if question not in QUESTIONS:
-            now = answered(question.partition("()=")[0], module)
+            now = answered(question.partition("()=")[0], module, flat)
             if now != question:
                 return f"its code asks for {question}, and now it is {now.partition('=')[2]}"
             continue

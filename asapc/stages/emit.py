@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, Stage, read_artifact, read_patches, returns_as, write_artifact
 from asapc.calibration.stored import fit_facts
@@ -95,7 +96,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["onnx"] = _interface(teacher)
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
-        manifest["questions"] = sorted(answered(question, analysis.model) for question in questions)
+        (program,) = analysis.capture.programs
+        flat = [x for x in pytree.tree_leaves((program.args, program.kwargs)) if isinstance(x, Tensor)]
+        manifest["questions"] = sorted(answered(one, analysis.model, flat) for one in questions)
     return manifest
 
 
