@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import configparser
 import contextvars
 import copy
 import dataclasses
 import importlib
 import json
 import math
+import operator
 import os
 import random
 import sys
@@ -230,6 +233,14 @@ LOCAL.tau = 1.0
 ACTS = {"a": lambda s: s * 1, "b": lambda s: s * 2}
 
 
+class Level(int):
+    pass
+
+
+EVENT, CONFIG, NUMBERS = threading.Event(), configparser.ConfigParser(), array.array("d", [1.0])
+CONFIG.read_dict({"a": {"tau": "1"}})
+
+
 class OfNames(Layer):
     """What is not there, or has a name in a text alone; what is told apart by its parts or shape."""
 
@@ -238,10 +249,13 @@ class OfNames(Layer):
         self.register_buffer("none", None)
         self.listed, self.share, self.weight = nn.ParameterList([torch.ones(1)]), Fraction(1), None
         self.sized = nn.Parameter(torch.ones(1))
+        self.window, self.pick, self.level = slice(0, 3), operator.itemgetter(0), Level(1)
 
     def forward(self, x: Tensor) -> Tensor:
         tau = 2.0 if self.none is not None or hasattr(self, "later") else 1.0
         tau = tau * len(self.listed) * float(self.share) * self.sized.shape[0]
+        tau = tau * len(range(9)[self.window]) / 3 * self.pick([1.0, 2.0]) * self.level
+        tau = tau * (2.0 if EVENT.is_set() else 1.0) * CONFIG.getfloat("a", "tau") * NUMBERS[0]
         tau = tau * globals()["GLOBAL"] * importlib.import_module("settings_of_test").TAU
         tau = tau * (len(list(self.parameters())) / 6) * (2.0 if getattr(x, "sharp", False) else 1.0)
         return attended(self, x, tau * (2.0 if torch.distributed.is_initialized() else 1.0))
@@ -340,6 +354,12 @@ def named() -> tuple[nn.Module, nn.Module]:
         (lambda one, patch: one.listed.append(torch.ones(1)), "was captured as"),
         (lambda one, patch: setattr(one, "share", Fraction(2)), "share"),
         (lambda one, patch: setattr(one, "sized", nn.Parameter(torch.ones(2))), "sized"),
+        (lambda one, patch: setattr(one, "window", slice(0, 6)), "window"),
+        (lambda one, patch: setattr(one, "pick", operator.itemgetter(1)), "pick"),
+        (lambda one, patch: setattr(one, "level", Level(2)), "level"),
+        (lambda one, patch: patch.setattr(EVENT, "_flag", True), "EVENT"),
+        (lambda one, patch: patch.setitem(CONFIG["a"], "tau", "2"), "CONFIG"),
+        (lambda one, patch: patch.setitem(globals(), "NUMBERS", array.array("d", [2.0])), "NUMBERS"),
         (lambda one, patch: patch.setitem(globals(), "GLOBAL", 2.0), "GLOBAL"),
         (lambda one, patch: patch.setattr(SETTINGS, "TAU", 2.0), "TAU"),
         (lambda one, patch: one.register_parameter("another", nn.Parameter(torch.ones(1))), "structure"),
@@ -351,6 +371,7 @@ def test_what_is_absent_or_named_in_a_text_is_guarded(
     named: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, compiled = copy.deepcopy(named)
+    compiled(torch.randn(2, 5, 4))
     for one in (model[0], compiled[0]):
         change(one, monkeypatch)
     warned = own_code(model, compiled, torch.randn(2, 5, 4))
@@ -381,7 +402,18 @@ class OfIterators(Layer):
         return attended(self, x, next(self.rest))
 
 
-@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators])
+class OfCallbacks(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.keep = self.kept.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(x)
+        return attended(self, x)
+
+
+@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators, OfCallbacks])
 def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
     with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
         made(kind)

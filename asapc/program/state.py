@@ -11,6 +11,7 @@ code of the user's runs, and nothing is imported, for a manifest is not trusted.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import hashlib
@@ -25,7 +26,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -61,9 +70,13 @@ _OF_STRUCTURE = {"state_dict", "_parameters", "_buffers", "_modules", *(
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 ABSENT = ("attribute", "absent")  # the value of what code asks for and is not there
 # Values of Python's own, all of which their text shows.
-_SHOWN = {"itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress", "zoneinfo"}
+_SHOWN = {"re", "itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress"}
 _ALWAYS_OTHERS = itertools.count()
-_WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
+_NO_STATE = {"logging", "os", "io", "_io", "types", "typing", "weakref", "contextvars", "_contextvars"}
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local)  # read by the names of attributes
+_WITH_PARTS = (
+    MethodType, functools.partial, property, staticmethod, classmethod, BuiltinFunctionType,
+)  # fmt: skip
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -127,8 +140,11 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     return values
 
 
-def encoded(thing: Any) -> Value:
-    """A plain value itself; of anything else the kind of it, and what tells it from others."""
+def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
+    """A plain value itself; of anything else the kind of it, and what tells it from others.
+
+    around: what it is inside of.
+    """
     kind = type(thing)
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
         return thing
@@ -156,15 +172,41 @@ def encoded(thing: Any) -> Value:
         return ("function", f"{thing.__qualname__} {_code_digests(thing.__code__)}")
     if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
-    if isinstance(thing, bytearray):
-        return ("value", _digest(bytes(thing)))
-    if isinstance(thing, float | complex | bytes | enum.Enum | range | torch.dtype | torch.device):
-        return ("value", repr(thing)[:200])
-    if kind.__module__.partition(".")[0] in _SHOWN:
-        return ("value", repr(thing)[:200])
-    if kind.__module__ == "builtins" and hasattr(kind, "__next__"):  # nothing shows where it is
-        return ("value", f"{kind.__name__} {next(_ALWAYS_OTHERS)}")
-    return ("object", kind.__qualname__)
+    for plain in (float, complex, bytes, int, str):  # or a class of the user's that is one
+        if isinstance(thing, plain) and not isinstance(thing, enum.Enum):
+            return ("value", _digest(plain.__repr__(thing).encode()))
+    top = kind.__module__.partition(".")[0]
+    of_torch = top == "torch" and not hasattr(thing, "__dict__")
+    if of_torch or top in _SHOWN or isinstance(thing, enum.Enum):
+        text = repr(thing)[:200]
+        if " at 0x" not in text:
+            return ("value", text)
+    return _state(thing, top, around)
+
+
+def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
+    """Of an object of Python's own, which no steps lead into: what it would be pickled as."""
+    kind = type(thing)
+    walked = kind in (*_NAMESPACES, *_WITH_PARTS) or _is_container(thing)
+    if walked or id(thing) in around or top not in sys.stdlib_module_names - _NO_STATE:
+        return ("object", kind.__qualname__)
+    inside: list[Any] = [dict(_dict_of(thing))]
+    try:
+        inside.append([*thing.items()] if kind is MappingProxyType else thing.__reduce_ex__(4))
+    except Exception:  # of what cannot be pickled: a lock is like another
+        if hasattr(kind, "__next__"):  # nothing shows where it is
+            inside.append(next(_ALWAYS_OTHERS))
+    return ("state", f"{kind.__name__} {_digest(repr(_told(inside, (*around, id(thing)))).encode())}")
+
+
+def _told(thing: Any, around: tuple[int, ...]) -> Any:
+    """The values in containers in containers."""
+    if len(around) > DEEPEST:
+        return type(thing).__qualname__
+    if id(thing) in around or type(thing) not in (list, tuple, dict):
+        return encoded(thing, around)
+    items = thing.items() if isinstance(thing, dict) else thing
+    return [_told(item, (*around, id(thing))) for item in items]
 
 
 def _code_digests(code: CodeType) -> str:
@@ -247,7 +289,8 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
     if isinstance(thing, list | tuple | deque) and len(thing) <= LONGEST:
         yield from (("item", place) for place in range(len(thing)))
     if isinstance(thing, _WITH_PARTS):
-        yield from (("part", part) for part in _PARTS if getattr(thing, part, None) is not None)
+        parts = ((part, getattr(thing, part, None)) for part in _PARTS)
+        yield from (("part", part) for part, x in parts if not isinstance(x, type | ModuleType | None))
     if not _is_librarys(thing):
         yield from (("attr", name) for name in _attributes(thing, names, is_root))
 
@@ -594,8 +637,9 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     if isinstance(thing, _HOLDERS):
         return functools.partial(encoded, thing)
     is_array = type(thing).__module__ == "numpy" and hasattr(thing, "tobytes")
-    whole = is_array or isinstance(thing, list | deque | dict | set | bytearray)
-    return functools.partial(encoded, thing) if whole else None
+    whole = is_array or isinstance(thing, list | deque | dict | set)
+    value = ("state",) if whole else encoded(thing)
+    return functools.partial(encoded, thing) if isinstance(value, tuple) and value[0] == "state" else None
 
 
 _TRACED = "torch._subclasses"  # where tensors of a trace are at home
