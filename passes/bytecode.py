@@ -8,12 +8,16 @@ Nothing runs. A name that cannot be told counts as any.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import itertools
 from collections.abc import Collection, Sequence
 from types import CodeType
+from typing import Any
 
-from asapc.program.state import Names
+import torch
+
+from asapc.program.state import INTEGERS, PRECISION, SAME, Names
 
 _ANY_NAME = {
     "asdict", "astuple", "vars", "__dict__", "attrgetter", "methodcaller", "__getattribute__",
@@ -23,8 +27,14 @@ _LOOKUPS = ("__getattribute__", "__getattr__", "__setattr__", "__delattr__")
 _SILENT = {"CACHE", "KW_NAMES", "NOP", "RESUME", "EXTENDED_ARG", "NOT_TAKEN"}
 _OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_INTEGERS = {"uint8", "int8", "int16", "short", "int32", "int", "int64", "long"}
 _FLOATS = {"half", "float16", "bfloat16", "float", "float32", "double", "float64"}
 _OF_DIGITS = {"eps", "tiny", "smallest_normal", "resolution"}  # of torch.finfo, beside the limits
+_OF_DTYPES = {PRECISION, INTEGERS}
+_OF_TORCH = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional)} - {
+    "can_cast", "promote_types", "equal", "typename",
+}  # fmt: skip
+_HANDED_ON = ("BUILD_TUPLE", "BUILD_LIST", "BUILD_SET", "BUILD_STRING", "FORMAT_", "CONVERT_")
 
 
 def loaded_names(codes: Collection[CodeType]) -> Names:
@@ -83,19 +93,95 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     return stored, counted
 
 
-def asks_for_precision(code: CodeType) -> bool:
-    """Whether a function compares a dtype with one of torch's floating-point types, as code does that
-    clamps in half precision alone, or computes with what rounding is in it."""
+def questions_of(code: CodeType) -> set[str]:
+    """What a function asks of its inputs besides their numbers: of dtypes, which it may pass on, and
+    whether two of them are the same object.
+
+    Its values are followed by the names that they were loaded under, from line to line; what is not
+    followed counts as asked.
+    """
     instructions = _instructions(code)
     loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
-    if loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS):
-        return True
-    for place, step in enumerate(instructions):
-        if step.opname in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
-            before = {str(x.argval) for x in instructions[max(0, place - 8) : place]}
-            if "dtype" in before and before & _FLOATS:
-                return True
-    return False
+    digits = loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS)
+    asked = ({PRECISION} if digits else set()) | ({SAME} if "id" in loaded else set())
+    asked |= _OF_DTYPES if "dtype" in code.co_consts else set()
+    stack: list[frozenset[str]] = []
+    carriers = set[str]()  # locals that hold a dtype
+    for step in instructions:
+        if step.opname == "PRECALL":
+            continue
+        effect = dis.stack_effect(step.opcode, step.arg, jump=False)
+        count = _taken(step, effect)
+        given = 1 if step.opname.startswith("CALL") else effect + count
+        stack[:0] = [frozenset()] * (count - len(stack))  # of lines that were not followed
+        taken = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        label = frozenset[str]().union(*taken)
+        asked |= _question_of(step, taken, label, code.co_name)
+        if step.opname.startswith("STORE_FAST") and _is_dtype(label):
+            carriers.update([step.argval] if isinstance(step.argval, str) else step.argval)
+        if step.opname.startswith("LOAD_"):
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            label = frozenset(map(str, names)) | ({"dtype"} if carriers & {*map(str, names)} else set())
+            label = frozenset() if step.opname == "LOAD_CONST" and not _is_single(step.argval) else label
+        elif step.opname.startswith("CALL"):
+            label = _callee(taken) if _is_dtype(_callee(taken)) else frozenset()
+        elif not step.opname.startswith(_HANDED_ON):
+            label = frozenset()
+        stack += [label] * given
+    return asked
+
+
+def _question_of(
+    step: dis.Instruction, taken: Sequence[frozenset[str]], label: frozenset[str], function: str
+) -> set[str]:
+    """label: the names of all that the instruction takes."""
+    name = step.opname
+    if name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
+        if label & {"None", "True", "False", "Ellipsis"}:
+            return set()
+        kinds = {kind for kind, names in ((PRECISION, _FLOATS), (INTEGERS, _INTEGERS)) if label & names}
+        if _is_dtype(label):
+            return kinds or (set() if "bool" in label else _OF_DTYPES)
+        if label & (_FLOATS | _INTEGERS) - {"float", "int"}:
+            return kinds
+        return {SAME} if name == "IS_OP" else set()
+    if not _is_dtype(label) or name.startswith(("POP_", *_HANDED_ON)) or "JUMP" in name:
+        return set()
+    if name.startswith("CALL"):
+        (callee,) = _callee(taken) or [""]
+        error = getattr(builtins, callee, None)
+        passed = callee in _OF_TORCH or (isinstance(error, type) and issubclass(error, Exception))
+        return set() if passed or "dtype" in callee else _OF_DTYPES
+    place = function if name.startswith("RETURN") else str(step.argval)
+    kept = "dtype" in place or place in ("is_floating_point", "is_complex")
+    return set() if kept or name.startswith("STORE_FAST") else _OF_DTYPES
+
+
+def _taken(step: dis.Instruction, effect: int) -> int:
+    """How many values an instruction takes from the stack."""
+    name = step.opname
+    if name in ("CALL", "CALL_KW"):
+        return int(step.arg or 0) + 2 + (name == "CALL_KW")
+    if name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        return 3 if "SUPER" in name else 1
+    if name.startswith("LOAD_") or effect > 0:
+        return 0
+    gives = not name.startswith(("STORE_", "POP_", "RETURN_", "DELETE_", "END_")) and "JUMP" not in name
+    return gives - effect
+
+
+def _callee(taken: Sequence[frozenset[str]]) -> frozenset[str]:
+    """The name of the function that is called, beside which stands nothing or its object."""
+    return next((label for label in taken[:2] if len(label) == 1), frozenset())
+
+
+def _is_dtype(label: Collection[str]) -> bool:
+    return any("dtype" in name for name in label)
+
+
+def _is_single(value: Any) -> bool:
+    return value is None or value is Ellipsis or isinstance(value, bool)
 
 
 def _instructions(code: CodeType) -> list[dis.Instruction]:

@@ -425,7 +425,8 @@ def _child_of(name: str, call: ModuleCall) -> Child | None:
         return None
     if not all(_is_plain(tree) for tree in (*args, *kwargs.values(), output)):
         return None
-    return Child(name, args, kwargs, output)
+    gives, _ = known_of([node.meta["val"] for node in call.outputs])
+    return Child(name, args, kwargs, output, gives)
 
 
 def _is_plain(tree: Tree) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from asapc.features.predictor import Amortised
 from asapc.inputs.data import Batch
@@ -137,7 +138,7 @@ def _with_insides(
     insides: dict[str, tuple[Inside, ...]] = {}
     entered: dict[str, dict[Steps, Any]] = {}  # of tensors, as the outer is called
 
-    def enter(name: str, *_: Any) -> Leave | None:
+    def enter(name: str, *call: Any) -> Leave | None:
         set_before = _set_since(model.get_submodule(name), entered.pop(name, {}))
         if set_before:
             for outer, ones in insides.items():
@@ -149,8 +150,9 @@ def _with_insides(
         modules = {path: model.get_submodule(name).get_submodule(path) for path in paths[name]}
         full = {path: _joined(name, path) for path in modules}
         before = {path: observed.stored(full[path], module) for path, module in modules.items()}
+        flat = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
         insides[name] = tuple(
-            Inside.of(module, path, observed.guard(full[path], module))
+            Inside.of(module, path, observed.guard(full[path], module, flat))
             for path, module in modules.items()
         )
         for one in insides[name]:

@@ -31,11 +31,11 @@ from torch.utils import _pytree as pytree
 
 import asapc.inputs
 from asapc.inputs.data import Batch
-from asapc.passes.bytecode import asks_for_precision, loaded_names, stored_names
+from asapc.passes.bytecode import loaded_names, questions_of, stored_names
 from asapc.passes.observe import Leave, entering
 from asapc.program.state import (
     GONE,
-    PRECISION,
+    GRADIENTS,
     SETTINGS,
     Names,
     Reads,
@@ -70,8 +70,10 @@ _BY_NAME = {
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
     "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
     "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind",), "__class__": ("kind",),
-    "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
+    "grad": (GRADIENTS,), "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
+_SAME_MAP = {Tensor.to, Tensor.type_as, Tensor.mT.__get__, Tensor.transpose, torch.transpose}
 _OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
 _OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
 _TRACED = [
@@ -82,6 +84,7 @@ _TRACED = [
 ]
 _IN_PYTHON = {*_TRACED, *_BY_CODE}  # of torch, what code asks
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
+_AUTOCAST = torch.amp.autocast_mode.autocast.__init__.__code__.co_filename
 _PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
 
 
@@ -127,16 +130,16 @@ class Observed:
                         return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
         return None
 
-    def guard(self, name: str, module: nn.Module) -> Reads:
+    def guard(self, name: str, module: nn.Module, flat: Sequence[Tensor]) -> Reads:
         """What must be as it was for a compiled forward that has this module's code.
 
-        Called when the patched module around it is entered. What is another by the time that it is
-        entered itself is set on the way, by code that is compiled as well.
+        Called when the patched module around it is entered, with these tensors. What is another by the
+        time that it is entered itself is set on the way, by code that is compiled as well.
         """
         now = self.reads(name, module)
         steady = self.values.get(name, {}).items()
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
-        questions = (answered(question, module) for question in self.questions.get(name, ()))
+        questions = (answered(question, module, flat) for question in self.questions.get(name, ()))
         return Reads(values, tuple(sorted(questions)))
 
     def stored(self, name: str, module: nn.Module) -> dict[Steps, Any]:
@@ -195,8 +198,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
         asked = profile.questions.get(name, set())
         loaded = found.names[name].said | found.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
-        if any(map(asks_for_precision, codes)):
-            asked.add(PRECISION)
+        asked = asked.union(*map(questions_of, codes))
         if codes and not _of_torch(module):
             found.questions[name] = frozenset(asked)
         unsteady = profile.unsteady.get(name, set()) | (found.names[name].said & _OF_MEMORY)
@@ -208,8 +210,10 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     _note_memory(model, example, larger, found)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
-    if any("training" in asked for asked in found.questions.values()) and not _trains(model, example):
-        found.questions = {name: asked - {"training"} for name, asked in found.questions.items()}
+    if any("training" in asked for asked in found.questions.values()):
+        trained = _training(model, example)
+        for name in found.questions.keys() - trained:
+            found.questions[name] -= {"training"}
     return found
 
 
@@ -258,6 +262,8 @@ class _Profile:
         if not self._stack or event not in ("call", "c_call") or frame.f_back is None:
             return
         code = frame.f_code
+        if event == "call" and code.co_filename == _AUTOCAST:
+            self.questions.setdefault(self._stack[-1], set()).add("autocast")
         if event == "call" and code in _IN_PYTHON:
             if self._users(frame.f_back.f_code.co_filename):
                 self.traced |= code in _TRACED
@@ -383,39 +389,70 @@ def _shown(value: Any) -> str:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout keeps everything.  called: the functions of torch, in order."""
+    """Dropout keeps everything.
+
+    called: the functions of torch, in order.  dropped: the results of active dropout, of maps on their
+    way to the values excepted, with the modules that it is in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[Any] = []
+        self.within: list[str] = []
+        self.dropped: list[tuple[Tensor, list[str]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if "dropout" in getattr(func, "__name__", ""):
-            return args[0] if args else (kwargs or {})["input"]
+            whole = args[0] if args else kwargs["input"]
+            result = whole.view_as(whole)
+            share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
+                self.dropped.append((result, [*self.within]))
+            return result
         if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+            kwargs = {**kwargs, "dropout_p": 0.0}
             args = args[:4]
         self.called.append(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        given = pytree.tree_leaves(args)
+        for place, (tensor, within) in enumerate(self.dropped):
+            if any(x is tensor for x in given):
+                if func in _PRODUCTS and all(x.dim() > 2 for x in given if isinstance(x, Tensor)):
+                    self.dropped.pop(place)
+                elif func in _SAME_MAP:
+                    self.dropped[place] = (result, within)
+                break
+        return result
 
 
-def _trains(model: nn.Module, example: Batch) -> bool:
-    """Whether the model's own code computes something else in training mode, dropout apart."""
+def _training(model: nn.Module, example: Batch) -> set[str]:
+    """The modules whose code computes something else in training mode, dropout of maps apart, and that of
+    torch's modules."""
     before = {module: module.training for module in model.modules()}
+    names = {name for name, _ in model.named_modules()}
 
     def run() -> Any:
         with torch.random.fork_rng(devices=[]), _NoDropout() as mode:
             torch.manual_seed(0)
-            return model(*example.args, **example.kwargs), mode.called
 
-    expected = run()
+            def enter(name: str, *_: Any) -> Leave:
+                mode.within.append(name)
+                return mode.within.pop
+
+            with entering(model, enter):
+                return model(*example.args, **example.kwargs), mode
+
+    expected, mode = run()
     try:
         for module in before:
             module.training = not type(module).__module__.startswith("torch.")
-        found = run()
-        return found[1] != expected[1] or not _identical(found[0], expected[0])
+        found, trained = run()
+        if trained.called != mode.called or not _identical(found, expected):
+            return names
+        return {name for _, within in trained.dropped for name in within}
     except Exception:  # of the model, which then is another in training mode
-        return True
+        return names
     finally:
         for module, flag in before.items():
             module.training = flag

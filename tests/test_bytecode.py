@@ -7,7 +7,7 @@ from types import CodeType
 
 import pytest
 
-from asapc.passes.bytecode import asks_for_precision, loaded_names, stored_names
+from asapc.passes.bytecode import loaded_names, questions_of, stored_names
 from asapc.program.state import encoded, same_value
 
 # A function f; the attributes it loads, * for any; globals; and what else is found.
@@ -82,6 +82,18 @@ FUNCTIONS = {
     "finfo eps": ("def f(self, x): return torch.finfo(x.dtype).eps",
         "dtype eps finfo", "torch", "precision"),
     "finfo min": ("def f(self, x): return torch.finfo(x.dtype).min", "dtype finfo min", "torch", ""),
+    "dtype of a table": ("def f(self, x): return TABLE[x.dtype]", "dtype", "TABLE", "integers precision"),
+    "dtype in a name": ("def f(self, x):\n kind = x.dtype\n return kind in LOW",
+        "dtype", "LOW", "integers precision"),
+    "dtype passed by name": ("def f(self, x, y):\n d = x.dtype\n return m.zeros(3, dtype=d), y.to(d)",
+        "dtype to zeros", "m", ""),
+    "dtype of a mask": ("def f(self, m): return m.dtype == torch.bool or m.dtype != torch.uint8",
+        "bool dtype uint8", "torch", "integers"),
+    "dtype given to a helper": ("def f(self, x): return is_low(x.dtype)",
+        "dtype", "is_low", "integers precision"),
+    "dtype is floating": ("def f(self, x, dtype): return x.dtype.is_floating_point or dtype is None",
+        "dtype is_floating_point", "", ""),
+    "same": ("def f(self, x, y): return x is y and x is not None", "", "", "same_objects"),
     "itemsize": ("def f(self, x): return x.element_size()", "element_size", "", "precision"),
 }  # fmt: skip
 
@@ -102,7 +114,7 @@ def test_what_is_read_of_a_function(text: str, attributes: str, names: str, more
     others = {f"environ:{x}" for x in found.environ} | {f"import:{x}" for x in found.imported}
     others |= {f"store:{x}" for x in stored - counted} | {f"count:{x}" for x in counted}
     others |= {"modes"} if found.modes else set()
-    assert others | ({"precision"} if any(map(asks_for_precision, codes)) else set()) == {*more.split()}
+    assert others.union(*map(questions_of, codes)) == {*more.split()}
 
 
 def test_functions_of_one_name_are_told_apart() -> None:

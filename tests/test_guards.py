@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import configparser
 import contextvars
 import copy
 import dataclasses
 import importlib
 import json
 import math
+import operator
 import os
 import random
 import sys
@@ -230,6 +233,14 @@ LOCAL.tau = 1.0
 ACTS = {"a": lambda s: s * 1, "b": lambda s: s * 2}
 
 
+class Level(int):
+    pass
+
+
+EVENT, CONFIG, NUMBERS = threading.Event(), configparser.ConfigParser(), array.array("d", [1.0])
+CONFIG.read_dict({"a": {"tau": "1"}})
+
+
 class OfNames(Layer):
     """What is not there, or has a name in a text alone; what is told apart by its parts or shape."""
 
@@ -238,10 +249,13 @@ class OfNames(Layer):
         self.register_buffer("none", None)
         self.listed, self.share, self.weight = nn.ParameterList([torch.ones(1)]), Fraction(1), None
         self.sized = nn.Parameter(torch.ones(1))
+        self.window, self.pick, self.level = slice(0, 3), operator.itemgetter(0), Level(1)
 
     def forward(self, x: Tensor) -> Tensor:
         tau = 2.0 if self.none is not None or hasattr(self, "later") else 1.0
         tau = tau * len(self.listed) * float(self.share) * self.sized.shape[0]
+        tau = tau * len(range(9)[self.window]) / 3 * self.pick([1.0, 2.0]) * self.level
+        tau = tau * (2.0 if EVENT.is_set() else 1.0) * CONFIG.getfloat("a", "tau") * NUMBERS[0]
         tau = tau * globals()["GLOBAL"] * importlib.import_module("settings_of_test").TAU
         tau = tau * (len(list(self.parameters())) / 6) * (2.0 if getattr(x, "sharp", False) else 1.0)
         return attended(self, x, tau * (2.0 if torch.distributed.is_initialized() else 1.0))
@@ -340,6 +354,12 @@ def named() -> tuple[nn.Module, nn.Module]:
         (lambda one, patch: one.listed.append(torch.ones(1)), "was captured as"),
         (lambda one, patch: setattr(one, "share", Fraction(2)), "share"),
         (lambda one, patch: setattr(one, "sized", nn.Parameter(torch.ones(2))), "sized"),
+        (lambda one, patch: setattr(one, "window", slice(0, 6)), "window"),
+        (lambda one, patch: setattr(one, "pick", operator.itemgetter(1)), "pick"),
+        (lambda one, patch: setattr(one, "level", Level(2)), "level"),
+        (lambda one, patch: patch.setattr(EVENT, "_flag", True), "EVENT"),
+        (lambda one, patch: patch.setitem(CONFIG["a"], "tau", "2"), "CONFIG"),
+        (lambda one, patch: patch.setitem(globals(), "NUMBERS", array.array("d", [2.0])), "NUMBERS"),
         (lambda one, patch: patch.setitem(globals(), "GLOBAL", 2.0), "GLOBAL"),
         (lambda one, patch: patch.setattr(SETTINGS, "TAU", 2.0), "TAU"),
         (lambda one, patch: one.register_parameter("another", nn.Parameter(torch.ones(1))), "structure"),
@@ -351,6 +371,7 @@ def test_what_is_absent_or_named_in_a_text_is_guarded(
     named: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, compiled = copy.deepcopy(named)
+    compiled(torch.randn(2, 5, 4))
     for one in (model[0], compiled[0]):
         change(one, monkeypatch)
     warned = own_code(model, compiled, torch.randn(2, 5, 4))
@@ -381,7 +402,18 @@ class OfIterators(Layer):
         return attended(self, x, next(self.rest))
 
 
-@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators])
+class OfCallbacks(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.keep = self.kept.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(x)
+        return attended(self, x)
+
+
+@pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators, OfCallbacks])
 def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
     with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
         made(kind)
@@ -640,6 +672,73 @@ class OfPrecision(Layer):
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
 
 
+class OfTable(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, {torch.float32: 1.0, torch.float64: 3.0}[x.dtype])
+
+
+class OfAutocast(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return attended(self, x.float())
+
+
+class OfGradients(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 1.0 if self.out.weight.grad is None else 3.0)
+
+
+class OfDropout(Layer):
+    """Of the map, and of what comes of it."""
+
+    def __init__(self, outside: float) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        plan = torch.softmax(q @ k.mT, -1)
+        for _ in range(3):
+            plan = plan / plan.sum(-2, keepdim=True)
+            plan = plan / plan.sum(-1, keepdim=True)
+        plan = nn.functional.dropout(plan, 0.5, self.training)
+        return nn.functional.dropout(plan @ self.out(x), self.outside, self.training)
+
+
+class OfWidth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def qk(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x)], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, self.q(x).shape[-1] / 8)
+
+
+class OfAbsentBias(OfWidth):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 3.0 if self.q.bias is None else 1.0)
+
+
+class OfChildren(Layer):
+    """Through all of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = 3.0 if "gate" in self._parameters else 1.0
+        return attended(self, x, own * sum(layer(x)[..., :1] ** 2 for layer in self.children()).mean())
+
+
+class OfSame(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return attended(self.layer, x, 3.0 if y is x else 1.0) + y
+
+
 class OfDefaults(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
@@ -744,6 +843,69 @@ def test_precision_and_settings_that_code_asks_for() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert "are_deterministic_algorithms_enabled" in warned
+
+
+@torch.no_grad()
+def test_a_table_of_dtypes_and_whether_weights_hold_gradients() -> None:
+    model, compiled = made(OfTable)
+    (warned,) = own_code(model.double(), compiled.double(), torch.randn(2, 6, 4).double())
+    assert "precision()=torch.float32" in warned
+    model, compiled = made(OfGradients)
+    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+    for one in (model, compiled):
+        one[0].out.weight.grad = torch.ones(4, 4)
+    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    assert "gradients()=False" in warned
+
+
+def wider(layer: Any) -> None:
+    layer.q, layer.k = nn.Linear(4, 16), nn.Linear(4, 16)
+
+
+@pytest.mark.parametrize(("kind", "change", "text"), [
+    (OfWidth, wider, "size 2 of what its q gives"),
+    (OfAbsentBias, lambda layer: setattr(layer, "q", nn.Linear(4, 8, bias=False)), "q.bias"),
+    (OfChildren, lambda layer: layer.add_module("more", nn.Linear(4, 4)), "structure"),
+    (OfChildren, lambda layer: layer.register_parameter("gate", None), "structure"),
+])  # fmt: skip
+@torch.no_grad()
+def test_layers_of_another_kind(kind: Any, change: Callable[[Any], None], text: str) -> None:
+    model, compiled = made(kind)
+    for one in (model, compiled):
+        torch.manual_seed(0)
+        change(one[0])
+    for _ in range(2):
+        (warned,) = own_code(model, copy.deepcopy(compiled), torch.randn(2, 6, 4))
+        assert text in warned
+
+
+def test_code_that_takes_itself_out_of_autocast() -> None:
+    model, compiled = made(OfAutocast)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    assert "autocast is on" in warned
+
+
+@pytest.mark.parametrize("outside", [0.0, 0.5])
+@torch.no_grad()
+def test_dropout_besides_that_of_a_map(outside: float) -> None:
+    _, compiled = made(lambda: OfDropout(outside))
+    x = torch.randn(2, 6, 4)
+    compiled.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same = torch.equal(compiled(x), compiled(x))
+    assert same == (not outside) and any("training mode" in str(w.message) for w in caught) != same
+
+
+@torch.no_grad()
+def test_one_tensor_in_two_places() -> None:
+    torch.manual_seed(0)
+    model, data = OfSame().eval(), {"x": torch.randn(24, 6, 4), "y": torch.randn(24, 6, 4)}
+    recipe = {"operator": "lossless", "batch_size": 8}
+    compiled, x = asapc.compile(model, data, recipe=recipe, examples=8).model, torch.randn(2, 6, 4)
+    with pytest.warns(OwnCodeWarning, match="same_objects"):
+        torch.testing.assert_close(compiled(x, x), model(x, x))
 
 
 @torch.no_grad()

@@ -258,14 +258,18 @@ class Child(Record):
     """A call of a layer inside a patched module, the number-th of its graph: what it is given and gives.
 
     A leaf stands for the index-th tensor of the operator call that marks it, see operators/child.py.
+    gives: what the tensors of the output are like.
     """
 
     name: str = field(metadata={"key": "layer"})
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     output: Tree
+    gives: tuple[Tensors, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.gives) not in (0, len([*leaves(self.output)])):
+            raise ValueError("every tensor of an output is described")
         if not all(name.isidentifier() for name in self.kwargs):
             raise ValueError("a parameter has a name")
 

@@ -14,9 +14,10 @@ the tensor that it is called on, which cannot be told from its cast: casts follo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
 from typing import Any
@@ -29,7 +30,15 @@ from asapc.formats.records import APART, Record
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
-from asapc.program.state import Reads, Steps, asked, can_be_taken_away, own_forward, take_away
+from asapc.program.state import (
+    OPERATORS,
+    Reads,
+    Steps,
+    asked,
+    can_be_taken_away,
+    own_forward,
+    take_away,
+)
 
 REPLICATE = "_replicate_for_data_parallel"
 # What is asked of a call, and what helps where it does not hold.
@@ -264,7 +273,20 @@ class Forward:
                 OwnCodeWarning,
                 stacklevel=3,
             )
-        return self.original(*args, **kwargs)
+        with self._hidden():
+            return self.original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Without the operators among the module's parts, if its code goes through them."""
+        looks = any(one.reads.of_structure for one in self.inside)
+        held = [(one._modules, one._modules.pop(OPERATORS)) for one in [*self.module.modules()]
+                if looks and OPERATORS in one._modules]  # fmt: skip
+        try:
+            yield
+        finally:
+            for modules, operators in held:
+                modules[OPERATORS] = operators
 
     def __repr__(self) -> str:
         return f"<compiled forward of {self.name}>"

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from asapc.errors import InputError
+from asapc.errors import BranchError, InputError
 from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.program.compiled import REPLICATE, Forward, Inside, Operators, site_line
@@ -228,9 +228,25 @@ def _call_children(graph: Graph, children: Sequence[Child]) -> None:
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise ValueError("a marked layer gives a list")
-            user.replace_all_uses_with(parts[user.args[1]])
+            index = int(user.args[1])
+            if child.gives:
+                sizes = [(a, n) for a, n in enumerate(child.gives[index].sizes) if isinstance(n, int)]
+                with graph.inserting_before(node):
+                    parts[index] = graph.call_function(as_traced, (parts[index], child.name, sizes))
+            user.replace_all_uses_with(parts[index])
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def as_traced(value: Tensor, name: str, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """What a layer gives, if its axes have these sizes, with which its code may compute.
+
+    Raises BranchError.
+    """
+    for axis, size in sizes:
+        if value.shape[axis] != size:
+            raise BranchError(f"size {axis} of what its {name} gives == {size}", True)
+    return value
 
 
 def _arguments(tree: Tree, inputs: Sequence[Node]) -> Any:

@@ -11,6 +11,7 @@ code of the user's runs, and nothing is imported, for a manifest is not trusted.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import hashlib
@@ -22,10 +23,18 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -55,15 +64,19 @@ _HOOK_LISTS = (
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 STRUCTURE = "structure"  # and what it holds, where code goes through it
-_OF_STRUCTURE = {"state_dict", *(
+_OF_STRUCTURE = {"state_dict", "_parameters", "_buffers", "_modules", *(
     named + what for named in ("", "named_") for what in ("parameters", "buffers", "modules", "children")
 )}  # fmt: skip
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 ABSENT = ("attribute", "absent")  # the value of what code asks for and is not there
 # Values of Python's own, all of which their text shows.
-_SHOWN = {"itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress", "zoneinfo"}
+_SHOWN = {"re", "itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress"}
 _ALWAYS_OTHERS = itertools.count()
-_WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
+_NO_STATE = {"logging", "os", "io", "_io", "types", "typing", "weakref", "contextvars", "_contextvars"}
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local)  # read by the names of attributes
+_WITH_PARTS = (
+    MethodType, functools.partial, property, staticmethod, classmethod, BuiltinFunctionType,
+)  # fmt: skip
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -99,9 +112,6 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
-    for part, words in ((TRAINED, {TRAINED}), (STRUCTURE, _OF_STRUCTURE)):
-        if words & names.said:
-            values[(("part", part),)] = encoded(_stepped(root, ("part", part)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -124,11 +134,17 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
                 queue.append((path, inner))
         if len(values) > MOST:
             raise TooMuch(f"its code may read more than {MOST} values besides its arguments")
+    for part, words in ((TRAINED, {TRAINED}), (STRUCTURE, _OF_STRUCTURE)):
+        if words & names.said or (part == STRUCTURE and isinstance(root, _HOLDERS) and names.code):
+            values[(("part", part),)] = encoded(_stepped(root, ("part", part)))
     return values
 
 
-def encoded(thing: Any) -> Value:
-    """A plain value itself; of anything else the kind of it, and what tells it from others."""
+def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
+    """A plain value itself; of anything else the kind of it, and what tells it from others.
+
+    around: what it is inside of.
+    """
     kind = type(thing)
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
         return thing
@@ -156,15 +172,41 @@ def encoded(thing: Any) -> Value:
         return ("function", f"{thing.__qualname__} {_code_digests(thing.__code__)}")
     if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
-    if isinstance(thing, bytearray):
-        return ("value", _digest(bytes(thing)))
-    if isinstance(thing, float | complex | bytes | enum.Enum | range | torch.dtype | torch.device):
-        return ("value", repr(thing)[:200])
-    if kind.__module__.partition(".")[0] in _SHOWN:
-        return ("value", repr(thing)[:200])
-    if kind.__module__ == "builtins" and hasattr(kind, "__next__"):  # nothing shows where it is
-        return ("value", f"{kind.__name__} {next(_ALWAYS_OTHERS)}")
-    return ("object", kind.__qualname__)
+    for plain in (float, complex, bytes, int, str):  # or a class of the user's that is one
+        if isinstance(thing, plain) and not isinstance(thing, enum.Enum):
+            return ("value", _digest(plain.__repr__(thing).encode()))
+    top = kind.__module__.partition(".")[0]
+    of_torch = top == "torch" and not hasattr(thing, "__dict__")
+    if of_torch or top in _SHOWN or isinstance(thing, enum.Enum):
+        text = repr(thing)[:200]
+        if " at 0x" not in text:
+            return ("value", text)
+    return _state(thing, top, around)
+
+
+def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
+    """Of an object of Python's own, which no steps lead into: what it would be pickled as."""
+    kind = type(thing)
+    walked = kind in (*_NAMESPACES, *_WITH_PARTS) or _is_container(thing)
+    if walked or id(thing) in around or top not in sys.stdlib_module_names - _NO_STATE:
+        return ("object", kind.__qualname__)
+    inside: list[Any] = [dict(_dict_of(thing))]
+    try:
+        inside.append([*thing.items()] if kind is MappingProxyType else thing.__reduce_ex__(4))
+    except Exception:  # of what cannot be pickled: a lock is like another
+        if hasattr(kind, "__next__"):  # nothing shows where it is
+            inside.append(next(_ALWAYS_OTHERS))
+    return ("state", f"{kind.__name__} {_digest(repr(_told(inside, (*around, id(thing)))).encode())}")
+
+
+def _told(thing: Any, around: tuple[int, ...]) -> Any:
+    """The values in containers in containers."""
+    if len(around) > DEEPEST:
+        return type(thing).__qualname__
+    if id(thing) in around or type(thing) not in (list, tuple, dict):
+        return encoded(thing, around)
+    items = thing.items() if isinstance(thing, dict) else thing
+    return [_told(item, (*around, id(thing))) for item in items]
 
 
 def _code_digests(code: CodeType) -> str:
@@ -247,7 +289,8 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
     if isinstance(thing, list | tuple | deque) and len(thing) <= LONGEST:
         yield from (("item", place) for place in range(len(thing)))
     if isinstance(thing, _WITH_PARTS):
-        yield from (("part", part) for part in _PARTS if getattr(thing, part, None) is not None)
+        parts = ((part, getattr(thing, part, None)) for part in _PARTS)
+        yield from (("part", part) for part, x in parts if not isinstance(x, type | ModuleType | None))
     if not _is_librarys(thing):
         yield from (("attr", name) for name in _attributes(thing, names, is_root))
 
@@ -269,15 +312,13 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
     if names.modes and isinstance(thing, nn.Module) and not is_root:
         yield "training"
-    if of_torch and not is_root and not lists:  # a layer that is called, as it is then
-        settings = {*own} - _OF_TORCH
-        if names.attributes is not None:
-            settings &= names.attributes
-        yield from sorted(name for name in settings if _are_plain([own[name]]))
-        return
     parts: dict[str, Any] = {}
     if isinstance(thing, nn.Module):
         parts = {**thing._modules, **thing._parameters, **thing._buffers}
+    if of_torch and not is_root and not lists:  # a layer that is called, as it is then
+        plain = {name for name in own.keys() - _OF_TORCH if _are_plain([own[name]])}
+        yield from sorted(plain if names.attributes is None else names.attributes & (plain | {*parts}))
+        return
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
     if names.attributes is None or _is_container(thing):
         loaded = [*own, *(
@@ -374,9 +415,14 @@ def _stepped(thing: Any, step: Step) -> Any:
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
         if name == STRUCTURE and isinstance(thing, nn.Module):
-            held = itertools.chain(thing.named_parameters(), thing.named_buffers(), thing.named_modules())
-            own = (key for key, _ in held if OPERATORS not in key.split("."))
-            return sys.intern(_digest(" ".join(own).encode()))
+            own = [
+                (key, type(part).__qualname__, [
+                    (name, None if x is None else [*x.shape])
+                    for weights in (part._parameters, part._buffers) for name, x in weights.items()
+                ])
+                for key, part in thing.named_modules() if OPERATORS not in key.split(".")
+            ]  # fmt: skip
+            return sys.intern(_digest(repr(own).encode()))
         known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
         return getattr(thing, str(name), GONE) if known else GONE
     if kind == "import":
@@ -497,6 +543,11 @@ class Reads(Record):
         if not all(map(is_question, self.questions)):
             raise ValueError(f"a question is one of {', '.join((*QUESTIONS, *SETTINGS))}")
 
+    @property
+    def of_structure(self) -> bool:
+        """Whether its code goes through what the module holds."""
+        return any(steps == (("part", STRUCTURE),) for steps, _ in self.values)
+
     def difference(self, module: nn.Module) -> tuple[str, str] | None:
         """(what, how it differs) of the first value that is another in this module, or None.
 
@@ -586,8 +637,9 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     if isinstance(thing, _HOLDERS):
         return functools.partial(encoded, thing)
     is_array = type(thing).__module__ == "numpy" and hasattr(thing, "tobytes")
-    whole = is_array or isinstance(thing, list | deque | dict | set | bytearray)
-    return functools.partial(encoded, thing) if whole else None
+    whole = is_array or isinstance(thing, list | deque | dict | set)
+    value = ("state",) if whole else encoded(thing)
+    return functools.partial(encoded, thing) if isinstance(value, tuple) and value[0] == "state" else None
 
 
 _TRACED = "torch._subclasses"  # where tensors of a trace are at home
@@ -611,12 +663,25 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
 }  # fmt: skip
 
 
-PRECISION = "precision"  # of weights: which of torch's floating-point types
+# Of weights and inputs, what code may ask for: the answers of the call.
+PRECISION, INTEGERS, SAME, GRADIENTS = "precision", "integers", "same_objects", "gradients"
+_OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
+    PRECISION: lambda module, flat: _kinds(
+        x for x in (*module.parameters(), *flat) if x.is_floating_point()),
+    INTEGERS: lambda _, flat: _kinds(
+        x for x in flat if not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)),
+    SAME: lambda _, flat: [next(i for i, x in enumerate(flat) if x is one) for one in flat],
+    GRADIENTS: lambda module, _: any(x.grad is not None for x in module.parameters()),
+}  # fmt: skip
 SETTINGS = (  # of torch, by the functions that give them
-    PRECISION, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
+    *_OF_A_CALL, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
     "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
     "initial_seed", "distributed.is_initialized", "distributed.is_available", "cuda.is_available",
 )  # fmt: skip
+
+
+def _kinds(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(x.dtype) for x in tensors}))
 
 
 def setting(name: str) -> Any:
@@ -632,21 +697,18 @@ def is_question(text: str) -> bool:
     return text in QUESTIONS or (bool(equals) and name in SETTINGS)
 
 
-def answered(name: str, module: nn.Module) -> str:
-    """A question; that of a setting, with the answer of this moment."""
+def answered(name: str, module: nn.Module, flat: Sequence[Any]) -> str:
+    """A question; that of a setting, with the answer of this moment.  flat: the tensors of the call."""
     if name in QUESTIONS:
         return name
-    if name != PRECISION:
-            return f"{name}()={setting(name)()}"
-    kinds = {str(x.dtype) for x in module.parameters() if x.is_floating_point()}
-    return f"{name}()={', '.join(sorted(kinds))}"
+    return f"{name}()={_OF_A_CALL[name](module, flat) if name in _OF_A_CALL else setting(name)()}"
 
 
 def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> str | None:
     """What is otherwise than when the program was captured, whose code asks for it, or None."""
     for question in questions:
         if question not in QUESTIONS:
-            now = answered(question.partition("()=")[0], module)
+            now = answered(question.partition("()=")[0], module, flat)
             if now != question:
                 return f"its code asks for {question}, and now it is {now.partition('=')[2]}"
             continue

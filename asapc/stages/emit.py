@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -98,7 +98,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["onnx"] = _interface(teacher)
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
-        manifest["questions"] = sorted(answered(question, analysis.model) for question in questions)
+        (program,) = analysis.capture.programs
+        flat = [x for x in pytree.tree_leaves((program.args, program.kwargs)) if isinstance(x, Tensor)]
+        manifest["questions"] = sorted(answered(one, analysis.model, flat) for one in questions)
     return manifest
 
 
