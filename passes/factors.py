@@ -61,7 +61,7 @@ def _factor(node: Node, parameters: set[str]) -> Node | None:
     if not is_tensor(scores) or not is_tensor(factor):
         return None
     shape = factor.meta["val"].shape
-    is_number = all(n == 1 for n in shape)
+    is_number = all(isinstance(n, int) and n == 1 for n in shape)
     by_head = len(shape) >= 3 and all(isinstance(n, int) for n in shape) and shape[-2:] == (1, 1)
     if not (is_number or by_head) or len(shape) > rank_of(scores) or depends_on_data(factor):
         return None

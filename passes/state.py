@@ -73,7 +73,10 @@ _BY_NAME = {
     "grad": (GRADIENTS,), "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
-_SAME_MAP = {Tensor.to, Tensor.type_as, Tensor.mT.__get__, Tensor.transpose, torch.transpose}
+_SAME_MAP = {
+    Tensor.to, Tensor.type_as, Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.transpose, torch.transpose,
+}  # fmt: skip
 _OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
 _OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
 _TRACED = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asapc.measure.differences import tensor_outputs
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity, length_bins
 from asapc.metrics import METRIC
 from asapc.operators.sinkhorn import attention_map, finite_duals
@@ -19,6 +22,22 @@ UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
 
 def random_map(seed, shape=(3, 2, 4, 5)):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Named(OrderedDict):
+    """Which pytree does not know."""
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    kind: str = ""
+
+
+def test_tensors_in_containers_that_pytree_does_not_know():
+    one, two = torch.ones(2), torch.zeros(3)
+    found = tensor_outputs([Named(y=one, none=None), Result(two), {"z": (one, 1)}])
+    assert [x.shape for x in found] == [one.shape, two.shape, one.shape]
 
 
 def test_attention_by_hand():

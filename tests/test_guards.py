@@ -908,6 +908,27 @@ def test_one_tensor_in_two_places() -> None:
         torch.testing.assert_close(compiled(x, x), model(x, x))
 
 
+class Tied(nn.Module):
+    """One layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OfDropout(0.0)] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers[1](self.layers[0](x))
+        return found
+
+
+@torch.no_grad()
+def test_a_layer_in_two_places_that_gets_another_in_one() -> None:
+    model, compiled = made(Tied)
+    assert not own_code(model, compiled, torch.randn(2, 6, 4))
+    model[0].layers[1] = compiled[0].layers[1] = OfDropout(0.0).eval()  # type: ignore[index]
+    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
+    assert "is no longer its layers.0" in warned
+
+
 @torch.no_grad()
 def test_what_is_imported_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     import drop_in_nets

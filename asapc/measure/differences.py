@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils import _pytree as pytree
 def tensor_outputs(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output structure, numpy arrays included, in order."""
     leaves = []
-    for leaf in pytree.tree_leaves(output):
+    for leaf in _leaves(output):
         if not isinstance(leaf, Tensor):
             try:
                 leaf = torch.as_tensor(leaf)
@@ -21,6 +23,17 @@ def tensor_outputs(output: Any) -> list[Tensor]:
         if leaf.is_floating_point():
             leaves.append(leaf)
     return leaves
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """Those inside classes that pytree does not know, too."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Mapping):
+            yield from _leaves([*leaf.values()])
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, each.name) for each in fields(leaf)])
+        else:
+            yield leaf
 
 
 def largest_difference(first: Any, second: Any) -> float:

@@ -93,6 +93,7 @@ class Inside(Record):
     reads:       what its code read besides its arguments.
     keeps:       the way to attributes in which its code keeps tensors, such as its last map.  A compiled
                  forward takes them away: what they held would be that of another call.
+    shared:      parts that are one object: the path of each but the first, and that of the first.
     """
 
     path: str
@@ -101,6 +102,7 @@ class Inside(Record):
     hooked: bool
     reads: Reads
     keeps: tuple[Steps, ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
@@ -112,7 +114,11 @@ class Inside(Record):
     def of(cls, module: nn.Module, path: str, reads: Reads) -> Inside:
         """As it is now."""
         kept = own_forward(module) is not None
-        return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads)
+        firsts: dict[int, str] = {}
+        parts = [] if path else [*module.named_modules(remove_duplicate=False)]
+        first = {name: firsts.setdefault(id(part), name) for name, part in parts}
+        shared = tuple((name, other) for name, other in first.items() if name != other)
+        return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads, shared=shared)
 
     def without(self, ways: Collection[Steps]) -> Inside:
         """Not guarding what is at the end of these."""
@@ -122,9 +128,7 @@ class Inside(Record):
     def difference(self, root: nn.Module, flat: Sequence[Any] = ()) -> str | None:
         """How the module differs from the captured one, or None.  root: the patched module; flat: the
         tensors that it is called with."""
-        module: nn.Module | None = root
-        for name in self._names:
-            module = module._modules.get(name) if module is not None else None
+        module = _part(root, self._names)
         if module is None or (self.path and (
             type(module).__qualname__ != self.kind or ("forward" in module.__dict__) != self.own_forward
         )):  # fmt: skip
@@ -134,11 +138,21 @@ class Inside(Record):
         of_gradients = self.path and (module._backward_hooks or module._backward_pre_hooks)
         if of_gradients and torch.is_grad_enabled():
             return f"its {self.path}, whose code was compiled, has hooks of gradients"
+        for name, first in self.shared:
+            if _part(module, name.split(".")) is not _part(module, first.split(".")):
+                return f"its {name}, whose code was compiled, is no longer its {first}"
         other = self.reads.difference(module)
         if other is not None:
             where, text = other
             return f"{'.'.join((*self._names, where))} {text}"
         return asked(self.reads.questions, module, flat) if self.reads.questions else None
+
+
+def _part(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
+    """None where nothing is there."""
+    for name in names:
+        module = module._modules.get(name) if module is not None else None
+    return module
 
 
 def _global_hooks() -> str | None:

@@ -283,7 +283,7 @@ def banded(
     (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, width), dtype=dtype)
-    low, high = max(low, 1 - queries), min(high, keys - 1)
+    low, high = min(max(low, 1 - queries), keys), max(min(high, keys - 1), -queries)
     if 0 in (out.numel(), keys) or low > high:
         return out.to(v.dtype)
     keep, _ = _masks(q, k, v, keep, None)
