@@ -60,7 +60,7 @@ def outcome(experiments: Callable[[], Result]) -> Result | str:
         return experiments()
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
-        if "'NoneType'" in line and line.startswith("int()"):  # what SymPy makes of a size it does not know
+        if "'NoneType'" in line and line.startswith("int()"):  # of a size that SymPy has no number for
             return "a size in the region depends on the data"
         return f"the region cannot be run on its own: {type(error).__name__}: {line}"
 
