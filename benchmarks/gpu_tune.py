@@ -72,8 +72,6 @@ def sizes_for(start: Thresholds, q: torch.Tensor, k: torch.Tensor) -> Sequence[T
         others = [replace(start, **dict(zip(names, tile, strict=True))) for tile in TILES]
         if max(q.shape[2], k.shape[2]) <= start.resident_tokens:
             others.append(replace(start, resident_tokens=0))
-        if max(q.shape[2], k.shape[2]) <= start.sweep_tokens:
-            others += [replace(x, sweep_tokens=0) for x in (start, *others)]
     else:
         size = q.shape[2] * k.shape[2] * 4
         kept = [x for x in RESIDENT_BYTES if size > RESIDENT_BYTES[0]] or [start.resident_bytes]
@@ -97,8 +95,7 @@ def _runs(call: Callable[[], Any]) -> bool:
 
 def table(rows: list[dict[str, Any]]) -> str:
     keys = (
-        "dtype", "N", "D", "tile_x", "tile_y", "warps", "stages", "resident_tokens", "sweep_tokens",
-        "gain",
+        "dtype", "N", "D", "tile_x", "tile_y", "warps", "stages", "resident_tokens", "gain",
     )  # fmt: skip
     lines = ["### The best sizes of the lossless loop; 0: as written", ""]
     lines += [f"| {' | '.join(keys)} |", "|---|" + "---:|" * (len(keys) - 1)]

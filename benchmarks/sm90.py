@@ -30,7 +30,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
-from asapc.kernels.gpu.sweep import FLOAT32_LIMIT, SWEEP_LIMIT
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
@@ -124,10 +123,6 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                         yield f"loop {name}{what} {side}", partial(
                             sinkhorn.streaming_loop, q, k, v, *given, None, loop
                         )
-                        if tokens <= (SWEEP_LIMIT if dtype != torch.float32 else FLOAT32_LIMIT):
-                            yield f"sweep {name}{what} {side}", partial(
-                                sinkhorn.sweeping_loop, q, k, v, *given, None, loop
-                            )
                 loop = Loop(0.125, 4, "row", FACTOR)
                 if tokens <= resident.RESIDENT_LIMIT:
                     for what, (its_keep, its_bias) in given_to.items():

@@ -123,10 +123,7 @@ LOOPS = {  # half-steps, first side, from a dual
     "RCRCRC": (6, "row", False),
     "nothing": (0, "row", True),
 }
-RUNNERS = {
-    "resident": resident.resident_loop, "sweeping": sinkhorn.sweeping_loop,
-    "streaming": sinkhorn.streaming_loop,
-}  # fmt: skip
+RUNNERS = {"resident": resident.resident_loop, "streaming": sinkhorn.streaming_loop}
 
 
 def assert_honest(own: Tensor, exact: Tensor, rough: Tensor, rounding: float) -> None:
@@ -276,25 +273,19 @@ def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
         assert_loop(case, RUNNERS[runner], (half_steps, first, False))
 
 
-def test_a_sweep_over_several_stripes() -> None:
-    """Stripes of 16 queries, the last one not full, and columns that are joined in several programs."""
-    case = Case((1, 2, 70, 600, 24, 8), masked=True)
-    assert_loop(case, sinkhorn.sweeping_loop, (4, "row", False))
-
-
-def test_longer_heads_are_swept_and_then_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_heads_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     def noted(name: str, run: Any, *given: Any) -> Any:
         taken.append(name)
         return run(*given)
 
-    for name in ("resident_loop", "sweeping_loop", "streaming_loop"):
+    for name in ("resident_loop", "streaming_loop"):
         monkeypatch.setattr(sinkhorn, name, partial(noted, name, getattr(sinkhorn, name)))
-    for keys in (20, 21, 40, 41):
-        with using(Thresholds(resident_tokens=20, sweep_tokens=40)):
+    for keys in (20, 21):
+        with using(Thresholds(resident_tokens=20)):
             assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (2, "column", False))
-    assert taken == ["resident_loop", "sweeping_loop", "sweeping_loop", "streaming_loop"]
+    assert taken == ["resident_loop", "streaming_loop"]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 2, 5, 0, 8, 8), (2, 2, 0, 7, 8, 8)], ids=str)

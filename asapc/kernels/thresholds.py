@@ -31,7 +31,7 @@ class Thresholds:
     """tile_bytes: of a tile of stacked heads, or of one's rows, that a gradient works on together (CPU).
 
     resident_bytes: the largest K of a head that a worker keeps (CPU).  resident_tokens: the longest
-    side of which one launch keeps all scores in registers (GPU); sweep_tokens: those of a stripe.
+    side of which one launch keeps all scores in registers (GPU).
     tile_x, tile_y, warps, stages: of the kernels that stream tiles of scores (GPU); where 0, what each
     was written with, see kernels/gpu.
     """
@@ -39,7 +39,6 @@ class Thresholds:
     tile_bytes: int = 0
     resident_bytes: int = 0
     resident_tokens: int = 0
-    sweep_tokens: int = 0
     tile_x: int = 0
     tile_y: int = 0
     warps: int = 0

@@ -1,8 +1,8 @@
 """GPU twin of kernels.native: the finite loop without the N x M scores in memory.
 
-Small heads run in one launch, middling ones sweep over the scores once for two half-steps, and larger
-ones stream the tiles once a half-step. A row c-transform at the end is fused with the product by v, so
-T half-steps of a stream cost T passes when the loop ends on rows and T + 1 when it ends on columns.
+Small heads run in one launch, and larger ones stream the tiles once a half-step. A row c-transform at
+the end is fused with the product by v, so T half-steps of a stream cost T passes when the loop ends on
+rows and T + 1 when it ends on columns.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from torch import Tensor
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
-from asapc.kernels.gpu.sweep import fits as fits_sweep
-from asapc.kernels.gpu.sweep import swept
 from asapc.kernels.gpu.tiles import supported
 from asapc.kernels.loop import Loop
 
-__all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported", "sweeping_loop"]
+__all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported"]
 
 
 def sinkhorn_loop(
@@ -35,34 +33,8 @@ def sinkhorn_loop(
     dual: where the loop starts, None for zero: the source dual [B, H, N] where columns are closed
     first, the target dual [B, H, M] where rows are.
     """
-    run = streaming_loop
-    if fits(q, k, bias):
-        run = resident_loop
-    elif fits_sweep(q, k):
-        run = sweeping_loop
+    run = resident_loop if fits(q, k, bias) else streaming_loop
     return run(q, k, v, keep, bias, dual, loop)
-
-
-def sweeping_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    loop: Loop,
-) -> Tensor:
-    """The same for N and M that a stripe of scores fits, see kernels.gpu.sweep."""
-    rows_first = loop.first_side == "row"
-    closes_rows = loop.half_steps > 0 and rows_first == (loop.half_steps % 2 == 1)
-    left = loop.half_steps - closes_rows  # ends on columns, if there is any
-    f, g = (None, dual) if rows_first else (dual, None)
-    if not rows_first and left > 0:
-        _, g = swept(q, k, keep, bias, f, loop.score_multiplier, rows=False)
-        left -= 1
-    for _ in range(left // 2):
-        f, g = swept(q, k, keep, bias, g, loop.score_multiplier, rows=True)
-    return _attended(q, k, v, keep, bias, f, g, loop, closes_rows)
 
 
 def streaming_loop(
@@ -85,22 +57,7 @@ def streaming_loop(
         else:
             g = close_columns(q, k, keep, bias, f, loop.score_multiplier)
         rows_turn = not rows_turn
-    return _attended(q, k, v, keep, bias, f, g, loop, closes_rows)
-
-
-def _attended(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f: Tensor | None,
-    g: Tensor | None,
-    loop: Loop,
-    closes_rows: bool,
-) -> Tensor:
-    """The map of the duals times v; rows are closed within the product, or f is None for 0."""
-    if closes_rows:
+    if closes_rows:  # within the product with the values
         f = None
     elif f is None:
         f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
