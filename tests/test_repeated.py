@@ -171,7 +171,7 @@ class Collects(nn.Module):
 
 
 TOLD: list[Tensor] = []
-TELL = TOLD.append  # of which nothing shows what it appends to
+TELL = TOLD.append.__call__  # of which nothing shows what it appends to
 
 
 class Tells(Layer):

@@ -58,7 +58,7 @@ def load_teacher(
     if is_factory:
         return _factory_teacher(model, weights, kwargs)
     if path.suffix == ".onnx":
-        require_extra()
+        require_extra("onnx")
         from asapc.inputs.onnx.load import onnx_teacher
 
         return onnx_teacher(path, trust)

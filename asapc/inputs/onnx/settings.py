@@ -94,9 +94,12 @@ _Record = create_model(  # and what else `asapc export` may write
 )  # fmt: skip
 
 
-def require_extra() -> None:
-    """Raises InputError, with the command that installs it, where the extra `onnx` is missing."""
-    needed = ("onnx", "onnxscript", "onnxruntime")
+def require_extra(*needed: str) -> None:
+    """Raises InputError, with the command that installs it, where the extra `onnx` is missing.
+
+    needed: what of it, all by default.
+    """
+    needed = needed or ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
