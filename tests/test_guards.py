@@ -898,6 +898,33 @@ def test_dropout_besides_that_of_a_map(outside: float) -> None:
     assert same == (not outside) and any("training mode" in str(w.message) for w in caught) != same
 
 
+class OfDroppedMaps(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_map, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        plan = torch.softmax(q @ k.mT, -1)
+        for _ in range(3):
+            plan = plan / plan.sum(-2, keepdim=True)
+            plan = plan / plan.sum(-1, keepdim=True)
+        return self.outside(self.on_map(plan) @ self.out(x))
+
+
+@torch.no_grad()
+def test_dropout_of_a_map_is_left_out_with_a_warning() -> None:
+    _, compiled = made(OfDroppedMaps)
+    x = torch.randn(2, 6, 4)
+    compiled.train()
+    with pytest.warns(UserWarning, match="dropout between scores and values is not applied"):
+        compiled(x)
+    compiled[0].outside.eval()  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        assert torch.equal(compiled(x), compiled.eval()(x))
+
+
 @torch.no_grad()
 def test_one_tensor_in_two_places() -> None:
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from asapc.errors import BranchError, InputError
 from asapc.formats.records import APART, Record
@@ -46,6 +47,7 @@ AS_CAPTURED = (
     "a compiled model takes the arguments it was captured with",
     "call it as the calibration data did, or compile it on data with these arguments",
 )
+NO_DROPOUT = "dropout between scores and values is not applied: a compiled layer has no map"
 AS_THE_ORIGINAL = (
     "a compiled model computes what its original does, or nothing",
     "load it with model=, so that the original's code can run, or compile again",
@@ -201,6 +203,11 @@ class Forward:
         self.questions: tuple[str, ...] = ()
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
+        called = [str(node.target) for node in code.graph.find_nodes(op="call_module")] if live else []
+        self.dropouts = [
+            part for path, part in (module.named_modules() if live else ())
+            if isinstance(part, _DropoutNd) and not any(f"{path}.".startswith(f"{x}.") for x in called)
+        ]  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the classes of the outputs: another process may not have them."""
@@ -256,6 +263,8 @@ class Forward:
             problem = self._another(flat)
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
+        if self.dropouts and NO_DROPOUT not in self.warned:
+            self._warn_of_dropout()
         missing = self.constants.missing(self.module, flat)
         of_live = (missing or _global_hooks()) if self.live else None
         problem = self.constants.difference() or transformed() or of_live
@@ -273,6 +282,11 @@ class Forward:
             for steps in inside.keeps:
                 take_away(self.module.get_submodule(inside.path), steps)
         return rebuilt(self.call.output, found, self.types)
+
+    def _warn_of_dropout(self) -> None:
+        if any(part.training and part.p for part in self.dropouts):
+            self.warned.add(NO_DROPOUT)
+            warnings.warn(f"{self.name}: {NO_DROPOUT}", UserWarning, stacklevel=4)
 
     def _otherwise(
         self, problem: str, args: Sequence[Any], kwargs: Mapping[str, Any],
