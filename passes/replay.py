@@ -324,10 +324,7 @@ class _Beyond:
         if masks:
             t, tensors = self._masked(t, active), self._with_hidden(tensors, active, low)
         else:
-            of_costs = isinstance(self.site.convention, PlanConvention) and (
-                self.site.convention.score_multiplier < 0
-            )
-            low = -low if of_costs else low
+            low = -low if self._of_costs else low
             others = torch.tensor([key not in active for key in range(m)], device=t.q.device)
             tensors[0] = tensors[0].masked_fill(others, low)
             t = replace(t, q=t.q.masked_fill(others, low))
@@ -429,6 +426,11 @@ class _Beyond:
         for node, error in both_sides(decisions, look, judge, large):
             yield f"scores on the other side of {spoken(node)}", math.inf if error is None else error
 
+    @property
+    def _of_costs(self) -> bool:
+        convention = self.site.convention
+        return isinstance(convention, PlanConvention) and convention.score_multiplier < 0
+
     def _made_up_for(self, sizes: dict[Any, int]) -> Iterator[tuple[str, float]]:
         """Whether sharp scores give NaN, of which code behind the part makes numbers: the operator has
         the plan there."""
@@ -438,14 +440,19 @@ class _Beyond:
         own, every = self._in_own_precision(), [*range(evaluate(self.part.keys, sizes))]
         drawn = torch.Generator()
 
-        def finite(change: Change) -> Tensor:
+        def finite(change: Change, low: bool = False) -> Tensor:
             tensors = own._with_hidden(own._inputs(sizes, change), every)
             if self.seen.scored:  # in which masks may be
                 noise = torch.randn(tensors[0].shape, generator=drawn.manual_seed(0))
                 tensors[0] = (noise * change.scale).to(tensors[0])
-            return own.cut.run(tensors, sizes).isfinite()
+            if low:
+                tensors[0][..., ::3] = math.inf if self._of_costs else -math.inf
+            return _canonical(own.cut.run(tensors, sizes), self.part).isfinite()
 
         before, *after = (finite(Change(10.0**power)) for power in range(7))
+        if self.seen.scored and may_hide(self.part.inputs[0]):  # some keys hidden by -inf
+            shown = torch.arange(before.shape[-1]) % 3 != 0
+            after.append(finite(AS_GIVEN, low=True) | ~shown)
         if any(bool((before & ~now).any()) for now in after):
             yield f"scores of which {spoken(maker)} sees NaN", math.inf
 

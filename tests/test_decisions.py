@@ -107,6 +107,22 @@ def test_what_code_makes_of_a_plan() -> None:
         assert "does not replay on scores" in reason, (name, reason)
 
 
+class Rescued(Layer):
+    """Of a column of -inf, which is NaN after a half-step, and its rows after the next, code makes 0."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.split(x)
+        hidden = torch.where(keep[:, None, None], 0.0, -torch.inf)
+        return self.merge(torch.nan_to_num(self.attention(q @ k.transpose(-1, -2) + hidden)) @ v)
+
+
+def test_nan_of_padding_that_the_data_does_not_show() -> None:
+    torch.manual_seed(1)
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    analysis = analysed(Rescued(lambda s: log_loop(s, 5)), torch.randn(2, 6, 8), keep)
+    assert not analysis.sites and "sees NaN" in analysis.left_alone[0].reason
+
+
 def test_a_layer_like_one_that_was_refused_is_refused() -> None:
     """What is tried on one of two layers alike holds for the other, but not where it failed."""
     layers = [Layer(lambda s: log_loop(THRESHOLDS["heads of small scores are uniform"](s))) for _ in "12"]
