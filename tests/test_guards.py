@@ -925,6 +925,30 @@ def test_dropout_of_a_map_is_left_out_with_a_warning() -> None:
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
+class Leaves(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = float(x.shape[1])
+        return attended(self, x)
+
+
+class ReadsWhatIsLeft(nn.Module):
+    """From the call before, where there was one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Leaves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (1 + 0.01 * getattr(self.layer, "length", 7.0))
+        return self.layer(self.layer(x))
+
+
+def test_what_changes_between_the_calls_of_one_run() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(VerificationError, match="runs what was compiled"):
+        asapc.compile(ReadsWhatIsLeft().eval(), torch.randn(24, 6, 4), recipe={"operator": "lossless"})
+
+
 @torch.no_grad()
 def test_one_tensor_in_two_places() -> None:
     torch.manual_seed(0)

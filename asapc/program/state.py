@@ -657,7 +657,8 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
         isinstance(x, Tensor) and (x._is_view() or x.storage_offset()) for x in flat)),
     "kind": ("an input is no plain tensor", lambda _, flat: any(
         isinstance(x, Tensor) and not type(x).__module__.startswith(_TRACED)
-        and (type(x) is not Tensor or (not torch.compiler.is_compiling() and bool(vars(x))))
+        and (type(x) is not Tensor or (
+            not torch.compiler.is_compiling() and any("dynamo" not in name for name in vars(x))))
         for x in flat)),
     "training": ("it is in training mode", lambda module, _: module.training),
 }  # fmt: skip

@@ -231,6 +231,11 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         try:
             run = Runner(model)
             errors = [largest_difference(output, run(c.example)) for _ in range(2)]  # it may keep state
+        except OwnCodeWarning as warning:
+            raise VerificationError(
+                "live: the patched model runs what was compiled", got=warning,
+                help="let layers return what others read, and set nothing between the examples",
+            ) from None  # fmt: skip
         except AttributeError as missing:
             inside = [one for patch in patches for one in patch.inside]
             kept = sorted({str(steps[-1][1]) for one in inside for steps in one.keeps})
