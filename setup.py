@@ -17,7 +17,6 @@ if platform.machine() in ("x86_64", "AMD64"):  # what torch asks of a CPU by the
     BUILDS["engine_avx512"] = ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma"]
 
 
-
 class Engine(build_ext):
     """Says so where nothing was compiled: whoever installs it waits for speed that is not there."""
 

@@ -27,6 +27,7 @@ from asapc.passes.cut import ancestors, reached
 from asapc.passes.site import Site
 from asapc.program.code import traced_places, under
 from asapc.program.runner import installed
+from asapc.terminal.printed import reason
 
 TOLERANCE = 1e-4  # of a gradient, relative to its largest entry
 NUDGED = 30  # times what rounding errors of the weights and inputs make of it, which are allowed as well,
@@ -89,14 +90,13 @@ def no_gradient(
     try:
         theirs = _gradients(model, {}, few)
     except Exception as error:  # the user's code, which may have no gradient at all
-        said = (str(error).splitlines() or [""])[0][:80]
-        return f"its own gradient fails: {type(error).__name__}: {said}"
+        return f"its own gradient fails: {type(error).__name__}: {reason(error, 80)}"
     if theirs is None:
         return "its own outputs have no gradient"
     try:
         ours = _gradients(alone, parts, few) or [{}] * len(theirs)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
-        return f"the compiled code has no gradient: {str(error).splitlines()[0][:80]}"
+        return f"the compiled code has no gradient: {reason(error, 80)}"
     if _first_difference(theirs, ours, theirs, held) is not None:
         nudged = _gradients(model, {}, few, nudge=True) or theirs
         return _first_difference(theirs, ours, nudged, held)

@@ -688,6 +688,15 @@ class OfGradients(Layer):
         return attended(self, x, 1.0 if self.out.weight.grad is None else 3.0)
 
 
+def plan_of(layer: Layer, x: Tensor) -> Tensor:
+    q, k = layer.qk(x).chunk(2, -1)
+    plan = torch.softmax(q @ k.mT, -1)
+    for _ in range(3):
+        plan = plan / plan.sum(-2, keepdim=True)
+        plan = plan / plan.sum(-1, keepdim=True)
+    return plan
+
+
 class OfDropout(Layer):
     """Of the map, and of what comes of it."""
 
@@ -696,12 +705,7 @@ class OfDropout(Layer):
         self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.qk(x).chunk(2, -1)
-        plan = torch.softmax(q @ k.mT, -1)
-        for _ in range(3):
-            plan = plan / plan.sum(-2, keepdim=True)
-            plan = plan / plan.sum(-1, keepdim=True)
-        plan = nn.functional.dropout(plan, 0.5, self.training)
+        plan = nn.functional.dropout(plan_of(self, x), 0.5, self.training)
         return nn.functional.dropout(plan @ self.out(x), self.outside, self.training)
 
 
@@ -904,12 +908,7 @@ class OfDroppedMaps(Layer):
         self.on_map, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.qk(x).chunk(2, -1)
-        plan = torch.softmax(q @ k.mT, -1)
-        for _ in range(3):
-            plan = plan / plan.sum(-2, keepdim=True)
-            plan = plan / plan.sum(-1, keepdim=True)
-        return self.outside(self.on_map(plan) @ self.out(x))
+        return self.outside(self.on_map(plan_of(self, x)) @ self.out(x))
 
 
 @torch.no_grad()

@@ -308,8 +308,8 @@ class Forward:
     def _hidden(self) -> Iterator[None]:
         """Without the operators among the module's parts, if its code goes through them."""
         looks = any(one.reads.of_structure for one in self.inside)
-        held = [(one._modules, one._modules.pop(OPERATORS)) for one in [*self.module.modules()]
-                if looks and OPERATORS in one._modules]  # fmt: skip
+        parts = [*self.module.modules()] if looks else []
+        held = [(one._modules, one._modules.pop(OPERATORS)) for one in parts if OPERATORS in one._modules]
         try:
             yield
         finally:

@@ -729,15 +729,22 @@ template <int R, class X> INLINE void add_to_columns(const X* rows, int64_t size
     for (int r = 0; r < R; ++r) total[j] += a[r] * rows[r * size + j];
 }
 
+// Calls body(closes rows, closes columns) for each pair of half-steps, and for one that is left at either end.
+template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, const Body& body) {
+  for (int64_t left = half_steps; left > 0; rows_turn = true) {
+    body(rows_turn, left > int(rows_turn));
+    left -= rows_turn ? 2 : 1;
+  }
+}
+
 // All half-steps of one matrix, or of several side by side.  total: [columns].  Rows are closed, and what
 // they add to the columns' sums is added, before the next ones are read.
 template <class X>
 void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
   const X gauge = X{} + typename Number<X>::type(s.rule.gauge);
-  bool rows_turn = s.rows_first != 0;
-  for (int64_t step = 0; step < s.half_steps;) {
-    const bool closes_rows = rows_turn, closes_columns = step + (closes_rows ? 1 : 0) < s.half_steps;
-    const bool regauged = closes_rows && step > 0 && s.rule.gauge != 1.0, exact = s.rule.softmax && step == 0;
+  bool first = true;
+  each_pair(s.rows_first != 0, s.half_steps, [&](bool closes_rows, bool closes_columns) {
+    const bool regauged = closes_rows && !first && s.rule.gauge != 1.0, exact = s.rule.softmax && first;
     std::fill_n(total, s.columns, X{});
     const auto close = [&](int64_t row, auto R) {
       const X* here = kernel + row * s.columns;
@@ -759,9 +766,8 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
       for (int64_t j = 0; j < s.columns; ++j)
         b[j] = closed(s.rule, b[j], nu[j], total[j], exact && !closes_rows, s.column_power);
     }
-    step += int(closes_rows) + int(closes_columns);
-    rows_turn = true;
-  }
+    first = false;
+  });
 }
 
 template <class T> void scale_one(const Scaling& s, int64_t index, Scratch& scratch) {
@@ -1756,7 +1762,7 @@ template <class S, class W> class Banded {
       least = std::min(least, sum);
       return mass / sum;
     };
-    each_pass([&](bool closes_rows, bool closes_columns) {
+    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
       std::fill_n(total_, padded_, W(0));
       for (int64_t i = 0; i < rows_; i += kRows) {
         const Window& here = windows_[i / kRows];
@@ -1782,7 +1788,7 @@ template <class S, class W> class Banded {
     const W minus = W(-kInfinity);
     for (int64_t i = 0; i < rows_; ++i) top_[i] = row_mass_[i] > 0 ? W(0) : minus;
     for (int64_t j = 0; j < padded_; ++j) b_[j] = column_mass_[j] > 0 ? W(0) : minus;
-    each_pass([&](bool closes_rows, bool closes_columns) {
+    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
       for (int64_t i = 0; closes_rows && i < rows_; ++i)
         if (row_mass_[i] > 0) for_row(i, [&](W* row, int64_t wide) { top_[i] = -log_sum(row, wide, i); });
       if (!closes_columns) return;
@@ -1820,14 +1826,6 @@ template <class S, class W> class Banded {
         for (int64_t t = 0; t < wide; ++t) body(i, windows_[i / kRows].start + t, row[t]);
       });
   }
-  template <class Body> void each_pass(const Body& body) {
-    bool rows_turn = p_.rows_first;
-    for (int64_t left = p_.half_steps; left > 0; rows_turn = true) {
-      body(rows_turn, left > int(rows_turn));
-      left -= rows_turn ? 2 : 1;
-    }
-  }
-
   // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
   void form() {
     for (int64_t j = 0; j < padded_; ++j) hide_[j] = j < p_.keys && keep_[j] ? W(0) : W(-kInfinity);
