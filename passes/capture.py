@@ -84,6 +84,7 @@ class Capture:
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
 LOUD = 30  # times the numbers of the example
+SHORT = 150  # tokens at most, of many examples
 FEW_CALLS = 150  # of operators: up to here torch's memory of their shapes takes longer than it spares
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
@@ -522,6 +523,8 @@ def _larger(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[...
             return leaf
         for axis in (axis for axis, size in free.items() if size is not Dim.STATIC):
             most = max(LONGEST, leaf.shape[axis] + MANY) if longer and axis else MANY if not axis else 1
+            if axis and not longer:  # many that are long would take minutes
+                leaf = leaf.narrow(axis, 0, min(SHORT, leaf.shape[axis]))
             leaf = torch.cat([leaf] * math.ceil(most / leaf.shape[axis]), axis)[: 1 if longer else None]
         return LOUD * leaf if leaf.is_floating_point() else leaf
 
