@@ -38,7 +38,9 @@ from typing import Any
 import torch
 from closures import WAYS
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from written import write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians
@@ -50,6 +52,7 @@ SLACK = 1e-6
 ROWS_FIRST = True
 PARITY_HEADS = 4
 PARITY_TOKENS = 4096
+RECORDED = 5  # calls in a CUDA graph
 USUAL = "usual loop"
 SOFTMAX = "softmax (SDPA)"
 
@@ -186,6 +189,38 @@ def softmax(problem: Problem) -> Tensor:
     return scaled_dot_product_attention(problem.q, problem.k, problem.v, scale=problem.scale)
 
 
+def softmax_by(backend: SDPBackend, problem: Problem) -> Tensor:
+    with sdpa_kernel(backend):
+        return softmax(problem)
+
+
+def recorded(function: Callable[[], Any]) -> Callable[[], Any]:
+    """RECORDED calls in one CUDA graph: what they take without Python between them."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(RECORDED):
+            function()
+    return graph.replay
+
+
+def graph_medians(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Milliseconds of one call in a CUDA graph, of those that one can hold; they take turns."""
+    graphs = {}
+    for name, function in functions.items():
+        try:
+            graphs[name] = recorded(function)
+        except Exception as refused:  # torch's own, of many types
+            print(f"{name}: no graph, {str(refused)[:200]}", file=sys.stderr)
+            torch.cuda.synchronize()
+    times = interleaved_medians(graphs, repeats=repeats)
+    return {name: found["median_ms"] / RECORDED for name, found in times.items()}
+
+
 @dataclass(frozen=True)
 class Shape:
     batch: int
@@ -283,6 +318,8 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
     }
     if t.q.is_cuda:
         functions |= other_closures(t)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            functions[f"softmax, {backend.name}"] = partial(softmax_by, backend, t)
     if t.q.is_cuda and find_spec("flash_sinkhorn") is not None:
         functions["FlashSinkhorn, head by head"] = lambda: flash_sinkhorn(t)
     if with_compile:
@@ -399,8 +436,14 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     skipped = {}
     if matrices > options.max_memory:
         skipped = {name: f"about {matrices:.1f} GiB" for name in functions if name.startswith(USUAL)}
-    kept = {name: own for name, own in functions.items() if name not in skipped}
+    kept = {}
+    for name, function in functions.items():
+        try:
+            kept |= {} if name in skipped else {name: function} if function() is not None else {}
+        except Exception as refused:  # one that does not run here is a row, not the end of the others
+            skipped[name] = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"
     times = interleaved_medians(kept, repeats=options.repeats, warmup=1)
+    graphs = graph_medians(kept, options.repeats) if problem.q.is_cuda else {}
     usual = times.get(USUAL, {}).get("median_ms")
     soft = times[SOFTMAX]["median_ms"]
     rate = product_rate(dtype, device)
@@ -414,6 +457,8 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
             **found,
             "usual_over_this": None if usual is None else usual / found["median_ms"],
             "this_over_softmax": found["median_ms"] / soft,
+            "graph_ms": graphs.get(name),
+            "graph_over_softmax": _over_fastest(graphs, name),
             "of_floor": of_floor(name),
             "extra_mib": memory_elsewhere(name, shape, options) if name in MEASURED else None,
         }
@@ -428,6 +473,12 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _over_fastest(graphs: dict[str, float], name: str) -> float | None:
+    """A graph's time over that of the fastest softmax attention."""
+    soft = [time for other, time in graphs.items() if other.startswith("softmax")]
+    return graphs[name] / min(soft) if soft and name in graphs else None
+
+
 def table(result: dict[str, Any]) -> str:
     """Markdown, one shape."""
     shape = Shape(**result["shape"])
@@ -439,19 +490,23 @@ def table(result: dict[str, Any]) -> str:
         f"Parity: max error {exact:.1e} in float64, {worst:.1e} in {result['dtype']} "
         f"(the usual loop itself: {result['max_abs_error'][USUAL]['timed']:.1e}).",
         "",
-        "| | median ms | quartiles | usual / this | this / softmax | of the floor | extra MiB |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| | median ms | quartiles | usual / this | this / softmax | of the floor | extra MiB | "
+        "in a graph, us | / fastest softmax |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in result["rows"].items():
         usual = "-" if row["usual_over_this"] is None else f"{row['usual_over_this']:.1f}x"
         share = "-" if row["of_floor"] is None else f"{100 * row['of_floor']:.0f} %"
         memory = "-" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
+        graph = "- | -"
+        if row["graph_ms"] is not None:
+            graph = f"{1e3 * row['graph_ms']:.1f} | {row['graph_over_softmax']:.2f}"
         lines.append(
             f"| {name} | {row['median_ms']:.2f} | {row['q1']:.2f}-{row['q3']:.2f} | {usual} | "
-            f"{row['this_over_softmax']:.2f} | {share} | {memory} |"
+            f"{row['this_over_softmax']:.2f} | {share} | {memory} | {graph} |"
         )
     for name, why in result["skipped"].items():
-        lines.append(f"| {name} | not run: {why} | | | | | |")
+        lines.append(f"| {name} | not run: {why} | | | | | | | |")
     return "\n".join(lines)
 
 
@@ -508,28 +563,28 @@ def main() -> None:
         return
 
     results: list[dict[str, Any]] = []
+    failed: list[str] = []
     document: dict[str, Any] = {}
     for head_dim, tokens in itertools.product(options.head_dim, options.tokens):
         shape = Shape(options.batch, options.heads, tokens, head_dim, options.half_steps)
-        with torch.no_grad():
-            results.append(measure(shape, options))
-        document = {"environment": environment(options.cpu), "results": results}
+        try:
+            with torch.no_grad():
+                results.append(measure(shape, options))
+        except (SystemExit, RuntimeError) as error:  # the other shapes are still measured
+            failed.append(f"{shape}: {error}")
+            print(f"attention.py: {failed[-1]}", file=sys.stderr, flush=True)
+            continue
+        document = {"environment": environment(options.cpu), "results": results, "failed": failed}
         title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
         write_results(options.out, "attention", document, "\n\n".join([*title, *map(table, results)]))
         if not options.json:
             print(table(results[-1]), "\n", flush=True)
     if options.json:
         print(json.dumps(document, indent=2))
-    if options.out is not None and not plot(results, options.out / "attention.svg"):
+    if results and options.out is not None and not plot(results, options.out / "attention.svg"):
         print("no plot: matplotlib is not installed", file=sys.stderr)
-
-
-def write_results(folder: Path | None, name: str, document: Any, text: str) -> None:
-    """As name.json and name.md of the folder, where there is one."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-        (folder / f"{name}.md").write_text(text + "\n")
+    if failed:
+        raise SystemExit("\n".join(["attention.py: not measured", *failed]))
 
 
 def environment(cpu: bool) -> dict[str, str | int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import FACTOR, device_of, environment, write_results
+from attention import FACTOR, device_of, environment
+from written import write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.kernels.thresholds import Thresholds, thresholds, using

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import device_of, environment, error, extra_mib, write_results
+from attention import device_of, environment, error, extra_mib
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from written import write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from attention import environment, write_results
+from attention import environment
 from onnx import NodeProto, TensorProto, helper, numpy_helper
+from written import write_results
 
 from asapc.inputs.onnx.session import open_session
 from asapc.measure.timing import interleaved_medians

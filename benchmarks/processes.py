@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention import environment, write_results
+from attention import environment
 from safetensors.torch import load_file, save_file
+from written import write_results
 
 from asapc.models import ARCHITECTURES
 

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, write_results
+from attention import environment
 from released_models import Row, own_rows, repository_rows
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
+from written import write_results
 
 import asapc
 from asapc.errors import AsapcError, InputError

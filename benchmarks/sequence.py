@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from attention import environment, write_results
+from attention import environment
 from safetensors.torch import save_file
+from written import write_results
 
 import asapc
 from asapc.cli import main as asapc_main

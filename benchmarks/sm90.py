@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import triton
-from attention import write_results
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from written import write_results
 
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
 from asapc.kernels.loop import Loop, Tail

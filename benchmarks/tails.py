@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, write_results
+from attention import environment
 from torch import Tensor
+from written import write_results
 
 import asapc.kernels.library
 from asapc.kernels.library.gradients import depths
