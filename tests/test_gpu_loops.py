@@ -301,9 +301,10 @@ def test_nothing_in_nothing_out(shape: tuple[int, ...]) -> None:
 
 def test_refusals_say_why() -> None:
     q, k, v, _, _ = Case((1, 1, 4, 4, 8, 8)).given()
-    wide, double = torch.zeros(1, 1, 4, 257), torch.zeros(4, 4).double()
+    single = torch.zeros(4, 4, device=DEVICE)
+    wide, double = torch.zeros(1, 1, 4, 257, device=DEVICE), single.double()
     assert sinkhorn.supported(q, k, v, None) is None
-    assert sinkhorn.supported(q.half(), k, v.bfloat16(), torch.zeros(4, 4)) is None
+    assert sinkhorn.supported(q.half(), k, v.bfloat16(), single) is None
     for given, why in (
         ((q.double(), k, v, None), "q is torch.float64"), ((q, k, v, double), "bias is torch.float64"),
         ((wide, wide, v, None), "D is 257"), ((q, k, wide, None), "E is 257"),
