@@ -3,9 +3,10 @@
     out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j      after a last row c-transform
     out_i = factor * sum_j exp(S_ij + f_i + g_j) v_j          with f given
 
-Both accumulate the exponentials relative to a running row maximum m_i, the pattern of
-FlashAttention: every weight is at most 1, which half precision holds, and exp(m_i) or the row's
-total comes in once at the end.
+The weights of the first are accumulated relative to exp(-f_i) where there is an older dual f, since it is
+near the one that the transform gives. Where there is none, where the row's total leaves float32's
+range, and in float16, whose range is small, they are relative to a running row maximum m_i, the pattern
+of FlashAttention: every weight is at most 1, and exp(m_i) or the total comes in once at the end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,16 +22,18 @@ from torch import Tensor
 
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
+    LN_2,
+    LOG2_E,
     Tile,
     block_of,
     finite_or_zero,
+    in_range,
     is_half,
     launched,
     load_dual,
-    load_keep,
     load_rows,
+    logit_tile,
     product,
-    score_tile,
     split_factor,
     spread_bias,
     strides_of,
@@ -47,14 +50,18 @@ def attend(
     g: Tensor | None,
     score_multiplier: float,
     output_factor: Sequence[float],
+    closes: bool,
+    natural: bool = True,
 ) -> Tensor:
-    """factor * exp(S + f + g) v: [B, H, N, E] in v's dtype; f None closes the rows on the way.
+    """factor * exp(S + f + g) v: [B, H, N, E] in v's dtype.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool; bias: broadcastable to
     [B, H, N, M]; f: [B, H, N]; g: [B, H, M], None for 0; output_factor as in operators.sinkhorn.
+    closes: by a row c-transform first, of which f, if given, is an older result; natural: as in
+    half_step.close_rows.
     """
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
-    _launch(q, k, v, keep, bias, f, g, score_multiplier, output_factor, out, None)
+    _launch(q, k, v, keep, bias, f, g, score_multiplier, output_factor, closes, natural, out, None)
     return out
 
 
@@ -71,7 +78,7 @@ def attend_and_dual(
     """`attend` with the last row c-transform, in float32, and the dual f [B, H, N] it ends on."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
     f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _launch(q, k, v, keep, bias, None, g, score_multiplier, output_factor, out, f)
+    _launch(q, k, v, keep, bias, None, g, score_multiplier, output_factor, True, True, out, f)
     return out, f
 
 
@@ -97,6 +104,8 @@ def _launch(
     g: Tensor | None,
     score_multiplier: float,
     output_factor: Sequence[float],
+    closes: bool,
+    natural: bool,
     out: Tensor,
     new_f: Tensor | None,
 ) -> None:
@@ -108,18 +117,23 @@ def _launch(
     factor, factors = split_factor(output_factor, queries, k.shape[2], keep)
 
     def launch(tile: Tile) -> None:
+        block_e = block_of(v.shape[3], 256)
         _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
             q, k, v, keep, bias, f, g, factors, out, new_f,
             heads, queries, k.shape[2], dim, v.shape[3],
             *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
             *strides_of(f, 3), *strides_of(g, 3),
-            score_multiplier,
-            -math.log(queries),
+            score_multiplier * LOG2_E.value,
+            -math.log2(queries),
             factor,
             HAS_KEEP=keep is not None,
             HAS_BIAS=bias is not None,
             HAS_F=f is not None,
             HAS_G=g is not None,
+            CLOSES=closes,
+            # A weight of 1 / M, or of the square of that, is among the smallest of float16.
+            SHIFTED=f is not None and v.dtype != torch.float16,
+            NATURAL=natural,
             HAS_FACTORS=factors is not None,
             STORE_F=new_f is not None,
             AS_FLOAT32=not is_half(q, k),
@@ -127,8 +141,10 @@ def _launch(
             BLOCK_X=tile.x,
             BLOCK_Y=tile.y,
             BLOCK_D=tile.d,
-            BLOCK_E=block_of(v.shape[3], 256),
+            BLOCK_E=block_e,
             CHUNKED=dim > tile.d,
+            ALL_D=dim == tile.d,
+            ALL_E=v.shape[3] == block_e,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )  # fmt: skip
@@ -145,9 +161,10 @@ def _attend(
     stride_bias_x, stride_bias_y, stride_fb, stride_fh, stride_fn, stride_gb, stride_gh, stride_gn,
     scale, log_mass, factor,
     HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr, HAS_G: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, STORE_F: tl.constexpr, AS_FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
+    CLOSES: tl.constexpr, SHIFTED: tl.constexpr, NATURAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    STORE_F: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
+    ALL_D: tl.constexpr, ALL_E: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -155,7 +172,6 @@ def _attend(
     i_h = i_bh % heads
     o_x = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
     m_x = o_x < queries
-    o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     p_q += i_b * stride_qb + i_h * stride_qh
     p_k += i_b * stride_kb + i_h * stride_kh
@@ -166,44 +182,75 @@ def _attend(
         p_bias += i_b * stride_bias_b + i_h * stride_bias_h
     if HAS_G:
         p_g += i_b * stride_gb + i_h * stride_gh
-    b_q = load_rows(p_q, o_x, m_x, o_d, dim, stride_qn, stride_qd, AS_FLOAT32)
+    b_q = load_rows(p_q, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_qn, stride_qd, AS_FLOAT32)
     if HAS_F:
         b_f = load_dual(p_f + i_b * stride_fb + i_h * stride_fh, o_x, m_x, stride_fn)
-    maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+        if NATURAL:
+            b_f *= LOG2_E
+    whole = keys // BLOCK_Y * BLOCK_Y  # tiles of which all keys exist
+    maximum = tl.zeros([BLOCK_X], tl.float32)
     total = tl.zeros([BLOCK_X], tl.float32)
     sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
-    for start in range(0, keys, BLOCK_Y):
-        o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
-        m_y = o_y < keys
-        if HAS_KEEP:
-            m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-        logits = score_tile(
-            b_q, p_q, p_k, p_bias, o_x, o_y, m_x, m_y, dim, stride_qn, stride_qd, stride_kn,
-            stride_kd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
-            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
-        )  # fmt: skip
-        if HAS_F:  # first: S + f rounds here as it did in the c-transform that gave g
-            logits += b_f[:, None]
-        if HAS_G:
-            logits += load_dual(p_g, o_y, m_y, stride_gn)[None, :]
-        logits = tl.where(m_y[None, :], logits, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-        shift = finite_or_zero(new_maximum)
-        shrink = tl.exp(maximum - shift)
-        weights = tl.exp(logits - shift[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
-        sums = product(weights.to(b_v.dtype), b_v, sums * shrink[:, None], PRECISION)
-        maximum = new_maximum
-    if HAS_F:
-        mass = tl.exp(finite_or_zero(maximum))
+    again = True
+    if SHIFTED:
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+                logits, o_y, m_y = logit_tile(
+                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
+                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
+                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
+                    CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                weights = tl.exp2(logits + b_f[:, None])
+                if CLOSES:
+                    total += tl.sum(weights, 1)
+                b_v = load_rows(
+                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
+                    part == 0 and not HAS_KEEP, ALL_E,
+                )  # fmt: skip
+                sums = product(weights.to(b_v.dtype), b_v, sums, PRECISION)
+        maximum = -b_f
+        again = False
+        if CLOSES:
+            again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
+    if again:
+        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_X], tl.float32)
+        sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+                logits, o_y, m_y = logit_tile(
+                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
+                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
+                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
+                    CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                if HAS_F and not CLOSES:
+                    logits += b_f[:, None]
+                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                shift = finite_or_zero(new_maximum)
+                shrink = tl.exp2(maximum - shift)
+                weights = tl.exp2(logits - shift[:, None])
+                total = total * shrink + tl.sum(weights, 1)
+                b_v = load_rows(
+                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
+                    part == 0 and not HAS_KEEP, ALL_E,
+                )  # fmt: skip
+                sums = product(weights.to(b_v.dtype), b_v, sums * shrink[:, None], PRECISION)
+                maximum = new_maximum
+    if CLOSES:
+        mass = tl.where(total == 0.0, 0.0, tl.exp2(log_mass) / total)
+    elif SHIFTED:
+        mass = tl.full([BLOCK_X], 1.0, tl.float32)
     else:
-        mass = tl.where(total == 0.0, 0.0, tl.exp(log_mass) / total)
+        mass = tl.exp2(finite_or_zero(maximum))
     if HAS_FACTORS:
         factor = tl.load(p_factors + i_b)
     out = sums * (mass * factor)[:, None]
     places = p_out + (i_bh * queries + o_x)[:, None] * value_dim + o_e[None, :]
     tl.store(places, out.to(p_out.dtype.element_ty), mask=m_x[:, None] & (o_e < value_dim)[None, :])
     if STORE_F:
-        f = tl.where(total == 0.0, 0.0, (log_mass - maximum - tl.log(total)))
+        f = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
+        if NATURAL:
+            f *= LN_2
         tl.store(p_new_f + i_bh * queries + o_x, f, mask=m_x)

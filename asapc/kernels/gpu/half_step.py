@@ -3,7 +3,9 @@
     f_i = -log N - logsumexp_j (S_ij + g_j)        g_j = -log M - logsumexp_i (S_ij + f_i)
 
 Rows and columns are one kernel: points x get a new dual by a sum over points y, and q and k take
-these two roles. The sum is kept as a running maximum and a total relative to it.
+these two roles. Where x has an older dual, exponents are shifted by it, since it is near the new one; the
+sum is then one addition an entry. Where there is none, or a sum leaves float32's range, it is kept as a
+running maximum and a total relative to it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,15 +20,18 @@ from torch import Tensor
 
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
+    LN_2,
+    LOG2_E,
     Tile,
     block_of,
     finite_or_zero,
+    in_range,
     is_half,
     launched,
     load_dual,
     load_keep,
     load_rows,
-    score_tile,
+    logit_tile,
     spread_bias,
     strides_of,
 )
@@ -39,14 +44,17 @@ def close_rows(
     bias: Tensor | None,
     g: Tensor | None,
     score_multiplier: float,
+    old: Tensor | None = None,
+    natural: bool = True,
 ) -> Tensor:
     """T_Q: f [B, H, N] float32 from the target dual g [B, H, M], None for 0; 0 without active keys.
 
-    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M].
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M]; old: an
+    earlier f, if there is one; natural: the unit of all duals is that of ln, else that of log2.
     """
     bias = spread_bias(bias, q, k)
     f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(q, k, keep, bias, g, score_multiplier, f, keep_on_x=False)
+    return _close(q, k, keep, bias, g, old, score_multiplier, f, keep_on_x=False, natural=natural)
 
 
 def close_columns(
@@ -56,12 +64,17 @@ def close_columns(
     bias: Tensor | None,
     f: Tensor | None,
     score_multiplier: float,
+    old: Tensor | None = None,
+    natural: bool = True,
 ) -> Tensor:
-    """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys."""
+    """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys.
+
+    old, natural: as in `close_rows`.
+    """
     bias = spread_bias(bias, q, k)
     bias = None if bias is None else bias.transpose(2, 3)
     g = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(k, q, keep, bias, f, score_multiplier, g, keep_on_x=True)
+    return _close(k, q, keep, bias, f, old, score_multiplier, g, keep_on_x=True, natural=natural)
 
 
 def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
@@ -81,32 +94,38 @@ def _close(
     keep: Tensor | None,
     bias: Tensor | None,
     dual: Tensor | None,
+    old: Tensor | None,
     score_multiplier: float,
     out: Tensor,
     keep_on_x: bool,
+    natural: bool,
 ) -> Tensor:
-    """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; out: [B, H, X]."""
+    """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; old, out: [B, H, X]."""
     batch, heads, count_x, dim = x.shape
     if out.numel() == 0:
         return out
 
     def launch(tile: Tile) -> None:
         _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
-            x, y, keep, bias, dual, out,
+            x, y, keep, bias, dual, old, out,
             heads, count_x, y.shape[2], dim,
             *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
-            score_multiplier,
-            -math.log(count_x),
+            *strides_of(old, 3),
+            score_multiplier * LOG2_E.value,
+            -math.log2(count_x),
             HAS_KEEP=keep is not None,
             KEEP_ON_X=keep_on_x,
             HAS_BIAS=bias is not None,
             HAS_DUAL=dual is not None,
+            HAS_OLD=old is not None,
+            NATURAL=natural,
             AS_FLOAT32=not is_half(x, y),
             PRECISION=FLOAT32_PRECISION,
             BLOCK_X=tile.x,
             BLOCK_Y=tile.y,
             BLOCK_D=tile.d,
             CHUNKED=dim > tile.d,
+            ALL_D=dim == tile.d,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )  # fmt: skip
@@ -117,15 +136,16 @@ def _close(
 
 @triton.jit
 def _half_step(
-    p_x, p_y, p_keep, p_bias, p_dual, p_out,
+    p_x, p_y, p_keep, p_bias, p_dual, p_old, p_out,
     heads, count_x, count_y, dim,
     stride_xb, stride_xh, stride_xn, stride_xd, stride_yb, stride_yh, stride_yn, stride_yd,
     stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h, stride_bias_x, stride_bias_y,
-    stride_dual_b, stride_dual_h, stride_dual_n,
+    stride_dual_b, stride_dual_h, stride_dual_n, stride_old_b, stride_old_h, stride_old_n,
     scale, log_mass,
     HAS_KEEP: tl.constexpr, KEEP_ON_X: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
-    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_OLD: tl.constexpr, NATURAL: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+    ALL_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(count_x, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -144,29 +164,46 @@ def _half_step(
         p_keep += i_b * stride_keep_b
         if KEEP_ON_X:
             m_x = load_keep(p_keep, o_x, m_inside, stride_keep_n)
-    o_d = tl.arange(0, BLOCK_D)
-    b_x = load_rows(p_x, o_x, m_x, o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
-    maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_X], tl.float32)
-    for start in range(0, count_y, BLOCK_Y):
-        o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
-        m_y = o_y < count_y
-        if HAS_KEEP and not KEEP_ON_X:
-            m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-        logits = score_tile(
-            b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn,
-            stride_yd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
-            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
-        )  # fmt: skip
-        if HAS_DUAL:
-            logits += load_dual(p_dual, o_y, m_y, stride_dual_n)[None, :]
-        logits = tl.where(m_y[None, :], logits, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-        shift = finite_or_zero(new_maximum)
-        total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
-        maximum = new_maximum
-    # What sees nothing on the other side has plan 0 whatever its dual is.
-    result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log(total))
+    keep_on_y: tl.constexpr = HAS_KEEP and not KEEP_ON_X
+    b_x = load_rows(p_x, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_xn, stride_xd, AS_FLOAT32)
+    whole = count_y // BLOCK_Y * BLOCK_Y  # tiles of which all points exist
+    result = tl.zeros([BLOCK_X], tl.float32)
+    again = True
+    if HAS_OLD:
+        b_old = load_dual(p_old + i_b * stride_old_b + i_h * stride_old_h, o_x, m_x, stride_old_n)
+        if NATURAL:
+            b_old *= LOG2_E
+        total = tl.zeros([BLOCK_X], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+                logits, _, _ = logit_tile(
+                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
+                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
+                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
+        result = log_mass + b_old - tl.log2(total)
+        again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
+    if again:
+        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_X], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+                logits, _, _ = logit_tile(
+                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
+                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
+                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                shift = finite_or_zero(new_maximum)
+                total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+                maximum = new_maximum
+        # What sees nothing on the other side has plan 0 whatever its dual is.
+        result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
+    if NATURAL:
+        result *= LN_2
     if KEEP_ON_X:
         result = tl.where(m_x, result, float("-inf"))
     tl.store(p_out + i_bh * count_x + o_x, result, mask=m_inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
-from asapc.kernels.gpu.tiles import supported
+from asapc.kernels.gpu.tiles import LOG2_E, supported
 from asapc.kernels.loop import Loop
 
 __all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported"]
@@ -47,18 +47,17 @@ def streaming_loop(
     loop: Loop,
 ) -> Tensor:
     """The same in O(N + M) memory beside the output, for any N and M."""
-    rows_first = loop.first_side == "row"
-    f, g = (None, dual) if rows_first else (dual, None)
-    rows_turn = rows_first
-    closes_rows = loop.half_steps > 0 and rows_first == (loop.half_steps % 2 == 1)
-    for _ in range(loop.half_steps - closes_rows):
+    scale = loop.score_multiplier
+    dual = None if dual is None else dual.float() * LOG2_E.value
+    rows_turn = loop.first_side == "row"
+    f, g = (None, dual) if rows_turn else (dual, None)
+    for _ in range(loop.half_steps - loop.ends_on_rows):
         if rows_turn:
-            f = close_rows(q, k, keep, bias, g, loop.score_multiplier)
+            f = close_rows(q, k, keep, bias, g, scale, old=f, natural=False)
         else:
-            g = close_columns(q, k, keep, bias, f, loop.score_multiplier)
+            g = close_columns(q, k, keep, bias, f, scale, old=g, natural=False)
         rows_turn = not rows_turn
-    if closes_rows:  # within the product with the values
-        f = None
-    elif f is None:
+    if not loop.ends_on_rows and f is None:
         f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
-    return attend(q, k, v, keep, bias, f, g, loop.score_multiplier, loop.output_factor)
+    closes = loop.ends_on_rows  # within the product with the values
+    return attend(q, k, v, keep, bias, f, g, scale, loop.output_factor, closes, natural=False)

@@ -1,14 +1,14 @@
 """What the attention kernels share: how a tile of scores is formed, and how large a tile may be.
 
-Scores and duals stay natural logarithms inside a kernel. In units of log2 the multiplication that
-precedes the hardware's exp2 would be saved, but exp2 is the narrower pipe, and three conversions of
-a score of 1e3 lose more digits than the whole loop in PyTorch. Clouds are [B, H, count, dim], any
-strides.
+Logarithms are of base 2 inside a kernel: the loops are bound by the instructions an entry takes, and the
+hardware's exponential is exp2. The duals that one half-step leaves for the next stay in that unit.
+Clouds are [B, H, count, dim], any strides.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,6 +26,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
 MIN_BLOCK = 16  # of tl.dot, on every axis
 FLOAT32_PRECISION = "ieee"  # of tl.dot on float32 operands; tf32 would lose 13 bits of 24
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+# A sum of exponentials that were shifted by an older dual is right in between: what float32 flushes to
+# zero is then less than a rounding of it.
+LEAST, MOST = tl.constexpr(2.0**-80), tl.constexpr(2.0**100)
 # Triton's interpreter multiplies bfloat16 as if its bits were integers; in float32 it is exact.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -119,11 +124,22 @@ def load_rows(
     dim,
     stride_n, stride_d,
     AS_FLOAT32: tl.constexpr,
+    ALL_ROWS: tl.constexpr = False,
+    ALL_D: tl.constexpr = False,
 ):  # fmt: skip
-    """Points o_x, features o_d: [BLOCK_X, BLOCK_D], 0 where masked, so that a NaN there is not read."""
-    mask = m_x[:, None] & (o_d < dim)[None, :]
+    """Points o_x, features o_d: [BLOCK_X, BLOCK_D], 0 where masked, so that a NaN there is not read.
+
+    ALL_ROWS, ALL_D: none of them is masked.
+    """
     places = p_x + o_x[:, None] * stride_n + o_d[None, :].to(tl.int64) * stride_d
-    tile = tl.load(places, mask=mask, other=0.0)
+    if ALL_ROWS and ALL_D:
+        tile = tl.load(places)
+    elif ALL_ROWS:
+        tile = tl.load(places, mask=(o_d < dim)[None, :], other=0.0)
+    elif ALL_D:
+        tile = tl.load(places, mask=m_x[:, None], other=0.0)
+    else:
+        tile = tl.load(places, mask=m_x[:, None] & (o_d < dim)[None, :], other=0.0)
     if AS_FLOAT32:
         tile = tile.to(tl.float32)
     return tile
@@ -139,6 +155,39 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def products(
+    b_x, p_x, p_y, o_x, o_y, m_x, m_y,
+    dim,
+    stride_xn, stride_xd, stride_yn, stride_yd,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, ALL_ROWS: tl.constexpr = False,
+    ALL_D: tl.constexpr = False,
+):  # fmt: skip
+    """x.y: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
+
+    b_x: the features of o_x [BLOCK_X, BLOCK_D]; where they are CHUNKED, BLOCK_D at a time are read.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+    if CHUNKED:
+        for start in range(0, dim, BLOCK_D):
+            x = load_rows(p_x, o_x, m_x, start + o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
+            y = load_rows(p_y, o_y, m_y, start + o_d, dim, stride_yn, stride_yd, AS_FLOAT32)
+            total = product(x, tl.trans(y), total, PRECISION)
+    else:
+        y = load_rows(p_y, o_y, m_y, o_d, dim, stride_yn, stride_yd, AS_FLOAT32, ALL_ROWS, ALL_D)
+        total = product(b_x, tl.trans(y), total, PRECISION)
+    return total
+
+
+@triton.jit
+def load_bias(p_bias, o_x, o_y, m_x, m_y, stride_x, stride_y):
+    """Of points o_x and o_y: [BLOCK_X, BLOCK_Y] float32, 0 where masked."""
+    places = p_bias + o_x[:, None] * stride_x + o_y[None, :] * stride_y
+    return tl.load(places, mask=m_x[:, None] & m_y[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def score_tile(
     b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y,
     dim,
@@ -147,26 +196,56 @@ def score_tile(
     HAS_BIAS: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """scale x.y + bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
-
-    b_x: the features of o_x [BLOCK_X, BLOCK_D]; where they are CHUNKED, BLOCK_D at a time are read.
-    """
-    o_d = tl.arange(0, BLOCK_D)
-    scores = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
-    if CHUNKED:
-        for start in range(0, dim, BLOCK_D):
-            x = load_rows(p_x, o_x, m_x, start + o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
-            y = load_rows(p_y, o_y, m_y, start + o_d, dim, stride_yn, stride_yd, AS_FLOAT32)
-            scores = product(x, tl.trans(y), scores, PRECISION)
-    else:
-        y = load_rows(p_y, o_y, m_y, o_d, dim, stride_yn, stride_yd, AS_FLOAT32)
-        scores = product(b_x, tl.trans(y), scores, PRECISION)
-    scores = scores * scale
+    """scale x.y + bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet; b_x as in `products`."""
+    scores = scale * products(
+        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
+        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+    )  # fmt: skip
     if HAS_BIAS:
-        places = p_bias + o_x[:, None] * stride_bias_x + o_y[None, :] * stride_bias_y
-        bias = tl.load(places, mask=m_x[:, None] & m_y[None, :], other=0.0)
-        scores += bias.to(tl.float32)
+        scores += load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
     return scores
+
+
+@triton.jit
+def logit_tile(
+    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start,
+    count_y, dim,
+    stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+    stride_dual_n,
+    scale,
+    HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, NATURAL: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr, ALL_D: tl.constexpr,
+):  # fmt: skip
+    """log2 of exp(S + dual of y) for the BLOCK_Y points y from `start` on, -inf where they are masked.
+
+    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  WHOLE: all these y exist.  Returns also
+    which points y they are, and which of them are active.
+    """
+    o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
+    m_y = o_y < count_y
+    if HAS_KEEP:
+        m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
+    masked: tl.constexpr = HAS_KEEP or not WHOLE
+    logits = scale * products(
+        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
+        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, not masked, ALL_D,
+    )  # fmt: skip
+    if HAS_DUAL:
+        if masked:
+            b_dual = tl.load(p_dual + o_y * stride_dual_n, mask=m_y, other=0.0).to(tl.float32)
+        else:
+            b_dual = tl.load(p_dual + o_y * stride_dual_n).to(tl.float32)
+        if NATURAL:
+            b_dual *= LOG2_E
+        if masked:
+            b_dual = tl.where(m_y, b_dual, float("-inf"))
+        logits += b_dual[None, :]
+    elif masked:
+        logits += tl.where(m_y, 0.0, float("-inf"))[None, :]
+    if HAS_BIAS:
+        logits += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
+    return logits, o_y, m_y
 
 
 @triton.jit
@@ -179,6 +258,12 @@ def load_keep(p_keep, o_x, m_x, stride):
 def load_dual(p_dual, o_x, m_x, stride):
     """A dual of the points o_x [BLOCK_X], 0 where masked."""
     return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def in_range(total):
+    """Of sums of exponentials; a NaN is not."""
+    return (total >= LEAST) & (total <= MOST)
 
 
 @triton.jit
