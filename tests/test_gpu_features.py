@@ -90,11 +90,11 @@ def error(own: Tensor, exact: Tensor) -> float:
     return float((own - exact).abs().max())
 
 
-@pytest.fixture(params=[True, False], ids=["S in registers", "S in memory"])
+@pytest.fixture(params=[1, 2, 9], ids="a head in {} parts".format)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(coarse, "RESIDENT", 0)
-        monkeypatch.setattr(coarse, "STREAMED", 256)  # 16 rows a block
+    monkeypatch.setattr(coarse, "ALONE", 0)
+    monkeypatch.setattr(coarse, "TILE", 256)  # 16 rows a block
+    monkeypatch.setattr(coarse, "PROGRAMS", 2 * request.param)  # of two heads
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: boo
     assert_honest(q, k, "coarse:4", **arguments)
 
 
-@pytest.mark.parametrize(("half_steps", "masked"), [(3, False), (4, True)])
+@pytest.mark.parametrize(("half_steps", "masked"), [(3, False), (4, True), (1, True)])
 def test_coarse_of_several_blocks(half_steps: int, masked: bool, layout: None) -> None:
     q, k = points(2, 1, 35, 48), points(2, 1, 39, 48, seed=1)
     keep = torch.arange(39, device=DEVICE) < torch.tensor([[30], [39]], device=DEVICE)

@@ -105,8 +105,12 @@ class Backend:
             fast = self.contributions.get(feature.family)
             if index in known:
                 contribution = known[index] * weights
+            elif feature.family in CLUSTERED:
+                pivots = self._parameter(clouds, feature, parameter)
+                assert pivots is not None
+                contribution = self.dual_and_mass(clouds, pivots, budget, False)[0] * weights
             elif fast is not None:
-                contribution = fast(clouds, self._parameter(clouds, feature, parameter), weights, budget)
+                contribution = fast(clouds, parameter, weights, budget)
             else:
                 columns = feature.columns(clouds, parameter, budget)
                 contribution = (columns @ weights[:, :, None])[..., 0]

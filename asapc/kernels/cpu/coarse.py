@@ -39,11 +39,6 @@ def dual_and_mass(
     return torch.cat(columns), torch.cat(masses) if want_mass else None
 
 
-def contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
-    """Coarse column times its coefficient [1|H, 1]: [B, H, N], uncentred."""
-    return dual_and_mass(clouds, pivots, budget, False)[0] * weights
-
-
 def _duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     """u [B, H, N] and v [B, H, R] as coarse_duals has them up to the gauge; u is 0 on x without mass."""
     scores = problem.scores

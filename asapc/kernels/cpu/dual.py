@@ -7,8 +7,6 @@ from asapc.kernels.dual import Backend
 
 _BACKEND = Backend(
     {
-        "coarse": coarse.contribution,
-        "farthest": coarse.contribution,
         "sliced": sliced.contribution,
     },
     coarse.dual_and_mass,

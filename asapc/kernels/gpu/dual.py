@@ -89,8 +89,6 @@ def _finish(
 
 _BACKEND = Backend(
     {
-        "coarse": coarse.contribution,
-        "farthest": coarse.contribution,
         "gaussian": gaussian.contribution,
         "sliced": sliced.contribution,
     },
