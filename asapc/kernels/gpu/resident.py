@@ -1,27 +1,38 @@
-"""The whole finite loop in one launch: one program per head holds its score tile in registers.
+"""The whole finite loop in one launch, for heads whose matrix the cache of a processor holds.
 
-N and M are at most RESIDENT_LIMIT. The scores are formed once, every half-step is a reduction over
-the tile in the log domain, and the last row c-transform comes out of the product with the values.
+A program forms K = exp(S - rowmax) once and keeps it in a scratch of its own, which stays in the L1
+cache. In the linear domain a pair of half-steps is one pass over K and two multiply-adds an entry: a
+block of rows finds its sums and at once adds itself, scaled, to those of the columns.
+
+    a_i = 1 / (N sum_j K_ij b_j)        b_j = 1 / (M sum_i a_i K_ij)
+
+Where the scores of a row spread too far for float32, the scratch holds S, and the same passes are in the
+log domain. Programs go from head to head, so that there is one scratch for each that runs at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
+    LOG2_E,
     block_of,
     finite_or_zero,
     is_half,
+    load_bias,
     load_dual,
     load_keep,
     load_rows,
     product,
-    score_tile,
+    products,
     split_factor,
     spread_bias,
     strides_of,
@@ -29,14 +40,24 @@ from asapc.kernels.gpu.tiles import (
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
 
-RESIDENT_LIMIT = 128  # what the tiles are written for; the thresholds may ask for less
-BIAS_LIMIT = 64  # with a bias, the addresses of a larger tile spill for sm_90 (benchmarks/sm90.py)
+RESIDENT_LIMIT = 256  # keys, for which the tiles are written
+CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
+PROCESSORS = 132  # where there is no GPU to ask
+TILE = {256: 16384, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
+# log2 of the widest row that float32 holds with its scalings.
+SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
-def fits(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
-    longest = max(q.shape[2], k.shape[2])
-    limit = RESIDENT_LIMIT if bias is None else BIAS_LIMIT
-    return longest <= min(limit, thresholds(q, k).resident_tokens)
+def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
+    """Whether `resident_loop` can run it; a row c-transform must be among the half-steps."""
+    limit = min(RESIDENT_LIMIT, thresholds(q, k).resident_tokens)
+    small = q.shape[2] * _pitch(k) * 4 <= CACHE and max(q.shape[2], k.shape[2]) <= limit
+    return small and loop.half_steps >= (1 if loop.first_side == "row" else 2)
+
+
+def _pitch(k: Tensor) -> int:
+    """Entries between two rows of the scratch: a whole number of 16 bytes."""
+    return -(-k.shape[2] // 4) * 4
 
 
 def resident_loop(
@@ -56,27 +77,29 @@ def resident_loop(
         return out
     bias = spread_bias(bias, q, k)
     rows_first = loop.first_side == "row"
-    closes_rows = loop.half_steps > 0 and rows_first == (loop.half_steps % 2 == 1)
-    # A row c-transform at the end is part of the product, so the loop proper is one half-step shorter.
-    before = loop.half_steps - closes_rows
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
-    block_x, block_y = block_of(queries, RESIDENT_LIMIT), block_of(keys, RESIDENT_LIMIT)
-    points = block_x * block_y
     half = is_half(q, k)
+    width = block_of(keys, RESIDENT_LIMIT)
+    block_x = block_of(queries, TILE.get(width, 4096) // width)
     block_d = block_of(dim, 128 if half else 32)
-    # For sm_90 these compile without spills. A float32 product loads all its rows into registers.
-    block_e = block_of(value_dim, 64 if is_half(v) else (32 if block_y > 64 else 16))
-    _resident[(batch * heads,)](
-        q, k, v, keep, bias, dual, factors, out,
-        heads, queries, keys, dim, value_dim,
+    block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
+    size = queries * _pitch(k)
+    at_once = max(1, min(16, CACHE // max(1, 4 * size)))
+    processors = PROCESSORS
+    if q.is_cuda:
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    programs = min(batch * heads, processors * at_once)
+    scratch = torch.empty((programs, size), dtype=torch.float32, device=q.device)
+    _resident[(programs,)](
+        q, k, v, keep, bias, dual, factors, out, scratch,
+        batch * heads, heads, queries, keys, dim, value_dim, _pitch(k),
         *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
         *strides_of(dual, 3),
-        loop.score_multiplier,
-        factor,
-        before // 2,
-        ODD=before % 2 == 1,
+        loop.score_multiplier * LOG2_E.value,
+        factor / queries,
+        (loop.half_steps - (not rows_first)) // 2,
         ROWS_FIRST=rows_first,
-        CLOSES_ROWS=closes_rows,
+        CLOSES_ROWS=loop.ends_on_rows,
         HAS_KEEP=keep is not None,
         HAS_BIAS=bias is not None,
         HAS_DUAL=dual is not None,
@@ -84,110 +107,210 @@ def resident_loop(
         AS_FLOAT32=not half,
         PRECISION=FLOAT32_PRECISION,
         BLOCK_X=block_x,
-        BLOCK_Y=block_y,
+        WIDTH=width,
         BLOCK_D=block_d,
         BLOCK_E=block_e,
         CHUNKED=dim > block_d,
-        num_warps=max(1, min(8, points // 1024) if half else min(16, points // 512)),
-        num_stages=1,
+        num_warps=max(1, min(16, block_x * width // 1024)),
+        num_stages=2,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _rows_closed(scores, g, log_mu):
-    """T_Q: f [BLOCK_X] from g [BLOCK_Y]; 0 where a row sees no active key."""
-    logits = scores + g[None, :]
-    maximum = tl.max(logits, 1)
-    total = tl.sum(tl.exp(logits - finite_or_zero(maximum)[:, None]), 1)
-    return tl.where(total == 0.0, 0.0, log_mu - maximum - tl.log(total))
+def _form(
+    p_q, p_k, p_bias, p_scratch, p_f, queries, dim, pitch, o_y, m_inside, m_y,
+    stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y, stride_fn, scale,
+    LINEAR: tl.constexpr, CLOSES_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Leaves K, if LINEAR, or S in the scratch.
+
+    Returns how far the widest row's scores spread, and LSE_i(S + f) [WIDTH] if the columns are closed
+    first; f is 0 without HAS_F.
+    """
+    widest = tl.full([], 0.0, tl.float32)
+    b_top = tl.full([WIDTH], float("-inf"), tl.float32)
+    b_sum = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, queries, BLOCK_X):
+        o_x = start + tl.arange(0, BLOCK_X).to(tl.int64)
+        m_x = o_x < queries
+        b_q = load_rows(p_q, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_qn, stride_qd, AS_FLOAT32)
+        scores = scale * products(
+            b_q, p_q, p_k, o_x, o_y, m_x, m_y, dim, stride_qn, stride_qd, stride_kn, stride_kd,
+            AS_FLOAT32, PRECISION, BLOCK_X, WIDTH, BLOCK_D, CHUNKED,
+        )  # fmt: skip
+        if HAS_BIAS:
+            scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
+        scores = tl.where(m_y[None, :], scores, float("-inf"))
+        most = tl.max(scores, 1)
+        least = tl.min(tl.where(scores == float("-inf"), float("inf"), scores), 1)
+        widest = tl.maximum(widest, tl.max(tl.where(m_x, most - least, 0.0), 0))
+        places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
+        mask = m_x[:, None] & m_inside[None, :]
+        if LINEAR:
+            tl.store(places, tl.exp2(scores - finite_or_zero(most)[:, None]), mask=mask)
+        else:
+            tl.store(places, scores, mask=mask)
+        if CLOSES_COLUMNS:
+            if HAS_F:
+                scores += LOG2_E * load_dual(p_f, o_x, m_x, stride_fn)[:, None]
+            scores = tl.where(m_x[:, None], scores, float("-inf"))
+            b_new = tl.maximum(b_top, tl.max(scores, 0))
+            b_safe = finite_or_zero(b_new)
+            b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
+            b_top = b_new
+    return widest, b_top + tl.log2(b_sum)
 
 
 @triton.jit
-def _columns_closed(scores, f, log_nu, m_y):
-    """T_K: g [BLOCK_Y] from f [BLOCK_X]; -inf where there is no active key, 0 where no query sees it."""
-    logits = scores + f[:, None]
-    maximum = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - finite_or_zero(maximum)[None, :]), 0)
-    g = tl.where(total == 0.0, 0.0, log_nu - maximum - tl.log(total))
-    return tl.where(m_y, g, float("-inf"))
+def _rows(p_scratch, start, queries, pitch, o_y, m_inside, other, BLOCK_X: tl.constexpr):
+    """A block of the scratch, `other` where there are no points."""
+    o_x = start + tl.arange(0, BLOCK_X)
+    places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
+    return tl.load(places, mask=(o_x < queries)[:, None] & m_inside[None, :], other=other)
 
 
 @triton.jit
+def _shares(kernel, b, old, LINEAR: tl.constexpr):
+    """K_ij b_j / sum_j K_ij old_j, 0 where a row is empty; K, b and old are log2 where not LINEAR."""
+    if LINEAR:
+        total = tl.sum(kernel * old[None, :], 1)
+        return kernel * b[None, :] * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    logits = kernel + old[None, :]
+    most = finite_or_zero(tl.max(logits, 1))
+    total = tl.sum(tl.exp2(logits - most[:, None]), 1)
+    shift = tl.where(total > 0.0, most + tl.log2(total), float("inf"))
+    return tl.exp2(kernel + b[None, :] - shift[:, None])
+
+
+@triton.jit
+def _pair(
+    p_scratch, queries, keys, pitch, o_y, m_inside, b, LINEAR: tl.constexpr, BLOCK_X: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """b after a half-step on rows and one on columns; 0 (log2: -inf) on what no query sees."""
+    if LINEAR:
+        b_sums = tl.zeros([BLOCK_X, WIDTH], tl.float32)
+        for start in range(0, queries, BLOCK_X):
+            kernel = _rows(p_scratch, start, queries, pitch, o_y, m_inside, 0.0, BLOCK_X)
+            total = tl.sum(kernel * b[None, :], 1)
+            b_sums += kernel * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+        b_total = tl.sum(b_sums, 0) * (keys * 1.0 / queries)
+        return tl.where(b_total > 0.0, 1.0 / b_total, 0.0)
+    b_top = tl.full([WIDTH], float("-inf"), tl.float32)
+    b_sum = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, queries, BLOCK_X):
+        scores = _rows(p_scratch, start, queries, pitch, o_y, m_inside, float("-inf"), BLOCK_X)
+        logits = scores + b[None, :]
+        most = finite_or_zero(tl.max(logits, 1))
+        total = tl.sum(tl.exp2(logits - most[:, None]), 1)
+        scores += tl.where(total > 0.0, -most - tl.log2(total), 0.0)[:, None]
+        b_new = tl.maximum(b_top, tl.max(scores, 0))
+        b_safe = finite_or_zero(b_new)
+        b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
+        b_top = b_new
+    return tl.where(b_sum > 0.0, tl.log2(queries * 1.0 / keys) - b_top - tl.log2(b_sum), float("-inf"))
+
+
+@triton.jit
+def _finish(
+    p_v, p_scratch, p_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn, stride_vd, factor,
+    b, old, LINEAR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """factor times `_shares` times v."""
+    for start in range(0, queries, BLOCK_X):
+        o_x = start + tl.arange(0, BLOCK_X).to(tl.int64)
+        kernel = _rows(
+            p_scratch, start, queries, pitch, o_y, m_inside, 0.0 if LINEAR else float("-inf"), BLOCK_X
+        )
+        weights = _shares(kernel, b, old, LINEAR)
+        for first in range(0, value_dim, BLOCK_E):
+            o_e = first + tl.arange(0, BLOCK_E)
+            b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
+            out = product(
+                weights.to(b_v.dtype), b_v, tl.zeros([BLOCK_X, BLOCK_E], tl.float32), PRECISION
+            )
+            places = p_out + o_x[:, None] * value_dim + o_e[None, :]
+            mask = (o_x < queries)[:, None] & (o_e < value_dim)[None, :]
+            tl.store(places, (out * factor).to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs"])
 def _resident(
-    p_q, p_k, p_v, p_keep, p_bias, p_dual, p_factors, p_out,
-    heads, queries, keys, dim, value_dim,
+    p_q, p_k, p_v, p_keep, p_bias, p_dual, p_factors, p_out, p_scratch,
+    problems, heads, queries, keys, dim, value_dim, pitch,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_vb,
     stride_vh, stride_vn, stride_vd, stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h,
     stride_bias_x, stride_bias_y, stride_dual_b, stride_dual_h, stride_dual_n,
     scale, factor, pairs,
-    ODD: tl.constexpr, ROWS_FIRST: tl.constexpr, CLOSES_ROWS: tl.constexpr, HAS_KEEP: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, CLOSES_ROWS: tl.constexpr, HAS_KEEP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    i_bh = tl.program_id(0).to(tl.int64)
-    i_b = i_bh // heads
-    i_h = i_bh % heads
-    o_x = tl.arange(0, BLOCK_X).to(tl.int64)
-    o_y = tl.arange(0, BLOCK_Y).to(tl.int64)
-    m_x = o_x < queries
-    m_y = o_y < keys
-    p_q += i_b * stride_qb + i_h * stride_qh
-    p_k += i_b * stride_kb + i_h * stride_kh
-    p_v += i_b * stride_vb + i_h * stride_vh
-    if HAS_KEEP:
-        m_y = load_keep(p_keep + i_b * stride_keep_b, o_y, m_y, stride_keep_n)
-    if HAS_BIAS:
-        p_bias += i_b * stride_bias_b + i_h * stride_bias_h
-    o_d = tl.arange(0, BLOCK_D)
-    b_q = load_rows(p_q, o_x, m_x, o_d, dim, stride_qn, stride_qd, AS_FLOAT32)
-    scores = score_tile(
-        b_q, p_q, p_k, p_bias, o_x, o_y, m_x, m_y, dim, stride_qn, stride_qd, stride_kn, stride_kd,
-        stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y,
-        BLOCK_D, CHUNKED,
-    )  # fmt: skip
-    scores = tl.where(m_x[:, None] & m_y[None, :], scores, float("-inf"))
-    log_mu = -tl.log(queries * tl.full([BLOCK_X], 1.0, tl.float32))
-    log_nu = -tl.log(keys * tl.full([BLOCK_Y], 1.0, tl.float32))
-    f = tl.zeros([BLOCK_X], tl.float32)
-    g = tl.zeros([BLOCK_Y], tl.float32)
-    if HAS_DUAL:
-        p_dual += i_b * stride_dual_b + i_h * stride_dual_h
-        if ROWS_FIRST:
-            g = load_dual(p_dual, o_y, m_y, stride_dual_n)
+    o_y = tl.arange(0, WIDTH).to(tl.int64)
+    m_inside = o_y < keys
+    p_scratch += tl.program_id(0).to(tl.int64) * queries * pitch
+    for index in range(tl.program_id(0), problems, tl.num_programs(0)):
+        i_bh = tl.cast(index, tl.int64)
+        i_b = i_bh // heads
+        i_h = i_bh % heads
+        p_head_q = p_q + i_b * stride_qb + i_h * stride_qh
+        p_head_k = p_k + i_b * stride_kb + i_h * stride_kh
+        p_head_v = p_v + i_b * stride_vb + i_h * stride_vh
+        p_head_out = p_out + i_bh * queries * value_dim
+        p_head_bias, p_head_dual = p_bias, p_dual
+        m_y = m_inside
+        if HAS_KEEP:
+            m_y = load_keep(p_keep + i_b * stride_keep_b, o_y, m_inside, stride_keep_n)
+        if HAS_BIAS:
+            p_head_bias += i_b * stride_bias_b + i_h * stride_bias_h
+        if HAS_DUAL:
+            p_head_dual += i_b * stride_dual_b + i_h * stride_dual_h
+        head_factor = factor
+        if HAS_FACTORS:
+            head_factor = factor * tl.load(p_factors + i_b)
+        widest, b_columns = _form(
+            p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y, m_inside,
+            m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y, stride_dual_n,
+            scale, True, not ROWS_FIRST, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION, BLOCK_X, WIDTH,
+            BLOCK_D, CHUNKED,
+        )  # fmt: skip
+        if not ROWS_FIRST:
+            b_g = tl.where(b_columns == float("-inf"), float("-inf"), -b_columns)
+        elif HAS_DUAL:
+            b_g = LOG2_E * load_dual(p_head_dual, o_y, m_y, stride_dual_n)
         else:
-            f = load_dual(p_dual, o_x, m_x, stride_dual_n)
-    for _ in range(pairs):
-        if ROWS_FIRST:
-            f = _rows_closed(scores, g, log_mu)
-            g = _columns_closed(scores, f, log_nu, m_y)
+            b_g = tl.zeros([WIDTH], tl.float32)
+        b_g = tl.where(m_y, b_g, float("-inf"))
+        b_old = b_g
+        tl.debug_barrier()  # the scratch is read in another layout than it was written in
+        if widest <= SAFE_RANGE:
+            b = tl.exp2(b_g - finite_or_zero(tl.max(b_g, 0)))
+            old = b
+            for _ in range(pairs):
+                old = b
+                b = _pair(p_scratch, queries, keys, pitch, o_y, m_inside, b, True, BLOCK_X, WIDTH)
+            _finish(
+                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn,
+                stride_vd, head_factor, b, b if CLOSES_ROWS else old, True, PRECISION, BLOCK_X, BLOCK_E,
+            )  # fmt: skip
         else:
-            g = _columns_closed(scores, f, log_nu, m_y)
-            f = _rows_closed(scores, g, log_mu)
-    if ODD:
-        if ROWS_FIRST:
-            f = _rows_closed(scores, g, log_mu)
-        else:
-            g = _columns_closed(scores, f, log_nu, m_y)
-    if CLOSES_ROWS:
-        logits = scores + g[None, :]
-    else:
-        logits = (scores + f[:, None]) + g[None, :]
-    maximum = finite_or_zero(tl.max(logits, 1))
-    weights = tl.exp(logits - maximum[:, None])
-    if CLOSES_ROWS:
-        total = tl.sum(weights, 1)
-        mass = tl.where(total == 0.0, 0.0, 1.0 / (total * queries))
-    else:
-        mass = tl.exp(maximum)
-    if HAS_FACTORS:
-        factor = tl.load(p_factors + i_b)
-    p_out += i_bh * queries * value_dim
-    for start in range(0, value_dim, BLOCK_E):
-        o_e = start + tl.arange(0, BLOCK_E)
-        b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
-        out = product(weights.to(b_v.dtype), b_v, tl.zeros([BLOCK_X, BLOCK_E], tl.float32), PRECISION)
-        out *= (mass * factor)[:, None]
-        places = p_out + o_x[:, None] * value_dim + o_e[None, :]
-        tl.store(places, out.to(p_out.dtype.element_ty), mask=m_x[:, None] & (o_e < value_dim)[None, :])
+            _form(
+                p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
+                m_inside, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
+                stride_dual_n, scale, False, False, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION, BLOCK_X,
+                WIDTH, BLOCK_D, CHUNKED,
+            )  # fmt: skip
+            tl.debug_barrier()
+            for _ in range(pairs):
+                b_old = b_g
+                b_g = _pair(p_scratch, queries, keys, pitch, o_y, m_inside, b_g, False, BLOCK_X, WIDTH)
+            _finish(
+                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn,
+                stride_vd, head_factor, b_g, b_g if CLOSES_ROWS else b_old, False, PRECISION, BLOCK_X,
+                BLOCK_E,
+            )  # fmt: skip
+        tl.debug_barrier()
