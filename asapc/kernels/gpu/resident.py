@@ -43,7 +43,7 @@ from asapc.kernels.thresholds import thresholds
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
 CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
 PROCESSORS = 132  # where there is no GPU to ask
-TILE = {256: 16384, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
+TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 # log2 of the widest row that float32 holds with its scalings.
 SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
@@ -111,8 +111,8 @@ def resident_loop(
         BLOCK_D=block_d,
         BLOCK_E=block_e,
         CHUNKED=dim > block_d,
-        num_warps=max(1, min(16, block_x * width // 1024)),
-        num_stages=2,
+        num_warps=max(1, block_x * width // 1024),
+        num_stages=1,  # shared memory is the cache's
     )  # fmt: skip
     return out
 
