@@ -45,6 +45,7 @@ CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
 PROCESSORS = 132  # where there is no GPU to ask
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 # log2 of the widest row that float32 holds with its scalings.
+STRIPE = tl.constexpr(32)  # columns
 SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
@@ -56,8 +57,8 @@ def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
 
 
 def _pitch(k: Tensor) -> int:
-    """Entries between two rows of the scratch: a whole number of 16 bytes."""
-    return -(-k.shape[2] // 4) * 4
+    """Entries between two rows of the scratch, a multiple of 16, which the compiler counts on."""
+    return -(-k.shape[2] // 16) * 16
 
 
 def resident_loop(
@@ -119,7 +120,7 @@ def resident_loop(
 
 @triton.jit
 def _form(
-    p_q, p_k, p_bias, p_scratch, p_f, queries, dim, pitch, o_y, m_inside, m_y,
+    p_q, p_k, p_bias, p_scratch, p_f, queries, dim, pitch, o_y, m_pitch, m_y,
     stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y, stride_fn, scale,
     LINEAR: tl.constexpr, CLOSES_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr,
     AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr,
@@ -148,7 +149,7 @@ def _form(
         least = tl.min(tl.where(scores == float("-inf"), float("inf"), scores), 1)
         widest = tl.maximum(widest, tl.max(tl.where(m_x, most - least, 0.0), 0))
         places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
-        mask = m_x[:, None] & m_inside[None, :]
+        mask = m_x[:, None] & m_pitch[None, :]
         if LINEAR:
             tl.store(places, tl.exp2(scores - finite_or_zero(most)[:, None]), mask=mask)
         else:
@@ -165,11 +166,11 @@ def _form(
 
 
 @triton.jit
-def _rows(p_scratch, start, queries, pitch, o_y, m_inside, other, BLOCK_X: tl.constexpr):
+def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, other, BLOCK_X: tl.constexpr):
     """A block of the scratch, `other` where there are no points."""
     o_x = start + tl.arange(0, BLOCK_X)
     places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
-    return tl.load(places, mask=(o_x < queries)[:, None] & m_inside[None, :], other=other)
+    return tl.load(places, mask=(o_x < queries)[:, None] & m_pitch[None, :], other=other)
 
 
 @triton.jit
@@ -187,22 +188,29 @@ def _shares(kernel, b, old, LINEAR: tl.constexpr):
 
 @triton.jit
 def _pair(
-    p_scratch, queries, keys, pitch, o_y, m_inside, b, LINEAR: tl.constexpr, BLOCK_X: tl.constexpr,
+    p_scratch, queries, keys, pitch, o_y, m_pitch, b, LINEAR: tl.constexpr, BLOCK_X: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """b after a half-step on rows and one on columns; 0 (log2: -inf) on what no query sees."""
     if LINEAR:
-        b_sums = tl.zeros([BLOCK_X, WIDTH], tl.float32)
+        # Eight threads share a row, each with its part of every stripe of columns: few exchanges a sum.
+        stripes: tl.constexpr = WIDTH // STRIPE
+        o_stripe = tl.arange(0, stripes)[None, :, None] * STRIPE + tl.arange(0, STRIPE)[None, None, :]
+        b_striped = tl.reshape(b, [stripes, STRIPE])[None, :, :]
+        b_sums = tl.zeros([BLOCK_X, stripes, STRIPE], tl.float32)
         for start in range(0, queries, BLOCK_X):
-            kernel = _rows(p_scratch, start, queries, pitch, o_y, m_inside, 0.0, BLOCK_X)
-            total = tl.sum(kernel * b[None, :], 1)
-            b_sums += kernel * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-        b_total = tl.sum(b_sums, 0) * (keys * 1.0 / queries)
+            o_x = start + tl.arange(0, BLOCK_X)[:, None, None]
+            kernel = tl.load(
+                p_scratch + o_x * pitch + o_stripe, mask=(o_x < queries) & (o_stripe < pitch), other=0.0
+            )
+            total = tl.sum(tl.sum(kernel * b_striped, 1), 1)
+            b_sums += kernel * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None, None]
+        b_total = tl.reshape(tl.sum(b_sums, 0), [WIDTH]) * (keys * 1.0 / queries)
         return tl.where(b_total > 0.0, 1.0 / b_total, 0.0)
     b_top = tl.full([WIDTH], float("-inf"), tl.float32)
     b_sum = tl.zeros([WIDTH], tl.float32)
     for start in range(0, queries, BLOCK_X):
-        scores = _rows(p_scratch, start, queries, pitch, o_y, m_inside, float("-inf"), BLOCK_X)
+        scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, float("-inf"), BLOCK_X)
         logits = scores + b[None, :]
         most = finite_or_zero(tl.max(logits, 1))
         total = tl.sum(tl.exp2(logits - most[:, None]), 1)
@@ -216,14 +224,14 @@ def _pair(
 
 @triton.jit
 def _finish(
-    p_v, p_scratch, p_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn, stride_vd, factor,
+    p_v, p_scratch, p_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn, stride_vd, factor,
     b, old, LINEAR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """factor times `_shares` times v."""
     for start in range(0, queries, BLOCK_X):
         o_x = start + tl.arange(0, BLOCK_X).to(tl.int64)
         kernel = _rows(
-            p_scratch, start, queries, pitch, o_y, m_inside, 0.0 if LINEAR else float("-inf"), BLOCK_X
+            p_scratch, start, queries, pitch, o_y, m_pitch, 0.0 if LINEAR else float("-inf"), BLOCK_X
         )
         weights = _shares(kernel, b, old, LINEAR)
         for first in range(0, value_dim, BLOCK_E):
@@ -252,6 +260,7 @@ def _resident(
 ):  # fmt: skip
     o_y = tl.arange(0, WIDTH).to(tl.int64)
     m_inside = o_y < keys
+    m_pitch = o_y < pitch  # all of a row of the scratch: loads of 16 bytes
     p_scratch += tl.program_id(0).to(tl.int64) * queries * pitch
     for index in range(tl.program_id(0), problems, tl.num_programs(0)):
         i_bh = tl.cast(index, tl.int64)
@@ -273,7 +282,7 @@ def _resident(
         if HAS_FACTORS:
             head_factor = factor * tl.load(p_factors + i_b)
         widest, b_columns = _form(
-            p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y, m_inside,
+            p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y, m_pitch,
             m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y, stride_dual_n,
             scale, True, not ROWS_FIRST, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION, BLOCK_X, WIDTH,
             BLOCK_D, CHUNKED,
@@ -285,31 +294,31 @@ def _resident(
         else:
             b_g = tl.zeros([WIDTH], tl.float32)
         b_g = tl.where(m_y, b_g, float("-inf"))
-        b_old = b_g
+        b_old = tl.zeros([WIDTH], tl.float32)
         tl.debug_barrier()  # the scratch is read in another layout than it was written in
         if widest <= SAFE_RANGE:
             b = tl.exp2(b_g - finite_or_zero(tl.max(b_g, 0)))
-            old = b
+            old = tl.zeros([WIDTH], tl.float32)  # of its own: one name more for b would not be carried on
             for _ in range(pairs):
                 old = b
-                b = _pair(p_scratch, queries, keys, pitch, o_y, m_inside, b, True, BLOCK_X, WIDTH)
+                b = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, True, BLOCK_X, WIDTH)
             _finish(
-                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn,
+                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn,
                 stride_vd, head_factor, b, b if CLOSES_ROWS else old, True, PRECISION, BLOCK_X, BLOCK_E,
             )  # fmt: skip
         else:
             _form(
                 p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
-                m_inside, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
+                m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
                 stride_dual_n, scale, False, False, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION, BLOCK_X,
                 WIDTH, BLOCK_D, CHUNKED,
             )  # fmt: skip
             tl.debug_barrier()
             for _ in range(pairs):
                 b_old = b_g
-                b_g = _pair(p_scratch, queries, keys, pitch, o_y, m_inside, b_g, False, BLOCK_X, WIDTH)
+                b_g = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b_g, False, BLOCK_X, WIDTH)
             _finish(
-                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_inside, m_y, stride_vn,
+                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn,
                 stride_vd, head_factor, b_g, b_g if CLOSES_ROWS else b_old, False, PRECISION, BLOCK_X,
                 BLOCK_E,
             )  # fmt: skip
