@@ -207,41 +207,55 @@ def score_tile(
 
 
 @triton.jit
-def logit_tile(
-    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start,
+def tile_products(
+    b_x, p_x, p_y, p_keep, o_x, m_x, start,
     count_y, dim,
-    stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
-    stride_dual_n,
+    stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n,
+    HAS_KEEP: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr,
+    ALL_D: tl.constexpr,
+):  # fmt: skip
+    """x.y for the BLOCK_Y points y from `start` on.  WHOLE: all of these exist."""
+    o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
+    m_y = o_y < count_y
+    if HAS_KEEP:
+        m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
+    return products(
+        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
+        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, WHOLE and not HAS_KEEP, ALL_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def tile_logits(
+    b_products, p_keep, p_bias, p_dual, o_x, m_x, start,
+    count_y,
+    stride_keep_n, stride_bias_x, stride_bias_y, stride_dual_n,
     scale,
     HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, NATURAL: tl.constexpr,
-    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr, ALL_D: tl.constexpr,
+    BLOCK_Y: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """log2 of exp(S + dual of y) for the BLOCK_Y points y from `start` on, -inf where they are masked.
+    """log2 of exp(S + dual of y) from `tile_products`, -inf where a y is masked.
 
-    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  WHOLE: all these y exist.  Returns also
-    which points y they are, and which of them are active.
+    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  Returns also which points y they are, and
+    which of them are active.
     """
     o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
     m_y = o_y < count_y
     if HAS_KEEP:
         m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    masked: tl.constexpr = HAS_KEEP or not WHOLE
-    logits = scale * products(
-        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
-        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, not masked, ALL_D,
-    )  # fmt: skip
+    logits = scale * b_products
     if HAS_DUAL:
-        if masked:
-            b_dual = tl.load(p_dual + o_y * stride_dual_n, mask=m_y, other=0.0).to(tl.float32)
-        else:
+        if WHOLE and not HAS_KEEP:
             b_dual = tl.load(p_dual + o_y * stride_dual_n).to(tl.float32)
+        else:
+            b_dual = tl.load(p_dual + o_y * stride_dual_n, mask=m_y, other=0.0).to(tl.float32)
         if NATURAL:
             b_dual *= LOG2_E
-        if masked:
+        if HAS_KEEP or not WHOLE:
             b_dual = tl.where(m_y, b_dual, float("-inf"))
         logits += b_dual[None, :]
-    elif masked:
+    elif HAS_KEEP or not WHOLE:
         logits += tl.where(m_y, 0.0, float("-inf"))[None, :]
     if HAS_BIAS:
         logits += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
