@@ -103,12 +103,13 @@ def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
     clusters' total mass is that of the points x, which a column step has just made exact.
     """
     problem = coarse_problem(clouds, pivots)
-    return masses_of(problem, *coarse_duals(problem, clouds.x_keep, budget), clouds.x_keep)
+    u, v = coarse_duals(problem, clouds.x_keep, budget)
+    return masses_of(problem, v, over_x(problem.scores + u[..., None], clouds.x_keep), clouds.x_keep)
 
 
-def masses_of(problem: CoarseProblem, u: Tensor, v: Tensor, x_keep: Tensor | None) -> Tensor:
-    """row_mass of the duals u [B, H, N] and v [B, H, R]."""
-    log_mass = v + _over_x(problem.scores + u[..., None], x_keep)
+def masses_of(problem: CoarseProblem, v: Tensor, sums: Tensor, x_keep: Tensor | None) -> Tensor:
+    """row_mass of the dual v and of sums = LSE_i(S_ic + u_i), both [B, H, R]."""
+    log_mass = v + sums
     used = problem.counts > 0
     top = log_mass.masked_fill(~used, -math.inf).amax(-1, keepdim=True)
     masses = (log_mass - top.masked_fill(top == -math.inf, 0.0)).exp().masked_fill(~used, 0.0)
@@ -150,10 +151,18 @@ def coarse_problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
     share = member.transpose(-1, -2) / counts.clamp(min=torch.finfo(y.dtype).tiny)[..., None]
     offset = share @ local
     second = (share @ local.square().sum(-1, keepdim=True))[..., 0]
-    variance = (second - offset.square().sum(-1)).clamp(min=0.0) / y.shape[3]  # [B, H, R]
+    return CoarseProblem(scores_of(clouds, centre, offset, second), counts, member)
+
+
+def scores_of(clouds: Clouds, centre: Tensor, offset: Tensor, second: Tensor) -> Tensor:
+    """S [B, H, N, R] from the moments of clusters.
+
+    centre: the common mean of the points y [B, H, 1, D]; offset, second: means [B, H, R, D] and mean
+    squares [B, H, R] of the clusters about it.
+    """
+    variance = (second - offset.square().sum(-1)).clamp(min=0.0) / clouds.y.shape[3]  # [B, H, R]
     scores = clouds.x @ (centre + offset).transpose(-1, -2)
-    scores = scores + clouds.cost_offset()[..., None] * variance[..., None, :]
-    return CoarseProblem(scores, counts, member)
+    return scores + clouds.cost_offset()[..., None] * variance[..., None, :]
 
 
 def coarse_duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
@@ -168,12 +177,12 @@ def coarse_duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) 
             logits = (rows + v[..., None, :]).masked_fill(empty[..., None], 0.0)
             u = (-torch.logsumexp(logits, -1)).masked_fill(empty, 0.0)
         else:
-            v = -_over_x(problem.scores + u[..., None], x_keep)
+            v = -over_x(problem.scores + u[..., None], x_keep)
         on_x = not on_x
     return u, v
 
 
-def _over_x(logits: Tensor, x_keep: Tensor | None) -> Tensor:
+def over_x(logits: Tensor, x_keep: Tensor | None) -> Tensor:
     """logsumexp over the points x with mass, [B, H, R]; over all of them where none has any."""
     if x_keep is not None:
         keep = x_keep[:, None, :, None]

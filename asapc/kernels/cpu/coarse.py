@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.coarse import CoarseProblem, coarse_duals, coarse_problem, masses_of
+from asapc.features.coarse import CoarseProblem, coarse_duals, coarse_problem, masses_of, over_x
 from asapc.kernels import native
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 
@@ -35,7 +35,8 @@ def dual_and_mass(
         u, v = _duals(problem, some.x_keep, budget)
         columns.append(u + some.cost_offset())
         if want_mass:
-            masses.append(masses_of(problem, u, v, some.x_keep))
+            sums = over_x(problem.scores + u[..., None], some.x_keep)
+            masses.append(masses_of(problem, v, sums, some.x_keep))
     return torch.cat(columns), torch.cat(masses) if want_mass else None
 
 

@@ -1,4 +1,5 @@
-"""GPU twin of features/coarse.py: its N x R problem, with the loop on it in Triton; and farthest points.
+"""GPU twin of features/coarse.py: the clusters' moments and the loop on the N x R problem in Triton; and
+farthest points.
 
 A half-step on x and the one on the clusters after it are one pass over S: every block of rows finds its
 u and at once adds exp(S + u) to the clusters' running sums. Where there are few heads their rows are
@@ -15,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.coarse import CoarseProblem, coarse_problem, masses_of
-from asapc.kernels.gpu.launch import keep_arguments, padded
+from asapc.features.coarse import CoarseProblem, coarse_problem, masses_of, over_x, scores_of
+from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
 from asapc.kernels.gpu.tiles import LN_2, LOG2_E, finite_or_zero
 
 MAX_PIVOTS = 128
@@ -33,43 +34,91 @@ def dual_and_mass(
 
     Without gradients. Clouds in float32; pivots [H, R, D], or [B, H, R, D], with R <= 128; N, M >= 1.
     """
-    problem = coarse_problem(clouds, pivots)
-    u, v = _duals(problem, clouds.x_keep, budget)
-    return u + clouds.cost_offset(), masses_of(problem, u, v, clouds.x_keep) if want_mass else None
+    problem = _problem(clouds, pivots)
+    u, v, sums = _duals(problem, clouds.x_keep, budget)
+    return u + clouds.cost_offset(), masses_of(problem, v, sums, clouds.x_keep) if want_mass else None
 
 
-def _duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
-    """As features.coarse.coarse_duals: u [B, H, N] and v [B, H, R]."""
+def _parts(heads: int, count: int, entries: int, block: int) -> tuple[int, int]:
+    """How many programs share a head's `count` rows, and the rows of each, a multiple of `block`.
+
+    entries: of all rows.
+    """
+    parts = min(MOST_PARTS, max(1, PROGRAMS // heads)) if entries > ALONE else 1
+    rows = triton.cdiv(triton.cdiv(count, parts), block) * block
+    return triton.cdiv(count, rows), rows
+
+
+def _problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
+    """As features.coarse.coarse_problem."""
+    y = clouds.y
+    batch, heads, num_y, dim = y.shape
+    count = pivots.shape[-2]
+    if pivots.dim() == 3:
+        pivots = pivots[None].expand(batch, -1, -1, -1)
+    member = y.new_empty(batch, heads, num_y, count)
+    if batch * heads == 0:
+        return coarse_problem(clouds, pivots)
+    if clouds.y_keep is None:
+        centre = y.mean(2, keepdim=True)
+    else:
+        keep = clouds.y_keep[:, None, :, None]
+        centre = y.masked_fill(~keep, 0.0).sum(2, keepdim=True) / keep.sum(2, keepdim=True).clamp(min=1)
+    width, deep = padded(count), padded(dim)
+    # A float32 product holds whole rows of both factors in registers: few dimensions at a time.
+    block = 32 if width <= 64 and deep <= 128 else 16
+    parts, rows = _parts(batch * heads, num_y, num_y * width, block)
+    moments = y.new_empty(batch, heads, parts, count, dim + 2)
+    _clusters[(batch * heads, parts)](
+        y, *y.stride(), *keep_arguments(clouds.y_keep, y), pivots, *pivots.stride(), centre.contiguous(),
+        member, moments, num_y, count, dim, heads, rows, parts,
+        KEEP=clouds.y_keep is not None, WIDTH=width, DEEP=deep, BLOCK_Y=block, BLOCK_D=16,
+        PRECISION="ieee", num_warps=8 if width * deep <= 16384 else 16,
+    )  # fmt: skip
+    total = moments.sum(2)
+    counts = total[..., dim + 1]
+    means = total / counts.clamp(min=torch.finfo(y.dtype).tiny)[..., None]
+    return CoarseProblem(scores_of(clouds, centre, means[..., :dim], means[..., dim]), counts, member)
+
+
+def _duals(
+    problem: CoarseProblem, x_keep: Tensor | None, budget: Budget
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As features.coarse.coarse_duals: u [B, H, N] and v [B, H, R]; and LSE_i(S + u) [B, H, R]."""
     scores = problem.scores.contiguous()
     batch, heads, num_x, count = scores.shape
     u, v = torch.zeros_like(scores[..., 0]), torch.zeros_like(problem.counts)
     on_y_first = budget.half_steps > 0 and not budget.starts_on_x
     pairs, last_on_x = divmod(budget.half_steps - on_y_first, 2)
     if batch * heads == 0 or budget.half_steps == 0:
-        return u, v
+        return u, v, over_x(scores, x_keep)
     if x_keep is not None:
         x_keep = x_keep | ~x_keep.any(1, keepdim=True)  # all of them where none has mass
     width = padded(count)
     block = max(16, TILE // width)
-    parts = min(MOST_PARTS, max(1, PROGRAMS // (batch * heads))) if num_x * width > ALONE else 1
-    rows = triton.cdiv(triton.cdiv(num_x, parts), block) * block
-    parts = triton.cdiv(num_x, rows)
+    parts, rows = _parts(batch * heads, num_x, num_x * width, block)
     passes = [(on_y_first, pairs, last_on_x == 1)]
     if parts > 1:
         passes = [(True, 0, False)] * on_y_first + [(False, 1, False)] * pairs
         passes += [(False, 0, True)] * last_on_x
-    given, left = None, scores.new_empty(batch * heads, parts, count)
+    given, ends = None, scores.new_empty(batch * heads, parts, count)
+    launches = Launches()
     for first, within, last in passes:
-        _passes[(batch * heads, parts)](
-            scores, problem.counts, *keep_arguments(x_keep, scores), given, left, u, num_x, count, heads,
-            rows, parts, within, KEEP=x_keep is not None, GIVEN=given is not None, FIRST_Y=first,
-            LAST_X=last, WIDTH=width, BLOCK_X=block, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        left, ends = torch.empty_like(ends), torch.empty_like(ends)
+        arguments = (
+            scores, problem.counts.contiguous(), *keep_arguments(x_keep, scores), given, left, ends, u,
+            num_x, count, heads, rows, parts, within,
         )  # fmt: skip
-        if not last or parts == 1:
-            given, left = left, torch.empty_like(left)
+        constants = {
+            "KEEP": x_keep is not None, "GIVEN": given is not None, "FIRST_Y": first, "LAST_X": last,
+            "WIDTH": width, "BLOCK_X": block, "PARTS": triton.next_power_of_2(parts),
+        }  # fmt: skip
+        key = (given is None, first, last)
+        launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=4)
+        given = given if last and parts > 1 else left
     if given is not None and (on_y_first or pairs > 0):
         v = -torch.logsumexp(given, 1).view_as(v)
-    return u, v
+    return u, v, torch.logsumexp(ends, 1).view_as(v) if last_on_x else -v
 
 
 def farthest_points(clouds: Clouds, count: int) -> Tensor:
@@ -160,6 +209,99 @@ def _kept(p_keep, stride_keep, o_n, length, KEEP: tl.constexpr):
 
 
 @triton.jit
+def _products(
+    p_a, stride_a, stride_ad, o_a, m_a, p_b, stride_b, stride_bd, o_b, m_b, dim,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a_i . b_j [BLOCK_A, BLOCK_B], a few dimensions at a time."""
+    b_dot = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
+    for d in range(0, dim, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        m_d = o_d < dim
+        b_a = tl.load(
+            p_a + o_a[:, None] * stride_a + o_d[None, :].to(tl.int64) * stride_ad,
+            mask=m_a[:, None] & m_d[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_b = tl.load(
+            p_b + o_b[None, :] * stride_b + o_d[:, None].to(tl.int64) * stride_bd,
+            mask=m_b[None, :] & m_d[:, None], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_dot = tl.dot(b_a, b_b, b_dot, input_precision=PRECISION)
+    return b_dot
+
+
+@triton.jit
+def _pivot_norms(
+    p_z, stride_zr, stride_zd, o_r, m_r, dim, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """|z|^2 / 2 [WIDTH]; infinite on padding, which is then nearest to nothing."""
+    b_norm = tl.zeros([WIDTH], tl.float32)
+    for d in range(0, dim, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        b_z = tl.load(
+            p_z + o_r[:, None] * stride_zr + o_d[None, :].to(tl.int64) * stride_zd,
+            mask=m_r[:, None] & (o_d < dim)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_norm += tl.sum(b_z * b_z, 1)
+    return tl.where(m_r, b_norm * 0.5, float("inf"))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _clusters(
+    p_y, stride_yb, stride_yh, stride_ym, stride_yd, p_keep, stride_kb, stride_km,
+    p_z, stride_zb, stride_zh, stride_zr, stride_zd, p_centre, p_member, p_moments,
+    num_y, count, dim, heads, rows, parts,
+    KEEP: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each y's share in each cluster, p_member [B H, M, R], and a part's sums over a cluster's members.
+
+    p_moments: [B H, parts, R, D + 2], of y - centre, of its square, and of 1.
+    """
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // heads, i_bh % heads
+    p_y += i_b * stride_yb + i_h * stride_yh
+    p_keep += i_b * stride_kb
+    p_z += i_b * stride_zb + i_h * stride_zh
+    o_r = tl.arange(0, WIDTH).to(tl.int64)
+    m_r = o_r < count
+    o_d = tl.arange(0, DEEP)
+    m_d = o_d < dim
+    b_centre = tl.load(p_centre + i_bh * dim + o_d, mask=m_d, other=0.0)
+    b_norm = _pivot_norms(p_z, stride_zr, stride_zd, o_r, m_r, dim, WIDTH, BLOCK_D)
+    b_offset = tl.zeros([WIDTH, DEEP], tl.float32)
+    b_second = tl.zeros([WIDTH], tl.float32)
+    b_count = tl.zeros([WIDTH], tl.float32)
+    first = tl.program_id(1) * rows
+    for start in range(first, tl.minimum(first + rows, num_y), BLOCK_Y):
+        o_m = start + tl.arange(0, BLOCK_Y).to(tl.int64)
+        m_y = _kept(p_keep, stride_km, o_m, num_y, KEEP)
+        b_dot = _products(
+            p_y, stride_ym, stride_yd, o_m, m_y, p_z, stride_zr, stride_zd, o_r, m_r, dim, BLOCK_Y, WIDTH,
+            BLOCK_D, PRECISION,
+        )  # fmt: skip
+        b_far = b_norm[None, :] - b_dot
+        b_nearest = (b_far == tl.min(b_far, 1)[:, None]) & m_y[:, None]
+        b_member = b_nearest.to(tl.float32)  # equally near pivots share it
+        b_member = b_member / tl.maximum(tl.sum(b_member, 1), 1.0)[:, None]
+        places = p_member + (i_bh * num_y + o_m)[:, None] * count + o_r[None, :]
+        tl.store(places, b_member, mask=(o_m < num_y)[:, None] & m_r[None, :])
+        m_local = m_y[:, None] & m_d[None, :]
+        b_y = tl.load(
+            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
+            mask=m_local, other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_local = tl.where(m_local, b_y - b_centre[None, :], 0.0)
+        b_offset = tl.dot(tl.trans(b_member), b_local, b_offset, input_precision=PRECISION)
+        b_second += tl.sum(b_member * tl.sum(b_local * b_local, 1)[:, None], 0)
+        b_count += tl.sum(b_member, 0)
+    p_rows = p_moments + ((i_bh * parts + tl.program_id(1)) * count + o_r) * (dim + 2)
+    tl.store(p_rows[:, None] + o_d[None, :], b_offset, mask=m_r[:, None] & m_d[None, :])
+    tl.store(p_rows + dim, b_second, mask=m_r)
+    tl.store(p_rows + dim + 1, b_count, mask=m_r)
+
+
+@triton.jit
 def _sweep(
     p_scores, p_keep, stride_keep, p_u, b_weight, first, last, num_x, count,
     KEEP: tl.constexpr, ON_X: tl.constexpr, WIDTH: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -194,14 +336,15 @@ def _sweep(
 
 @triton.jit(do_not_specialize=["pairs", "parts"])
 def _passes(
-    p_scores, p_counts, p_keep, stride_keep_b, stride_keep_n, p_given, p_left, p_u,
+    p_scores, p_counts, p_keep, stride_keep_b, stride_keep_n, p_given, p_left, p_ends, p_u,
     num_x, count, heads, rows, parts, pairs,
     KEEP: tl.constexpr, GIVEN: tl.constexpr, FIRST_Y: tl.constexpr, LAST_X: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A half-step on y, `pairs` of x and y, one on x: those of them that are asked for.
 
-    p_scores: [B H, N, R]; p_given, p_left: [B H, parts, R], a part's LSE_i(S + u) before and after.
+    p_scores: [B H, N, R]; p_given, p_left, p_ends: [B H, parts, R], a part's LSE_i(S + u) before the
+    launch, at its last half-step on y, and after one on x that follows that.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     p_scores += i_bh * num_x * count
@@ -234,7 +377,8 @@ def _passes(
         tl.debug_barrier()  # u is stored again, perhaps by other threads
     tl.store(p_left + (i_bh * parts + tl.program_id(1)) * count + o_r, b_sums * LN_2, mask=m_r)
     if LAST_X:
-        _sweep(
+        b_ends = _sweep(
             p_scores, p_keep, stride_keep_n, p_u, tl.where(m_r, b_log - b_sums, float("-inf")), first,
             last, num_x, count, KEEP, True, WIDTH, BLOCK_X,
         )  # fmt: skip
+        tl.store(p_ends + (i_bh * parts + tl.program_id(1)) * count + o_r, b_ends * LN_2, mask=m_r)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     LN_2,
@@ -48,6 +49,7 @@ def close_rows(
     score_multiplier: float,
     old: Tensor | None = None,
     natural: bool = True,
+    launches: Launches | None = None,
 ) -> Tensor:
     """T_Q: f [B, H, N] float32 from the target dual g [B, H, M], None for 0; 0 without active keys.
 
@@ -56,7 +58,7 @@ def close_rows(
     """
     bias = spread_bias(bias, q, k)
     f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(q, k, keep, bias, g, old, score_multiplier, f, keep_on_x=False, natural=natural)
+    return _close(q, k, keep, bias, g, old, score_multiplier, f, False, natural, launches or Launches())
 
 
 def close_columns(
@@ -68,15 +70,16 @@ def close_columns(
     score_multiplier: float,
     old: Tensor | None = None,
     natural: bool = True,
+    launches: Launches | None = None,
 ) -> Tensor:
     """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys.
 
-    old, natural: as in `close_rows`.
+    old, natural, launches: as in `close_rows`.
     """
     bias = spread_bias(bias, q, k)
     bias = None if bias is None else bias.transpose(2, 3)
     g = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(k, q, keep, bias, f, old, score_multiplier, g, keep_on_x=True, natural=natural)
+    return _close(k, q, keep, bias, f, old, score_multiplier, g, True, natural, launches or Launches())
 
 
 def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
@@ -101,36 +104,42 @@ def _close(
     out: Tensor,
     keep_on_x: bool,
     natural: bool,
+    launches: Launches,
 ) -> Tensor:
     """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; old, out: [B, H, X]."""
     batch, heads, count_x, dim = x.shape
     if out.numel() == 0:
         return out
 
+    arguments = (
+        x, y, keep, bias, dual, old, out,
+        heads, count_x, y.shape[2], dim,
+        *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
+        *strides_of(old, 3),
+        score_multiplier * LOG2_E.value,
+        -math.log2(count_x),
+    )  # fmt: skip
+
     def launch(tile: Tile) -> None:
-        _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
-            x, y, keep, bias, dual, old, out,
-            heads, count_x, y.shape[2], dim,
-            *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
-            *strides_of(old, 3),
-            score_multiplier * LOG2_E.value,
-            -math.log2(count_x),
-            HAS_KEEP=keep is not None,
-            KEEP_ON_X=keep_on_x,
-            HAS_BIAS=bias is not None,
-            HAS_DUAL=dual is not None,
-            HAS_OLD=old is not None,
-            NATURAL=natural,
-            AS_FLOAT32=not is_half(x, y),
-            PRECISION=FLOAT32_PRECISION,
-            BLOCK_X=tile.x,
-            BLOCK_Y=tile.y,
-            BLOCK_D=tile.d,
-            CHUNKED=dim > tile.d,
-            ALL_D=dim == tile.d,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
+        constants = {
+            "HAS_KEEP": keep is not None,
+            "KEEP_ON_X": keep_on_x,
+            "HAS_BIAS": bias is not None,
+            "HAS_DUAL": dual is not None,
+            "HAS_OLD": old is not None,
+            "NATURAL": natural,
+            "AS_FLOAT32": not is_half(x, y),
+            "PRECISION": FLOAT32_PRECISION,
+            "BLOCK_X": tile.x,
+            "BLOCK_Y": tile.y,
+            "BLOCK_D": tile.d,
+            "CHUNKED": dim > tile.d,
+            "ALL_D": dim == tile.d,
+        }
+        key = (keep_on_x, dual is None, old is None, tile)
+        grid = (batch * heads * triton.cdiv(count_x, tile.x),)
+        warps, stages = tile.num_warps, tile.num_stages
+        launches(key, _half_step, grid, arguments, constants, num_warps=warps, num_stages=stages)
 
     launched(launch, tile_for(x, y, bias is not None), x, y)
     return out

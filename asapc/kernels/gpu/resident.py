@@ -42,6 +42,7 @@ from asapc.kernels.thresholds import thresholds
 
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
 CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
+FEWEST = 5  # half-steps; a row c-transform must be among them
 PROCESSORS = 132  # where there is no GPU to ask
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 # log2 of the widest row that float32 holds with its scalings.
@@ -50,10 +51,10 @@ SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
 def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
-    """Whether `resident_loop` can run it; a row c-transform must be among the half-steps."""
+    """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
     limit = min(RESIDENT_LIMIT, thresholds(q, k).resident_tokens)
     small = q.shape[2] * _pitch(k) * 4 <= CACHE and max(q.shape[2], k.shape[2]) <= limit
-    return small and loop.half_steps >= (1 if loop.first_side == "row" else 2)
+    return small and loop.half_steps >= FEWEST
 
 
 def _pitch(k: Tensor) -> int:

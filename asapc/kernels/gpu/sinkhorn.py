@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
 from asapc.kernels.gpu.tiles import LOG2_E, supported
 from asapc.kernels.loop import Loop
@@ -48,14 +49,15 @@ def streaming_loop(
 ) -> Tensor:
     """The same in O(N + M) memory beside the output, for any N and M."""
     scale = loop.score_multiplier
-    dual = None if dual is None else dual.float() * LOG2_E.value
+    dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_turn = loop.first_side == "row"
     f, g = (None, dual) if rows_turn else (dual, None)
+    launches = Launches()
     for _ in range(loop.half_steps - loop.ends_on_rows):
         if rows_turn:
-            f = close_rows(q, k, keep, bias, g, scale, old=f, natural=False)
+            f = close_rows(q, k, keep, bias, g, scale, f, False, launches)
         else:
-            g = close_columns(q, k, keep, bias, f, scale, old=g, natural=False)
+            g = close_columns(q, k, keep, bias, f, scale, g, False, launches)
         rows_turn = not rows_turn
     if not loop.ends_on_rows and f is None:
         f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
