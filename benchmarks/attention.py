@@ -317,7 +317,7 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
         SOFTMAX: lambda: softmax(t),
     }
     if t.q.is_cuda:
-        functions |= other_closures(t)
+        functions |= other_closures(t, with_compile)
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             functions[f"softmax, {backend.name}"] = partial(softmax_by, backend, t)
     if t.q.is_cuda and find_spec("flash_sinkhorn") is not None:
@@ -328,7 +328,7 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
     return functions
 
 
-def other_closures(t: Problem) -> dict[str, Callable[[], Tensor]]:
+def other_closures(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tensor]]:
     """One c-transform from the keys' dual by what torch has for it, where that runs and is as exact: on
     one head, at most twice as wrong as asapc's own pass."""
     g = t.key_last
@@ -337,6 +337,8 @@ def other_closures(t: Problem) -> dict[str, Callable[[], Tensor]]:
     budget = 2 * error(closed(t, None, g, 1)[:1, :1], exact) + SLACK
     found: dict[str, Callable[[], Tensor]] = {}
     for name, way in WAYS.items():
+        if name == "flex" and not with_compile:  # which it is
+            continue
         try:
             off = error(way(t.q, t.k, t.v, g, t.scale)[:1, :1], exact)
         except Exception as refused:  # torch's kernels refuse in many ways
