@@ -54,7 +54,6 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.pt2 import load_program
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.inputs.weights import read_state_dict
-from asapc.kernels import thresholds
 from asapc.models import SinkformerText
 from asapc.pipeline import calibrate, compile
 from asapc.report import Report, write_report
@@ -570,11 +569,6 @@ def change_seed(random: Random, folder: Path) -> None:
     (folder / "seed").write_text(str(random.random()))
 
 
-def read_thresholds(folder: Path) -> None:
-    thresholds._users.cache_clear()
-    thresholds._users(str(folder / "thresholds.json"))
-
-
 class Bomb:
     """Unpickling it leaves a file behind."""
 
@@ -799,11 +793,6 @@ TARGETS: dict[str, Target] = {
         change_seed, lambda f: hostile_calls((f / "seed").read_text(), f / "last"), runs=True
     ),
     "growth": Target(grow_onnx, run_onnx, runs=True, bounded=True),
-    "thresholds": Target(
-        one_of(change_json("thresholds.json"), change_json("thresholds.json"),
-        change_bytes("thresholds.json"), change_folder(["thresholds.json"])),
-        read_thresholds,
-    ),
     "onnx": Target(
         one_of(change_onnx("teacher.onnx"), change_onnx("teacher.onnx"), change_bytes("teacher.onnx"),
                change_folder(["teacher.onnx", "w.bin"])),
@@ -866,8 +855,6 @@ def build_corpus(folder: Path) -> None:
     program = torch.export.export(model, (torch.from_numpy(inputs[:3]),))
     for name in ("program", "running"):
         torch.export.save(program, places[name] / "teacher.pt2")
-    entry = {"cpu": {"tile_bytes": 1 << 20, "resident_bytes": 4096}, "cuda": {}}
-    (places["thresholds"] / "thresholds.json").write_text(json.dumps(entry))
     (places["baseline"] / "report.json").write_text(json.dumps(a_report()))
     with Shards(places["shards"] / "parts", {"model": "a", "data": "b"}) as shards:
         shards.put("layers.0", {"gram": torch.eye(3)}, {"tokens": 3})

@@ -81,8 +81,6 @@ def steps(out: Path) -> list[Step]:
         attention("bf16_D64", 0.8, out, *bf16, *one, "64", "--tokens", "4096", "512", "1024", "16384"),
         attention("bf16_197", 0.4, out, *bf16, "--batch", "32", "--heads", "8", "--head-dim", "64",
                   "--tokens", "197", "65", "128"),
-        script("tune", "gpu_tune", 0.8, out, "--dtype", "bfloat16", "--tokens", "4096", "512",
-               "--head-dim", "64"),
         attention("compiled", 0.7, out, *bf16, *one, "64", "--tokens", "512", "4096", "--compile"),
         attention("bf16_dims", 0.7, out, *bf16, *one, "40", "80", "128", "256", "--tokens", "4096"),
         attention("fp32_D64", 0.5, out, *one, "64", "--tokens", "512", "4096"),

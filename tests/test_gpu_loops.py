@@ -23,7 +23,6 @@ from asapc.kernels import dispatch
 from asapc.kernels.gpu import backward, half_step, resident, sinkhorn
 from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop, Tail
-from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
 from asapc.operators import c_transforms
 from asapc.operators import sinkhorn as meaning
@@ -298,9 +297,9 @@ def test_longer_heads_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("resident_loop", "streaming_loop"):
         monkeypatch.setattr(sinkhorn, name, partial(noted, name, getattr(sinkhorn, name)))
-    for keys in (20, 21):
-        with using(Thresholds(resident_tokens=20)):
-            assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (6, "column", False))
+    monkeypatch.setattr(resident, "CACHE", 5 * 32 * 4)
+    for keys in (32, 33):
+        assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (6, "column", False))
     assert_loop(Case((1, 1, 5, 5, 8, 8)), sinkhorn.sinkhorn_loop, (3, "row", False))  # few half-steps
     assert taken == ["resident_loop", "streaming_loop", "streaming_loop"]
 

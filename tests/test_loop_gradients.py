@@ -127,7 +127,7 @@ def test_a_head_that_is_not_kept(
 ) -> None:
     """Blocks of a few rows, formed again at every visit: the same gradients."""
     few = Thresholds(tile_bytes=17 * 8 * 3, resident_bytes=0)
-    monkeypatch.setattr(cpu, "thresholds", lambda *_: few)
+    monkeypatch.setattr(cpu, "thresholds", lambda: few)
     for biased, masked in [(False, False), (True, True)]:
         case = given(
             23, 17, torch.float64, first, spread=spread, masked=masked, biased=biased, started=started

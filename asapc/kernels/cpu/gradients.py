@@ -80,7 +80,7 @@ def sinkhorn_backward(
     batch, heads, queries, dim = q.shape
     keys, width = v.shape[2:]
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
-    limits = thresholds(q, k)
+    limits = thresholds()
     rows_first = loop.first_side == "row"
     dq = torch.zeros((batch, heads, queries, dim), dtype=work)
     dk = torch.zeros((batch, heads, keys, dim), dtype=work)

@@ -29,15 +29,13 @@ from asapc.kernels.gpu.tiles import (
     finite_or_zero,
     in_range,
     is_half,
-    launched,
     load_dual,
     load_rows,
+    logit_tile,
     product,
     split_factor,
     spread_bias,
     strides_of,
-    tile_logits,
-    tile_products,
 )
 
 
@@ -83,12 +81,15 @@ def attend_and_dual(
     return out, f
 
 
-def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool) -> Tile:
-    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py)."""
+def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, shifted: bool) -> Tile:
+    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py), the fastest of an H100.
+
+    shifted: a row c-transform with an older dual.
+    """
     wide = max(q.shape[3], v.shape[3]) > (64 if has_bias else 128)
     if is_half(q, k) and is_half(v):
         limit_x, limit_y, limit_d = (64 if has_bias or wide else 128), (32 if wide else 64), 256
-        warps, stages = 8, 2
+        warps, stages = (4, 3) if shifted and not wide and not has_bias else (8, 2)
     else:
         limit_x, limit_y, limit_d, warps, stages = 64, 32, 32, 8, 2
     blocks = block_of(q.shape[2], limit_x), block_of(k.shape[2], limit_y), block_of(q.shape[3], limit_d)
@@ -117,123 +118,38 @@ def _launch(
     bias = spread_bias(bias, q, k)
     factor, factors = split_factor(output_factor, queries, k.shape[2], keep)
 
-    def launch(tile: Tile) -> None:
-        block_e = block_of(v.shape[3], 256)
-        _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
-            q, k, v, keep, bias, f, g, factors, out, new_f,
-            heads, queries, k.shape[2], dim, v.shape[3],
-            *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
-            *strides_of(f, 3), *strides_of(g, 3),
-            score_multiplier * LOG2_E.value,
-            -math.log2(queries),
-            factor,
-            HAS_KEEP=keep is not None,
-            HAS_BIAS=bias is not None,
-            HAS_F=f is not None,
-            HAS_G=g is not None,
-            CLOSES=closes,
-            # A weight of 1 / M, or of the square of that, is among the smallest of float16.
-            SHIFTED=f is not None and v.dtype != torch.float16,
-            NATURAL=natural,
-            HAS_FACTORS=factors is not None,
-            STORE_F=new_f is not None,
-            AS_FLOAT32=not is_half(q, k),
-            PRECISION=FLOAT32_PRECISION,
-            BLOCK_X=tile.x,
-            BLOCK_Y=tile.y,
-            BLOCK_D=tile.d,
-            BLOCK_E=block_e,
-            CHUNKED=dim > tile.d,
-            ALL_D=dim == tile.d,
-            ALL_E=v.shape[3] == block_e,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
-
-    launched(launch, tile_for(q, k, v, bias is not None), q, k)
-
-
-@triton.jit
-def _taken(
-    maximum, total, sums, b_products, b_f, p_v, p_keep, p_bias, p_g, o_x, m_x, start, keys, value_dim,
-    stride_vn, stride_vd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
-    SHIFTED: tl.constexpr, ADDS_F: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_G: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Y: tl.constexpr,
-    BLOCK_E: tl.constexpr, WHOLE: tl.constexpr, ALL_E: tl.constexpr,
-):  # fmt: skip
-    """The running maximum, the total of the weights and that of the values with one more tile."""
-    logits, o_y, m_y = tile_logits(
-        b_products, p_keep, p_bias, p_g, o_x, m_x, start, keys, stride_keep_n, stride_bias_x,
-        stride_bias_y, stride_gn, scale, HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, BLOCK_Y, WHOLE,
+    # In float16 a weight of 1 / M, or of the square of that, is among the smallest numbers.
+    shifted = f is not None and v.dtype != torch.float16
+    tile, block_e = tile_for(q, k, v, bias is not None, shifted and closes), block_of(v.shape[3], 256)
+    _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
+        q, k, v, keep, bias, f, g, factors, out, new_f,
+        heads, queries, k.shape[2], dim, v.shape[3],
+        *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
+        *strides_of(f, 3), *strides_of(g, 3),
+        score_multiplier * LOG2_E.value,
+        -math.log2(queries),
+        factor,
+        HAS_KEEP=keep is not None,
+        HAS_BIAS=bias is not None,
+        HAS_F=f is not None,
+        HAS_G=g is not None,
+        CLOSES=closes,
+        SHIFTED=shifted,
+        NATURAL=natural,
+        HAS_FACTORS=factors is not None,
+        STORE_F=new_f is not None,
+        AS_FLOAT32=not is_half(q, k),
+        PRECISION=FLOAT32_PRECISION,
+        BLOCK_X=tile.x,
+        BLOCK_Y=tile.y,
+        BLOCK_D=tile.d,
+        BLOCK_E=block_e,
+        CHUNKED=dim > tile.d,
+        ALL_D=dim == tile.d,
+        ALL_E=v.shape[3] == block_e,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
-    if ADDS_F:
-        logits += b_f[:, None]
-    if SHIFTED:
-        weights = tl.exp2(logits)
-    else:
-        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-        shift = finite_or_zero(new_maximum)
-        shrink = tl.exp2(maximum - shift)
-        weights = tl.exp2(logits - shift[:, None])
-        total *= shrink
-        sums *= shrink[:, None]
-        maximum = new_maximum
-    total += tl.sum(weights, 1)
-    o_e = tl.arange(0, BLOCK_E)
-    b_v = load_rows(
-        p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False, WHOLE and not HAS_KEEP, ALL_E
-    )
-    return maximum, total, product(weights.to(b_v.dtype), b_v, sums, PRECISION)
-
-
-@triton.jit
-def _weighed(
-    b_q, b_f, p_q, p_k, p_v, p_keep, p_bias, p_g, o_x, m_x, keys, dim, value_dim, stride_qn, stride_qd,
-    stride_kn, stride_kd, stride_vn, stride_vd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn,
-    scale,
-    SHIFTED: tl.constexpr, ADDS_F: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_G: tl.constexpr, NATURAL: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CHUNKED: tl.constexpr, ALL_D: tl.constexpr, ALL_E: tl.constexpr,
-):  # fmt: skip
-    """`_taken` of all tiles; the products of the next one are asked for first, as in half_step.py."""
-    maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_X], tl.float32)
-    sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
-    whole = keys // BLOCK_Y * BLOCK_Y
-    if whole > 0:
-        ahead = tile_products(
-            b_q, p_q, p_k, p_keep, o_x, m_x, 0, keys, dim, stride_qn, stride_qd, stride_kn, stride_kd,
-            stride_keep_n, HAS_KEEP, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, True,
-            ALL_D,
-        )  # fmt: skip
-        for start in range(0, whole, BLOCK_Y):
-            b_products = ahead
-            ahead = tile_products(
-                b_q, p_q, p_k, p_keep, o_x, m_x, tl.minimum(start + BLOCK_Y, whole - BLOCK_Y), keys, dim,
-                stride_qn, stride_qd, stride_kn, stride_kd, stride_keep_n, HAS_KEEP, AS_FLOAT32,
-                PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, True, ALL_D,
-            )  # fmt: skip
-            maximum, total, sums = _taken(
-                maximum, total, sums, b_products, b_f, p_v, p_keep, p_bias, p_g, o_x, m_x, start, keys,
-                value_dim, stride_vn, stride_vd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn,
-                scale, SHIFTED, ADDS_F, HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, PRECISION, BLOCK_Y, BLOCK_E,
-                True, ALL_E,
-            )  # fmt: skip
-    if whole < keys:
-        b_products = tile_products(
-            b_q, p_q, p_k, p_keep, o_x, m_x, whole, keys, dim, stride_qn, stride_qd, stride_kn, stride_kd,
-            stride_keep_n, HAS_KEEP, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, False,
-            ALL_D,
-        )  # fmt: skip
-        maximum, total, sums = _taken(
-            maximum, total, sums, b_products, b_f, p_v, p_keep, p_bias, p_g, o_x, m_x, whole, keys,
-            value_dim, stride_vn, stride_vd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn,
-            scale,
-            SHIFTED, ADDS_F, HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, PRECISION, BLOCK_Y, BLOCK_E, False,
-            ALL_E,
-        )  # fmt: skip
-    return maximum, total, sums
 
 
 @triton.jit
@@ -271,29 +187,57 @@ def _attend(
         b_f = load_dual(p_f + i_b * stride_fb + i_h * stride_fh, o_x, m_x, stride_fn)
         if NATURAL:
             b_f *= LOG2_E
+    whole = keys // BLOCK_Y * BLOCK_Y  # tiles of which all keys exist
     maximum = tl.zeros([BLOCK_X], tl.float32)
     total = tl.zeros([BLOCK_X], tl.float32)
     sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
     again = True
     if SHIFTED:
-        _, total, sums = _weighed(
-            b_q, b_f, p_q, p_k, p_v, p_keep, p_bias, p_g, o_x, m_x, keys, dim, value_dim, stride_qn,
-            stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_keep_n, stride_bias_x,
-            stride_bias_y, stride_gn, scale, True, True, HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32,
-            PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, BLOCK_E, CHUNKED, ALL_D, ALL_E,
-        )  # fmt: skip
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+                logits, o_y, m_y = logit_tile(
+                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
+                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
+                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
+                    CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                weights = tl.exp2(logits + b_f[:, None])
+                if CLOSES:
+                    total += tl.sum(weights, 1)
+                b_v = load_rows(
+                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
+                    part == 0 and not HAS_KEEP, ALL_E,
+                )  # fmt: skip
+                sums = product(weights.to(b_v.dtype), b_v, sums, PRECISION)
         maximum = -b_f
         again = False
         if CLOSES:
             again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
     if again:
-        maximum, total, sums = _weighed(
-            b_q, b_f if HAS_F else maximum, p_q, p_k, p_v, p_keep, p_bias, p_g, o_x, m_x, keys, dim,
-            value_dim, stride_qn, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_keep_n,
-            stride_bias_x, stride_bias_y, stride_gn, scale, False, HAS_F and not CLOSES, HAS_KEEP,
-            HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, BLOCK_E, CHUNKED,
-            ALL_D, ALL_E,
-        )  # fmt: skip
+        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_X], tl.float32)
+        sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+                logits, o_y, m_y = logit_tile(
+                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
+                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
+                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
+                    CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                if HAS_F and not CLOSES:
+                    logits += b_f[:, None]
+                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                shift = finite_or_zero(new_maximum)
+                shrink = tl.exp2(maximum - shift)
+                weights = tl.exp2(logits - shift[:, None])
+                total = total * shrink + tl.sum(weights, 1)
+                b_v = load_rows(
+                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
+                    part == 0 and not HAS_KEEP, ALL_E,
+                )  # fmt: skip
+                sums = product(weights.to(b_v.dtype), b_v, sums * shrink[:, None], PRECISION)
+                maximum = new_maximum
     if CLOSES:
         mass = tl.where(total == 0.0, 0.0, tl.exp2(log_mass) / total)
     elif SHIFTED:

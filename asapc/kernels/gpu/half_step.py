@@ -5,8 +5,7 @@
 Rows and columns are one kernel: points x get a new dual by a sum over points y, and q and k take
 these two roles. Where x has an older dual, exponents are shifted by it, since it is near the new one; the
 sum is then one addition an entry. Where there is none, or a sum leaves float32's range, it is kept as a
-running maximum and a total relative to it. The products of the next tile are asked for before the
-exponentials of this one, so that the tensor cores and the others work at the same time.
+running maximum and a total relative to it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,14 +28,12 @@ from asapc.kernels.gpu.tiles import (
     finite_or_zero,
     in_range,
     is_half,
-    launched,
     load_dual,
     load_keep,
     load_rows,
+    logit_tile,
     spread_bias,
     strides_of,
-    tile_logits,
-    tile_products,
 )
 
 
@@ -83,7 +80,10 @@ def close_columns(
 
 
 def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
-    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py); a bias costs some, too."""
+    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py); a bias costs some, too.
+
+    Others were no faster on an H100, in bfloat16 at D = 64.
+    """
     dim = x.shape[3]
     if is_half(x, y):
         limit_x, limit_y, limit_d, stages = (64 if has_bias else 128), (32 if has_bias else 64), 256, 3
@@ -120,84 +120,27 @@ def _close(
         -math.log2(count_x),
     )  # fmt: skip
 
-    def launch(tile: Tile) -> None:
-        constants = {
-            "HAS_KEEP": keep is not None,
-            "KEEP_ON_X": keep_on_x,
-            "HAS_BIAS": bias is not None,
-            "HAS_DUAL": dual is not None,
-            "HAS_OLD": old is not None,
-            "NATURAL": natural,
-            "AS_FLOAT32": not is_half(x, y),
-            "PRECISION": FLOAT32_PRECISION,
-            "BLOCK_X": tile.x,
-            "BLOCK_Y": tile.y,
-            "BLOCK_D": tile.d,
-            "CHUNKED": dim > tile.d,
-            "ALL_D": dim == tile.d,
-        }
-        key = (keep_on_x, dual is None, old is None, tile)
-        grid = (batch * heads * triton.cdiv(count_x, tile.x),)
-        warps, stages = tile.num_warps, tile.num_stages
-        launches(key, _half_step, grid, arguments, constants, num_warps=warps, num_stages=stages)
-
-    launched(launch, tile_for(x, y, bias is not None), x, y)
+    tile = tile_for(x, y, bias is not None)
+    constants = {
+        "HAS_KEEP": keep is not None,
+        "KEEP_ON_X": keep_on_x,
+        "HAS_BIAS": bias is not None,
+        "HAS_DUAL": dual is not None,
+        "HAS_OLD": old is not None,
+        "NATURAL": natural,
+        "AS_FLOAT32": not is_half(x, y),
+        "PRECISION": FLOAT32_PRECISION,
+        "BLOCK_X": tile.x,
+        "BLOCK_Y": tile.y,
+        "BLOCK_D": tile.d,
+        "CHUNKED": dim > tile.d,
+        "ALL_D": dim == tile.d,
+    }
+    key = (keep_on_x, dual is None, old is None, tile)
+    grid = (batch * heads * triton.cdiv(count_x, tile.x),)
+    warps, stages = tile.num_warps, tile.num_stages
+    launches(key, _half_step, grid, arguments, constants, num_warps=warps, num_stages=stages)
     return out
-
-
-@triton.jit
-def _added(maximum, total, logits, b_old, SHIFTED: tl.constexpr):
-    """The running maximum and sum of exponentials with one more tile; if SHIFTED, of logits + old."""
-    if SHIFTED:
-        return maximum, total + tl.sum(tl.exp2(logits + b_old[:, None]), 1)
-    new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-    shift = finite_or_zero(new_maximum)
-    return new_maximum, total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-
-
-@triton.jit
-def _summed(
-    b_x, b_old, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, count_y, dim, stride_xn, stride_xd,
-    stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y, stride_dual_n, scale,
-    SHIFTED: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
-    NATURAL: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, ALL_D: tl.constexpr,
-):  # fmt: skip
-    """`_added` of all tiles."""
-    maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_X], tl.float32)
-    whole = count_y // BLOCK_Y * BLOCK_Y  # tiles of which all points exist
-    if whole > 0:
-        ahead = tile_products(
-            b_x, p_x, p_y, p_keep, o_x, m_x, 0, count_y, dim, stride_xn, stride_xd, stride_yn, stride_yd,
-            stride_keep_n, HAS_KEEP, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, True,
-            ALL_D,
-        )  # fmt: skip
-        for start in range(0, whole, BLOCK_Y):
-            b_products = ahead
-            ahead = tile_products(
-                b_x, p_x, p_y, p_keep, o_x, m_x, tl.minimum(start + BLOCK_Y, whole - BLOCK_Y), count_y,
-                dim, stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n, HAS_KEEP, AS_FLOAT32,
-                PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, True, ALL_D,
-            )  # fmt: skip
-            logits, _, _ = tile_logits(
-                b_products, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, stride_keep_n,
-                stride_bias_x,
-                stride_bias_y, stride_dual_n, scale, HAS_KEEP, HAS_BIAS, HAS_DUAL, NATURAL, BLOCK_Y, True,
-            )  # fmt: skip
-            maximum, total = _added(maximum, total, logits, b_old, SHIFTED)
-    if whole < count_y:
-        b_products = tile_products(
-            b_x, p_x, p_y, p_keep, o_x, m_x, whole, count_y, dim, stride_xn, stride_xd, stride_yn,
-            stride_yd, stride_keep_n, HAS_KEEP, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
-            False, ALL_D,
-        )  # fmt: skip
-        logits, _, _ = tile_logits(
-            b_products, p_keep, p_bias, p_dual, o_x, m_x, whole, count_y, stride_keep_n, stride_bias_x,
-            stride_bias_y, stride_dual_n, scale, HAS_KEEP, HAS_BIAS, HAS_DUAL, NATURAL, BLOCK_Y, False,
-        )  # fmt: skip
-        maximum, total = _added(maximum, total, logits, b_old, SHIFTED)
-    return maximum, total
 
 
 @triton.jit
@@ -232,28 +175,40 @@ def _half_step(
             m_x = load_keep(p_keep, o_x, m_inside, stride_keep_n)
     keep_on_y: tl.constexpr = HAS_KEEP and not KEEP_ON_X
     b_x = load_rows(p_x, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_xn, stride_xd, AS_FLOAT32)
+    whole = count_y // BLOCK_Y * BLOCK_Y  # tiles of which all points exist
     result = tl.zeros([BLOCK_X], tl.float32)
     again = True
     if HAS_OLD:
         b_old = load_dual(p_old + i_b * stride_old_b + i_h * stride_old_h, o_x, m_x, stride_old_n)
         if NATURAL:
             b_old *= LOG2_E
-        _, total = _summed(
-            b_x, b_old, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, count_y, dim, stride_xn, stride_xd,
-            stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y, stride_dual_n, scale, True,
-            keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
-            CHUNKED, ALL_D,
-        )  # fmt: skip
+        total = tl.zeros([BLOCK_X], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+                logits, _, _ = logit_tile(
+                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
+                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
+                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
         result = log_mass + b_old - tl.log2(total)
         again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
     if again:
-        maximum, total = _summed(
-            b_x, result, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, count_y, dim, stride_xn, stride_xd,
-            stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y, stride_dual_n, scale,
-            False,
-            keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
-            CHUNKED, ALL_D,
-        )  # fmt: skip
+        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_X], tl.float32)
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+                logits, _, _ = logit_tile(
+                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
+                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
+                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                )  # fmt: skip
+                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                shift = finite_or_zero(new_maximum)
+                total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+                maximum = new_maximum
         # What sees nothing on the other side has plan 0 whatever its dual is.
         result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
     if NATURAL:

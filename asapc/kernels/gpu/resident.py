@@ -38,7 +38,6 @@ from asapc.kernels.gpu.tiles import (
     strides_of,
 )
 from asapc.kernels.loop import Loop
-from asapc.kernels.thresholds import thresholds
 
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
 CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
@@ -52,8 +51,7 @@ SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
-    limit = min(RESIDENT_LIMIT, thresholds(q, k).resident_tokens)
-    small = q.shape[2] * _pitch(k) * 4 <= CACHE and max(q.shape[2], k.shape[2]) <= limit
+    small = q.shape[2] * _pitch(k) * 4 <= CACHE and k.shape[2] <= RESIDENT_LIMIT
     return small and loop.half_steps >= FEWEST
 
 
@@ -195,10 +193,11 @@ def _pair(
     """b after a half-step on rows and one on columns; 0 (log2: -inf) on what no query sees."""
     if LINEAR:
         # Eight threads share a row, each with its part of every stripe of columns: few exchanges a sum.
-        stripes: tl.constexpr = WIDTH // STRIPE
-        o_stripe = tl.arange(0, stripes)[None, :, None] * STRIPE + tl.arange(0, STRIPE)[None, None, :]
-        b_striped = tl.reshape(b, [stripes, STRIPE])[None, :, :]
-        b_sums = tl.zeros([BLOCK_X, stripes, STRIPE], tl.float32)
+        stripe: tl.constexpr = STRIPE if WIDTH > STRIPE else WIDTH
+        stripes: tl.constexpr = WIDTH // stripe
+        o_stripe = tl.arange(0, stripes)[None, :, None] * stripe + tl.arange(0, stripe)[None, None, :]
+        b_striped = tl.reshape(b, [stripes, stripe])[None, :, :]
+        b_sums = tl.zeros([BLOCK_X, stripes, stripe], tl.float32)
         for start in range(0, queries, BLOCK_X):
             o_x = start + tl.arange(0, BLOCK_X)[:, None, None]
             kernel = tl.load(

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import factor_value
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,32 +46,6 @@ class Tile(NamedTuple):
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
     return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
-
-
-def launched(launch: Callable[[Tile], None], tile: Tile, x: Tensor, y: Tensor) -> None:
-    """By the tile that was tuned for points like these [B, H, X, D] and [B, H, Y, D], else by this one.
-
-    What was tuned without a bias, or for narrower values, may need more shared memory than there is.
-    """
-    own = tuned(tile, x, y)
-    try:
-        launch(own)
-    except OutOfResources:
-        if own == tile:
-            raise
-        launch(tile)
-
-
-def tuned(tile: Tile, x: Tensor, y: Tensor) -> Tile:
-    """The tile, with the sizes that were tuned in place of its own."""
-    limits = thresholds(x, y)
-    return Tile(
-        block_of(x.shape[2], limits.tile_x) if limits.tile_x else tile.x,
-        block_of(y.shape[2], limits.tile_y) if limits.tile_y else tile.y,
-        tile.d,
-        limits.warps or tile.num_warps,
-        limits.stages or tile.num_stages,
-    )
 
 
 def is_half(*tensors: Tensor) -> bool:
@@ -207,55 +179,41 @@ def score_tile(
 
 
 @triton.jit
-def tile_products(
-    b_x, p_x, p_y, p_keep, o_x, m_x, start,
+def logit_tile(
+    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start,
     count_y, dim,
-    stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n,
-    HAS_KEEP: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr,
-    ALL_D: tl.constexpr,
-):  # fmt: skip
-    """x.y for the BLOCK_Y points y from `start` on.  WHOLE: all of these exist."""
-    o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
-    m_y = o_y < count_y
-    if HAS_KEEP:
-        m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    return products(
-        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
-        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, WHOLE and not HAS_KEEP, ALL_D,
-    )  # fmt: skip
-
-
-@triton.jit
-def tile_logits(
-    b_products, p_keep, p_bias, p_dual, o_x, m_x, start,
-    count_y,
-    stride_keep_n, stride_bias_x, stride_bias_y, stride_dual_n,
+    stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+    stride_dual_n,
     scale,
     HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, NATURAL: tl.constexpr,
-    BLOCK_Y: tl.constexpr, WHOLE: tl.constexpr,
+    AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr, ALL_D: tl.constexpr,
 ):  # fmt: skip
-    """log2 of exp(S + dual of y) from `tile_products`, -inf where a y is masked.
+    """log2 of exp(S + dual of y) for the BLOCK_Y points y from `start` on, -inf where they are masked.
 
-    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  Returns also which points y they are, and
-    which of them are active.
+    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  WHOLE: all these y exist.  Returns also
+    which points y they are, and which of them are active.
     """
     o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
     m_y = o_y < count_y
     if HAS_KEEP:
         m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    logits = scale * b_products
+    masked: tl.constexpr = HAS_KEEP or not WHOLE
+    logits = scale * products(
+        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
+        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, not masked, ALL_D,
+    )  # fmt: skip
     if HAS_DUAL:
-        if WHOLE and not HAS_KEEP:
-            b_dual = tl.load(p_dual + o_y * stride_dual_n).to(tl.float32)
-        else:
+        if masked:
             b_dual = tl.load(p_dual + o_y * stride_dual_n, mask=m_y, other=0.0).to(tl.float32)
+        else:
+            b_dual = tl.load(p_dual + o_y * stride_dual_n).to(tl.float32)
         if NATURAL:
             b_dual *= LOG2_E
-        if HAS_KEEP or not WHOLE:
+        if masked:
             b_dual = tl.where(m_y, b_dual, float("-inf"))
         logits += b_dual[None, :]
-    elif HAS_KEEP or not WHOLE:
+    elif masked:
         logits += tl.where(m_y, 0.0, float("-inf"))[None, :]
     if HAS_BIAS:
         logits += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)

@@ -133,7 +133,7 @@ def sinkhorn_loop(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
-        rows_weigh, dtype is torch.float64, thresholds(q, k).resident_bytes, torch.get_num_threads(),
+        rows_weigh, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
         loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
@@ -347,7 +347,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def path(q: Tensor, k: Tensor, widest: float) -> tuple[str, str]:
     """What ran on these and why, for people to read.  widest: as sinkhorn_loop has it."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    size, kept = q.shape[2] * k.shape[2] * dtype.itemsize, thresholds(q, k).resident_bytes
+    size, kept = q.shape[2] * k.shape[2] * dtype.itemsize, thresholds().resident_bytes
     why, streamed = f"a head's scores take {size / 2**20:.2f} MiB", ""
     if size > kept:
         why, streamed = f"{why}, more than the {kept / 2**20:g} MiB that are kept", ", streamed"
