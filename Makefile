@@ -31,7 +31,7 @@ ruff: $(VENV)/.installed-dev
 CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resources import files; \
 	assert all((files('asapc') / name).is_file() for name in ('demo_data/code/code.npz', \
 	'demo_data/code/LICENSE', 'demo_data/code/teacher/model.safetensors', 'demo_data/digits/digits.npz', \
-	'recipe.schema.json', 'kernels/thresholds.json', 'report/template/report.html.j2'))
+	'recipe.schema.json', 'report/template/report.html.j2'))
 
 # asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.
 # It is also what a user gets from a wheel: every module and the demo data must be in it.

@@ -135,7 +135,7 @@ TWISTS: dict[str, Twist] = {
                             before="self.count.add_(1)", factor=True),
     "buffer_branch": Twist("int(self.count) > 3", init="self.register_buffer('count', torch.zeros(()))",
                            before="self.count += 1"),
-    "decay": Twist("self.tau", init="self.tau = 1.0", before="self.tau *= 0.97", factor=True),
+    "decay": Twist("self.decayed", init="self.decayed = 1.0", before="self.decayed *= 0.97", factor=True),
     "average": Twist("self.mean", init="self.register_buffer('mean', torch.ones(()))",
                      before="self.mean.copy_(0.9 * self.mean + 0.1 * s.detach().abs().mean())",
                      factor=True),
