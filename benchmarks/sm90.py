@@ -1,4 +1,5 @@
-"""Every Triton kernel compiled for sm_90, on a machine without a GPU: registers, spills, shared memory.
+"""Every Triton kernel compiled for sm_90, on a machine without a GPU: registers, spills, shared memory,
+instructions.
 
     python benchmarks/sm90.py -o benchmarks/results/sm90      # a few minutes on two cores
 
@@ -43,7 +44,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 @dataclass(frozen=True)
 class Built:
-    """case: of the call.  kernel: its name.  spilled: bytes of a thread's stack."""
+    """case: of the call.  kernel: its name.  spilled: bytes of a thread's stack.  an_entry: instructions
+    of a thread for an entry of a tile, in the shortest loop with exponentials; 0 where there is none.
+    """
 
     case: str
     kernel: str
@@ -51,6 +54,7 @@ class Built:
     registers: int
     spilled: int
     shared: int
+    an_entry: float
 
 
 class Sm90:
@@ -66,18 +70,34 @@ class Sm90:
         return GPUTarget("cuda", 90, 32)
 
 
-def usage(cubin: bytes) -> tuple[int, int]:
-    """(registers of a thread, bytes of its stack)."""
+def told(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
-            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+        command = [str(CUOBJDUMP), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack)."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text := told(cubin, "-res-usage"))
     if found is None:
-        raise SystemExit(f"sm90.py: cuobjdump tells no usage: {told[:300]}")
+        raise SystemExit(f"sm90.py: cuobjdump tells no usage: {text[:300]}")
     return int(found[1]), int(found[2])
+
+
+def shortest_loop(cubin: bytes) -> int:
+    """Instructions of the shortest loop with exponentials of base 2, 0 where there is none."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told(cubin, "-sass"), re.MULTILINE)
+    code = [(int(place, 16), text) for place, text in lines]
+    found = []
+    for place, text in code:
+        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if to is not None and int(to[1], 16) < place:
+            body = [other for at, other in code if int(to[1], 16) <= at <= place]
+            if any("MUFU.EX2" in other for other in body):
+                found.append(len(body))
+    return min(found, default=0)
 
 
 class Compiling:
@@ -95,9 +115,12 @@ class Compiling:
                 return
             self._known.add(id(made))
             registers, spilled = usage(made.asm["cubin"])
+            warps = made.metadata.num_warps
+            entries = kwargs.get("BLOCK_X", 0) * kwargs.get("BLOCK_Y", 0) / (32 * warps)
+            an_entry = shortest_loop(made.asm["cubin"]) / entries if entries else 0.0
             self.built.append(
-                Built(self.case, made.metadata.name, made.metadata.num_warps, registers, spilled,
-                      made.metadata.shared)
+                Built(self.case, made.metadata.name, warps, registers, spilled, made.metadata.shared,
+                      round(an_entry, 2))
             )  # fmt: skip
 
         return compiled
@@ -169,18 +192,24 @@ def main() -> int:
     return shown(compiling.built, failed, options.out)
 
 
+def spread(values: list[float]) -> str:
+    return f"{min(values):.1f} to {max(values):.1f}" if values else "-"
+
+
 def shown(built: list[Built], failed: dict[str, str], out: Path | None) -> int:
     """The table, a row a kernel; 1 where one does not compile, spills or does not fit."""
     bad = [b for b in built if b.spilled or b.shared > SHARED_LIMIT]
     kernels = sorted({b.kernel for b in built})
     lines = [f"### Triton {triton.__version__}, sm_90: {len(built)} kernels, {len(failed)} failed", ""]
-    lines += ["| kernel | variants | registers | spilling | shared memory |", "|---|---:|---:|---:|---:|"]
+    lines += ["| kernel | variants | registers | spilling | shared memory | instructions an entry |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
     for kernel in kernels:
         own = [b for b in built if b.kernel == kernel]
         registers = [b.registers for b in own]
         lines.append(
             f"| `{kernel}` | {len(own)} | {min(registers)} to {max(registers)} | "
-            f"{sum(b.spilled > 0 for b in own)} | at most {max(b.shared for b in own) / 1024:.0f} KiB |"
+            f"{sum(b.spilled > 0 for b in own)} | at most {max(b.shared for b in own) / 1024:.0f} KiB | "
+            f"{spread([b.an_entry for b in own if b.an_entry])} |"
         )
     lines += ["", *(f"- {b.kernel}, {b.case}: {b.spilled} bytes spilled, {b.shared} shared" for b in bad)]
     print("\n".join(lines))

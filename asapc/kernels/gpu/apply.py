@@ -149,6 +149,7 @@ def _launch(
         ALL_E=v.shape[3] == block_e,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -139,7 +139,8 @@ def _close(
     key = (keep_on_x, dual is None, old is None, tile)
     grid = (batch * heads * triton.cdiv(count_x, tile.x),)
     warps, stages = tile.num_warps, tile.num_stages
-    launches(key, _half_step, grid, arguments, constants, num_warps=warps, num_stages=stages)
+    fused = {"enable_fp_fusion": True}  # Triton means to do without
+    launches(key, _half_step, grid, arguments, constants, num_warps=warps, num_stages=stages, **fused)
     return out
 
 
