@@ -106,3 +106,37 @@ def test_the_benchmarks_of_other_operators_mix_no_devices(
         else:
             found = module.measure(options, 12, 0.1)
     assert len(found["rows"]) >= 3
+
+
+POISONED = """
+import pytest, torch
+
+broken = []
+torch.cuda.is_initialized = lambda: True
+
+
+def synchronize():
+    if broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+torch.cuda.synchronize = synchronize
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_one(number):
+    synchronize()
+    if number in (3, 7):
+        broken.append(number)
+        raise AssertionError(f"poisoned by {number}")
+"""
+
+
+def test_an_error_that_sticks_to_its_process_costs_one_test(tmp_path: Path) -> None:
+    (tmp_path / "test_kernels.py").write_text(POISONED)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "2", "-p", "gpu_worker", "-p",
+               "no:cacheprovider", "test_kernels.py"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "10 passed" in done.stdout, done.stdout
+    assert "poisoned by 3" in done.stderr and "poisoned by 7" in done.stderr
