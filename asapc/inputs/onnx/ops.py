@@ -230,13 +230,6 @@ def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Ten
     return reduce
 
 
-def _arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    x = tensor_of(x)
-    if select_last_index:
-        return x.shape[axis] - 1 - torch.argmax(x.flip(axis), axis, bool(keepdims))
-    return torch.argmax(x, axis, bool(keepdims))
-
-
 # The table
 
 
@@ -289,19 +282,21 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceLogSumExp": _reduction(
         lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x
     ),
-    "ArgMax": _arg_max,
+    "ArgMax": on_tensor(
+        lambda x, *, axis=0, keepdims=1: torch.argmax(x, axis, bool(keepdims))
+    ),
     "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
     "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,
     "Split": shapes.split, "Slice": shapes.sliced, "Tile": shapes.tile, "Expand": shapes.expand,
     "Pad": shapes.pad, "Gather": shapes.gather, "GatherElements": shapes.gather_elements,
     "GatherND": shapes.gather_nd, "ScatterElements": shapes.scatter_elements,
-    "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k, "OneHot": shapes.one_hot,
+    "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k,
     "Shape": shapes.shape_of, "Size": shapes.size_of, "ConstantOfShape": shapes.constant_of_shape,
     "Range": shapes.range_of, "Trilu": shapes.trilu,
     "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": layers.dropout,
     "LayerNormalization": layers.layer_norm, "RMSNormalization": layers.rms_norm,
     "BatchNormalization": layers.batch_norm,
-    "Conv": layers.conv, "MaxPool": layers.max_pool,
+    "Conv": layers.conv,
     "GlobalAveragePool": lambda x: torch.mean(x, [*range(2, x.dim())], True),
     "Loop": layers.loop, "If": layers.branch,
 }  # fmt: skip
