@@ -361,19 +361,21 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     raise InputError(f"{spec} {what}", help=help)
 
 
+def _anything(*args: Any, **kwargs: Any) -> None: ...
+
+
 class Signature:
     """Names and order of forward's arguments; without a signature every name is accepted."""
 
     def __init__(self, signature: inspect.Signature | None) -> None:
-        parameters = [] if signature is None else list(signature.parameters.values())
-        kinds = {p.kind for p in parameters}
-        self.any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
-        self.any_number = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        named = [p for p in parameters if p.kind not in variable and p.name != "self"]
-        self.arguments = tuple(p.name for p in named)
-        self.required = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
-        self.positional = tuple(p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY)
+        either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
+            for p in (signature or inspect.signature(_anything)).parameters.values() if p.name != "self"
+        ]  # fmt: skip
+        self._signature = inspect.Signature(parameters)
+        self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))
+        self.positional = tuple(p.name for p in parameters if p.kind is either)
 
     @property
     def first_name(self) -> str:
@@ -395,39 +397,17 @@ class Signature:
 
         Raises InputError for too many, unknown or missing arguments.
         """
-        accepted = f"forward({', '.join(self.arguments)})" if self.arguments else "forward"
-        rename = f"np.savez('data.npz', {self.first_name}=...), or labels= for labels"
-        if len(args) > len(self.positional) and not self.any_number:
-            raise InputError(
-                f"{place}: a batch must fit {accepted}",
-                got=f"{len(args)} positional values",
-                help="yield a dict by argument name; its key labels is for accuracy only",
-            )
-        given = [*self.positional[: len(args)], *kwargs]
-        unknown = [name for name in kwargs if name not in self.arguments]
-        if unknown and not self.any_name:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            accepted = f"forward({', '.join(self.arguments)})" if self.arguments else "forward"
+            names = [*kwargs] + [f"{len(args)} positional values"] * bool(args)
             raise InputError(
                 f"{place}: arrays must be named after the arguments of {accepted}",
-                got=", ".join(unknown),
-                help=rename,
-            )
-        missing = [name for name in self.required if name not in given]
-        if missing:
-            raise InputError(
-                f"{place}: {accepted} needs {', '.join(missing)}",
-                got=", ".join(given) or "no arrays",
-                help=rename,
-            )
-        repeated = [name for name in self.positional[: len(args)] if name in kwargs]
-        if repeated:
-            raise InputError(f"{place}: {', '.join(repeated)} must be given once", got="two values")
-        rest = dict(kwargs)
-        if len(args) <= len(self.positional):
-            for name in self.positional[len(args) :]:
-                if name not in rest:
-                    break
-                args = (*args, rest.pop(name))
-        return args, rest
+                got=f"{', '.join(names) or 'no arrays'}: {error}",
+                help=f"np.savez('data.npz', {self.first_name}=...), or yield a dict; labels= for labels",
+            ) from None
+        return bound.args, bound.kwargs
 
     def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """(name, value) for a bound call, in its order."""
@@ -666,27 +646,24 @@ def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, args=args, kwargs=kwargs)
 
 
-def _layout(batch: Batch) -> tuple[Any, ...]:
+def _layout(batch: Batch) -> Any:
     """What must agree for two batches to be joined: names, shapes, dtypes and constants."""
-
-    def of(value: Any) -> Any:
-        return (value.dtype, value.shape[1:]) if isinstance(value, Tensor) else value
-
-    named = tuple((name, of(value)) for name, value in batch.kwargs.items())
-    return tuple(of(value) for value in batch.args), named, batch.labels is None
+    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    kinds = tuple((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else x for x in leaves)
+    return spec, kinds, batch.labels is None
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
     """Batches of one layout as one."""
-    first = batches[0]
 
-    def join(values: list[Any]) -> Any:
+    def join(*values: Any) -> Any:
         return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
 
+    args, kwargs = pytree.tree_map(join, *((b.args, b.kwargs) for b in batches))
     return Batch(
-        args=tuple(join(list(values)) for values in zip(*(b.args for b in batches), strict=True)),
-        kwargs={name: join([b.kwargs[name] for b in batches]) for name in first.kwargs},
-        labels=join([b.labels for b in batches]),
+        args=args,
+        kwargs=kwargs,
+        labels=join(*(b.labels for b in batches)),
         hashes=[hash for b in batches for hash in b.hashes],
         numbers=[number for b in batches for number in b.numbers],
     )
