@@ -262,60 +262,43 @@ def test_operators_by_the_tests_of_onnx() -> None:
 # Subgraphs
 
 
-def info(name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, shape)
-
-
-def scalar(name: str, value: Any, dtype: Any = np.int64) -> onnx.NodeProto:
-    return helper.make_node(
-        "Constant", [], [name], value=numpy_helper.from_array(np.array(value, dtype=dtype), name)
-    )
-
-
-def body_of(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    return helper.make_graph(nodes, "body", inputs, outputs)
-
-
-def loop_body(*more: onnx.NodeProto, keep: str = "go", scanned: bool = False) -> onnx.GraphProto:
-    """x -> x * w + i, where w is a value of the graph around it; scanned: every x is an output, too."""
-    nodes = [
-        helper.make_node("Mul", ["x_in", "w"], ["scaled"]),
-        helper.make_node("Cast", ["i"], ["i_float"], to=TensorProto.FLOAT),
-        helper.make_node("Add", ["scaled", "i_float"], ["x_out"]),
-        *more,
-        helper.make_node("Identity", [keep], ["go_out"]),
-        helper.make_node("Identity", ["x_out"], ["seen"]),
-    ]
-    seen = [info("seen", [3])] if scanned else []
-    inputs = [info("i", [], TensorProto.INT64), info("go", [], TensorProto.BOOL), info("x_in", [3])]
-    return body_of(nodes, inputs, [info("go_out", [], TensorProto.BOOL), info("x_out", [3]), *seen])
+def parsed(text: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}')
 
 
 def looped(
-    trips: int | None, *more: onnx.NodeProto, keep: str = "go", limit: float = 0.0, outputs: Any = ("y",)
+    trips: int | None, more: str = "", keep: str = "go", limit: float = 0.0, scanned: bool = False
 ) -> onnx.ModelProto:
-    """The body up to so many times, or as often as `keep` says, which `more` computes."""
-    body = loop_body(*more, keep=keep, scanned=len(outputs) > 1)
-    nodes = [
-        scalar("trips", trips or 0), scalar("true", True, np.bool_), scalar("limit", limit, np.float32),
-        helper.make_node("Loop", ["" if trips is None else "trips", "true", "x"], outputs, body=body),
-    ]  # fmt: skip
-    return graph_model(nodes, [info("x", [3]), info("w", [3])], [*outputs])
+    """x -> x * w + i up to so many times, or as often as `keep` says, which `more` computes; w is a value
+    of the graph around the loop. scanned: every x is an output, too."""
+    outputs = "y, all" if scanned else "y"
+    return parsed(f"""
+        g (float[3] x, float[3] w) => ({outputs})
+        <int64 trips = {{{trips or 0}}}, bool yes = {{1}}, float limit = {{{limit}}}, int64 last = {{3}}>
+        {{
+            {outputs} = Loop ({'""' if trips is None else "trips"}, yes, x) <body = b
+                (int64 i, bool go, float[3] x_in)
+                => (bool go_out, float[3] x_out {", float[3] seen" if scanned else ""})
+                {{
+                    scaled = Mul (x_in, w)
+                    i_float = Cast <to = 1> (i)
+                    x_out = Add (scaled, i_float)
+                    {more}
+                    go_out = Identity ({keep})
+                    seen = Identity (x_out)
+                }}>
+        }}""")
 
 
-def below(reduction: str) -> list[onnx.NodeProto]:
+def below(reduction: str) -> str:
     """small: whether the reduction of x is below the limit."""
-    return [
-        helper.make_node(reduction, ["x_out"], ["total"], keepdims=0),
-        helper.make_node("Less", ["total", "limit"], ["small"]),
-    ]
+    return f"total = {reduction} <keepdims = 0> (x_out) small = Less (total, limit)"
 
 
-COUNTED = [scalar("last", 3), helper.make_node("Less", ["i", "last"], ["go_on"])]
 LOOPS = {
-    "no trip": looped(0), "one trip": looped(1, outputs=["y", "all"]),
-    "trips": looped(4, outputs=["y", "all"]), "a counter": looped(None, *COUNTED, keep="go_on"),
-    **{f"data, {x:g}": looped(6, *below("ReduceSum"), keep="small", limit=x) for x in (0.0, 3.0, 1e9)},
+    "no trip": looped(0), "one trip": looped(1, scanned=True), "trips": looped(4, scanned=True),
+    "a counter": looped(None, "go_on = Less (i, last)", "go_on"),
+    **{f"data, {x:g}": looped(6, below("ReduceSum"), "small", x) for x in (0.0, 3.0, 1e9)},
 }  # fmt: skip
 
 
@@ -324,18 +307,18 @@ def test_loops(model: onnx.ModelProto) -> None:
     check(model, {"x": f(3, low=0.1), "w": f(3, low=1.0)})
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_if(wide: bool) -> None:
+@pytest.mark.parametrize("n", [5, 3])
+def test_if(n: int) -> None:
     """On a shape, with a branch that uses what is around it."""
-    then = body_of([helper.make_node("Mul", ["x", "w"], ["y_then"])], [], [info("y_then", [None])])
-    other = body_of([helper.make_node("Neg", ["x"], ["y_else"])], [], [info("y_else", [None])])
-    nodes = [
-        helper.make_node("Size", ["x"], ["size"]), scalar("three", 3),
-        helper.make_node("Greater", ["size", "three"], ["wide"]),
-        helper.make_node("If", ["wide"], ["y"], then_branch=then, else_branch=other),
-    ]  # fmt: skip
-    n = 5 if wide else 3
-    check(graph_model(nodes, [info("x", [None]), info("w", [None])], ["y"]), {"x": f(n), "w": f(n)})
+    model = parsed("""
+        g (float[n] x, float[n] w) => (y) <int64 three = {3}>
+        {
+            size = Size (x)
+            wide = Greater (size, three)
+            y = If (wide) <then_branch = t () => (float[n] p) { p = Mul (x, w) },
+                           else_branch = e () => (float[n] q) { q = Neg (x) }>
+        }""")
+    check(model, {"x": f(n), "w": f(n)})
 
 
 # Shapes that stay symbols
@@ -348,36 +331,40 @@ def exported(model: onnx.ModelProto, *inputs: Tensor) -> tuple[OnnxModule, Graph
     return module, captured.programs[0].graph
 
 
-def node(op: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(op, inputs, [output], **attributes)
-
-
 def test_shape_arithmetic_keeps_sizes_dynamic() -> None:
     """[B, N, 4] -> [B, N * 2, 2] plus positions and a mask, the way exporters write it."""
-    nodes = [
-        node("Shape", ["x"], "shape"), scalar("zero", 0), scalar("one", 1), scalar("axis", [0]),
-        scalar("two", 2), scalar("minus", [-1]), scalar("twos", [2]), scalar("starts", [1]),
-        node("Gather", ["shape", "zero"], "b"), node("Gather", ["shape", "one"], "n"),
-        node("Mul", ["n", "two"], "longer"), node("Unsqueeze", ["b", "axis"], "b1"),
-        node("Unsqueeze", ["longer", "axis"], "n1"), node("Concat", ["b1", "n1", "twos"], "to", axis=0),
-        node("Equal", ["to", "minus"], "unknown"),
-        node("Shape", ["to"], "rank"),
-        node("ConstantOfShape", ["rank"], "ones", value=value_of(1, np.int64)),
-        node("Where", ["unknown", "ones", "to"], "sizes"),
-        node("Reshape", ["x", "sizes"], "y0"),
-        node("Cast", ["n"], "n_float", to=TensorProto.FLOAT), node("Sqrt", ["n_float"], "root"),
-        node("Div", ["y0", "root"], "y1"),
-        node("Range", ["zero", "longer", "one"], "positions"),
-        node("Cast", ["positions"], "places", to=TensorProto.FLOAT),
-        node("Unsqueeze", ["places", "starts"], "column"), node("Add", ["y1", "column"], "y"),
-        node("Slice", ["shape", "axis", "starts"], "first"),
-        node("ReduceProd", ["first"], "examples", keepdims=0),
-        node("Div", ["longer", "two"], "again"), node("Sub", ["again", "one"], "last"),
-        node("Gather", ["x", "last"], "end", axis=1),
-        node("Expand", ["end", "end_shape"], "ends"), node("Shape", ["end"], "end_shape"),
-    ]  # fmt: skip
-    nodes[-1], nodes[-2] = nodes[-2], nodes[-1]
-    model = graph_model(nodes, [info("x", ["b", "n", 4])], ["y", "ends"])
+    model = parsed("""
+        g (float[b, n, 4] x) => (y, ends)
+        <int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64[1] axis = {0}, int64[1] starts = {1},
+         int64[1] minus = {-1}, int64[1] twos = {2}>
+        {
+            shape = Shape (x)
+            b = Gather (shape, zero)
+            n = Gather (shape, one)
+            longer = Mul (n, two)
+            b1 = Unsqueeze (b, axis)
+            n1 = Unsqueeze (longer, axis)
+            to = Concat <axis = 0> (b1, n1, twos)
+            unknown = Equal (to, minus)
+            rank = Shape (to)
+            ones = ConstantOfShape <value = int64[1] {1}> (rank)
+            sizes = Where (unknown, ones, to)
+            y0 = Reshape (x, sizes)
+            n_float = Cast <to = 1> (n)
+            root = Sqrt (n_float)
+            y1 = Div (y0, root)
+            positions = Range (zero, longer, one)
+            places = Cast <to = 1> (positions)
+            column = Unsqueeze (places, starts)
+            y = Add (y1, column)
+            first = Slice (shape, axis, starts)
+            examples = ReduceProd <keepdims = 0> (first)
+            again = Div (longer, two)
+            last = Sub (again, one)
+            end = Gather <axis = 1> (x, last)
+            end_shape = Shape (end)
+            ends = Expand (end, end_shape)
+        }""")
     _, graph = exported(model, torch.randn(3, 5, 4))
     for size in ((3, 5), (2, 7), (6, 2)):
         x = torch.randn(*size, 4)
@@ -386,26 +373,26 @@ def test_shape_arithmetic_keeps_sizes_dynamic() -> None:
         check(model, {"x": x.numpy()})
 
 
-def branching(condition: list[onnx.NodeProto]) -> onnx.ModelProto:
-    """10 x if the `condition`, -x if not; five and six are integers."""
-    then = body_of([node("Mul", ["x", "ten"], "y_then")], [], [info("y_then", [])])
-    other = body_of([node("Neg", ["x"], "y_else")], [], [info("y_else", [])])
-    nodes = [
-        scalar("ten", 10.0, np.float32), scalar("five", 5), scalar("one", 1), scalar("axis", 1),
-        node("Shape", ["x"], "shape"), node("Gather", ["shape", "axis"], "n"), *condition,
-        helper.make_node("If", ["c"], ["y"], "the_if", then_branch=then, else_branch=other),
-    ]  # fmt: skip
-    return graph_model(nodes, [info("x", ["b", "n"])], ["y"])
+def branching(condition: str) -> onnx.ModelProto:
+    """10 x if c, which the `condition` computes, -x if not."""
+    return parsed(f"""
+        g (float[b, n] x) => (y) <float ten = {{10}}, int64 five = {{5}}, int64 one = {{1}}>
+        {{
+            shape = Shape (x)
+            n = Gather (shape, one)
+            {condition}
+            [the_if] y = If (c) <then_branch = t () => (float[b, n] p) {{ p = Mul (x, ten) }},
+                                 else_branch = e () => (float[b, n] q) {{ q = Neg (x) }}>
+        }}""")
 
 
 @pytest.mark.parametrize("condition, told", [
-    ([node("ReduceMax", ["x"], "top", keepdims=0), node("Greater", ["top", "ten"], "c")],
-     "depends on its data"),
-    ([node("Greater", ["n", "five"], "c")], "depends on the sizes of its inputs"),
-    ([node("Equal", ["n", "five"], "c")], "depends on the sizes of its inputs"),
-    ([node("Greater", ["n", "five"], "long"), node("Not", ["long"], "c")], "depends on the sizes"),
-], ids=["data", "longer", "equal", "not"])  # fmt: skip
-def test_a_branch_that_one_trace_cannot_decide(condition: list[onnx.NodeProto], told: str) -> None:
+    ("top = ReduceMax <keepdims = 0> (x) c = Greater (top, ten)", "depends on its data"),
+    ("c = Greater (n, five)", "depends on the sizes of its inputs"),
+    ("c = Equal (n, five)", "depends on the sizes of its inputs"),
+    ("long = Greater (n, five) c = Not (long)", "depends on the sizes"),
+])  # fmt: skip
+def test_a_branch_that_one_trace_cannot_decide(condition: str, told: str) -> None:
     model = branching(condition)
     for n in (5, 7):
         check(model, {"x": f(3, n)})
@@ -415,8 +402,7 @@ def test_a_branch_that_one_trace_cannot_decide(condition: list[onnx.NodeProto], 
 
 
 def test_a_size_that_one_trace_cannot_decide() -> None:
-    nodes = [node("Greater", ["n", "five"], "long"), node("Where", ["long", "five", "n"], "k")]
-    model = branching([*nodes, node("Greater", ["k", "one"], "c")])
+    model = branching("long = Greater (n, five) k = Where (long, five, n) c = Greater (k, one)")
     check(model, {"x": f(3, 7)})
     found = capture(module_of(model), (torch.ones(3, 7),), {})
     assert not found.programs and found.reason is not None
@@ -424,30 +410,32 @@ def test_a_size_that_one_trace_cannot_decide() -> None:
 
 
 @pytest.mark.parametrize("condition", [
-    [scalar("c", True, np.bool_)], [scalar("c", [True], np.bool_)], [node("Greater", ["n", "one"], "c")],
-    [node("Equal", ["n", "one"], "alone"), node("Not", ["alone"], "c")],
-], ids=["constant", "list", "size", "squeeze"])  # fmt: skip
-def test_a_branch_that_is_the_same_for_every_size(condition: list[onnx.NodeProto]) -> None:
+    "c = Constant <value = bool {1}> ()", "c = Constant <value = bool[1] {1}> ()", "c = Greater (n, one)",
+    "alone = Equal (n, one) c = Not (alone)",
+])  # fmt: skip
+def test_a_branch_that_is_the_same_for_every_size(condition: str) -> None:
     _, graph = exported(branching(condition), torch.ones(3, 5))
     assert torch.equal(graph(torch.ones(2, 9)), torch.full((2, 9), 10.0))
 
 
 @pytest.mark.parametrize("choose", [
-    [node("Min", ["n1", "six"], "k")], [node("Max", ["half", "six"], "k")],
-    [node("Concat", ["n1", "six"], "both", axis=0), node("ReduceMin", ["both"], "k", keepdims=1)],
-    [node("Concat", ["half", "six"], "both", axis=0), node("ReduceMax", ["both"], "k", keepdims=1)],
-    *([node("Less", ["n1", "six"], "c"), node("Less", ["half", "two"], "d"), node(op, ["c", "d"], "e"),
-       node("Cast", ["e"], "e_int", to=TensorProto.INT64), node("Add", ["e_int", "two"], "k")]
-      for op in ("And", "Or")),
-], ids=["min", "max", "reduce_min", "reduce_max", "and", "or"])  # fmt: skip
-def test_a_choice_between_sizes_stays_one(choose: list[onnx.NodeProto]) -> None:
+    "k = Min (n1, six)", "k = Max (half, six)",
+    "both = Concat <axis = 0> (n1, six) k = ReduceMin <keepdims = 1> (both)",
+    "both = Concat <axis = 0> (half, six) k = ReduceMax <keepdims = 1> (both)",
+    *(f"c = Less (n1, six) d = Less (half, two) e = {op} (c, d) e_int = Cast <to = 7> (e) "
+      "k = Add (e_int, two)" for op in ("And", "Or")),
+])  # fmt: skip
+def test_a_choice_between_sizes_stays_one(choose: str) -> None:
     """The first k of n tokens, for n on both sides of the six that the example has."""
-    nodes = [
-        scalar("six", [6]), scalar("one", [1]), scalar("zero", [0]), scalar("two", [2]),
-        node("Shape", ["x"], "n1", start=1, end=2), node("Div", ["n1", "two"], "half"), *choose,
-        node("Slice", ["x", "zero", "k", "one"], "y"),
-    ]  # fmt: skip
-    model = graph_model(nodes, [info("x", ["b", "n"])], ["y"])
+    model = parsed(f"""
+        g (float[b, n] x) => (y)
+        <int64[1] six = {{6}}, int64[1] one = {{1}}, int64[1] zero = {{0}}, int64[1] two = {{2}}>
+        {{
+            n1 = Shape <start = 1, end = 2> (x)
+            half = Div (n1, two)
+            {choose}
+            y = Slice (x, zero, k, one)
+        }}""")
     for example in (4, 6, 9):
         _, graph = exported(model, torch.randn(3, example))
         for n in (3, 6, 14):
@@ -456,7 +444,7 @@ def test_a_choice_between_sizes_stays_one(choose: list[onnx.NodeProto]) -> None:
 
 
 def test_early_stop_is_traced_at_its_full_budget() -> None:
-    model = looped(4, *below("ReduceLogSumExp"), keep="small", limit=1e-3)
+    model = looped(4, below("ReduceLogSumExp"), "small", 1e-3)
     x, w = torch.ones(3), torch.full((3,), 2.0)
     module, graph = exported(model, x, w)
     assert torch.equal(module(x, w), torch.full((3,), 2.0))  # one trip
