@@ -51,15 +51,11 @@ REFUSED = {
 # Elementwise
 
 
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def apply(x: Any) -> Any:
         return function(tensor_of(x))
 
-    return apply
-
-
-def _unary_on_host(host: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    return on_host(elementwise(host))(_unary(function))
+    return apply if host is None else on_host(elementwise(host))(apply)
 
 
 def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -67,6 +63,12 @@ def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None
         return function(tensor_of(a), operand_of(b))
 
     return apply if host is None else on_host(elementwise(host))(apply)
+
+
+def _comparison(name: str) -> Callable[..., Any]:
+    """Of sizes it is a plain bool if it comes out the same for all of them."""
+    compare = getattr(operator, name)
+    return _binary(getattr(torch, name), lambda a, b: decided(compare(a, b)))
 
 
 def _variadic(function: Callable[..., Any], host: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,24 +242,13 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
     "Sin": torch.sin, "Cos": torch.cos, "IsNaN": torch.isnan,
 }  # fmt: skip
-COMPARISONS = {
-    "Equal": (torch.eq, operator.eq), "Less": (torch.lt, operator.lt),
-    "LessOrEqual": (torch.le, operator.le), "Greater": (torch.gt, operator.gt),
-    "GreaterOrEqual": (torch.ge, operator.ge),
-}  # fmt: skip
-
-
-def _compared(host: Callable[..., Any]) -> Callable[..., Any]:
-    """A comparison of sizes, as a plain bool if it comes out the same for all of them."""
-    return lambda a, b: decided(host(a, b))
-
-
+COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: _unary(function) for name, function in UNARY.items()},
-    **{name: _binary(f, _compared(host)) for name, (f, host) in COMPARISONS.items()},
-    "Neg": _unary_on_host(operator.neg, torch.neg),
-    "Abs": _unary_on_host(abs, torch.abs),
-    "Not": _unary_on_host(torch.sym_not, torch.logical_not),
+    **{name: _comparison(function) for name, function in COMPARISONS.items()},
+    "Neg": _unary(torch.neg, operator.neg),
+    "Abs": _unary(torch.abs, abs),
+    "Not": _unary(torch.logical_not, torch.sym_not),
     "Add": _binary(torch.add, operator.add),
     "Sub": _binary(torch.sub, operator.sub),
     "Mul": _binary(torch.mul, operator.mul),
