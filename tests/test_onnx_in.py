@@ -30,11 +30,11 @@ from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.onnx import ops
-from asapc.inputs.onnx.check import check_import
 from asapc.inputs.onnx.graph import MAX_DEPTH
 from asapc.inputs.onnx.load import MAX_CALLS
 from asapc.inputs.onnx.module import OnnxModule, value_nodes
 from asapc.inputs.onnx.session import open_session, run
+from asapc.inputs.onnx.verify import check_import
 from asapc.inputs.teacher import Teacher
 from asapc.models import SinkformerText
 from asapc.models.esp import ESPFormerViT
