@@ -526,7 +526,6 @@ GROWING: dict[str, Callable[[Random], tuple[list[str], dict[str, Any]]]] = {
     "Add": lambda r: (["{}", r.choice(["column", "row", "{}"])], {}),
     "MatMul": lambda r: ([r.choice(["column", "{}"]), r.choice(["row", "{}"])], {}),
     "Gather": lambda r: (["{}", r.choice(["index", "{}"])], {"axis": 0}),
-    "OneHot": lambda r: (["index", "depth", "pair"], {}),
     "ConstantOfShape": lambda r: ([r.choice(["two", "huge", "long"])], {}),
     "Range": lambda r: (["zero", "depth", "one"], {}),
     "Reshape": lambda r: (["{}", "flat"], {}),
@@ -549,7 +548,7 @@ def grow_onnx(random: Random, folder: Path) -> None:
     initial = [onnx.numpy_helper.from_array(np.array(own, np.int64), n) for n, own in constants.items()]
     initial += [
         onnx.numpy_helper.from_array(np.ones(shape, np.float32), n)
-        for n, shape in (("column", (4096, 1)), ("row", (1, 4096)), ("pair", (2,)))
+        for n, shape in (("column", (4096, 1)), ("row", (1, 4096)))
     ]
     nodes, last = [], random.choice(["x", "x", "two", "column"])
     favourite = random.choice([*GROWING])

@@ -159,8 +159,8 @@ def analyse(
     captured, outcomes = _identified(subject, batch, more, progress, softmax)
     give_back()  # what a trace and its experiments have freed is left in pieces
     if teacher.onnx is not None:
-        from asapc.inputs.onnx.check import check_import
         from asapc.inputs.onnx.module import OnnxModule
+        from asapc.inputs.onnx.verify import check_import
 
         assert isinstance(teacher.model, OnnxModule)
         check_import(teacher.model, teacher.onnx, batch)

@@ -248,8 +248,8 @@ def test_wrong_names(npz: Open, tmp_path: Path) -> None:
     message = message_of(lambda: open_data(str(tmp_path / "unnamed.npz"), SIGNATURE))
     assert "got arr_0" in message
     message = message_of(lambda: npz(mask=np.ones((2, 2), bool)))
-    assert "forward(img, mask, scale) needs img, got mask" in message
-    assert "needs img, got no arrays" in message_of(lambda: npz(labels=np.zeros(2, int)))
+    assert "got mask: missing a required argument: 'img'" in message
+    assert "got no arrays: missing" in message_of(lambda: npz(labels=np.zeros(2, int)))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_arrays_that_are_no_data(npz: Open, arrays: dict[str, Any], expected: st
         ("return torch.ones(2, 2)", "must return or yield batches, got a Tensor"),
         ("yield torch.ones(2, 2), torch.ones(2), torch.ones(2)", "3 positional values"),
         ("yield {'image': torch.ones(2, 2)}", "got image"),
-        ("yield {'mask': torch.ones(2, 2)}", "needs img"),
+        ("yield {'mask': torch.ones(2, 2)}", "got mask: missing a required argument: 'img'"),
         ("yield torch.ones(2, 2), torch.ones(3)", "got img 2, mask 3"),
         ("yield torch.ones(2, 2), [torch.ones(2)]", "mask must be a tensor"),
         ("yield 'text'", "at least one array"), ("yield None", "at least one array"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from junk import places, with_junk
 
 from asapc.errors import InputError
 from asapc.inputs.pt2 import load_program, save_program
@@ -413,20 +414,6 @@ def test_damaged_json(parts: Parts, tmp_path: Path, name: str) -> None:
 OTHER_TYPES: list[Any] = [None, [], {}, "x", 10**400]
 
 
-def spots(document: Any) -> list[tuple[Any, Any]]:
-    """(mapping or list, key or index) of a value under every pair of keys that there is."""
-    found: dict[tuple[str, str], tuple[Any, Any]] = {}
-    stack = [(document, "", "")]
-    while stack:
-        item, outer, own = stack.pop()
-        keys = [*item] if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
-        for key in keys:
-            place = (own, key) if isinstance(key, str) else (outer, own)
-            found.setdefault(place, (item, key))
-            stack.append((item[key], *place))
-    return [*found.values()]
-
-
 @pytest.mark.parametrize("name", [MODEL, WEIGHTS, CONSTANTS])
 def test_a_value_of_another_type(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -437,17 +424,15 @@ def test_a_value_of_another_type(
         raise ValueError("all checks passed")
 
     monkeypatch.setattr(torch.export, "load", stop)
-    document = json.loads(parts[name])
-    reached = 0
-    for index, (holder, key) in enumerate(spots(document)):
-        before = holder[key]
+    document, reached = json.loads(parts[name]), 0
+    ways = {tuple(key for key in way if isinstance(key, str))[-2:]: way for way in places(document)}
+    for index, way in enumerate(ways.values()):  # one under every pair of keys that there is
         for step in (0, 2):
-            holder[key] = OTHER_TYPES[(index + step) % len(OTHER_TYPES)]
-            path = write(tmp_path / "x.pt2", {**parts, name: json.dumps(document).encode()})
+            evil = with_junk(document, way, OTHER_TYPES[(index + step) % len(OTHER_TYPES)])
+            path = write(tmp_path / "x.pt2", {**parts, name: json.dumps(evil).encode()})
             with pytest.raises(InputError) as caught:
                 load_program(path)
             reached += "all checks passed" in str(caught.value)
-        holder[key] = before
     assert reached or name != MODEL  # or nothing was tried
 
 

@@ -142,7 +142,7 @@ def test_a_pattern_must_match_a_site() -> None:
         ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
         ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
         ("objective: speed", "objective must be latency or memory"),
-        ("shapes: 256", "shapes must be a list"), ("shapes: [0]", "shapes must be a list .* got 0"),
+        ("shapes: 256", "shapes must be a list"), ("shapes: [0]", r"shapes must be a list .* got \[0\]"),
         ("shapes: [[1, 2, 3]]", "shapes must be a list"), ("shapes: [true]", "shapes must be a list"),
         ("shapes: [1099511627776]", "shapes must be a list"),
         ("selection_examples: 0", "selection_examples must be an integer >= 1"),

@@ -32,7 +32,7 @@ from asapc.formats import places
 from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
 from asapc.inputs.paths import check_data, is_array_file
-from asapc.inputs.weights import read_safetensors
+from asapc.inputs.weights import fingerprint, read_safetensors
 from asapc.terminal.printed import reason
 
 Split = Literal["calibration", "selection", "gate"]
@@ -186,34 +186,48 @@ class DataSource(ABC):
         return [_joined(group) for group in groups.values()]
 
 
-class ArrayData(DataSource):
-    """Arrays of one file, all in memory, already validated."""
+class HeldData(DataSource):
+    """Examples in memory, already validated.  held: in batches of any size."""
 
-    def __init__(self, source: str, arrays: Mapping[str, Tensor], signature: Signature) -> None:
-        self.source = source
-        inputs = {name: tensor for name, tensor in arrays.items() if name != "labels"}
-        self.names = tuple(inputs)
-        args, kwargs = signature.bind((), inputs, source)
-        hashes = _content_hashes(inputs)
-        self.examples = len(hashes)
-        self.labels = arrays.get("labels")
-        self._all = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
-        digest = hashlib.sha256()
-        for name in sorted(arrays):
-            tensor = arrays[name]
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self.fingerprint = digest.hexdigest()
-        self._piece = _piece(sum(tensor.nbytes for tensor in inputs.values()), self.examples)
+    def __init__(
+        self, source: str, held: Sequence[Batch], fingerprint: str, names: tuple[str, ...] = ()
+    ) -> None:
+        self.source, self.names, self.fingerprint, self._held = source, names, fingerprint, held
+        self.examples = sum(map(len, held))
+        self.labels = held[0].labels if len(held) == 1 else None
 
     def _batches(self) -> Iterator[Batch]:
-        for start in range(0, len(self._all), self._piece):
-            yield rows(self._all, range(start, min(start + self._piece, len(self._all))))
+        for batch in self._held:
+            piece = _piece(sum(tensor.nbytes for tensor in batch.tensors()), len(batch))
+            for start in range(0, len(batch), piece):
+                yield rows(batch, range(start, min(start + piece, len(batch))))
 
-    def count(self, batch_size: int, *, select: Select | None = None, limit: int | None = None) -> int:
-        hashes = self._all.hashes
+    def count(
+        self, batch_size: int, *, select: Select | None = None, limit: int | None = None
+    ) -> int | None:
+        if len(self._held) > 1:
+            return None
+        hashes = self._held[0].hashes
         chosen = len(hashes) if select is None else sum(map(select, hashes))
         return math.ceil(min(chosen, chosen if limit is None else limit) / batch_size)
+
+
+def _of_arrays(source: str, arrays: Mapping[str, Tensor], signature: Signature) -> HeldData:
+    inputs = {name: tensor for name, tensor in arrays.items() if name != "labels"}
+    args, kwargs = signature.bind((), inputs, source)
+    hashes = _content_hashes(inputs)
+    whole = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
+    return HeldData(source, [whole], fingerprint(arrays), tuple(inputs))
+
+
+def _of_batches(given: Iterable[object], signature: Signature) -> HeldData:
+    source, held = "(batches in memory)", list[Batch]()
+    for number, item in enumerate(given):
+        held.append(_batch(item, signature, f"data, batch {number}", sum(map(len, held))))
+    if not held:
+        raise _empty(source)
+    hashes = repr([batch.hashes for batch in held])
+    return HeldData(source, held, hashlib.sha256(hashes.encode()).hexdigest())
 
 
 def _piece(size: int, examples: int) -> int:
@@ -252,68 +266,43 @@ class CallableData(DataSource):
             item = self._code.run(lambda: next(iterator, end), "yield batches")
             if item is end:
                 break
-            batch = self._batch(item, f"{self.source}, batch {number}", seen)
+            batch = _batch(item, self._signature, f"{self.source}, batch {number}", seen)
             seen += len(batch)
             yield batch
         if seen == 0:
             raise _empty(self.source)
 
-    def _batch(self, item: object, place: str, first: int) -> Batch:
-        """One yielded item as a batch.  first: number of examples before it."""
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        labels = None
-        if isinstance(item, Mapping):
-            kwargs = {str(name): value for name, value in item.items()}
-            labels = kwargs.pop("labels", None)
-        elif isinstance(item, (tuple, list)):
-            args = tuple(item)
-        else:
-            args = (item,)
-        args, kwargs = self._signature.bind(args, kwargs, place)
-        named = {
-            name: _input(value, name, place, first) if isinstance(value, Tensor | np.ndarray) else value
-            for name, value in self._signature.names(args, kwargs)
-        }
-        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        for name, value in named.items():
-            if not isinstance(value, (Tensor, bool, int, float, str, NoneType)):
-                raise InputError(
-                    f"{place}: {name} must be a tensor, an array or a plain constant",
-                    got=f"a {type(value).__name__}",
-                )
-        if labels is not None:
-            labels = _labels(labels, place)
-        _check_lengths({**tensors, "labels": labels} if labels is not None else tensors, place)
-        values = list(named.values())
-        return Batch(
-            args=tuple(values[: len(args)]),
-            kwargs=dict(zip(kwargs, values[len(args) :], strict=True)),
-            labels=labels,
-            hashes=(hashes := _content_hashes(tensors)),
-            numbers=[*range(first, first + len(hashes))],
-        )
 
-
-class MemoryBatches(CallableData):
-    """Batches that are already there, checked like those of a callable."""
-
-    def __init__(self, batches: Iterable[object], signature: Signature) -> None:
-        self.source = "(batches in memory)"
-        self._signature = signature
-        self._items: list[Batch] = []
-        for number, item in enumerate(batches):
-            first = sum(map(len, self._items))
-            self._items.append(self._batch(item, f"data, batch {number}", first))
-        if not any(map(len, self._items)):
-            raise _empty(self.source)
-        digest = hashlib.sha256()
-        for batch in self._items:
-            digest.update(repr(batch.hashes).encode())
-        self.fingerprint = digest.hexdigest()
-
-    def _batches(self) -> Iterator[Batch]:
-        yield from self._items
+def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
+    """What was yielded or given, as a batch.  first: number of examples before it."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    labels = None
+    if isinstance(item, Mapping):
+        kwargs = {str(name): value for name, value in item.items()}
+        labels = kwargs.pop("labels", None)
+    else:
+        args = tuple(item) if isinstance(item, (tuple, list)) else (item,)
+    args, kwargs = signature.bind(args, kwargs, place)
+    named = {
+        name: _input(value, name, place, first) if isinstance(value, Tensor | np.ndarray) else value
+        for name, value in signature.names(args, kwargs)
+    }
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    for name, value in named.items():
+        if not isinstance(value, (Tensor, bool, int, float, str, NoneType)):
+            raise InputError(
+                f"{place}: {name} must be a tensor, an array or a plain constant",
+                got=f"a {type(value).__name__}",
+            )
+    if labels is not None:
+        labels = _labels(labels, place)
+    _check_lengths({**tensors, "labels": labels} if labels is not None else tensors, place)
+    values, hashes = list(named.values()), _content_hashes(tensors)
+    by_name = dict(zip(kwargs, values[len(args) :], strict=True))
+    return Batch(
+        tuple(values[: len(args)]), by_name, labels, hashes, [*range(first, first + len(hashes))]
+    )
 
 
 def data_of(
@@ -333,8 +322,8 @@ def data_of(
         given = {signature.first_name: given}
     if isinstance(given, Mapping):
         place = "(arrays in memory)"
-        return ArrayData(place, _validated(given, signature, place), signature)
-    return MemoryBatches(given, signature)
+        return _of_arrays(place, _validated(given, signature, place), signature)
+    return _of_batches(given, signature)
 
 
 def open_data(spec: str | DataSource, model_signature: inspect.Signature | None) -> DataSource:
@@ -353,7 +342,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     if is_array_file(spec):
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
         tensors = _validated(signature.renamed(arrays), signature, spec, own=True)
-        return ArrayData(spec, tensors, signature)
+        return _of_arrays(spec, tensors, signature)
     if ":" in spec:
         return CallableData(spec, signature)
     what = "is not data that can be read" if path.exists() else "is not data, and no such file"
@@ -361,19 +350,21 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     raise InputError(f"{spec} {what}", help=help)
 
 
+def _anything(*args: Any, **kwargs: Any) -> None: ...
+
+
 class Signature:
     """Names and order of forward's arguments; without a signature every name is accepted."""
 
     def __init__(self, signature: inspect.Signature | None) -> None:
-        parameters = [] if signature is None else list(signature.parameters.values())
-        kinds = {p.kind for p in parameters}
-        self.any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
-        self.any_number = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        named = [p for p in parameters if p.kind not in variable and p.name != "self"]
-        self.arguments = tuple(p.name for p in named)
-        self.required = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
-        self.positional = tuple(p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY)
+        either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
+            for p in (signature or inspect.signature(_anything)).parameters.values() if p.name != "self"
+        ]  # fmt: skip
+        self._signature = inspect.Signature(parameters)
+        self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))
+        self.positional = tuple(p.name for p in parameters if p.kind is either)
 
     @property
     def first_name(self) -> str:
@@ -395,39 +386,17 @@ class Signature:
 
         Raises InputError for too many, unknown or missing arguments.
         """
-        accepted = f"forward({', '.join(self.arguments)})" if self.arguments else "forward"
-        rename = f"np.savez('data.npz', {self.first_name}=...), or labels= for labels"
-        if len(args) > len(self.positional) and not self.any_number:
-            raise InputError(
-                f"{place}: a batch must fit {accepted}",
-                got=f"{len(args)} positional values",
-                help="yield a dict by argument name; its key labels is for accuracy only",
-            )
-        given = [*self.positional[: len(args)], *kwargs]
-        unknown = [name for name in kwargs if name not in self.arguments]
-        if unknown and not self.any_name:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            accepted = f"forward({', '.join(self.arguments)})" if self.arguments else "forward"
+            names = [*kwargs] + [f"{len(args)} positional values"] * bool(args)
             raise InputError(
                 f"{place}: arrays must be named after the arguments of {accepted}",
-                got=", ".join(unknown),
-                help=rename,
-            )
-        missing = [name for name in self.required if name not in given]
-        if missing:
-            raise InputError(
-                f"{place}: {accepted} needs {', '.join(missing)}",
-                got=", ".join(given) or "no arrays",
-                help=rename,
-            )
-        repeated = [name for name in self.positional[: len(args)] if name in kwargs]
-        if repeated:
-            raise InputError(f"{place}: {', '.join(repeated)} must be given once", got="two values")
-        rest = dict(kwargs)
-        if len(args) <= len(self.positional):
-            for name in self.positional[len(args) :]:
-                if name not in rest:
-                    break
-                args = (*args, rest.pop(name))
-        return args, rest
+                got=f"{', '.join(names) or 'no arrays'}: {error}",
+                help=f"np.savez('data.npz', {self.first_name}=...), or yield a dict; labels= for labels",
+            ) from None
+        return bound.args, bound.kwargs
 
     def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """(name, value) for a bound call, in its order."""
@@ -666,27 +635,24 @@ def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, args=args, kwargs=kwargs)
 
 
-def _layout(batch: Batch) -> tuple[Any, ...]:
+def _layout(batch: Batch) -> Any:
     """What must agree for two batches to be joined: names, shapes, dtypes and constants."""
-
-    def of(value: Any) -> Any:
-        return (value.dtype, value.shape[1:]) if isinstance(value, Tensor) else value
-
-    named = tuple((name, of(value)) for name, value in batch.kwargs.items())
-    return tuple(of(value) for value in batch.args), named, batch.labels is None
+    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    kinds = tuple((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else x for x in leaves)
+    return spec, kinds, batch.labels is None
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
     """Batches of one layout as one."""
-    first = batches[0]
 
-    def join(values: list[Any]) -> Any:
+    def join(*values: Any) -> Any:
         return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
 
+    args, kwargs = pytree.tree_map(join, *((b.args, b.kwargs) for b in batches))
     return Batch(
-        args=tuple(join(list(values)) for values in zip(*(b.args for b in batches), strict=True)),
-        kwargs={name: join([b.kwargs[name] for b in batches]) for name in first.kwargs},
-        labels=join([b.labels for b in batches]),
+        args=args,
+        kwargs=kwargs,
+        labels=join(*(b.labels for b in batches)),
         hashes=[hash for b in batches for hash in b.hashes],
         numbers=[number for b in batches for number in b.numbers],
     )

@@ -60,7 +60,7 @@ def build_pretrained(
         )  # fmt: skip
     state = _weights(folder)
     attention = _registered(kwargs.get(ATTENTION)) or _named(config)
-    with _told_once(), _offline():
+    with _quiet_and_offline():
         try:
             plain = _without_kernels(dict(config))
             model_class, settings = _class_of(transformers, folder, plain, remote_code)
@@ -226,30 +226,20 @@ def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _offline() -> Iterator[None]:
+def _quiet_and_offline() -> Iterator[None]:
+    """Nothing is downloaded; what transformers logs about loading is said by _check_loading."""
     from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """What transformers logs about loading is said by _check_loading; no progress bar."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)
     from transformers.utils import logging as bars
 
-    shown = bars.is_progress_bar_enabled()
+    log = logging.getLogger("transformers")
+    offline, level, shown = constants.HF_HUB_OFFLINE, log.level, bars.is_progress_bar_enabled()
+    constants.HF_HUB_OFFLINE = True
+    log.setLevel(logging.ERROR)
     bars.disable_progress_bar()
     try:
         yield
     finally:
+        constants.HF_HUB_OFFLINE = offline
         log.setLevel(level)
         if shown:
             bars.enable_progress_bar()

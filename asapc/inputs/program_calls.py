@@ -49,7 +49,7 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
         raise ValueError("no graph")
     seen: set[int] = set()
     _check_graph(graph, trust, SIZE_BITS, seen, 0)
-    for key, value in _items(model):
+    for _, key, value in walk(model):
         if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in seen):
             raise UnsafeCallError("a graph that nothing calls")
         if key == "as_layout" and value != _STRIDED:
@@ -166,21 +166,21 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
 
 def _names(item: Any) -> Iterator[str]:
     """Those of values, in an argument or an output."""
-    for key, value in _items(item):
+    for _, key, value in walk(item):
         if key in ("name", "as_name") and isinstance(value, str):
             yield value
 
 
-def _items(document: Any) -> Iterator[tuple[str, Any]]:
-    """(key, value) of every mapping in it; values in lists are under the list's key."""
-    stack: list[tuple[str, Any]] = [("", document)]
+def walk(document: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(the mapping it is in, its key, it) of every value; values in lists are under the list's key."""
+    stack: list[tuple[Any, str, Any]] = [({}, "", document)]
     while stack:
-        key, item = stack.pop()
-        yield key, item
+        owner, key, item = stack.pop()
+        yield owner, key, item
         if isinstance(item, dict):
-            stack.extend((str(name), value) for name, value in item.items())
+            stack.extend((item, str(name), value) for name, value in item.items())
         elif isinstance(item, list):
-            stack.extend((key, value) for value in item)
+            stack.extend((owner, key, value) for value in item)
 
 
 def _list(node: Mapping[str, Any], key: str) -> list[Any]:

@@ -37,7 +37,7 @@ from torch.export import ExportedProgram
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json
 from asapc.formats.sizes import SYMBOL, is_size_expression
-from asapc.inputs.program_calls import UnlistedCallError, UnsafeCallError, check_calls
+from asapc.inputs.program_calls import UnlistedCallError, UnsafeCallError, check_calls, walk
 from asapc.inputs.program_operators import replace_unchecked
 
 _MODEL = "models/model.json"
@@ -294,18 +294,12 @@ def _integers(values: Any) -> list[int]:
 def _strip(model: dict[str, Any]) -> None:
     """Take out what asapc has no use for and torch would interpret."""
     model["guards_code"] = []
-    stack: list[Any] = [model]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            metadata = item.get("metadata")
-            if metadata is not None:
-                modules = metadata.get("nn_module_stack") if isinstance(metadata, dict) else None
-                plain = isinstance(modules, str) and modules.isprintable()
-                item["metadata"] = {"nn_module_stack": modules} if plain else {}
-            stack.extend(value for key, value in item.items() if key != "metadata")
+    for _, _, item in walk(model):
+        metadata = item.get("metadata") if isinstance(item, dict) else None
+        if metadata is not None:
+            modules = metadata.get("nn_module_stack") if isinstance(metadata, dict) else None
+            plain = isinstance(modules, str) and modules.isprintable()
+            item["metadata"] = {"nn_module_stack": modules} if plain else {}
 
 
 def _forget_sizes(graph: dict[str, Any]) -> None:
@@ -343,17 +337,12 @@ def _check_model(model: dict[str, Any]) -> None:
 
 
 def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """(the mapping it is in, its key, the string) for every string; keys are strings under key ""."""
-    stack: list[tuple[dict[str, Any], str, Any]] = [({}, "fqn", document)]
-    while stack:
-        owner, key, item = stack.pop()
+    """(the mapping it is in, its key, the string) for every string, names of weights and fields too."""
+    for owner, key, item in walk(document):
         if isinstance(item, str):
             yield owner, key, item
         elif isinstance(item, dict):
-            stack.extend((item, "fqn", name) for name in item)  # names of weights, and of fields
-            stack.extend((item, name, value) for name, value in item.items())
-        elif isinstance(item, list):
-            stack.extend((owner, key, value) for value in item)
+            yield from ((item, "fqn", name) for name in item)
 
 
 def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:

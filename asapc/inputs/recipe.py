@@ -52,6 +52,7 @@ from asapc.inputs.settings import (
     Positive,
     Share,
     Switch,
+    checked,
     integer,
     json_schema,
     list_of,
@@ -349,11 +350,9 @@ def _plain(value: Any) -> Any:
 
 
 def _features(value: Any, place: Place) -> tuple[str, ...]:
-    rule = f'{place} must be a list such as ["coarse:32", gaussian]'
-    if not isinstance(value, list | tuple) or not value:
-        raise InputError(rule, got=repr(value))
-    if not all(isinstance(entry, str) for entry in value):
-        raise InputError(rule, got=repr(value))
+    listed = isinstance(value, list | tuple) and value
+    if not listed or not all(isinstance(entry, str) for entry in value):
+        raise InputError(f'{place} must be a list such as ["coarse:32", gaussian]', got=repr(value))
     parsed = [str(Feature.parse(entry, str(place))) for entry in value]
     if len(set(parsed)) != len(parsed):
         raise InputError(f"{place}: each entry must be there once", got=repr(list(value)))
@@ -404,17 +403,14 @@ def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any
 
 
 def _shapes(value: Any, place: Place) -> tuple[tuple[int, int], ...]:
-    rule = f"{place} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]"
-    if not isinstance(value, list | tuple) or len(value) > MAX_SHAPES:
-        raise InputError(rule, got=repr(value))
-    shapes = []
-    for entry in value:
-        pair = entry if isinstance(entry, list | tuple) else (0, entry)
-        whole = len(pair) == 2 and all(type(x) is int and x <= MAX_SHAPE for x in pair)
-        if not whole or pair[1] < 1 or pair[0] < 0:
-            raise InputError(rule, got=repr(entry))
-        shapes.append((int(pair[0]), int(pair[1])))
-    return tuple(shapes)
+    try:
+        checked(value, TYPES["shapes"], place)
+    except InputError:
+        raise InputError(
+            f"{place} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]",
+            got=repr(value),
+        ) from None
+    return tuple((0, entry) if isinstance(entry, int) else tuple(entry) for entry in value)
 
 
 def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:

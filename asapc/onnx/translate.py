@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir
 import torch
+from onnx_ir.passes import common
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
@@ -52,10 +53,10 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
             logging.getLogger(name).setLevel(level)
     assert program is not None
     model: onnx_ir.Model = program.model
-    for node in model.graph.all_nodes():
-        _strip(node)
-    model.graph.metadata_props.clear()
-    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+    common.ClearMetadataAndDocStringPass()(model)  # stack traces and source paths of this machine
+    graph = model.graph
+    inner = [value for node in graph.all_nodes() for value in node.outputs]
+    for value in [*graph.inputs, *graph.outputs, *graph.initializers.values(), *inner]:
         value.metadata_props.clear()
     return model
 
@@ -114,14 +115,6 @@ def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any
     if attn_mask is not None:
         scores = op.Add(scores, attn_mask)
     return op.MatMul(op.Softmax(scores, axis=-1), v)
-
-
-def _strip(node: onnx_ir.Node) -> None:
-    """Stack traces and source paths of the machine that exported."""
-    node.metadata_props.clear()
-    node.doc_string = None
-    for value in node.outputs:
-        value.metadata_props.clear()
 
 
 def cause(error: BaseException) -> str:

@@ -215,10 +215,6 @@ def scope_of(node: onnx.NodeProto) -> str:
     if scopes:
         module = scopes[-2] if len(scopes) > 1 else ""
         return "" if module.startswith(NO_MODULE) else module
-    if "namespace" in metadata:  # "path: class/path: class/node: operator"
-        parts = [part.partition(":")[0].strip() for part in metadata["namespace"].split("/")]
-        module = parts[-2] if len(parts) > 1 else ""
-        return "" if module.startswith(NO_MODULE) else module
     if not node.name.startswith("/"):
         return _name(node)
     scope: list[str] = []

@@ -47,34 +47,12 @@ def batch_norm(
 def dropout(
     x: Any, ratio: Any = None, training: Any = None, *, seed: int = 0, outputs: int
 ) -> tuple[Any, ...]:
+    if training is not None and known(training, "the mode of Dropout"):
+        raise ValueError("Dropout in training mode is not supported")
     return (x,) if outputs == 1 else (x, torch.ones_like(x, dtype=torch.bool))
 
 
-def _window(
-    x: Tensor, kernel: Sequence[int], strides: Sequence[int] | None, dilations: Sequence[int] | None,
-    pads: Sequence[int] | None, auto_pad: str,
-) -> tuple[list[int], list[int], list[tuple[int, int]]]:  # fmt: skip
-    """(strides, dilations, padding before and after) of each spatial axis."""
-    rank = len(kernel)
-    steps, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
-    if auto_pad in ("NOTSET", "VALID"):
-        given = list(pads or [0] * 2 * rank) if auto_pad == "NOTSET" else [0] * 2 * rank
-        return steps, spread, [(given[i], given[i + rank]) for i in range(rank)]
-    pairs = []
-    for size, width, step, gap in zip(x.shape[2:], kernel, steps, spread, strict=True):
-        total = max((-(-size // step) - 1) * step + (width - 1) * gap + 1 - size, 0)
-        less, more = total // 2, total - total // 2
-        pairs.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
-    return steps, spread, pairs
-
-
-def _padded(x: Tensor, pairs: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    flat = [amount for pair in reversed(pairs) for amount in pair]
-    return F.pad(x, flat, value=value) if any(flat) else x
-
-
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-MAXIMUM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 def conv(
@@ -82,25 +60,15 @@ def conv(
     dilations: Sequence[int] | None = None, group: int = 1, kernel_shape: Sequence[int] | None = None,
     pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    kernel = [*weight.shape[2:]]
-    steps, spread, pairs = _window(x, kernel, strides, dilations, pads, auto_pad)
-    convolve = CONV[len(kernel)]
-    if all(before == after for before, after in pairs):
-        return convolve(x, weight, bias, steps, [before for before, _ in pairs], spread, group)
-    return convolve(_padded(x, pairs), weight, bias, steps, 0, spread, group)
-
-
-def max_pool(
-    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None, pads: Sequence[int] | None = None,
-    storage_order: int = 0, strides: Sequence[int] | None = None, outputs: int,
-) -> Tensor:  # fmt: skip
-    if outputs > 1:
-        raise ValueError("MaxPool with indices as output is not supported")
-    steps, spread, pairs = _window(x, kernel_shape, strides, dilations, pads, auto_pad)
-    x = _padded(x, pairs, -math.inf)
-    pool = MAXIMUM[len(kernel_shape)]
-    return pool(x, [*kernel_shape], steps, 0, spread, bool(ceil_mode))
+    if auto_pad not in ("NOTSET", "VALID"):
+        raise ValueError(f"Conv with auto_pad {auto_pad!r} is not supported")
+    axes = weight.dim() - 2
+    pads = pads or [0] * 2 * axes
+    before, after = pads[:axes], pads[axes:]
+    if before != after:
+        x = F.pad(x, [amount for axis in reversed(range(axes)) for amount in (before[axis], after[axis])])
+        before = [0] * axes
+    return CONV[axes](x, weight, bias, strides or 1, before, dilations or 1, group)
 
 
 def attention(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
-import torch
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
 from asapc.inputs.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
 from asapc.inputs.onnx.module import onnx_module
+from asapc.inputs.onnx.nodes import Graph, Input
 from asapc.inputs.onnx.settings import DOMAIN
-from asapc.inputs.onnx.tensors import check_external, read_tensor
+from asapc.inputs.onnx.tensors import check_external
 from asapc.inputs.teacher import Teacher
-from asapc.inputs.weights import check_finite
+from asapc.inputs.weights import check_finite, fingerprint
 
 READ_OPSETS = range(11, 24)
 MAX_BYTES = 2**31 - 1  # of a protobuf
@@ -58,7 +58,7 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
     check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
     return Teacher(
-        model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
+        model=module, program=None, source=str(path), fingerprint=_fingerprint(reader, graph, inputs),
         builtin=False, factory=None, onnx=path,
     )  # fmt: skip
 
@@ -176,32 +176,8 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         ) from error
 
 
-def _fingerprint(model: onnx.ModelProto, opset: int, path: Path) -> str:
+def _fingerprint(reader: Reader, graph: Graph, inputs: Sequence[Input]) -> str:
     """sha256 over what the model computes: not where it lies, nor where its tensors do."""
-    digest = hashlib.sha256(f"opset {opset}\0".encode())
-
-    def graph(proto: onnx.GraphProto) -> None:
-        for value in (*proto.input, *proto.output):
-            digest.update(value.name.encode() + b"\0" + value.type.SerializeToString(deterministic=True))
-        for tensor in sorted(proto.initializer, key=lambda tensor: tensor.name):
-            add(tensor)
-        for node in proto.node:
-            signature = (node.domain, node.op_type, [*node.input], [*node.output])
-            digest.update(repr(signature).encode())
-            for attribute in sorted(node.attribute, key=lambda attribute: attribute.name):
-                digest.update(f"{attribute.name}\0{attribute.type}\0".encode())
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    graph(attribute.g)
-                elif attribute.type == onnx.AttributeProto.TENSOR:
-                    add(attribute.t)
-                else:
-                    digest.update(attribute.SerializeToString(deterministic=True))
-        digest.update(b"end")
-
-    def add(proto: onnx.TensorProto) -> None:
-        tensor = read_tensor(proto, path)
-        digest.update(f"{proto.name}\0{tensor.dtype}\0{[*tensor.shape]}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-    graph(model.graph)
-    return digest.hexdigest()
+    tensors = {str(key): tensor for key, (_, tensor, _) in enumerate(reader.tensors)}
+    described = repr((reader.opset, inputs, graph, fingerprint(tensors)))
+    return hashlib.sha256(described.encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +14,18 @@ class Node:
     """One node.  function(*values of inputs, **attributes) gives its outputs; subgraphs come besides.
 
     scope: dotted name of the module that it was exported from, or its own name.
-    drops: values that nothing after it needs.
+    drops: values that nothing after it needs.  Its repr is what it computes, whatever it is called.
     """
 
-    name: str
+    name: str = field(repr=False)
     kind: str
-    scope: str
+    scope: str = field(repr=False)
     inputs: tuple[str | None, ...]
     outputs: tuple[str, ...]
-    function: Callable[..., Any]
+    function: Callable[..., Any] = field(repr=False)
     attributes: dict[str, Any]
     subgraphs: dict[str, Graph]
-    drops: tuple[str, ...] = ()
+    drops: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return f"{self.kind} node {self.name}"
@@ -42,7 +42,7 @@ class Graph:
     outputs: tuple[str, ...]
     constants: dict[str, Any]
     nodes: tuple[Node, ...]
-    outer: frozenset[str]
+    outer: frozenset[str] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -51,15 +51,11 @@ REFUSED = {
 # Elementwise
 
 
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def apply(x: Any) -> Any:
         return function(tensor_of(x))
 
-    return apply
-
-
-def _unary_on_host(host: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    return on_host(elementwise(host))(_unary(function))
+    return apply if host is None else on_host(elementwise(host))(apply)
 
 
 def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -67,6 +63,12 @@ def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None
         return function(tensor_of(a), operand_of(b))
 
     return apply if host is None else on_host(elementwise(host))(apply)
+
+
+def _comparison(name: str) -> Callable[..., Any]:
+    """Of sizes it is a plain bool if it comes out the same for all of them."""
+    compare = getattr(operator, name)
+    return _binary(getattr(torch, name), lambda a, b: decided(compare(a, b)))
 
 
 def _variadic(function: Callable[..., Any], host: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,13 +232,6 @@ def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Ten
     return reduce
 
 
-def _arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    x = tensor_of(x)
-    if select_last_index:
-        return x.shape[axis] - 1 - torch.argmax(x.flip(axis), axis, bool(keepdims))
-    return torch.argmax(x, axis, bool(keepdims))
-
-
 # The table
 
 
@@ -247,24 +242,13 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
     "Sin": torch.sin, "Cos": torch.cos, "IsNaN": torch.isnan,
 }  # fmt: skip
-COMPARISONS = {
-    "Equal": (torch.eq, operator.eq), "Less": (torch.lt, operator.lt),
-    "LessOrEqual": (torch.le, operator.le), "Greater": (torch.gt, operator.gt),
-    "GreaterOrEqual": (torch.ge, operator.ge),
-}  # fmt: skip
-
-
-def _compared(host: Callable[..., Any]) -> Callable[..., Any]:
-    """A comparison of sizes, as a plain bool if it comes out the same for all of them."""
-    return lambda a, b: decided(host(a, b))
-
-
+COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: _unary(function) for name, function in UNARY.items()},
-    **{name: _binary(f, _compared(host)) for name, (f, host) in COMPARISONS.items()},
-    "Neg": _unary_on_host(operator.neg, torch.neg),
-    "Abs": _unary_on_host(abs, torch.abs),
-    "Not": _unary_on_host(torch.sym_not, torch.logical_not),
+    **{name: _comparison(function) for name, function in COMPARISONS.items()},
+    "Neg": _unary(torch.neg, operator.neg),
+    "Abs": _unary(torch.abs, abs),
+    "Not": _unary(torch.logical_not, torch.sym_not),
     "Add": _binary(torch.add, operator.add),
     "Sub": _binary(torch.sub, operator.sub),
     "Mul": _binary(torch.mul, operator.mul),
@@ -289,19 +273,21 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceLogSumExp": _reduction(
         lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x
     ),
-    "ArgMax": _arg_max,
+    "ArgMax": on_tensor(
+        lambda x, *, axis=0, keepdims=1: torch.argmax(x, axis, bool(keepdims))
+    ),
     "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
     "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,
     "Split": shapes.split, "Slice": shapes.sliced, "Tile": shapes.tile, "Expand": shapes.expand,
     "Pad": shapes.pad, "Gather": shapes.gather, "GatherElements": shapes.gather_elements,
     "GatherND": shapes.gather_nd, "ScatterElements": shapes.scatter_elements,
-    "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k, "OneHot": shapes.one_hot,
+    "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k,
     "Shape": shapes.shape_of, "Size": shapes.size_of, "ConstantOfShape": shapes.constant_of_shape,
     "Range": shapes.range_of, "Trilu": shapes.trilu,
     "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": layers.dropout,
     "LayerNormalization": layers.layer_norm, "RMSNormalization": layers.rms_norm,
     "BatchNormalization": layers.batch_norm,
-    "Conv": layers.conv, "MaxPool": layers.max_pool,
+    "Conv": layers.conv,
     "GlobalAveragePool": lambda x: torch.mean(x, [*range(2, x.dim())], True),
     "Loop": layers.loop, "If": layers.branch,
 }  # fmt: skip

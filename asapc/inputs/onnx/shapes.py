@@ -101,7 +101,7 @@ def split(
     if isinstance(x, list):
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return tuple(x[start : start + size] for start, size in zip(starts, sizes, strict=True))
-    if all(isinstance(size, int) and size == sizes[0] for size in sizes):
+    if all(isinstance(size, int) and size == sizes[0] > 0 for size in sizes):
         return torch.split(x, sizes[0], axis)
     return torch.split(x, sizes, axis)
 
@@ -223,15 +223,6 @@ def top_k(
     if statically_known_true(k == x.shape[axis]):
         return tuple(results)
     return tuple(result.narrow(axis, 0, k) for result in results)
-
-
-def one_hot(indices: Any, depth: Any, values: Tensor, *, axis: int = -1) -> Tensor:
-    count = ints(depth, "the depth of OneHot")[0]
-    index = tensor_of(indices)
-    axis = axis % (index.dim() + 1)
-    classes = torch.arange(count).view(-1, *[1] * (index.dim() - axis))
-    off, on = tensor_of(values).unbind(0)
-    return torch.where(_wrapped(index.long(), count).unsqueeze(axis) == classes, on, off)
 
 
 # Constants and shapes

@@ -6,22 +6,15 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import onnx
 import torch
+from onnx import numpy_helper
 from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
 from asapc.inputs.onnx.host import DTYPES
 
-# Where a TensorProto without raw_data keeps its entries, and the numpy type of one.
-FIELDS = {
-    1: ("float_data", np.float32), 2: ("int32_data", np.uint8), 3: ("int32_data", np.int8),
-    5: ("int32_data", np.int16), 6: ("int32_data", np.int32), 7: ("int64_data", np.int64),
-    9: ("int32_data", np.bool_), 10: ("int32_data", np.float16), 11: ("double_data", np.float64),
-    16: ("int32_data", np.uint16),
-}  # fmt: skip
 MOST_STORED = 1 << 40  # entries, those of empty axes counted as one: beyond that sizes overflow
 MAX_RANK = 64
 
@@ -95,16 +88,14 @@ def type_name(number: int) -> str:
 
 
 def _typed(proto: onnx.TensorProto, place: str, count: int) -> bytes:
-    field, kind = FIELDS[proto.data_type]
-    values = getattr(proto, field)
-    if len(values) != count:
+    """What is not raw: a number for each entry, in a field of its type."""
+    try:
+        return numpy_helper.to_array(proto).tobytes()
+    except (ValueError, TypeError, OverflowError) as error:
         raise InputError(
-            f"{place} must hold {count} entries", got=f"{len(values)}",
+            f"{place} must hold {count} entries", got=describe(error),
             help="the file is damaged: export it again",
-        )  # fmt: skip
-    if proto.data_type == onnx.TensorProto.FLOAT16:  # bits
-        return np.array(values, dtype=np.int64).astype(np.uint16).tobytes()
-    return np.array(values).astype(kind).tobytes()
+        ) from error  # fmt: skip
 
 
 def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> bytes:

@@ -1,7 +1,7 @@
-"""A written file against the program it was written from: ONNX Runtime and PyTorch, at many shapes.
+"""A written file against the program it was written from, or read into: ONNX Runtime and PyTorch.
 
-Real examples are taken at several batch sizes; where the length is dynamic they are also cut, and
-repeated to lengths that no example has.
+A written file is run at many shapes: real examples are taken at several batch sizes; where the length is
+dynamic they are also cut, and repeated to lengths that no example has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from asapc.errors import InputError, VerificationError
 from asapc.formats.limits import limits_of
 from asapc.inputs.data import Batch
+from asapc.inputs.onnx.module import OnnxModule
 from asapc.inputs.onnx.session import observe, open_session, run
+from asapc.inputs.onnx.settings import TOLERANCE
 from asapc.terminal.progress import Progress
 
 SHAPES = 20  # tried at most
@@ -100,6 +102,39 @@ def verify(
             help="pass --data with more examples",
         )  # fmt: skip
     return Verified(tolerance, largest, shapes, skipped)
+
+
+def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
+    """The largest difference between the module's outputs and onnxruntime's on the batch.
+
+    Raises VerificationError, which names the first node that differs, where it is beyond TOLERANCE, and
+    InputError where onnxruntime is missing or does not run the file on this batch.
+    """
+    by_name = dict(zip(module.names, batch.args, strict=False)) | batch.kwargs
+    values = [by_name[name] for name in module.names]
+    inputs = {declared.name: value for declared, value in zip(module.inputs, values, strict=True)}
+    session = open_session(path)
+    try:
+        expected = run(session, inputs)
+    except InputError as error:
+        raise InputError(
+            f"{path}: onnxruntime must be able to run it on the given data", got=error.got,
+            help="check the data against the model's inputs, a batch of several examples included",
+        ) from error
+    with torch.no_grad():
+        results = module.values(values, module.graph.outputs)
+    worst = difference_of(expected, results)
+    if not worst <= TOLERANCE:
+        nodes = {name: node for node in module.graph.nodes for name in node.outputs if name}
+        with torch.no_grad():
+            ours = dict(zip(nodes, module.values(values, list(nodes)), strict=True))
+        first = first_difference(path, ours, inputs, TOLERANCE, nodes)
+        raise VerificationError(
+            f"{path}: the imported model computes what onnxruntime computes",
+            got=f"relative difference {worst:.2g}; {first}",
+            help="this is a defect of asapc: please report the node",
+        )
+    return worst
 
 
 def first_difference(
