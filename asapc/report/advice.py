@@ -15,21 +15,31 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from asapc.inputs.recipe import DEFAULT_BUDGET
 from asapc.metrics import BUDGET_BOUNDS, METRIC
 from asapc.operators.catalogue import TEACHER
-from asapc.report.document import Check, GateReport, Report, SiteReport, Trail, Tried, finite
+from asapc.report.document import (
+    ERROR,
+    Check,
+    GateReport,
+    Report,
+    SiteReport,
+    Trail,
+    Tried,
+    finite,
+    positive,
+    sizes_of,
+)
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.shown import limit_text, positive, short, sizes_of
 from asapc.report.tables import metric_text, number
+from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
 LEAST_SPEEDUP = 1.0
-ERROR = "attention_rel_l2"  # what sites are ranked by
 ALONE = "output_rel_l2"  # of the whole model with one site replaced: what that site adds to the error
 DEFAULT_LIMITS = "default limits, no gate file was given"
 NAMES = {ERROR: "attention error", "speedup": "speed-up"}  # in a sentence
@@ -96,23 +106,8 @@ class Decision:
     lossless: Lossless | None = None
 
 
-def approximated(report: Report) -> list[SiteReport]:
-    return [site for site in report.sites if site.approximate]
-
-
-def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """By attention error: what is not finite first, what was not measured last, ties as they were."""
-
-    def error(site: SiteReport) -> float:
-        value = site.metric(ERROR)
-        return -1.0 if value is None else math.inf if finite(value) is None else value
-
-    return sorted(sites, key=lambda site: -error(site))
-
-
-def worst_site(report: Report) -> SiteReport | None:
-    """Of those whose attention was compared."""
-    return next((site for site in worst_first(report.sites) if site.metric(ERROR) is not None), None)
+def _name(site: str) -> str:
+    return clipped(site, 80)
 
 
 # The limits
@@ -150,7 +145,7 @@ def default_limits(report: Report) -> tuple[tuple[Gate, str], ...]:
     limits = []
     for key, bound in BUDGET_BOUNDS.items():
         of_sites = METRIC[key].scope == "site"
-        judged = of_sites or bool(approximated(report)) or report.refresh is not None
+        judged = of_sites or bool(report.approximated) or report.refresh is not None
         measured = [site.metrics for site in report.sites] if of_sites else [report.model.values]
         if trained:
             judged = key == "accuracy_drop"
@@ -193,7 +188,7 @@ def decide(report: Report) -> Decision:
     if near is not None and mends:
         return Decision("lossless", instead, near.sentence, judged, lossless=near)
     if not gate.failures:
-        exact = sites and not approximated(report)
+        exact = sites and not report.approximated
         because = "Every layer computes the teacher's own attention." if exact else _all_kept(judged)
         return Decision("ship", "Ship it.", because, judged, lossless=near)
     speedup = finite(report.model.metric("speedup"))
@@ -210,7 +205,7 @@ def decide(report: Report) -> Decision:
     names = {site.name for site in sites}
     check = next((check for check in gate.failures if check.scope in names), gate.failures[0])
     site = check.scope if check.scope in names else _worst_contributor(report, check)
-    what = "Do not ship it yet." if site is None else f"Look at {short(site)} first."
+    what = "Do not ship it yet." if site is None else f"Look at {_name(site)} first."
     return Decision("look", what, _message(check), judged, site)
 
 
@@ -229,7 +224,7 @@ def _worst_contributor(report: Report, check: Check) -> str | None:
     if check.kind != "limit" or check.metric not in METRIC or not METRIC[check.metric].budget:
         return None
     shares = error_shares(report)
-    names = [site.name for site in worst_first(approximated(report))]
+    names = [site.name for site in report.worst_first if site.approximate]
     return max(names, key=lambda name: shares.get(name, 0.0), default=None)
 
 
@@ -245,8 +240,8 @@ def _message(check: Check) -> str:
     limited = check.verdict == "REGRESSION" and check.kind == "limit" and check.metric in METRIC
     if limited and check.value is not None and check.limit is not None:
         name = NAMES.get(check.metric) or METRIC[check.metric].name
-        where = "" if check.scope == "model" else f" of {short(check.scope)}"
-        shown, limit = metric_text(check.metric, check.value), limit_text(check.metric, check.limit)
+        where = "" if check.scope == "model" else f" of {_name(check.scope)}"
+        shown, limit = metric_text(check.metric, check.value), metric_text(check.metric, check.limit)
         least = "at least" if check.bound == "min" else "at most"
         sure = " with confidence" if check.confidence else ""
         return f"The {name}{where} is {shown}; it should be {least} {limit}{sure}."
@@ -279,7 +274,7 @@ def _lossless(report: Report) -> Lossless | None:
     where the compiled one was trained on labels since: the lossless one has the old weights."""
     model = report.model
     compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
-    if compiled is None or exact is None or not approximated(report) or _trained_on_labels(report):
+    if compiled is None or exact is None or not report.approximated or _trained_on_labels(report):
         return None
     cost = 1 - compiled / exact
     speed = f"It takes {exact / compiled - 1:.0%} longer than"
@@ -295,7 +290,7 @@ def _lossless(report: Report) -> Lossless | None:
 
 def _falls_behind(report: Report) -> bool:
     """Whether the layers take longer with exact operators at one of several shapes that were timed."""
-    pairs = [_pair(report, site) for site in approximated(report)]
+    pairs = [_pair(report, site) for site in report.approximated]
     times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
     shapes = dict.fromkeys(shape for chosen, _ in times for shape in chosen)
 
@@ -362,7 +357,7 @@ def error_shares(report: Report) -> dict[str, float]:
     By what selection measured of the whole model with that site alone replaced (output_rel_l2), where it
     is known of all of them; by their attention errors otherwise.
     """
-    sites = approximated(report)
+    sites = report.approximated
     if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
         return {}  # nothing is a part of what is not finite
     errors: dict[str, float] = {}
@@ -388,7 +383,7 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
     elif cost >= 0.005:
         price = f"Lossless there costs {about}{cost:.0%} of the speed."
     pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
-    sentence = f"{short(site.name)} makes {share:.0%} of the error. {price}"
+    sentence = f"{_name(site.name)} makes {share:.0%} of the error. {price}"
     return Advice(sentence, site.name, share, cost, timed, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
 
 
@@ -401,7 +396,7 @@ def _cost(report: Report, site: SiteReport) -> tuple[float | None, bool]:
         return None, False
     extra, timed = None, False
     if lossless is not None:
-        extra = (lossless - compiled) / len(approximated(report))
+        extra = (lossless - compiled) / len(report.approximated)
     chosen, exact = _pair(report, site)
     if chosen is not None and exact is not None and not report.chosen_elsewhere:
         shape = _longest(chosen.latency_ms, report.model.values.get("batch"))
@@ -430,7 +425,7 @@ def _more_examples(report: Report) -> list[Advice]:
     how = f"at least {needed} are needed" if examples < needed else "more of them narrow it"
     return [Advice(
         f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
-        f"{metric_text(key, ends[0])}, below {limit_text(key, limit)}: {examples:g} examples do not "
+        f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
         f"prove it, {how}."
     )]  # fmt: skip
 
