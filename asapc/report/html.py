@@ -25,7 +25,6 @@ from asapc.report.advice import (
     Judgement,
     advise,
     decide,
-    lossless_instead,
     recipe_of,
 )
 from asapc.report.brief import key_figures
@@ -79,7 +78,7 @@ def page(report: Report) -> dict[str, Any]:
 
     decision, advice = decide(report), advise(report)
     judged, own = decision.judgement, report.gate.verdict
-    lossless = decision.lossless or lossless_instead(report)
+    lossless = decision.lossless
     advice = [each for n, each in enumerate(advice) if n < ADVICE or each.site is None]
     sections = {"Layers": layers_table(report)}
     if judged.default and judged.limits:
