@@ -346,13 +346,3 @@ def test_what_a_check_says_is_told(
     document["gate"] = {"verdict": verdict, "passed": False, "checks": [check]}
     decision = decided(document)
     assert decision.sentence == sentence and "too few of them" in decision.because
-
-
-def test_any_part_of_a_report_may_be_missing(document: Document) -> None:
-    for part in [key for key in document if key not in ("format_version", "model")]:
-        report = page_report.typed({key: value for key, value in document.items() if key != part})
-        assert decide(report).sentence and isinstance(advise(report), list)
-    for key in document["model"]:
-        own = {**document, "model": {k: v for k, v in document["model"].items() if k != key}}
-        report = page_report.typed(own)
-        assert decide(report).sentence and isinstance(advise(report), list)

@@ -159,30 +159,6 @@ def _renamed(value: Any, name: str) -> Any:
     return name if isinstance(value, str) else value
 
 
-def test_a_trail_that_anyone_may_have_written(report: dict[str, Any]) -> None:
-    """selection is copied from a manifest: whatever is in there, the page is rendered."""
-    junk: list[Any] = [None, "x", [], {}, -1, math.nan, math.inf, 10**400, True, [[1]], 1e308, 5e-324]
-    tried = ("sites", 0, "candidates", 4)
-    keys = ("label", "operator", "attention_rel_l2", "alone", "latency_ms", "teacher_ms", "chosen")
-    paths: list[tuple[Any, ...]] = [
-        ("objective",), ("budget", "attention_rel_l2"), ("shapes",), ("sites", 0), ("rounds", 0), tried,
-        *((*tried, key) for key in (*keys, "speedup")), (*tried, "latency_ms", "32x256"),
-    ]  # fmt: skip
-    report["selection"]["sites"] = report["selection"]["sites"][:1]
-    for index, path in enumerate(paths):
-        broken = copy.deepcopy(report)
-        place = broken["selection"]
-        for step in path[:-1]:
-            place = place[step]
-        place[path[-1]] = junk[(7 * index + 3) % len(junk)]
-        Reader(html(broken))
-
-
-def test_every_part_is_optional(report: dict[str, Any]) -> None:
-    for part in [key for key in report if key != "format_version"]:
-        Reader(html({key: value for key, value in report.items() if key not in (part, "selection")}))
-
-
 CHECK = {"kind": "limit", "metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0}
 ODD = {**CHECK, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
 FAST = {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
@@ -195,7 +171,7 @@ WORDS: dict[str, tuple[bool, dict[str, Any], Sequence[str], Sequence[str]]] = {
     "odd": (False, {"gate": {"verdict": "ANOMALOUS", "passed": False, "checks": [ODD]}},
             ('class="tone-odd"', "was not measured"), ()),
     "default limits, which are advice": (True, {"gate": {}}, (
-        "Ship it.", "Default limits, no gate file was given: 3 of 3 kept.", 'class="tone-good"',
+        "Ship it.", "default limits, no gate file was given: 3 of 3 kept.", 'class="tone-good"',
         "attention_rel_l2: {max: 0.02} # the budget it was compiled with", "speedup: {min: 1} #",
     ), ("ACCEPT", "REGRESSION", "How to get the lossless model")),
     "a default limit that is not kept": (
@@ -266,7 +242,7 @@ def test_pictures_do_not_grow_with_depth(
 def test_a_baseline_alone_is_no_limit(report: dict[str, Any]) -> None:
     report = deep_report(3, report)
     report["gate"]["checks"][0]["class"] = report["gate"]["verdict"] = "ACCEPT"
-    assert "Default limits, no gate file was given" in shown(html(report))
+    assert "default limits, no gate file was given" in shown(html(report))
     report["sites"][2]["metrics"]["attention_rel_l2"] = 0.9
     text = html(report)
     assert "Look at encoder.blocks.2.attention first." in text and 'class="tone-odd"' in text
@@ -286,6 +262,34 @@ def test_values_that_are_not_finite_are_shown_as_such() -> None:
 
 
 # A real browser
+
+
+# Every text against the first background behind it that is not transparent.
+CONTRAST = """
+(() => {
+  const parts = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => parts(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = e => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = getComputedStyle(at).backgroundColor, p = parts(c);
+      if (p.length < 4 || p[3] > 0) return c;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const poor = [];
+  for (const e of document.querySelectorAll('body *')) {
+    if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+    if (e.tagName.toLowerCase() === 'title') continue;
+    const style = getComputedStyle(e);
+    const own = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
+    const [a, b] = [light(own), light(behind(e))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([e.textContent.slice(0, 40), own, behind(e)]);
+  }
+  return poor;
+})()
+"""
 
 
 @BROWSER
@@ -319,47 +323,7 @@ def test_in_a_browser(
         ".filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML)"
     ) == []  # fmt: skip
     assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
-
-
-@BROWSER
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_has_the_contrast_that_wcag_aa_asks_for(
-    tab: browser.Browser, full: str, dark: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "report.html"
-    path.write_text(full, encoding="utf-8")
-    tab.open(path, 1280, 900, dark=dark)
-    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
-    poor = tab.evaluate(CONTRAST)
-    assert poor == []
-
-
-# Every text against the first background behind it that is not transparent.
-CONTRAST = """
-(() => {
-  const parts = c => c.match(/[\\d.]+/g).map(Number);
-  const light = c => parts(c).slice(0, 3).map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = e => {
-    for (let at = e; at; at = at.parentElement) {
-      const c = getComputedStyle(at).backgroundColor, p = parts(c);
-      if (p.length < 4 || p[3] > 0) return c;
-    }
-    return 'rgb(255, 255, 255)';
-  };
-  const poor = [];
-  for (const e of document.querySelectorAll('body *')) {
-    if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
-    if (e.tagName.toLowerCase() === 'title') continue;
-    const style = getComputedStyle(e);
-    const own = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
-    const [a, b] = [light(own), light(behind(e))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([e.textContent.slice(0, 40), own, behind(e)]);
-  }
-  return poor;
-})()
-"""
+    assert tab.evaluate(CONTRAST) == []  # as WCAG AA asks for
 
 
 @BROWSER

@@ -34,13 +34,12 @@ from asapc.report.document import (
     sizes_of,
 )
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.tables import metric_text, number
+from asapc.report.tables import counted, metric_text, number
 from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
 LEAST_SPEEDUP = 1.0
 ALONE = "output_rel_l2"  # of the whole model with one site replaced: what that site adds to the error
-DEFAULT_LIMITS = "default limits, no gate file was given"
 LOSSLESS_RECIPE = "operator: lossless"
 LOSSLESS_COMMAND = "asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"
 LOSSLESS_PYTHON = 'asapc.load("OUT", stage="lossless")'
@@ -56,6 +55,15 @@ class Judgement:
     gate: GateReport
     limits: tuple[tuple[Gate, str], ...] = ()
     default: bool = False
+
+    @property
+    def basis(self) -> str:
+        """Which limits a decision rests on, and how many of them are kept."""
+        checks = self.gate.checks
+        if self.default:
+            kept = f"{sum(check.passed for check in checks)} of {len(checks)} kept"
+            return f"default limits, no gate file was given: {kept}"
+        return f"{len(self.gate.failures) or 'None'} of {counted(len(checks), 'check')} failed"
 
 
 class Lossless(NamedTuple):

@@ -18,18 +18,16 @@ from markupsafe import Markup
 
 from asapc.metrics import METRICS
 from asapc.report.advice import (
-    DEFAULT_LIMITS,
     LOSSLESS_COMMAND,
     LOSSLESS_PYTHON,
     LOSSLESS_RECIPE,
-    Judgement,
     advise,
     decide,
     recipe_of,
 )
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
-from asapc.report.tables import TONES, Table, counted, gate_table, layers_table, listed, report_sections
+from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ def page(report: Report) -> dict[str, Any]:
         "decision": decision,
         "word": own or "NO GATE",
         "tone": TONES[own] if own is not None and (own != "ACCEPT" or not judged.default) else tone,
-        "basis": _basis(judged),
+        "basis": judged.basis,
         "warnings": [w for w in (*(w.text for w in report.warnings), report.chosen_elsewhere) if w],
         "figures": key_figures(report),
         "lossless": "" if lossless is None else lossless.sentence,
@@ -107,15 +105,6 @@ def page(report: Report) -> dict[str, Any]:
         ],
         "sections": {heading: tables for heading, tables in sections.items() if tables},
     }  # fmt: skip
-
-
-def _basis(judged: Judgement) -> str:
-    """Which limits the decision rests on, and how many of them are kept."""
-    checks = judged.gate.checks
-    if not judged.default:
-        return f"{len(judged.gate.failures) or 'None'} of {counted(len(checks), 'check')} failed."
-    kept = f"{sum(check.passed for check in checks)} of {len(checks)} kept"
-    return f"D{DEFAULT_LIMITS[1:]}: {kept}. This is advice and changes no exit code."
 
 
 def _explained(report: Report) -> list[Table]:

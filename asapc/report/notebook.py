@@ -12,7 +12,7 @@ from typing import Any
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
-from asapc.report.advice import DEFAULT_LIMITS, LOSSLESS_PYTHON, advise, decide
+from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
 from asapc.report.baseline import MAX_BYTES
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
@@ -25,14 +25,11 @@ HINTS = 3
 
 def report_html(report: Report, title: str | None = None) -> str:
     """A fragment.  title: what is shown, the model's source unless told."""
-    decision, gate = decide(report), report.gate
-    basis = [DEFAULT_LIMITS] if decision.judgement.default else []
-    if gate.verdict is not None:
-        basis.insert(0, f"{gate.verdict}: {len(gate.failures)} of {len(gate.checks)} checks failed")
+    decision = decide(report)
     return _fragment(
         title or report.model.source or "a model",
         decision=decision,
-        basis="; ".join(basis),
+        basis=f"{report.gate.verdict or 'no gate'}: {decision.judgement.basis}",
         code=LOSSLESS_PYTHON if decision.lossless is not None else "",
         figures=key_figures(report),
         layers=layers_table(report),
