@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -94,11 +94,7 @@ class _Check:
 
         vacuous: in some case the bound says no more than what is always so; vacuous_cases counts them.
         """
-        return {
-            "name": self.name, "source": self.source, "bound": self.bound, "measured": self.measured,
-            "holds": self.holds, "cases": self.cases, "vacuous": self.vacuous_cases > 0,
-            "vacuous_cases": self.vacuous_cases,
-        }  # fmt: skip
+        return {**asdict(self), "vacuous": self.vacuous_cases > 0}
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from asapc.errors import InputError
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
-from asapc.terminal.hints import install_line
+from asapc.terminal.hints import install_line, missing_module
 
 REPORT_FORMAT = 3
 ERROR = "attention_rel_l2"  # what sites are ranked by
@@ -494,10 +494,8 @@ class Report(Record):
         try:
             draw = pkgutil.resolve_name("asapc.report.figures:figure")
         except ModuleNotFoundError as error:
-            module = (error.name or "").partition(".")[0]
-            if module != "matplotlib":
-                raise
-            needed = f"figures need {module}, which is not installed"
+            missing = missing_module(error, "matplotlib")
+            needed = f"figures need {missing}, which is not installed"
             raise InputError(needed, help=install_line("report")) from None
         return draw(self, what, site)
 
