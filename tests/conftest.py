@@ -92,7 +92,7 @@ def analyses(request: pytest.FixtureRequest) -> Iterator[None]:
 def pages(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in DRAWN:
-            patch.setattr("asapc.report._page", lambda report: (None, None))
+            patch.setattr("asapc.report._page", lambda report: {})
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 
 from asapc.calibration.enough import Shortage
 from asapc.report import Report
-from asapc.report.pictures import PictureCollector, SitePictures
+from asapc.report.pictures import SitePictures
 
 SITES = ("layers.0.mha", "layers.1.mha", "layers.2.mha")
 CONVENTION: dict[str, Any] = {
@@ -112,12 +112,12 @@ def pictures() -> list[SitePictures]:
     found = []
     for seed, name in enumerate(SITES):
         generator = torch.Generator().manual_seed(seed)
-        collector = PictureCollector(name)
+        collector = SitePictures(name)
         for count in (256, 173, 61):
             teacher = _balanced(count, generator)
             noise = 0.03 * torch.randn(1, 4, 1, count, generator=generator).cumsum(-1) / count**0.5
             collector.update(teacher, teacher * (1 + noise))
-        found.append(collector.result())
+        found.append(collector)
     return found
 
 

@@ -10,7 +10,7 @@ from asapc.report.document import Report
 from asapc.report.junit import junit_text
 from asapc.report.schema import report_schema
 from asapc.report.text import json_text, markdown
-from asapc.terminal.hints import install_line
+from asapc.terminal.hints import install_line, missing_module
 
 __all__ = ["Report", "json_text", "junit_text", "markdown", "report_schema", "write_report"]
 
@@ -34,29 +34,24 @@ def write_report(
         "report.md": markdown(report),
         "junit.xml": junit_text(report),
     }
-    page, missing = _page(report)
-    if page is not None:
-        contents[PAGE] = page
+    try:
+        contents |= _page(report)
+    except ModuleNotFoundError as error:
+        missing = missing_module(error, *PAGE_NEEDS)
+        if note is not None:
+            note(f"no {PAGE}: {missing} is not installed; {install_line('report')} adds the page")
     written = []
     for name, text in contents.items():
         target = Path(folder) / name
         replace_file(target, text)
         written.append(target)
-    if missing is not None:
+    if PAGE not in contents:
         (Path(folder) / PAGE).unlink(missing_ok=True)
-        if note is not None:
-            note(f"no {PAGE}: {missing} is not installed; {install_line('report')} adds the page")
     return written
 
 
-def _page(report: Report) -> tuple[str | None, str | None]:
-    """The page, or the module that is missing for it."""
-    try:
-        from asapc.report.html import html
+def _page(report: Report) -> dict[str, str]:
+    """The page, by its file's name.  Raises ModuleNotFoundError without the extra."""
+    from asapc.report.html import html
 
-        return html(report), None
-    except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in PAGE_NEEDS:
-            raise
-        return None, module
+    return {PAGE: html(report)}

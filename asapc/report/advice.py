@@ -2,7 +2,6 @@
 
     judgement(report)          the report's own gate, or default limits where it sets none
     decide(report)             ship, look at a site, take the lossless model, keep the teacher, or measure
-    lossless_instead(report)   the lossless model, where it is about as fast as the compiled one
     advise(report)             what would help, ranked by how much of the error it removes
 
 Advice changes nothing: the report's own verdict, its JSON and the exit code of `asapc report` stay what
@@ -15,24 +14,32 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from asapc.inputs.recipe import DEFAULT_BUDGET
-from asapc.metrics import BUDGET_BOUNDS, METRIC
+from asapc.metrics import BUDGET_BOUNDS, METRIC, is_share
 from asapc.operators.catalogue import TEACHER
-from asapc.report.document import Check, GateReport, Report, SiteReport, Trail, Tried, finite
+from asapc.report.document import (
+    ERROR,
+    Check,
+    GateReport,
+    Report,
+    SiteReport,
+    Trail,
+    Tried,
+    finite,
+    positive,
+    sizes_of,
+)
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.shown import limit_text, positive, short, sizes_of
-from asapc.report.tables import metric_text, number
+from asapc.report.tables import counted, metric_text, number
+from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
 LEAST_SPEEDUP = 1.0
-ERROR = "attention_rel_l2"  # what sites are ranked by
 ALONE = "output_rel_l2"  # of the whole model with one site replaced: what that site adds to the error
-DEFAULT_LIMITS = "default limits, no gate file was given"
-NAMES = {ERROR: "attention error", "speedup": "speed-up"}  # in a sentence
 LOSSLESS_RECIPE = "operator: lossless"
 LOSSLESS_COMMAND = "asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"
 LOSSLESS_PYTHON = 'asapc.load("OUT", stage="lossless")'
@@ -49,30 +56,34 @@ class Judgement:
     limits: tuple[tuple[Gate, str], ...] = ()
     default: bool = False
 
+    @property
+    def basis(self) -> str:
+        """Which limits a decision rests on, and how many of them are kept."""
+        checks = self.gate.checks
+        if self.default:
+            kept = f"{sum(check.passed for check in checks)} of {len(checks)} kept"
+            return f"default limits, no gate file was given: {kept}"
+        return f"{len(self.gate.failures) or 'None'} of {counted(len(checks), 'check')} failed"
+
 
 class Lossless(NamedTuple):
     """The lossless model in place of the compiled one.
 
-    cost: the part of the compiled model's speed that it gives up, below 0 where it is the faster one.
     milliseconds: of the whole model.  near: it takes at most NEARLY longer, at every timed shape.
     """
 
-    cost: float
     speedup: float | None
     milliseconds: float
     near: bool
     sentence: str
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """One thing that would help: the exact operator at `site`, or more examples where there is none.
 
     gain:   the part of the error that this would remove, 0 to 1; None where it removes none.
     cost:   the part of the compiled model's speed that it would cost, below 0 where it is faster; None
             where nothing was timed.
-    timed:  whether the site's own times say so; otherwise the whole model's difference is shared evenly
-            among the approximated sites.
     recipe: a line below `sites:` of a recipe, if any.
     """
 
@@ -80,7 +91,6 @@ class Advice:
     site: str | None = None
     gain: float | None = None
     cost: float | None = None
-    timed: bool = False
     recipe: str = ""
 
 
@@ -96,23 +106,8 @@ class Decision:
     lossless: Lossless | None = None
 
 
-def approximated(report: Report) -> list[SiteReport]:
-    return [site for site in report.sites if site.approximate]
-
-
-def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """By attention error: what is not finite first, what was not measured last, ties as they were."""
-
-    def error(site: SiteReport) -> float:
-        value = site.metric(ERROR)
-        return -1.0 if value is None else math.inf if finite(value) is None else value
-
-    return sorted(sites, key=lambda site: -error(site))
-
-
-def worst_site(report: Report) -> SiteReport | None:
-    """Of those whose attention was compared."""
-    return next((site for site in worst_first(report.sites) if site.metric(ERROR) is not None), None)
+def _name(site: str) -> str:
+    return clipped(site, 80)
 
 
 # The limits
@@ -150,7 +145,7 @@ def default_limits(report: Report) -> tuple[tuple[Gate, str], ...]:
     limits = []
     for key, bound in BUDGET_BOUNDS.items():
         of_sites = METRIC[key].scope == "site"
-        judged = of_sites or bool(approximated(report)) or report.refresh is not None
+        judged = of_sites or bool(report.approximated) or report.refresh is not None
         measured = [site.metrics for site in report.sites] if of_sites else [report.model.values]
         if trained:
             judged = key == "accuracy_drop"
@@ -175,8 +170,8 @@ def decide(report: Report) -> Decision:
     timed and gains more; then the lossless model, where it is about as fast and mends whatever failed;
     then what failed, speed first: a model that is slower than its teacher is of no use, however close.
     """
-    judged = judgement(report)
-    gate, sites, lossless = judged.gate, report.sites, _lossless(report)
+    judged, sites, lossless = judgement(report), report.sites, _lossless(report)
+    gate = judged.gate
     if gate.verdict is None:
         return Decision("measure", "There is nothing to decide on yet.", "Nothing was measured.", judged)
     if gate.verdict == "ANOMALOUS":
@@ -188,29 +183,29 @@ def decide(report: Report) -> Decision:
     faster = _under_torch_compile(report)
     if faster:
         return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
-    mends = lossless is not None and _mends(lossless, gate)
-    near, instead = lossless_instead(report), "Take the lossless model instead."
+    near = lossless if lossless is not None and lossless.near else None
+    mends = lossless is not None and all(_kept(check, lossless) for check in gate.checks)
+    instead = "Take the lossless model instead."
     if near is not None and mends:
         return Decision("lossless", instead, near.sentence, judged, lossless=near)
     if not gate.failures:
-        exact = sites and not approximated(report)
-        because = "Every layer computes the teacher's own attention." if exact else _all_kept(judged)
+        passed = "default limits are kept" if judged.default else "checks passed"
+        because = f"All {len(gate.checks)} {passed}." if len(gate.checks) > 1 else "The check passed."
+        if sites and not report.approximated:
+            because = "Every layer computes the teacher's own attention."
         return Decision("ship", "Ship it.", because, judged, lossless=near)
     speedup = finite(report.model.metric("speedup"))
     slow = any((check.metric, check.scope) == ("speedup", "model") for check in gate.failures)
     if slow and speedup is not None and speedup < LEAST_SPEEDUP:
-        if mends and lossless is not None and (lossless.speedup or 0.0) >= LEAST_SPEEDUP:
-            because = (
-                f"The compiled model is slower than the teacher ({number(speedup)}x), the lossless one "
-                f"is {number(lossless.speedup)}x as fast as the teacher."
-            )
-            return Decision("lossless", instead, because, judged, lossless=lossless)
         because = f"The compiled model is slower: {number(speedup)}x the teacher's speed."
+        if mends and lossless is not None and (lossless.speedup or 0.0) >= LEAST_SPEEDUP:
+            because += f" The lossless one has {number(lossless.speedup)}x."
+            return Decision("lossless", instead, because, judged, lossless=lossless)
         return Decision("teacher", "Keep the teacher.", because, judged)
     names = {site.name for site in sites}
     check = next((check for check in gate.failures if check.scope in names), gate.failures[0])
     site = check.scope if check.scope in names else _worst_contributor(report, check)
-    what = "Do not ship it yet." if site is None else f"Look at {short(site)} first."
+    what = "Do not ship it yet." if site is None else f"Look at {_name(site)} first."
     return Decision("look", what, _message(check), judged, site)
 
 
@@ -226,78 +221,55 @@ def _under_torch_compile(report: Report) -> str:
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
     """The site that makes most of the error, where a limit on the model's closeness failed."""
-    if check.kind != "limit" or check.metric not in METRIC or not METRIC[check.metric].budget:
+    if check.kind != "limit" or check.metric not in BUDGET_BOUNDS:
         return None
     shares = error_shares(report)
-    names = [site.name for site in worst_first(approximated(report))]
+    names = [site.name for site in report.worst_first if site.approximate]
     return max(names, key=lambda name: shares.get(name, 0.0), default=None)
 
 
 def _few_examples(check: Check) -> bool:
     """A share that was measured, and still cannot be judged, rests on too few examples."""
-    metric = METRIC.get(check.metric)
-    counts = check.metric == "examples" or (metric is not None and metric.share)
+    counts = check.metric == "examples" or is_share(check.metric)
     return check.kind != "plausibility" and check.value is not None and counts
 
 
 def _message(check: Check) -> str:
     """The check in a sentence."""
-    limited = check.verdict == "REGRESSION" and check.kind == "limit" and check.metric in METRIC
-    if limited and check.value is not None and check.limit is not None:
-        name = NAMES.get(check.metric) or METRIC[check.metric].name
-        where = "" if check.scope == "model" else f" of {short(check.scope)}"
-        shown, limit = metric_text(check.metric, check.value), limit_text(check.metric, check.limit)
-        least = "at least" if check.bound == "min" else "at most"
-        sure = " with confidence" if check.confidence else ""
-        return f"The {name}{where} is {shown}; it should be {least} {limit}{sure}."
     text = check.message or f"{check.metric} of {check.scope} is {number(check.value)}"
-    return text if text.endswith(".") else f"{text}."
-
-
-def _all_kept(judged: Judgement) -> str:
-    count = len(judged.gate.checks)
-    if judged.default:
-        return "The default limit is kept." if count == 1 else f"All {count} default limits are kept."
-    return "The check passed." if count == 1 else f"All {count} checks passed."
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 # The lossless model
 
 
-def lossless_instead(report: Report) -> Lossless | None:
-    """The lossless model, where the compiled one approximates something and gains at most NEARLY by it.
+def _lossless(report: Report) -> Lossless | None:
+    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
+    where the compiled one was trained on labels since: the lossless one has the old weights.
 
     The times are the whole model's. Where the recipe named several shapes, the layers' times must agree
     at every one of them: what is as fast on short sequences may fall behind on long ones.
     """
-    lossless = _lossless(report)
-    return lossless if lossless is not None and lossless.near else None
-
-
-def _lossless(report: Report) -> Lossless | None:
-    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
-    where the compiled one was trained on labels since: the lossless one has the old weights."""
     model = report.model
     compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
-    if compiled is None or exact is None or not approximated(report) or _trained_on_labels(report):
+    if compiled is None or exact is None or not report.approximated or _trained_on_labels(report):
         return None
-    cost = 1 - compiled / exact
     speed = f"It takes {exact / compiled - 1:.0%} longer than"
     if exact <= compiled:
-        speed = f"It is {'as fast as' if abs(cost) < 0.01 else 'faster than'}"
+        speed = f"It is {'as fast as' if compiled < 1.01 * exact else 'faster than'}"
     sentence = (
         f"{speed} the compiled model ({number(exact)} ms against {number(compiled)} ms) and computes the "
         "teacher's attention exactly, up to rounding."
     )
     near = exact <= (1 + NEARLY) * compiled and not _falls_behind(report)
-    return Lossless(cost, finite(model.metric("speedup_lossless")), exact, near, sentence)
+    return Lossless(finite(model.metric("speedup_lossless")), exact, near, sentence)
 
 
 def _falls_behind(report: Report) -> bool:
     """Whether the layers take longer with exact operators at one of several shapes that were timed."""
-    pairs = [_pair(report, site) for site in approximated(report)]
+    pairs = [_pair(report, site) for site in report.approximated]
     times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
-    shapes = dict.fromkeys(shape for chosen, _ in times for shape in chosen)
+    shapes = {shape for chosen, _ in times for shape in chosen}
 
     def behind(shape: str) -> bool:
         at_shape = [(positive(one.get(shape)), positive(other.get(shape))) for one, other in times]
@@ -307,38 +279,29 @@ def _falls_behind(report: Report) -> bool:
     return len(shapes) > 1 and any(map(behind, shapes))
 
 
-def _mends(lossless: Lossless, gate: GateReport) -> bool:
-    """Whether every failure is gone with the lossless model, which is the teacher up to rounding, and
-    what was asked of the compiled model's speed is kept: limits on its speed and time, and what it may
-    have lost since a baseline."""
+def _kept(check: Check, lossless: Lossless) -> bool:
+    """Whether the lossless model, which is the teacher up to rounding, keeps what a check asks.
+
+    Of its speed and its time what is asked of the compiled model's; what approximates nothing has no
+    other error that a budget may limit.
+    """
     exact = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
-    for check in gate.checks:
-        if check.scope != "model" or check.metric not in exact:
-            continue
+    if check.kind == "plausibility":
+        return check.passed
+    if check.scope == "model" and check.metric in exact:
         value, low, high = exact[check.metric], check.min, check.max
-        if check.kind == "baseline" and check.baseline is not None and check.metric == "speedup":
+        if check.kind == "baseline" and check.baseline is not None:
             low = check.baseline * (1 - (check.allowed or 0.0))
-        if low is None and high is None:
-            continue
-        if value is None or not (low or -math.inf) <= value <= (math.inf if high is None else high):
-            return False
-    return all(map(_mended, gate.failures))
-
-
-def _mended(check: Check) -> bool:
+        return value is not None and (low or -math.inf) <= value <= (math.inf if high is None else high)
     metric = METRIC.get(check.metric)
-    if metric is None or check.kind == "plausibility":
-        return False
-    of_speed = check.metric == "speedup" and check.kind == "limit"
-    return metric.budget or metric.untouched is not None or of_speed
+    return check.passed or (metric is not None and (metric.budget or metric.untouched is not None))
 
 
 def _pair(report: Report, site: SiteReport) -> tuple[Tried | None, Tried | None]:
     """The candidate that a site became, and its exact operator; None where the trail lacks it."""
-    candidates = (report.selection or Trail()).of(site.name).candidates
-    chosen = next((tried for tried in candidates if tried.chosen), None)
-    exact = next((tried for tried in candidates if tried.operator == site.teacher_operator), None)
-    return chosen, exact
+    tried = (report.selection or Trail()).of(site.name)
+    exact = (each for each in tried.candidates if each.operator == site.teacher_operator)
+    return tried.chosen, next(exact, None)
 
 
 # What would help
@@ -362,7 +325,7 @@ def error_shares(report: Report) -> dict[str, float]:
     By what selection measured of the whole model with that site alone replaced (output_rel_l2), where it
     is known of all of them; by their attention errors otherwise.
     """
-    sites = approximated(report)
+    sites = report.approximated
     if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
         return {}  # nothing is a part of what is not finite
     errors: dict[str, float] = {}
@@ -388,20 +351,20 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
     elif cost >= 0.005:
         price = f"Lossless there costs {about}{cost:.0%} of the speed."
     pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
-    sentence = f"{short(site.name)} makes {share:.0%} of the error. {price}"
-    return Advice(sentence, site.name, share, cost, timed, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
+    sentence = f"{_name(site.name)} makes {share:.0%} of the error. {price}"
+    return Advice(sentence, site.name, share, cost, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
 
 
 def _cost(report: Report, site: SiteReport) -> tuple[float | None, bool]:
-    """The part of the speed that an exact operator at this site costs, and whether it was timed there."""
-    compiled, lossless = (
-        positive(report.model.metric(f"latency_{kind}_ms")) for kind in ("compiled", "lossless")
-    )
+    """The part of the speed that an exact operator at this site costs, and whether it was timed there;
+    otherwise the whole model's difference is shared evenly among the approximated sites."""
+    kinds = ("compiled", "lossless")
+    compiled, lossless = (positive(report.model.metric(f"latency_{kind}_ms")) for kind in kinds)
     if compiled is None:
         return None, False
     extra, timed = None, False
     if lossless is not None:
-        extra = (lossless - compiled) / len(approximated(report))
+        extra = (lossless - compiled) / len(report.approximated)
     chosen, exact = _pair(report, site)
     if chosen is not None and exact is not None and not report.chosen_elsewhere:
         shape = _longest(chosen.latency_ms, report.model.values.get("batch"))
@@ -430,7 +393,7 @@ def _more_examples(report: Report) -> list[Advice]:
     how = f"at least {needed} are needed" if examples < needed else "more of them narrow it"
     return [Advice(
         f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
-        f"{metric_text(key, ends[0])}, below {limit_text(key, limit)}: {examples:g} examples do not "
+        f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
         f"prove it, {how}."
     )]  # fmt: skip
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asapc.ir import Side
 from asapc.operators.c_transforms import close_columns, close_rows
 
 POWER_STEPS = 4
@@ -22,55 +21,39 @@ DIAMETER_ENTRIES = 2**22  # of a block of differences between rows
 
 
 def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
-    """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head.
+    """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head: [B, H].
 
-    g_0, g_plus: [B, H, M], the target duals before and after the row c-transform between them; masked
-    keys are -inf in both. Returns [B, H] float64. Holds with masks too: after the row c-transform every
-    row has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
+    g_0, g_plus: [B, H, M], the target duals before and after the row c-transform between them: after it
+    every row has mass 1/N, and then the columns are rescaled.  Source: ASAP, Proposition B.7.
     """
-    active = ~(g_plus.isneginf() & g_0.isneginf())
-    change = (g_plus.double() - g_0.double()).abs()
-    return torch.expm1(torch.where(active, change, 0.0).amax(-1))
+    return torch.expm1((g_plus - g_0).abs().amax(-1))
 
 
 def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
-    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries.
+    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries, [B, H].
 
     f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
-    the points that carry mass, or None for all. Every entry of
-    the plan closed from f_hat is within this factor of the one closed from f, after any number of
-    c-transforms. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
+    the points that carry mass, or None for all. Every entry of the plan closed from f_hat is within this
+    factor of the one closed from f, after any number of c-transforms.  Source: ASAP, Propositions B.8 and
+    B.9 (gauge-free form).
     """
-    error = f_hat.double() - f.double()
-    if keep is None:
-        return torch.exp(spread_of(error))
-    massless = ~keep[:, None, :]
-    high = error.masked_fill(massless, -math.inf).amax(-1)
-    low = error.masked_fill(massless, math.inf).amin(-1)
-    return torch.exp((high - low).clamp(min=0.0))  # no point at all: nothing to bound
+    return torch.exp(spread_of(f_hat - f, None if keep is None else keep[:, None, :]))
 
 
-def contraction_bound(scores: Tensor, keep: Tensor | None = None) -> Tensor:
+def contraction_bound(scores: Tensor) -> Tensor:
     """tanh^2(range(S) / 2) >= Hilbert contraction of one iteration (two half-steps), [B, H].
 
-    scores: [B, H, N, M] divided by epsilon; only active keys count. Row and column offsets of S do
-    not change the iteration, so the smaller of the ranges of S and of S centred over rows and
-    columns is taken. By Birkhoff the contraction is tanh^2(Delta / 4) with Delta, the largest
-    |S_ij + S_kl - S_il - S_kj|, at most 2 range(S); tanh^2(range / 4) would not be a bound.
-    1 where nothing is proven (range above about 38, or a bias that forbids a pair), 0 without an
-    active key.  Source: Block-wise differentiable Sinkhorn attention, Proposition 4.
+    scores: [B, H, N, n] divided by epsilon, of active keys. Row and column offsets of S do not change the
+    iteration, so the smaller of the ranges of S and of S centred over rows and columns is taken. By
+    Birkhoff the contraction is tanh^2(Delta / 4) with Delta, the largest |S_ij + S_kl - S_il - S_kj|, at
+    most 2 range(S); tanh^2(range / 4) would not be a bound.  1 where nothing is proven (range above
+    about 38, or a bias that forbids a pair).  Source: Block-wise differentiable Sinkhorn attention,
+    Proposition 4.
     """
-    wide = scores.detach().double()
-    if keep is None:
-        active = torch.ones_like(wide, dtype=torch.bool)
-    else:
-        active = keep[:, None, None, :].expand(wide.shape)
-    forbidden = (wide.isneginf() & active).flatten(-2).any(-1)
-    filled = wide.masked_fill(~active | wide.isneginf(), 0.0)
-    count = active.sum(-1, keepdim=True).clamp(min=1)
-    centred = filled - filled.sum(-1, keepdim=True) / count
+    centred = scores - scores.mean(-1, keepdim=True)
     centred = centred - centred.mean(-2, keepdim=True)
-    spread = torch.minimum(range_of(filled, active), range_of(centred, active))
+    spread = torch.minimum(spread_of(scores.flatten(-2)), spread_of(centred.flatten(-2)))
+    forbidden = scores.isneginf().flatten(-2).any(-1)
     return torch.tanh(spread / 2).square().masked_fill(forbidden, 1.0)
 
 
@@ -122,7 +105,7 @@ def pinsker(divergence: Tensor) -> Tensor:
 
 
 class Duals(NamedTuple):
-    """f [B, H, N] and g [B, H, n]; before the first c-transform the side that is not known is 0."""
+    """f [B, H, N] and g [B, H, n]; before the first c-transform g is 0."""
 
     f: Tensor
     g: Tensor
@@ -130,25 +113,27 @@ class Duals(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Scores [B, H, N, n] of all queries against active keys only, and the mass of each point."""
+    """Scores [B, H, N, n] without padding, and the mass of each point of a row and of a column."""
 
     scores: Tensor
     log_mu: float
     log_nu: float
 
-    def closed(self, start: Tensor, side: Side, c_transforms: int) -> list[Duals]:
-        """The duals after 0, 1, ... c-transforms, the first on `side`, from the other side's dual."""
+    def flipped(self) -> Block:
+        """Queries and keys exchanged."""
+        return Block(self.scores.transpose(-1, -2), self.log_nu, self.log_mu)
+
+    def closed(self, f: Tensor, c_transforms: int) -> list[Duals]:
+        """The duals after 0, 1, ... c-transforms, the first one on columns, from a dual of the rows."""
         log_mu = self.scores.new_full(self.scores.shape[-2:-1], self.log_mu)
         log_nu = self.scores.new_full(self.scores.shape[-1:], self.log_nu)
-        f, g = (torch.zeros_like(self.scores.select(axis, 0)) for axis in (-1, -2))
-        f, g = (start, g) if side == "column" else (f, start)
-        duals = [Duals(f, g)]
-        for _ in range(c_transforms):
-            if side == "column":
-                g, side = close_columns(self.scores, f, log_nu), "row"
+        duals = [Duals(f, torch.zeros_like(self.scores.select(-2, 0)))]
+        for step in range(c_transforms):
+            f, g = duals[-1]
+            if step % 2 == 0:
+                duals.append(Duals(f, close_columns(self.scores, f, log_nu)))
             else:
-                f, side = close_rows(self.scores, g, log_mu), "column"
-            duals.append(Duals(f, g))
+                duals.append(Duals(close_rows(self.scores, g, log_mu), g))
         return duals
 
     def log_plan(self, duals: Duals) -> Tensor:
@@ -165,18 +150,15 @@ def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
     A power iteration from a small random d finds the slowest mode around g; one large d looks further
     away. So this is at most the contraction that Proposition 4 bounds from above.
     """
-
-    def iterate(start: Tensor) -> Tensor:
-        return block.closed(start, "row", 2)[-1].g
-
+    by_keys = block.flipped()
     generator = torch.Generator().manual_seed(seed)
     change = torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device)
-    image = iterate(g)
+    image = by_keys.closed(g, 2)[-1].f
     worst = g.new_zeros(g.shape[:2])
     for size in (*[NEAR] * POWER_STEPS, FAR):
         spread = spread_of(change)
         scaled = change * torch.where(spread > 0, size / spread, 0.0)[..., None]
-        change = iterate(g + scaled) - image
+        change = by_keys.closed(g + scaled, 2)[-1].f - image
         worst = torch.maximum(worst, torch.where(spread > 0, spread_of(change) / size, 0.0))
     return worst
 
@@ -185,8 +167,7 @@ class Tilt:
     """Two plans closed from the duals f and f^ of one side: every column of one is the other, tilted.
 
     pi_j and pi^_j are the conditionals of a closed column j over the points i of the predicted side,
-    and Delta = f^ - f.  Rows of the transposed scores where the keys are predicted.
-    Source: ASAP, Proposition B.10.
+    and Delta = f^ - f.  Source: ASAP, Proposition B.10.
     """
 
     def __init__(self, scores: Tensor, f: Tensor, f_hat: Tensor, log_weight: float) -> None:
@@ -196,6 +177,7 @@ class Tilt:
         change = f_hat - f
         self.delta = change - change.mean(-1, keepdim=True)  # the gauge does not matter
         self.weight = math.exp(log_weight)
+        self.mass = self.weight * scores.shape[-1]
 
     def divergences(self) -> tuple[Tensor, Tensor]:
         """KL(P^ || P) and KL(P || P^), [B, H]."""
@@ -205,8 +187,7 @@ class Tilt:
 
     def variance_bound(self) -> Tensor:
         """sum_j nu_j sigma_j^2 / 2 with sigma_j = range(Delta) / 2, Popoviciu's for every t (B.53)."""
-        total = self.weight * self.log_pi.shape[-1]
-        return total * spread_of(self.delta).square() / 8
+        return self.mass * spread_of(self.delta).square() / 8
 
     def density_bound(self) -> Tensor:
         """beta / 2 |Delta|^2 / X, times the mass (B.54)."""
@@ -226,8 +207,7 @@ class Tilt:
 
     def residual(self) -> Tensor:
         """|Delta|^2 / X, times the mass of the plans: [B, H]."""
-        total = self.weight * self.log_pi.shape[-1]
-        return total * self.delta.square().mean(-1)
+        return self.mass * self.delta.square().mean(-1)
 
     def trivial(self) -> Tensor:
         """No divergence of other column conditionals from these exceeds it: -sum_j nu_j log min pi_j."""
@@ -235,16 +215,13 @@ class Tilt:
         return -self.weight * least.sum(-1)
 
 
-def spread_of(values: Tensor) -> Tensor:
-    """osc: largest minus smallest along the last axis."""
-    return values.amax(-1) - values.amin(-1)
-
-
-def range_of(values: Tensor, active: Tensor) -> Tensor:
-    """Largest minus smallest active entry of each [N, M] matrix; 0 where none is active."""
-    largest = values.masked_fill(~active, -math.inf).flatten(-2).amax(-1)
-    smallest = values.masked_fill(~active, math.inf).flatten(-2).amin(-1)
-    return torch.where(active.flatten(-2).any(-1), largest - smallest, 0.0)
+def spread_of(values: Tensor, active: Tensor | None = None) -> Tensor:
+    """osc: largest minus smallest active entry along the last axis; 0 where none is active."""
+    if active is None:
+        return values.amax(-1) - values.amin(-1)
+    high = values.masked_fill(~active, -math.inf).amax(-1)
+    low = values.masked_fill(~active, math.inf).amin(-1)
+    return torch.where(active.any(-1), high - low, 0.0)
 
 
 def largest(values: Tensor) -> float:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from asapc.report.advice import LOSSLESS_PYTHON, advise, approximated, decide, worst_site
-from asapc.report.document import Report, finite
+from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
+from asapc.report.document import ERROR, ModelReport, Report, finite
 from asapc.report.tables import (
     MODEL_LABELS,
     amortised_text,
+    changed,
     convention_text,
     counted,
     fit_text,
@@ -103,42 +104,72 @@ def onnx_brief(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
+class KeyFigure(NamedTuple):
+    """A figure that a decision rests on, and what belongs beside it."""
+
+    label: str
+    value: str
+    notes: list[str]
+
+
+def key_figures(report: Report) -> list[KeyFigure]:
+    """Speed, agreement, accuracy, the worst layer, and how many examples they rest on."""
+    model, figures, worst = report.model, list[KeyFigure](), report.worst_site
+
+    def add(label: str, metric: str, value: str, *notes: str, scope: str = "model") -> None:
+        change = changed(report, metric, scope)
+        against = f"{change} against the baseline" if change else ""
+        figures.append(KeyFigure(label, value, [note for note in (*notes, against) if note]))
+
+    speedup, lossless = (finite(model.metric(key)) for key in ("speedup", "speedup_lossless"))
+    if speedup is not None:
+        exactly = lossless is not None and report.approximated
+        ratio = f"{number(speedup)}x"
+        add("speed", "speedup", "equal" if model.as_fast else ratio, ratio if model.as_fast else "",
+            _whole_times(model), _interval(model, "speedup"),
+            f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
+            *_under_torch_compile(model.values))  # fmt: skip
+    for label, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
+                       ("own metric", "metric_compiled"), ("its drop", "metric_drop")):  # fmt: skip
+        if model.metric(key) is not None:
+            teachers = model.metric(key.replace("_compiled", "_teacher"))
+            of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
+            add(label, key, metric_text(key, model.metric(key)), _interval(model, key), of_teacher)
+    if worst is not None:
+        where = f"attention error of {shortened(worst.name)}, {worst.operator}"
+        add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
+    device = report.environment.get("device")
+    rest = ("neither fitted nor selected on", f"on {device}" if device else "")
+    add("examples", "examples", number(model.metric("examples")), *rest)
+    return figures
+
+
+def _whole_times(model: ModelReport) -> str:
+    """"1468 ms -> 74.2 ms a batch of 32"."""
+    times = [model.metric(f"latency_{kind}_ms") for kind in ("teacher", "compiled")]
+    batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
+    return "" if None in times else " -> ".join(f"{number(time)} ms" for time in times) + batch
+
+
+def _interval(model: ModelReport, key: str) -> str:
+    ends = interval_text(key, model.confidence)
+    return f"{model.confidence_level:.0%} interval {ends}" if ends else ""
+
+
 def report_brief(report: Report) -> list[str]:
-    """Verdict, what to do, speed, agreement, the worst layer, and what would help."""
-    model, gate, decided = report.model, report.gate, decide(report)
+    """Verdict, what to do, the figures behind it, and what would help."""
+    gate, decided = report.gate, decide(report)
     verdict = gate.verdict if gate.verdict is not None else "no gate set; by default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
         lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")
-    speedup, lossless = (finite(model.metric(key)) for key in ("speedup", "speedup_lossless"))
-    if speedup is not None:
-        times = " -> ".join(
-            f"{number(model.metric(key))} ms" for key in ("latency_teacher_ms", "latency_compiled_ms")
-            if model.metric(key) is not None
-        )  # fmt: skip
-        batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
-        timed = (f", {times}{batch}" if times else "") + _beside(report, "speedup")
-        equal = ", which may be equal" if model.as_fast else ""
-        lines.append(f"speed       {number(speedup)}x the teacher's{timed}{equal}")
-        if lossless is not None and approximated(report):
-            lines.append(f"            {number(lossless)}x with every loop kept exactly (lossless)")
-    lines += [f"            {told}" for told in _under_torch_compile(model.values)]
-    for key, label in (
-        ("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy"),
-        ("metric_compiled", "own metric"), ("metric_drop", "its drop"),
-    ):  # fmt: skip
-        value = model.metric(key)
-        if value is not None:
-            lines.append(f"{label:<12}{metric_text(key, value)}{_beside(report, key)}")
-    site = worst_site(report)
-    if site is not None:
-        lines.append(f"worst layer {shortened(site.name)}, {site.operator}")
-        lines.append(f"            attention relative l2 {number(site.metric('attention_rel_l2'))}")
-    if str(model.source).endswith("(no --weights)"):
+    for label, value, notes in key_figures(report):
+        beside = f" ({'; '.join(notes)})" if notes else ""
+        lines += _wrapped(f"{label:<12}{value}{beside}", indent=" " * 12, most=4)
+    if str(report.model.source).endswith("(no --weights)"):
         lines.append("weights     those that the factory returned: no --weights were given")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
-    lines.append(f"on          {number(model.metric('examples'))} examples that were not fitted on")
     lines += _warned([warning.to_json() for warning in report.warnings])
     for advice in advise(report)[:ADVICE]:
         lines += _wrapped(f"advice: {advice.sentence}")
@@ -158,18 +189,6 @@ def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
     return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
 
 
-def _beside(report: Report, key: str) -> str:
-    """The interval of a metric, and the teacher's where it has its own."""
-    model, told = report.model, []
-    ends = interval_text(key, model.confidence)
-    if ends != "-":
-        told.append(f"{model.confidence_level:.0%} interval {ends}")
-    teachers = key.replace("_compiled", "_teacher")
-    if teachers != key and model.metric(teachers) is not None:
-        told.append(f"the teacher's {metric_text(teachers, model.metric(teachers))}")
-    return f" ({'; '.join(told)})" if told else ""
-
-
 def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     """Times of the whole model, and of the layer that gains least."""
     model = bench["model"]
@@ -181,7 +200,7 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     if timed:
         least = min(timed, key=lambda site: site["speedup"])
         ends = interval_text("speedup", least.get("confidence", {}))
-        gain = f"{least.get('operator')}, {number(least['speedup'])}x ({ends})"
+        gain = f"{least.get('operator')}, {number(least['speedup'])}x ({ends or '-'})"
         lines.append(f"least gain: {shortened(least['name'])}, {gain}")
     kernels = [
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())

@@ -9,8 +9,8 @@ are checked: all queries against the n active of M keys, no pair forbidden by a 
 has mass 1/N and every active key 1/M, so a plan has mass 1 after a row c-transform and n/M after a column
 c-transform; the papers' proofs need no more than that it is at most 1.
 
-The papers predict the source dual and close columns first. A predicted target dual is the same with the
-sides exchanged: what they say of columns then holds of rows.
+The papers predict the source dual and close columns first. Where the target dual is predicted, queries
+and keys of a block are exchanged: what the papers say of columns then holds of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -94,11 +94,7 @@ class _Check:
 
         vacuous: in some case the bound says no more than what is always so; vacuous_cases counts them.
         """
-        return {
-            "name": self.name, "source": self.source, "bound": self.bound, "measured": self.measured,
-            "holds": self.holds, "cases": self.cases, "vacuous": self.vacuous_cases > 0,
-            "vacuous_cases": self.vacuous_cases,
-        }  # fmt: skip
+        return {**asdict(self), "vacuous": self.vacuous_cases > 0}
 
 
 @dataclass(eq=False)
@@ -154,18 +150,22 @@ class SiteCertificates:
     def add(self, teacher: TeacherDuals) -> None:
         """Add a few examples, all of which have an active key, with the teacher's duals on them."""
         t, half_steps = teacher.tensors, self.convention.half_steps
-        bound = contraction_bound(teacher.scores, t.keep)
         log_mu, log_nu = (-math.log(count) for count in teacher.scores.shape[-2:])
         g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
-        duals, source = self._duals(teacher), self.plan is not None and self.plan.side == "source"
+        duals = self._duals(teacher)
         for rows, keys in _active_blocks(t.keep):
             block = Block(teacher.scores[rows][..., keys], log_mu, log_nu)
-            self._loop(block, bound[rows], g[rows][..., keys], before[rows][..., keys])
+            self._loop(block, g[rows][..., keys], before[rows][..., keys])
             if duals is not None:
-                points = slice(None) if source else keys
+                points = keys if self._flipped else slice(None)
                 dual, true = (dual[rows][..., points] for dual in duals)
                 v = None if t.v is None else t.v.double()[rows][..., keys, :]
-                self._closed(block, dual, true, v)
+                self._closed(block.flipped() if self._flipped else block, dual, true, v)
+
+    @property
+    def _flipped(self) -> bool:
+        """Whether the keys' dual is predicted: then blocks have the keys in their rows."""
+        return self.plan is not None and self.plan.side != "source"
 
     def _duals(self, teacher: TeacherDuals) -> tuple[Tensor, Tensor] | None:
         """The dual that c-transforms start from, predicted and the teacher's; without any, nothing more
@@ -177,13 +177,12 @@ class SiteCertificates:
         for dual, its, keep in zip(predicted, true, (None, t.keep), strict=True):
             if dual is not None:
                 self._extend("dual_stability", dual_stability_factor(dual, its, keep))
-        index = 0 if self.plan.side == "source" else 1
-        start = predicted[index]
-        return None if start is None or self.plan.c_transforms == 0 else (start, true[index])
+        start, its = predicted[self._flipped], true[self._flipped]
+        return None if start is None or self.plan.c_transforms == 0 else (start, its)
 
-    def _loop(self, block: Block, bound: Tensor, g: Tensor, before: Tensor) -> None:
+    def _loop(self, block: Block, g: Tensor, before: Tensor) -> None:
         """Proposition 4 on the loop that ends in g, an iteration after `before`."""
-        contraction = self._contraction(block, bound)
+        contraction = self._contraction(block, contraction_bound(block.scores))
         self._extend("contraction_bound", contraction)
         # Whether the last iteration started from a dual of the keys that an iteration may start from.
         converges = self.convention.half_steps >= (2 if self.convention.first_side == "row" else 3)
@@ -207,64 +206,58 @@ class SiteCertificates:
         return torch.minimum(bound, contraction_of(projective_diameter(block.scores)))
 
     def _closed(self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None) -> None:
-        """The plans closed from the predicted dual of a block and from the teacher's `true`.
+        """The plans closed from the predicted dual of a block's rows and from the teacher's `true`.
 
         v: [B, H, n, E], where the values are known.
         """
         assert self.plan is not None
-        side: Side = "column" if self.plan.side == "source" else "row"
         # The metric is the paper's: a source dual and three c-transforms.
-        of_paper = self.plan.side == "source" and self.plan.c_transforms == 3
+        of_paper = not self._flipped and self.plan.c_transforms == 3
         compared = block.positive() and self._take("plans", block.scores.numel())
         if not compared and not of_paper:
             return
-        closed = block.closed(dual, side, self.plan.c_transforms)
+        closed = block.closed(dual, self.plan.c_transforms)
         if of_paper:
             self._extend("row_bound", row_error_bound(closed[-1].g, closed[-2].g))
         if not compared:
             return
-        exact = block.closed(true, side, self.plan.c_transforms)
-        self._row_error(block, closed, side)
-        alpha = self._stability(block, closed, exact, side)
+        exact = block.closed(true, self.plan.c_transforms)
+        alpha = self._stability(block, closed, exact)
+        self._divergence(block, dual, true)
+        last: Side = "column" if (len(closed) % 2 == 0) != self._flipped else "row"
+        if self._flipped:
+            block = block.flipped()
+            closed, exact = ([Duals(g, f) for f, g in duals] for duals in (closed, exact))
+        if last == "column" and len(closed) > 2:
+            self._row_error(block, closed[-1], closed[-2])
         self._output(block, closed[-1], exact[-1], alpha, v)
-        self._marginal_error(block, closed[-1], exact[-1], _last_side(side, closed))
-        self._divergence(block, dual, true, side)
+        self._marginal_error(block, closed[-1], exact[-1], last)
 
-    def _row_error(self, block: Block, closed: list[Duals], side: Side) -> None:
+    def _row_error(self, block: Block, duals: Duals, before: Duals) -> None:
         """Proposition B.7: a row c-transform, then a column c-transform, whatever came before."""
-        if len(closed) < 3 or _last_side(side, closed) != "column":
-            return
-        plan, rows_exact = (block.log_plan(duals).exp() for duals in (closed[-1], closed[-2]))
+        plan, rows_exact = (block.log_plan(each).exp() for each in (duals, before))
         error = (plan.sum(-1) - math.exp(block.log_mu)).abs().sum(-1)
         gap = (plan - rows_exact).abs().sum((-2, -1))
         # Rows of two plans of mass at most 1 are never further apart than 2.
-        bound = row_error_bound(closed[-1].g, closed[-2].g)
-        self._check("row_bound", PAPER, "B.7").add(bound, error, 2.0, middle=gap)
+        self._check("row_bound", PAPER, "B.7").add(row_error_bound(duals.g, before.g), error, 2.0, gap)
 
-    def _stability(
-        self, block: Block, closed: list[Duals], exact: list[Duals], side: Side
-    ) -> Tensor:
+    def _stability(self, block: Block, closed: list[Duals], exact: list[Duals]) -> Tensor:
         """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual,
         whose distance it returns: [B, H]."""
         number = "B.8" if len(closed) == 2 else "B.9"
-        moves = [(mine.f - its.f, mine.g - its.g) for mine, its in zip(closed, exact, strict=True)]
-        start = moves[0][0 if side == "column" else 1]
-        low, high = start.amin(-1), start.amax(-1)
-        alpha, centre = (high - low) / 2, (high + low) / 2
-        if side == "row":
-            centre = -centre
+        moves = [Duals(mine.f - its.f, mine.g - its.g) for mine, its in zip(closed, exact, strict=True)]
+        low, high = moves[0].f.amin(-1), moves[0].f.amax(-1)
+        alpha, centre = (high - low) / 2, (high + low)[..., None] / 2
         moved = torch.zeros_like(alpha)
-        closes_f = side == "row"
-        for f, g in moves[1:]:  # the one that was just closed; the gauge is f - c, g + c
-            shifted = f - centre[..., None] if closes_f else g + centre[..., None]
+        for step, (f, g) in enumerate(moves[1:]):  # the one just closed; the gauge is f - c, g + c
+            shifted = g + centre if step % 2 == 0 else f - centre
             moved = torch.maximum(moved, shifted.abs().amax(-1))
-            closes_f = not closes_f
         self._check("dual_shift", PAPER, number).add(alpha, moved, math.inf)
         # log P^_ij - log P_ij = (f^ - f)_i + (g^ - g)_j: the scores cancel.
         f, g = moves[-1]
         highest, lowest = f.amax(-1) + g.amax(-1), f.amin(-1) + g.amin(-1)
         # No entry of P^ exceeds the mass of its closed column, nor its ratio to P that mass over P's.
-        mass = block.log_nu if _last_side(side, closed) == "column" else block.log_mu
+        mass = block.log_nu if len(closed) % 2 == 0 else block.log_mu
         trivial = torch.exp(mass - block.log_plan(exact[-1]).amin((-2, -1)))
         ratio = torch.exp(torch.maximum(highest, -lowest))
         self._check("dual_stability", PAPER, number).add(torch.exp(2 * alpha), ratio, trivial)
@@ -301,12 +294,9 @@ class SiteCertificates:
         check = self._check(f"{name}_error_kl_bound", PAPER, "B.15, Eq. B.92")
         check.add(bound, error, 2.0, middle=others + gap)
 
-    def _divergence(self, block: Block, dual: Tensor, true: Tensor, side: Side) -> None:
+    def _divergence(self, block: Block, dual: Tensor, true: Tensor) -> None:
         """Proposition B.10 on the plans of one c-transform."""
-        scores, mass = block.scores, block.log_nu
-        if side == "row":
-            scores, mass = scores.transpose(-1, -2), block.log_mu
-        tilt = Tilt(scores, true, dual, mass)
+        tilt = Tilt(block.scores, true, dual, block.log_nu)
         reverse, forward = tilt.divergences()
         worse, trivial = torch.maximum(reverse, forward), tilt.trivial()
         cases = (tilt.sharpness(), tilt.residual(), reverse, trivial)
@@ -339,14 +329,7 @@ def _active_blocks(keep: Tensor | None) -> Iterator[tuple[slice, Tensor | slice]
         yield slice(index, index + 1), keep[index]
 
 
-def _last_side(first: Side, closed: list[Duals]) -> Side:
-    """The side of the last c-transform."""
-    if len(closed) % 2 == 0:
-        return first
-    return "row" if first == "column" else "column"
-
-
 def _later_move(block: Block, g: Tensor) -> Tensor:
     """The largest osc(g_t - g) over the iterations after the loop's last one: [B, H]."""
-    later = block.closed(g, "row", 2 * LATER)[2::2]
-    return torch.stack([spread_of(duals.g - g) for duals in later]).amax(0)
+    later = block.flipped().closed(g, 2 * LATER)[2::2]
+    return torch.stack([spread_of(duals.f - g) for duals in later]).amax(0)

@@ -17,9 +17,10 @@ from asapc.errors import InputError
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
-from asapc.terminal.hints import install_line
+from asapc.terminal.hints import install_line, missing_module
 
 REPORT_FORMAT = 3
+ERROR = "attention_rel_l2"  # what sites are ranked by
 Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
 CLASSES: tuple[Class, ...] = get_args(Class)  # the worst last
 Number = float | None
@@ -29,12 +30,25 @@ Intervals = Annotated[
     Mapping[str, Interval], "metric to its bootstrap interval over examples, [low, high]"
 ]
 COUNT = {"type": "integer", "minimum": 0}
-ERROR = {"minimum": 0}
+NOT_NEGATIVE = {"minimum": 0}
 
 
 def finite(value: Number) -> Number:
     """The number, None where it is not finite."""
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def positive(value: Number) -> Number:
+    """The number, None where it is not finite and above 0."""
+    number = finite(value)
+    return number if number is not None and number > 0 else None
+
+
+def sizes_of(shape: str) -> list[int]:
+    """Of "32x512"; none of anything else."""
+    parts = shape.split("x")
+    plain = all(part.isascii() and part.isdigit() and len(part) < 12 for part in parts)
+    return [int(part) for part in parts] if plain else []
 
 
 def approximates(operator: str, teacher_operator: str) -> bool:
@@ -155,7 +169,7 @@ class SiteReport(Measured, Record):
     depthwise: int | None = optional()
     fit: str | None = None
     fit_converged: bool | None = None
-    replay_error: Annotated[Number, ERROR] = None
+    replay_error: Annotated[Number, NOT_NEGATIVE] = None
     replay: Annotated[
         Numbers, "largest error against the teacher's own code, by what was tried"
     ] = field(default_factory=dict)
@@ -220,6 +234,16 @@ class TriedSite(Record):
     name: str = ""
     candidates: tuple[Tried, ...] = ()
 
+    @property
+    def chosen(self) -> Tried | None:
+        return next((tried for tried in self.candidates if tried.chosen), None)
+
+    @property
+    def largest_shape(self) -> str:
+        """Of those that candidates were timed at, "32x512"; empty where there is none."""
+        shapes = {shape for tried in self.candidates for shape in tried.latency_ms if sizes_of(shape)}
+        return max(shapes, key=lambda shape: (math.prod(sizes_of(shape)), shape), default="")
+
 
 @dataclass(frozen=True)
 class Round(Record):
@@ -248,7 +272,7 @@ class Trail(Record):
     objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
     budget: Numbers = field(default_factory=dict)
     examples: int | None = None
-    seconds: Annotated[Number, ERROR] = None
+    seconds: Annotated[Number, NOT_NEGATIVE] = None
     device: str | None = optional()
     shapes: tuple[tuple[int, ...], ...] = ()
     sites: tuple[TriedSite, ...] = ()
@@ -470,10 +494,8 @@ class Report(Record):
         try:
             draw = pkgutil.resolve_name("asapc.report.figures:figure")
         except ModuleNotFoundError as error:
-            module = (error.name or "").partition(".")[0]
-            if module not in ("matplotlib", "markupsafe"):
-                raise
-            needed = f"figures need {module}, which is not installed"
+            missing = missing_module(error, "matplotlib")
+            needed = f"figures need {missing}, which is not installed"
             raise InputError(needed, help=install_line("report")) from None
         return draw(self, what, site)
 
@@ -481,6 +503,25 @@ class Report(Record):
         """What a notebook shows.  By name, like the figures: what draws a report imports this module."""
         shown: str = pkgutil.resolve_name("asapc.report.notebook:report_html")(self)
         return shown
+
+    @property
+    def approximated(self) -> list[SiteReport]:
+        return [site for site in self.sites if site.approximate]
+
+    @property
+    def worst_first(self) -> list[SiteReport]:
+        """By attention error: what is not finite first, what was not measured last, ties as they were."""
+
+        def error(site: SiteReport) -> float:
+            value = site.metric(ERROR)
+            return -1.0 if value is None else math.inf if finite(value) is None else value
+
+        return sorted(self.sites, key=lambda site: -error(site))
+
+    @property
+    def worst_site(self) -> SiteReport | None:
+        """Of those whose attention was compared."""
+        return next((site for site in self.worst_first if site.metric(ERROR) is not None), None)
 
     def compared(self, metric: str, scope: str = "model") -> Check | None:
         """How a metric compares with the baseline's, if it does."""

@@ -303,7 +303,7 @@ def _of_all(
     own: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
 ) -> tuple[list[dict[str, Any]], tuple[SitePictures, ...]]:
     """Results and pictures of the sites in this order, wherever they were measured."""
-    drawn = {name: site.pictures.result() for name, site in own.items() if site.pictures is not None}
+    drawn = {name: site.pictures for name, site in own.items() if site.pictures is not None}
     results = {name: site.result() for name, site in own.items()}
     if not processes.alone:
         made = {name: pictures.part() for name, pictures in drawn.items()}

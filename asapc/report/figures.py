@@ -1,6 +1,6 @@
 """Pictures of a report as matplotlib figures: `report.figure("errors")`, and the same on its page.
 
-    errors       attention error by layer, the worst first, and the budget
+    errors       attention error by layer, the worst first, and the limit
     times        the whole model: teacher, lossless, compiled, in ms
     heads        attention error by head of a site
     lengths      attention error by number of active tokens of a site
@@ -9,37 +9,73 @@
                  measured in this process: report.json has no maps
 
 A figure is drawn on white, knows no pyplot and opens no window. `figure.savefig("errors.png")` writes it;
-a notebook shows it after `%matplotlib inline`.
+a notebook shows it after `%matplotlib inline`. Names are drawn as plain text.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from markupsafe import Markup
+import matplotlib
+import torch
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from asapc.errors import InputError
 from asapc.operators.catalogue import TEACHER
-from asapc.report import plots
-from asapc.report.advice import ERROR, judgement, worst_first
-from asapc.report.document import LengthBin, Report, SiteReport, Trail, TriedSite, finite
+from asapc.report.advice import judgement
+from asapc.report.document import ERROR, LengthBin, Report, SiteReport, Trail, TriedSite, finite, positive
 from asapc.report.pictures import MapPair
-from asapc.report.shown import cleaned, largest_shape, positive, shape_text, short
 from asapc.report.tables import number
+from asapc.terminal.printed import clipped, one_line
 from asapc.terminal.printed import short as repr_of
 
 MOST = 48  # layers or heads in one figure
 LONGEST_NAME = 36
+EXACT = 1e-5  # an error below this is rounding
+FAR = 1e6  # what is further away is drawn there
+COLORS = {"teacher": "#767b84", "lossless": "#0b7a6b", "compiled": "#2459c7"}
+LIMIT = "#b0411e"
+WRONG = "#ff00c8"  # a cell that is not finite
+SHADES = LinearSegmentedColormap.from_list(
+    "attention", ["#ffffff", "#bed6f0", "#6096d6", "#2157a6", "#0a1c42"]
+).with_extremes(bad=WRONG)
+DIFFERENCES = LinearSegmentedColormap.from_list(
+    "difference", ["#0d428c", "#4285c8", "#accde8", "#ffffff", "#facba0", "#de7726", "#8a3c06"]
+).with_extremes(bad=WRONG)
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "asapc", "text.parse_math": False, "font.size": 11,
+    "font.sans-serif": ["DejaVu Sans", "sans-serif"], "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "grid.color": "#d4d1cc",
+    "legend.frameon": False, "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+class Bar(NamedTuple):
+    name: str
+    value: float | None
+    kind: str = "compiled"  # see COLORS
+
+
+class Point(NamedTuple):
+    """One candidate of a site.  cost: ms, or MiB where memory is the objective."""
+
+    kind: str
+    error: float
+    cost: float
+    chosen: bool
 
 
 class Picture(NamedTuple):
-    """An image of the page, and what it shows in words."""
+    """A figure of the page, and what it shows in words."""
 
     caption: str
-    uri: Markup
-    alt: str
+    figure: Figure
     broad: bool = False
 
 
@@ -48,66 +84,71 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
     if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
     draw, of_site, why = FIGURES[what]
-    with plots.style():
+    with style():
         drawn = draw(report, _site(report, site)) if of_site else draw(report)
-        if drawn is None:
-            raise InputError(f"figure: nothing to draw for {what}", got=why)
-        drawn.set_dpi(100)
+    if drawn is None:
+        raise InputError(f"figure: nothing to draw for {what}", got=why)
     return drawn
 
 
+def style() -> Any:
+    """A context for drawing: matplotlib as it ships, whatever the user's matplotlibrc says, and STYLE."""
+    # Choosing a backend would import one; none is needed. Any: releases type the keys differently.
+    shipped: Any = matplotlib.rcParamsDefault
+    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")}
+    return matplotlib.rc_context(options | STYLE)
+
+
+def data_uri(figure: Figure) -> str:
+    """The figure as an SVG image, the same bytes for the same figure."""
+    buffer = io.BytesIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", facecolor="none", metadata=metadata)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# What there is to draw
+
+
 def _errors(report: Report) -> Figure | None:
-    sites = [s for s in worst_first(report.sites) if s.metric(ERROR) is not None][:MOST]
-    if not sites:
-        return None
     checks = judgement(report).gate.checks
     limits = [c.max for c in checks if c.metric == ERROR and c.kind == "limit" and c.max is not None]
-    return plots.draw_bars(
-        [s.metric(ERROR) for s in sites], [_name(s.name) for s in sites], "attention error",
-        [plots.COMPILED if s.approximate else plots.LOSSLESS for s in sites],
-        line=("limit", limits[0]) if limits else None,
-    )  # fmt: skip
+    bars = [
+        Bar(_name(site.name), site.metric(ERROR), "compiled" if site.approximate else "lossless")
+        for site in report.worst_first if site.metric(ERROR) is not None
+    ]  # fmt: skip
+    return draw_bars(bars, "attention error", line=("limit", limits[0]) if limits else None)
 
 
 def _times(report: Report) -> Figure | None:
-    fills = {"teacher": plots.TEACHER, "lossless": plots.LOSSLESS, "compiled": plots.COMPILED}
-    times = {k: t for k in fills if (t := positive(report.model.metric(f"latency_{k}_ms"))) is not None}
-    if not times:
-        return None
-    colors = [fills[kind] for kind in times]
-    return plots.draw_bars([*times.values()], [*times], "ms, whole model", colors)
+    times = {kind: positive(report.model.metric(f"latency_{kind}_ms")) for kind in COLORS}
+    bars = [Bar(kind, time, kind) for kind, time in times.items() if time is not None]
+    return draw_bars(bars, "ms, whole model")
 
 
 def _heads(report: Report, site: SiteReport) -> Figure | None:
-    errors = [finite(error) for error in site.by_head.get(ERROR, ())][:MOST]
-    if not errors:
-        return None
+    errors = [finite(error) for error in site.by_head.get(ERROR, ())]
     known = [error for error in errors if error is not None]
-    return plots.draw_bars(
-        errors, [f"head {head}" for head in range(len(errors))], "attention error",
-        [plots.COMPILED] * len(errors),
-        line=("mean", sum(known) / len(known)) if len(known) > 1 else None,
-    )  # fmt: skip
+    line = ("mean", sum(known) / len(known)) if len(known) > 1 else None
+    bars = [Bar(f"head {head}", error) for head, error in enumerate(errors)]
+    return draw_bars(bars, "attention error", line=line)
 
 
 def _lengths(report: Report, site: SiteReport) -> Figure | None:
-    return _by_length(site.by_length, ERROR, "attention error, by active tokens")
+    return _by_length(site.by_length, ERROR, "attention error")
 
 
 def _by_length(bins: Sequence[LengthBin], metric: str, unit: str, lost: bool = False) -> Figure | None:
     """A metric by length.  lost: what a share lacks of 1."""
-    values = [finite(length_bin.metrics.get(metric)) for length_bin in bins]
-    if all(value is None for value in values):
+    bars = []
+    for each in bins:
+        value = finite(each.metrics.get(metric))
+        span = str(each.low) if each.low == each.high else f"{each.low}\u2013{each.high}"
+        value = 1 - value if lost and value is not None else value
+        bars.append(Bar(f"{span}, n = {number(each.examples)}", value))
+    if all(bar.value is None for bar in bars):
         return None
-    if lost:
-        values = [None if value is None else 1 - value for value in values]
-    names = [f"{_span(length_bin)}, n = {number(length_bin.examples)}" for length_bin in bins]
-    return plots.draw_bars(values, names, unit, [plots.COMPILED] * len(values), percent=lost)
-
-
-def _span(length_bin: LengthBin) -> str:
-    low, high = length_bin.low, length_bin.high
-    return str(low) if low == high else f"{low}–{high}"
+    return draw_bars(bars, f"{unit}, by active tokens", percent=lost)
 
 
 def _candidates(report: Report, site: SiteReport) -> Figure | None:
@@ -116,38 +157,36 @@ def _candidates(report: Report, site: SiteReport) -> Figure | None:
     points = _points(tried, trail)
     if len(points) < 2:
         return None
-    unit = f"ms at {shape_text(largest_shape(tried))}"
-    if trail.objective == "memory":
-        unit = "MiB of extra memory"
-    return plots.draw_pareto(points, unit, finite(trail.budget.get(ERROR)))
+    unit = "MiB of extra memory" if trail.objective == "memory" else f"ms at {tried.largest_shape}"
+    return draw_candidates(points, unit, finite(trail.budget.get(ERROR)))
 
 
-def _points(tried: TriedSite, trail: Trail) -> list[plots.Point]:
+def _points(tried: TriedSite, trail: Trail) -> list[Point]:
     """What was tried at a site, by its error and its cost."""
-    shape, memory = largest_shape(tried), trail.objective == "memory"
-    points: list[plots.Point] = []
-    for candidate in tried.candidates:
-        time = positive(candidate.memory_mib if memory else candidate.latency_ms.get(shape))
-        error = finite(candidate.attention_rel_l2)
-        if error is None and candidate.label == candidate.operator:
+    shape, memory = tried.largest_shape, trail.objective == "memory"
+    points: list[Point] = []
+    for each in tried.candidates:
+        cost = positive(each.memory_mib if memory else each.latency_ms.get(shape))
+        error = finite(each.attention_rel_l2)
+        if error is None and each.label == each.operator:
             error = 0.0  # the exact operator, the one that is called by its name alone
-        kind: plots.Kind = "candidate"
-        if candidate.operator == TEACHER:
+        kind = "candidate"
+        if each.operator == TEACHER:
             kind, error = "teacher", error or 0.0
-        elif error is not None and error <= plots.EXACT:
+        elif error is not None and error <= EXACT:
             kind = "lossless"
-        if time is not None and error is not None and error >= 0 and 1e-9 < time < 1e12:
-            points.append(plots.Point(kind, min(error, 1e6), time, candidate.chosen))
-    teachers = (positive(candidate.teacher_ms.get(shape)) for candidate in tried.candidates)
+        if cost is not None and error is not None and error >= 0 and 1e-9 < cost < 1e12:
+            points.append(Point(kind, min(error, FAR), cost, each.chosen))
+    teachers = (positive(each.teacher_ms.get(shape)) for each in tried.candidates)
     teacher = next((time for time in teachers if time is not None), None)
-    if teacher is not None and not memory and not any(p.kind == "teacher" for p in points):
-        points.append(plots.Point("teacher", 0.0, teacher, False))
+    if teacher is not None and not memory and not any(point.kind == "teacher" for point in points):
+        points.append(Point("teacher", 0.0, teacher, False))
     return points
 
 
 def _maps(report: Report, site: SiteReport) -> Figure | None:
     pairs = _pairs(report, site)
-    return plots.draw_maps(pairs[0]) if pairs else None
+    return draw_maps(pairs[0]) if pairs else None
 
 
 def _pairs(report: Report, site: SiteReport) -> Sequence[MapPair]:
@@ -167,7 +206,7 @@ FIGURES: Mapping[str, tuple[Callable[..., Figure | None], bool, str]] = {
 
 def _site(report: Report, name: str | None) -> SiteReport:
     """The one of this name, or the worst."""
-    sites = worst_first(report.sites)
+    sites = report.worst_first
     for site in sites:
         if name in (None, site.name):
             return site
@@ -176,60 +215,122 @@ def _site(report: Report, name: str | None) -> SiteReport:
 
 
 def _name(name: str) -> str:
-    return short(cleaned(name), LONGEST_NAME)
+    return clipped(one_line(name), LONGEST_NAME)
 
 
 # The page
 
 
-def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
-    """Candidates, errors by head and by length, and each of its maps with token masses."""
-    errors = ", ".join(number(finite(error)) for error in site.by_head.get(ERROR, ())[:16])
-    pictures = [
-        *_picture("What was tried", f"{site.name}: attention error against cost of what was tried",
-                  _candidates(report, site)),
-        *_picture("By head", f"{site.name}: attention error by head: {errors}", _heads(report, site)),
-    ]  # fmt: skip
-    if len(site.by_length) > 1:  # one length says what the mean says
-        alt = _lengths_alt(site.name, site.by_length, ERROR)
-        pictures += _picture("By length", alt, _lengths(report, site))
-    for pair in _pairs(report, site):
-        example = f"Example {pair.example}, head {pair.head}"
-        pictures += _picture(
-            f"{example}, {pair.active} active keys: error {number(pair.error)}",
-            f"{site.name}, {example}: attention of the teacher and the compiled layer, difference",
-            plots.draw_maps(pair), broad=True,
-        )  # fmt: skip
-        pictures += _picture(
-            f"{example}: token masses, teacher broad, compiled thin",
-            f"{site.name}, {example}: row and column sums by token, teacher and compiled",
-            plots.draw_masses(pair),
-        )
-    return pictures
-
-
 def model_pictures(report: Report) -> list[Picture]:
-    """What the model loses by the length of an example."""
+    """Of the whole model: its times, its worst layers, and what it loses by the length of an example."""
     bins = report.by_length if len(report.by_length) > 1 else ()
-    return [
-        picture
-        for metric, what, lost in (
-            ("prediction_agreement", "Predictions changed", True), ("logit_kl", "Logit KL", False),
-        )
-        for picture in _picture(
-            f"{what}, by length", _lengths_alt("Model", bins, metric),
-            _by_length(bins, metric, f"{what}, by active tokens".lower(), lost),
-        )
-    ]  # fmt: skip
+    return _drawn(
+        ("Times", _times(report)),
+        ("Layers with the largest errors", _errors(report) if len(report.sites) > 1 else None),
+        ("Predictions changed, by length",
+         _by_length(bins, "prediction_agreement", "predictions changed", lost=True)),
+        ("Logit KL, by length", _by_length(bins, "logit_kl", "logit kl")),
+    )  # fmt: skip
 
 
-def _picture(
-    caption: str, alt: str, drawn: Figure | None, broad: bool = False
-) -> list[Picture]:
-    """No picture where nothing was drawn."""
-    return [] if drawn is None else [Picture(caption, Markup(plots.data_uri(drawn)), alt, broad)]
+def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
+    """Candidates, errors by head and by length, and each of its maps."""
+    several = len(site.by_length) > 1  # one length says what the mean says
+    return _drawn(
+        ("What was tried", _candidates(report, site)),
+        ("By head", _heads(report, site)),
+        ("By length", _lengths(report, site) if several else None),
+        *((f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
+           f"{number(pair.error)}", draw_maps(pair), True) for pair in _pairs(report, site)),
+    )  # fmt: skip
 
 
-def _lengths_alt(name: str, bins: Sequence[LengthBin], metric: str) -> str:
-    values = ", ".join(f"{_span(b)}: {number(finite(b.metrics.get(metric)))}" for b in bins)
-    return f"{name}: {metric} by number of active tokens: {values}"
+def _drawn(*pictures: tuple[str, Figure | None] | tuple[str, Figure | None, bool]) -> list[Picture]:
+    return [Picture(caption, drawn, *broad) for caption, drawn, *broad in pictures if drawn is not None]
+
+
+# How it is drawn
+
+
+def draw_bars(
+    bars: Sequence[Bar], axis: str, *, line: tuple[str, float] | None = None, percent: bool = False
+) -> Figure | None:
+    """A bar for each value, the first on top; what is not finite is a mark.  None where there is none.
+
+    line: across, with what it is; a "limit" has the colour of one.
+    """
+    if not bars:
+        return None
+    bars = bars[:MOST]
+    figure = Figure(figsize=(5, 0.7 + 0.28 * len(bars)))
+    axes = figure.subplots()
+    # A divergence of equal outputs rounds to a little below zero.
+    lengths = [max(finite(bar.value) or 0.0, 0.0) for bar in bars]
+    texts = [
+        "\u221e" if finite(bar.value) is None else f"{bar.value:.2%}" if percent else number(bar.value)
+        for bar in bars
+    ]
+    drawn = axes.barh(range(len(bars)), lengths, color=[COLORS[bar.kind] for bar in bars])
+    axes.bar_label(drawn, texts, padding=3)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, 1.25 * max(*lengths, line[1] if line is not None else 0.0) or 1.0)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(axis="x")
+    axes.set_xlabel(axis if line is None else f"{axis} (dashed: {line[0]} {number(line[1])})")
+    if line is not None:
+        axes.axvline(line[1], color=LIMIT if line[0] == "limit" else "black", linestyle="--", linewidth=1)
+    return figure
+
+
+def draw_candidates(points: Sequence[Point], unit: str, limit: float | None) -> Figure:
+    """Error against cost; everything left of and below a point beats it.  limit: of the error."""
+    figure = Figure(figsize=(5, 3.8))
+    axes = figure.subplots()
+    errors = [point.error for point in points if point.error > EXACT]
+    axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(min(errors, default=1e-3))))
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid()
+    axes.set_xlabel(unit)
+    axes.set_ylabel("attention error")
+    if limit is not None and EXACT < limit < FAR:
+        axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1, label="budget")
+    for kind, mark in (("teacher", "D"), ("lossless", "s"), ("candidate", "o")):
+        places = [(point.cost, point.error) for point in points if point.kind == kind]
+        if places:
+            axes.plot(*zip(*places, strict=True), mark, color=COLORS.get(kind, "#5b6068"), label=kind)
+    for point in points:
+        if point.chosen:
+            axes.plot(point.cost, point.error, "o", ms=15, mfc="none", mec=COLORS["compiled"])
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9, handletextpad=0.2, columnspacing=1.0)
+    return figure
+
+
+def draw_maps(pair: MapPair) -> Figure:
+    """Teacher and compiled on one colour scale; compiled - teacher on its own, around 0."""
+    teacher, compiled = pair.teacher.double(), pair.compiled.double()
+    difference = compiled - teacher
+    top, end = _scale(torch.stack([teacher, compiled])), _scale(difference.abs())
+    figure = Figure(figsize=(9.2, 3.2))
+    panels = figure.subplots(1, 3)
+    for axes, title, values, low, high, colors in zip(
+        panels, ("teacher", "compiled", "compiled - teacher"), (teacher, compiled, difference),
+        (0.0, 0.0, -end), (top, top, end), (SHADES, SHADES, DIFFERENCES), strict=True,
+    ):  # fmt: skip
+        shown = axes.imshow(values.tolist(), cmap=colors, vmin=low, vmax=high, interpolation="none")
+        axes.set_axis_off()
+        axes.set_title(title)
+        if axes is not panels[0]:  # which has the scale of the second
+            bar = figure.colorbar(shown, ax=axes, fraction=0.046, format="{x:.3g}")
+            if bar.solids is not None:
+                bar.solids.set_rasterized(True)  # else a shape for each of its shades
+    return figure
+
+
+def _scale(values: torch.Tensor) -> float:
+    """The 99.5 % quantile, at which a colour scale ends: a few sharp cells would leave the rest blank."""
+    known = values[values.isfinite()]
+    return (float(torch.quantile(known, 0.995)) if len(known) else 0.0) or 1.0

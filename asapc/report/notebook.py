@@ -1,4 +1,4 @@
-"""What a notebook shows of a report or a compiled model: the decision, three figures, the layers.
+"""What a notebook shows of a report or a compiled model: the decision, the figures behind it, the layers.
 
 Plain HTML with a few inline styles, in the notebook's own colours and fonts: no script, no style sheet,
 nothing from a network, and every name escaped. It needs no matplotlib.
@@ -12,35 +12,27 @@ from typing import Any
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
-from asapc.report.advice import DEFAULT_LIMITS, LOSSLESS_PYTHON, advise, decide, worst_first
+from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
 from asapc.report.baseline import MAX_BYTES
+from asapc.report.brief import key_figures
 from asapc.report.document import Report
-from asapc.report.html import rendered, tiles
-from asapc.report.tables import number
+from asapc.report.html import rendered
+from asapc.report.tables import layers_table
 
 ROWS = 12  # layers that are listed
 HINTS = 3
-ERRORS = ("attention_rel_l2", "output_rel_l2")
 
 
 def report_html(report: Report, title: str | None = None) -> str:
     """A fragment.  title: what is shown, the model's source unless told."""
-    decision, gate = decide(report), report.gate
-    basis = [DEFAULT_LIMITS] if decision.judgement.default else []
-    if gate.verdict is not None:
-        basis.insert(0, f"{gate.verdict}: {len(gate.failures)} of {len(gate.checks)} checks failed")
-    sites = worst_first(report.sites)
+    decision = decide(report)
     return _fragment(
         title or report.model.source or "a model",
         decision=decision,
-        basis="; ".join(basis),
+        basis=f"{report.gate.verdict or 'no gate'}: {decision.judgement.basis}",
         code=LOSSLESS_PYTHON if decision.lossless is not None else "",
-        tiles=tiles(report),
-        layers=[
-            (site.name, site.operator, *(number(site.metric(error)) for error in ERRORS))
-            for site in sites[:ROWS]
-        ],
-        more=max(0, len(sites) - ROWS),
+        figures=key_figures(report),
+        layers=layers_table(report),
         lines=[advice.sentence for advice in advise(report)[:HINTS]],
     )
 
@@ -62,5 +54,5 @@ def model_html(title: str, lines: Sequence[str], folder: str) -> str:
 
 def _fragment(title: str, **parts: Any) -> str:
     """Without a decision it is a model's that was not measured."""
-    empty = {"decision": None, "basis": "", "code": "", "tiles": (), "layers": (), "more": 0}
-    return rendered("notebook.html.j2", **{"title": title, **empty, **parts})
+    empty = {"decision": None, "basis": "", "code": "", "figures": (), "layers": ()}
+    return rendered("notebook.html.j2", **{"title": title, "rows": ROWS, **empty, **parts})

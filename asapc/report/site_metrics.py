@@ -36,7 +36,7 @@ from asapc.program.calls import predicted_duals, site_function
 from asapc.program.runner import Runner
 from asapc.report.certificates import SiteCertificates
 from asapc.report.document import SiteReport, approximates
-from asapc.report.pictures import PictureCollector
+from asapc.report.pictures import SitePictures
 
 # What is timed, and its name in metrics.
 NAMES: Mapping[Stage, str] = {"teacher": "teacher", "lossless": "lossless", "graph": "compiled"}
@@ -158,7 +158,7 @@ class SiteFidelity:
         self.entry = artifact.manifest["sites"][index]
         self.convention = convention_from_json(self.entry["convention"])
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
-        self.pictures = None if fast else PictureCollector(str(self.entry["name"]))
+        self.pictures = None if fast else SitePictures(str(self.entry["name"]))
         self.certificates: SiteCertificates | None = None
         if _is_untouched(self.entry):
             return

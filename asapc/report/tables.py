@@ -10,11 +10,23 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asapc.metrics import METRIC, METRICS, is_share
-from asapc.operators.catalogue import SIZES
-from asapc.report.document import Check, GateReport, Report
+from asapc.operators.catalogue import SIZES, TEACHER
+from asapc.report.document import (
+    ERROR,
+    Check,
+    GateReport,
+    Report,
+    SiteReport,
+    Trail,
+    Tried,
+    TriedSite,
+    finite,
+    positive,
+)
 
 Row = tuple[str, ...]
 Result = Mapping[str, Any]
@@ -39,6 +51,11 @@ class Table:
     def headings(self) -> list[tuple[str, bool]]:
         """(heading, right-aligned) per column."""
         return [(name.removesuffix("|"), name.endswith("|")) for name in self.columns]
+
+    @property
+    def failing(self) -> bool:
+        """Whether there is a row that must not be folded away."""
+        return any(TONES.get(cell) == "bad" for row in self.rows for cell in row)
 
 
 def listed(title: str, items: Iterable[Any], columns: Mapping[str, Column]) -> list[Table]:
@@ -138,8 +155,15 @@ def metric_text(key: str, value: Any) -> str:
 
 
 def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) -> str:
-    """"97.92% to 99.80%", or "-"."""
-    return " to ".join(metric_text(key, end) for end in confidence.get(key, ())) or "-"
+    """"97.92% to 99.80%"; empty where there is none."""
+    return " to ".join(metric_text(key, end) for end in confidence.get(key, ()))
+
+
+def change_text(metric: str, change: float) -> str:
+    """A signed difference: points of a share, else in the metric's own unit."""
+    if is_share(metric):
+        return f"{change * 100:+.2f} points"
+    return f"+{number(change)}" if change > 0 else number(change)
 
 
 def counted(count: int, noun: str) -> str:
@@ -282,9 +306,49 @@ def headline(report: Report) -> str:
     return ", ".join(parts)
 
 
+def layers_table(report: Report) -> list[Table]:
+    """Each layer by its errors and by its speed, as selection timed it; the worst first."""
+    trail, columns = report.selection or Trail(), dict[str, Column]()
+    columns |= {"layer": lambda site: site.name, "operator": lambda site: site.operator}
+    for key, words in ((ERROR, "attention error|"), ("output_rel_l2", "output error|")):
+        columns[words] = partial(_error_of, key)
+    if any(changed(report, ERROR, site.name) for site in report.sites):
+        columns["against the baseline|"] = lambda site: changed(report, ERROR, site.name) or "-"
+    if trail.sites:
+        columns["speed|"] = lambda site: _speed_of(site, trail.of(site.name))
+    return listed("Layers, the worst first", report.worst_first, columns)
+
+
+def _error_of(metric: str, site: SiteReport) -> str:
+    value, ends = site.metric(metric), interval_text(metric, site.confidence)
+    if value is None and site.operator == TEACHER:
+        return "0"
+    return number(value) + (f" ({ends})" if ends else "")
+
+
+def changed(report: Report, metric: str, scope: str) -> str:
+    """The difference of a metric to the baseline; empty where it was not compared."""
+    check = report.compared(metric, scope)
+    return "" if check is None or check.change is None else change_text(metric, check.change)
+
+
+def _speed_of(site: SiteReport, trail: TriedSite) -> str:
+    """Where its interval holds 1, teacher and compiled layer are equally fast."""
+    if site.operator == TEACHER:
+        return "equal"
+    shape, chosen = trail.largest_shape, trail.chosen or Tried()
+    teacher, compiled = (positive(ms.get(shape)) for ms in (chosen.teacher_ms, chosen.latency_ms))
+    if teacher is None or compiled is None:
+        return "-"
+    low, high = (finite(end) for end in chosen.speedup.get(shape, (None, None)))
+    equal = low is not None and high is not None and low <= 1 <= high
+    times = f"{number(teacher)} -> {number(compiled)} ms at {shape}"
+    return f"{'equal' if equal else f'{number(teacher / compiled)}x'}, {times}"
+
+
 def report_tables(report: Report) -> list[Table]:
     """Every table of a report, see `report_sections`; of the comparison with a baseline what is worse."""
-    sections = report_sections(report) | {"Gate": gate_table(report.gate)}
+    sections = report_sections(report) | {"Gate": gate_table(report.gate, every=False)}
     return [table for tables in sections.values() for table in tables]
 
 
@@ -293,7 +357,7 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
     document = report.to_json()
     sites = document["sites"]
     return {
-        "Gate": gate_table(report.gate, every=True),
+        "Gate": gate_table(report.gate),
         "Warnings": warnings_table(document["warnings"]),
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
@@ -323,7 +387,7 @@ def _model_table(title: str, model: Result) -> Table:
     for key in keys:
         times = "x" if key.startswith("speedup") else ""
         row = (MODEL_LABELS.get(key, key), metric_text(key, model[key]) + times)
-        rows.append((*row, interval_text(key, confidence)) if confidence else row)
+        rows.append((*row, interval_text(key, confidence) or "-") if confidence else row)
     heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
     return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
 
@@ -367,7 +431,7 @@ def _latency_table(sites: Sequence[Result]) -> list[Table]:
     keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
     columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
     if any(site.get("confidence", {}).get("speedup") for site in sites):
-        columns["95% interval|"] = lambda site: interval_text("speedup", site["confidence"])
+        columns["95% interval|"] = lambda site: interval_text("speedup", site["confidence"]) or "-"
     return listed("Latency, per site", sites if keys else (), columns)
 
 
@@ -420,14 +484,17 @@ def _soft_to_hard_table(audit: Result) -> list[Table]:
     })  # fmt: skip
 
 
-def gate_table(gate: GateReport, every: bool = False) -> list[Table]:
+def gate_table(
+    gate: GateReport, title: str = "Gate", words: Mapping[str, str] = {}, every: bool = True
+) -> list[Table]:
     """One table of checks, failures first; none if no gate was set.
 
     A baseline compares every metric of every site: unless every, it takes one row, and one for each that
-    is worse.  every: with the messages, too.
+    is worse.  every: with the messages, too.  words: in place of a class.
     """
     rows = [
-        (check.metric, check.scope, number(check.value), limit_text(check), check.verdict, check.message)
+        (check.metric, check.scope, number(check.value), limit_text(check),
+         words.get(check.verdict, check.verdict), check.message)
         for check in sorted(gate.checks, key=lambda check: check.passed)
         if every or check.kind != "baseline" or not check.passed
     ]  # fmt: skip
@@ -439,7 +506,7 @@ def gate_table(gate: GateReport, every: bool = False) -> list[Table]:
                      gate.baseline.verdict, ""))  # fmt: skip
     columns = ("metric", "scope", "value|", "limit", "class", "message")
     shown = len(columns) if every else -1
-    return [Table("Gate", columns[:shown], tuple(row[:shown] for row in rows))] if rows else []
+    return [Table(title, columns[:shown], tuple(row[:shown] for row in rows))] if rows else []
 
 
 def limit_text(check: Check) -> str:

@@ -30,3 +30,11 @@ def command_line(command: str, *arguments: str | Path, **options: str | Path | b
 def install_line(extra: str) -> str:
     """How to install an extra.  asapc is on no package index, so the line is for a clone of it."""
     return f"pip install '.[{extra}]' in a clone of asapc"
+
+
+def missing_module(error: ModuleNotFoundError, *expected: str) -> str:
+    """The package that is not installed.  Raises the error again if it is none of those expected."""
+    package = (error.name or "").partition(".")[0]
+    if package not in expected:
+        raise error
+    return package
