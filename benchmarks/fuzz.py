@@ -45,10 +45,12 @@ import torch
 from safetensors.torch import save_file
 
 import asapc
+from asapc.artifact.write import write_facts
 from asapc.calibration.shards import Shards
 from asapc.calibration.stored import load_calibration
 from asapc.errors import AsapcError
 from asapc.formats.atomic import check_replaceable, replace_file, replace_folder
+from asapc.formats.json_text import read_json
 from asapc.inputs.data import open_data
 from asapc.inputs.load import load_teacher
 from asapc.inputs.pt2 import load_program
@@ -679,6 +681,21 @@ def one_of(*changes: Callable[[Random, Path], None]) -> Callable[[Random, Path],
     return lambda random, folder: random.choice(changes)(random, folder)
 
 
+def signed(change: Callable[[Random, Path], None]) -> Callable[[Random, Path], None]:
+    """With digests of the changed files, where they can be had: whoever changes them may write these."""
+
+    def changed(random: Random, folder: Path) -> None:
+        change(random, folder)
+        if random.random() < 0.9:
+            with suppress(Exception):
+                names = "manifest.json", "selection.json"
+                manifest, selection = (read_json(folder / name) for name in names)
+                selection.pop("sha256", None)
+                write_facts(folder, manifest, selection)
+
+    return changed
+
+
 def change_config(random: Random, folder: Path) -> None:
     """Sizes of a built-in model that nothing could hold, next to the usual."""
     path = folder / "config.json"
@@ -779,9 +796,11 @@ TARGETS: dict[str, Target] = {
         load_calibration,
     ),
     "artifact": Target(
-        one_of(change_json("manifest.json"), change_json("manifest.json"), change_json("selection.json"),
-               change_bytes("manifest.json"), change_tensors("model.safetensors"),
-               change_folder(ARTIFACT[:4])),
+        signed(one_of(
+            change_json("manifest.json"), change_json("manifest.json"), change_json("selection.json"),
+            change_bytes("manifest.json"), change_tensors("model.safetensors"),
+            change_folder(ARTIFACT[:4]), change_pt2("graph.pt2"),
+        )),
         read_artifact,
     ),
     "program": Target(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asapc.program.state import INTEGERS, PRECISION, SAME, Names
+from asapc.program.state import DEVICES, INTEGERS, PRECISION, SAME, Names
 
 _ANY_NAME = {
     "asdict", "astuple", "vars", "__dict__", "attrgetter", "methodcaller", "__getattribute__",
@@ -93,12 +93,21 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     return stored, counted
 
 
+def writes(code: CodeType) -> bool:
+    """Whether a function may write into a tensor: x.mul_(2), x += 1, x[0] = 1."""
+    steps = _instructions(code)
+    called = [str(step.argval) for step in steps if step.opname in _OF_ATTRIBUTES]
+    return any(step.opname == "STORE_SUBSCR" or step.argrepr.endswith("=") for step in steps) or any(
+        name.endswith("_") and not name.startswith("_") for name in called
+    )
+
+
 def questions_of(code: CodeType) -> set[str]:
     """What a function asks of its inputs besides their numbers: of dtypes, which it may pass on, and
     whether two of them are the same object.
 
-    Its values are followed by the names that they were loaded under, from line to line; what is not
-    followed counts as asked.
+    Its values are followed by the names that they were loaded under, from line to line; a dtype that is
+    not followed counts as asked. Of a device, a comparison with what is none of another tensor does.
     """
     instructions = _instructions(code)
     loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
@@ -106,7 +115,7 @@ def questions_of(code: CodeType) -> set[str]:
     asked = ({PRECISION} if digits else set()) | ({SAME} if "id" in loaded else set())
     asked |= _OF_DTYPES if "dtype" in code.co_consts else set()
     stack: list[frozenset[str]] = []
-    carriers = set[str]()  # locals that hold a dtype
+    carriers = dict[str, frozenset[str]]()  # locals that hold a dtype or a device
     for step in instructions:
         if step.opname == "PRECALL":
             continue
@@ -118,14 +127,16 @@ def questions_of(code: CodeType) -> set[str]:
         del stack[len(stack) - count :]
         label = frozenset[str]().union(*taken)
         asked |= _question_of(step, taken, label, code.co_name)
-        if step.opname.startswith("STORE_FAST") and _is_dtype(label):
-            carriers.update([step.argval] if isinstance(step.argval, str) else step.argval)
+        held, names = _held(label), step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if step.opname.startswith("STORE_FAST"):
+            carriers.update((str(name), carriers.get(str(name), frozenset()) | held) for name in names)
         if step.opname.startswith("LOAD_"):
-            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            label = frozenset(map(str, names)) | ({"dtype"} if carriers & {*map(str, names)} else set())
+            label = frozenset(map(str, names)).union(*(carriers.get(str(name), ()) for name in names))
+            label |= held & {"device"}  # of which an attribute is a part
             label = frozenset() if step.opname == "LOAD_CONST" and not _is_single(step.argval) else label
         elif step.opname.startswith("CALL"):
-            label = _callee(taken) if _is_dtype(_callee(taken)) else frozenset()
+            of_text = held & {"device"} if _callee(taken) == {"str"} else frozenset[str]()
+            label = _callee(taken) if _is_dtype(_callee(taken)) else of_text
         elif not step.opname.startswith(_HANDED_ON):
             label = frozenset()
         stack += [label] * given
@@ -137,9 +148,12 @@ def _question_of(
 ) -> set[str]:
     """label: the names of all that the instruction takes."""
     name = step.opname
-    if name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
+    if name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "BINARY_SUBSCR") or step.argrepr == "[]":
         if label & {"None", "True", "False", "Ellipsis"}:
             return set()
+        if sum("device" in _held(one) for one in taken) == 1:
+            return {DEVICES}
+    if name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
         kinds = {kind for kind, names in ((PRECISION, _FLOATS), (INTEGERS, _INTEGERS)) if label & names}
         if _is_dtype(label):
             return kinds or (set() if "bool" in label else _OF_DTYPES)
@@ -178,6 +192,11 @@ def _callee(taken: Sequence[frozenset[str]]) -> frozenset[str]:
 
 def _is_dtype(label: Collection[str]) -> bool:
     return any("dtype" in name for name in label)
+
+
+def _held(label: Collection[str]) -> frozenset[str]:
+    """What of these a value with such a label may hold: a dtype, a device."""
+    return frozenset(kind for kind in ("dtype", "device") if any(kind in name for name in label))
 
 
 def _is_single(value: Any) -> bool:

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +32,11 @@ from torch.utils import _pytree as pytree
 
 import asapc.inputs
 from asapc.inputs.data import Batch
-from asapc.passes.bytecode import loaded_names, questions_of, stored_names
+from asapc.measure.differences import largest_difference
+from asapc.passes.bytecode import loaded_names, questions_of, stored_names, writes
 from asapc.passes.observe import Leave, entering
 from asapc.program.state import (
+    DEVICES,
     GONE,
     GRADIENTS,
     SETTINGS,
@@ -70,6 +73,7 @@ _BY_NAME = {
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
     "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
     "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind",), "__class__": ("kind",),
+    "is_cuda": (DEVICES,), "is_cpu": (DEVICES,), "get_device": (DEVICES,),
     "grad": (GRADIENTS,), "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
@@ -78,6 +82,8 @@ _SAME_MAP = {
     Tensor.transpose, torch.transpose,
 }  # fmt: skip
 _OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
+_ALIKE = 1e-4  # relative difference up to which another layout only rounds
+_COPIES_OR_NOT = {"contiguous", "reshape", "reshape_as", "flatten", "ravel", "unflatten"}
 _OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
 _TRACED = [
     getattr(home, name).__code__
@@ -209,8 +215,14 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
             found.changing[name] = f"asks for {min(unsteady)}, which is not always the same"
     found.eager = profile.traced
     found.spaces = [*profile.spaces.values()]
-    runs = [_entries(model, batch, found)[0] for batch in (example, *batches[1:])]
-    _note_memory(model, example, larger, found)
+    ran = [_entries(model, batch, found) for batch in batches]
+    runs = [entries for entries, _ in ran]
+    copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
+    writing = any(writes(code) for codes in profile.codes.values() for code in codes)
+    if copying and writing and _depends_on_layout(model, example, ran[0][1]):
+        for name in copying:
+            found.questions[name] |= {"layout"}
+    _note_memory(model, example, larger, found, ran)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()):
@@ -314,26 +326,39 @@ class _Entry:
     weights: dict[str, tuple[Tensor, int]]
 
 
-def _note_memory(model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed) -> None:
-    """Notes what makes the model compute something else after other calls than it did before."""
+_Run = tuple[dict[str, list[_Entry]], Any]
+"""The entries of every module, in order, and the output."""
+
+
+def _note_memory(
+    model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed, ran: Sequence[_Run]
+) -> None:
+    """Notes what makes the model compute something else after other calls than it did before.
+
+    ran: of which the first and the last were on the example.
+    """
     try:
         alone = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     except Exception:  # of something that cannot be copied
         alone = model
-    (before, expected), (_, again) = (_entries(alone, example, found) for _ in range(2))
+    (_, again), (entered, expected) = ran[0], ran[-1]
+    before = {
+        name: _Entry(entries[0].values, _weights(alone.get_submodule(name)))
+        for name, entries in entered.items()
+    }
     for batch in larger:
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
             alone(*batch.args, **batch.kwargs)
     after, output = _entries(alone, example, found)
     if not _identical(output, expected):
-        pairs = ((name, _difference(one[0], after[name][0])) for name, one in before.items())
+        pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}
         if not unsteady and _identical(again, expected):
             unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
         found.changing |= unsteady
 
 
-def _entries(model: nn.Module, batch: Batch, found: Observed) -> tuple[dict[str, list[_Entry]], Any]:
+def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
     """What every module can read, whenever it is entered in one run; and what the model gives."""
     entries: dict[str, list[_Entry]] = {}
 
@@ -344,14 +369,17 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> tuple[dict[str,
             values = found.reads(name, module)
         except TooMuch as error:
             found.changing[name] = str(error)
-        own = {**module._parameters, **module._buffers}
-        kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
-        weights = {key: (x, x._version) for key, x in kept.items()}
-        entries.setdefault(name, []).append(_Entry(values, weights))
+        entries.setdefault(name, []).append(_Entry(values, _weights(module)))
 
     with entering(model, enter):
         output = model(*batch.args, **batch.kwargs)
     return entries, output
+
+
+def _weights(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    own = {**module._parameters, **module._buffers}
+    kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
+    return {key: (x, x._version) for key, x in kept.items()}
 
 
 def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> None:
@@ -427,6 +455,25 @@ class _NoDropout(TorchFunctionMode):
                     self.dropped[place] = (result, within)
                 break
         return result
+
+
+def _depends_on_layout(model: nn.Module, example: Batch, expected: Any) -> bool:
+    """Whether the model computes something else where its inputs are not contiguous: code has written
+    into what .contiguous() gave, which is a copy only then."""
+    leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
+    for axes in ((0, -1), (1, 2), (-2, -1)):
+        turned = [
+            x.transpose(*axes).contiguous().transpose(*axes)
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > max(1, *axes) else x
+            for x in leaves
+        ]  # fmt: skip
+        if all(map(operator.is_, leaves, turned)):
+            continue
+        args, kwargs = pytree.tree_unflatten(turned, spec)
+        with contextlib.suppress(Exception):  # of the model: it takes no such inputs
+            if not largest_difference(expected, model(*args, **kwargs)) <= _ALIKE:
+                return True
+    return False
 
 
 def _training(model: nn.Module, example: Batch) -> set[str]:

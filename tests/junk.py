@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from asapc.artifact.write import write_facts
 from asapc.errors import AsapcError
 
 JUNK: tuple[Any, ...] = (
@@ -40,3 +43,12 @@ def survives(call: Callable[[], None], where: object) -> bool:
     except Exception as error:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
     return True
+
+
+def resigned(folder: Path) -> Path:
+    """A forged artefact whose forger has written its digests anew, as anybody may."""
+    names = "manifest.json", "selection.json"
+    manifest, selection = (json.loads((folder / name).read_text()) for name in names)
+    del selection["sha256"]
+    write_facts(folder, manifest, selection)
+    return folder

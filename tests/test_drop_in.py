@@ -22,6 +22,7 @@ from typing import Any
 import drop_in_nets
 import pytest
 import torch
+from junk import resigned
 from torch import Tensor, nn
 
 import asapc
@@ -459,7 +460,7 @@ def altered(out: Path, folder: Path, *edits: Callable[[dict[str, Any]], None]) -
     for edit in edits:
         edit(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    return resigned(folder)
 
 
 def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

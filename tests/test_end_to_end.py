@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,18 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from junk import resigned
 from small_text import write_data, write_teacher
 
 import asapc
 from asapc.cli import main
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_NO_SITE, EXIT_VERIFICATION
+from asapc.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_GATE_FAILED,
+    EXIT_NO_SITE,
+    EXIT_VERIFICATION,
+    InputError,
+)
 from asapc.inputs.load import load_teacher
 from asapc.kernels import native
 from asapc.report import report_schema
@@ -393,18 +401,37 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
         expect(capsys, EXIT_BAD_INPUT, arguments, "replaces only folders that it wrote")
 
 
-def test_damaged_artefacts(
-    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_not_the_one_that_was_written_is_named(
+    work: Path, compiled: Path, lossless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, damage in (
-        ("manifest.json", b"{"),
-        ("model.safetensors", b"\x08\x00\x00"),
-        ("graph.pt2", b"PK\x03\x04 truncated"),
-    ):
-        out = tmp_path / name.replace(".", "_")
+    """One bit of it is another, it is gone, or it is that of another compilation of the same model."""
+    files = json.loads((compiled / "manifest.json").read_text())["files"]
+    assert {"graph.pt2", "model.safetensors", "recipe.yaml", "live/0.pt2"} < {*files}
+    alike = 0
+    for name in (*files, "manifest.json", "selection.json"):
+        out = tmp_path / name.replace("/", ".")
         shutil.copytree(compiled, out)
-        (out / name).write_bytes(damage)
-        expect(capsys, EXIT_BAD_INPUT, ("report", out), name.split(".")[0])
+        content = bytearray((out / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        for other in (bytes(content), None, (lossless / name).read_bytes()):
+            (out / name).unlink() if other is None else (out / name).write_bytes(other)
+            if other == (compiled / name).read_bytes():
+                alike += 1
+                continue
+            with pytest.raises(InputError, match=re.escape(name)) as error:
+                asapc.load(out)
+            assert error.value.help and (other is None or error.value.got)
+    assert alike == 2  # teacher.pt2 and lossless.pt2
+    for command in (("report", out), ("bench", out), ("export", out),
+                    ("refresh", out, "--data", work / "data.npz", "--distil")):  # fmt: skip
+        expect(capsys, EXIT_BAD_INPUT, command, "selection.json: must be the file that was written")
+
+
+def test_what_is_written_into_the_folder_later_is_no_damage(compiled: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compiled, tmp_path / "out"))
+    assert run("report", out, "--examples", "8", "--quiet") == 0
+    assert run("report", out, "--examples", "8", "--quiet") == 0
+    asapc.load(out)
 
 
 TAMPERED: list[dict[str, Any]] = [
@@ -425,6 +452,8 @@ def test_a_tampered_manifest_is_one_clear_message(
 
     def refused(command: Sequence[object], changes: dict[str, Any], *words: str) -> None:
         (out / "manifest.json").write_text(json.dumps({**json.loads(true), **changes}))
+        if "data" in changes:
+            resigned(out)
         expect(capsys, EXIT_BAD_INPUT, command, *words)
 
     for changes in TAMPERED:

@@ -13,6 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from junk import resigned
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
 
@@ -72,7 +73,7 @@ def with_seen(work: Path, folder: Path, seen: list[int]) -> Path:
         [h - (1 << 64) if h >= 1 << 63 else h for h in seen], dtype=torch.int64
     )
     save_file(tensors, folder / "model.safetensors")
-    return folder
+    return resigned(folder)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,7 @@ def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "small.npz", inputs=inputs[kept])
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "data": str(tmp_path / "small.npz")}))
+    resigned(folder)
     with pytest.raises(InputError, match="the gate split needs examples"):
         report(folder)
 

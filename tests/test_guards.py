@@ -667,6 +667,38 @@ class OfBias(Layer):
         return attended(self, x, bias=self.bias)
 
 
+class OfWriting(Layer):
+    """Whether what is doubled is a copy of x depends on how x is stored."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x + 0
+        kept.mT.contiguous().mul_(2.0)
+        return attended(self, kept)
+
+
+class OfFunctions(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, nn.functional.relu(x) + torch.sin(x) + LOCK.locked())
+
+
+class OfDevices(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        device = str(x.device)
+        ones = torch.ones(x.shape[1:], device=x.device)
+        ones = ones.to(x.device) if ones.device != x.device else ones
+        return attended(self, ones * x * (1.0 if "cpu" in device else 2.0))
+
+
+class OnAnyDevice(Layer):
+    def forward(self, x: Tensor, device: torch.device | None = None) -> Tensor:
+        other = x.device if device is None else device
+        same = self.out.weight.device == other
+        return attended(self, x * torch.full((4,), float(same), device=other))
+
+
+LOCK = threading.Lock()
+
+
 class OfPrecision(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
@@ -833,6 +865,45 @@ def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
     assert model(x).isfinite().all()
     with pytest.raises(InputError, match="a score bias holds numbers"):
         compiled(x)
+
+
+@torch.no_grad()
+def test_inputs_that_are_stored_otherwise_and_written_into() -> None:
+    model, compiled = made(OfWriting)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    (warned,) = own_code(model, compiled, x.mT.contiguous().mT)
+    assert "an input is not contiguous" in warned
+    assert own_code(*made(OfNames), x.mT.contiguous().mT) == []
+
+
+@torch.no_grad()
+def test_functions_of_torch_that_are_replaced_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = made(OfFunctions)
+    x = torch.randn(3, 6, 4)
+    for home, name in ((nn.functional, "relu"), (torch, "sin")):
+        with monkeypatch.context() as patch:
+            patch.setattr(home, name, torch.sigmoid)
+            (warned,) = own_code(model, compiled, x)
+            assert f"{name} was captured as" in warned
+    with LOCK:
+        (warned,) = own_code(model, compiled, x)
+        assert "LOCK was captured as" in warned
+    assert own_code(model, compiled, x) == []
+
+
+@torch.no_grad()
+def test_a_device_that_code_asks_for() -> None:
+    """And not one that it only hands on, or compares with that of another tensor."""
+    x = torch.randn(3, 6, 4)
+    for kind in (OfDevices, OnAnyDevice):
+        model, compiled = made(kind)
+        assert own_code(model, compiled, x) == []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled.to("meta")(x.to("meta"))
+        warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+        assert len(warned) == (kind is OfDevices) and all("devices()=cpu" in text for text in warned)
 
 
 @torch.no_grad()

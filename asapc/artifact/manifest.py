@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, ConfigDict, StringConstraints, ValidationError, create_model
+from annotated_types import Ge
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    ConfigDict,
+    StringConstraints,
+    ValidationError,
+    create_model,
+)
 
 from asapc.errors import InputError
 from asapc.formats import places
@@ -23,8 +34,9 @@ from asapc.program.compiled import Inside
 from asapc.program.state import is_question
 from asapc.terminal.printed import reason, short
 
-FORMAT_VERSION = 6
-MANIFEST, SELECTION, TENSORS = "manifest.json", "selection.json", "model.safetensors"
+FORMAT_VERSION = 7
+MANIFEST, SELECTION = "manifest.json", "selection.json"
+TENSORS, RECIPE = "model.safetensors", "recipe.yaml"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 DTYPES = {str(dtype).removeprefix("torch."): dtype
@@ -33,7 +45,18 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype
 
 def damaged(rule: str, got: object = None) -> InputError:
     """Of a folder that asapc does not write so."""
-    return InputError(rule, got=got, help="compile again")
+    return InputError(rule, got=got, help="copy the whole folder again, or compile again")
+
+
+@contextlib.contextmanager
+def consistent(place: Path) -> Iterator[None]:
+    """Whatever torch or Python raises where parts of an artefact disagree is one message."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise damaged(f"{place}: must hold programs that can be run", reason(error)) from error
 
 
 def _made(make: Callable[[Any], Any]) -> Any:
@@ -65,6 +88,7 @@ def _question(text: str) -> str:
 
 
 _Question = Annotated[str, AfterValidator(_question)]
+_Digest = Annotated[str, StringConstraints(pattern=places.DIGEST)]
 _Texts, _Number = list[str], float | None
 _Names = list[Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]]
 _Program = Annotated[str, StringConstraints(pattern=r"\.pt2$")]
@@ -94,12 +118,18 @@ _Part = _keys(
 _MANIFEST = _keys(
     capture=Literal["whole", "module"], call=_keys(args=_Names, kwargs=_Names), forward=_Call | None,
     teacher=_keys(source=str, fingerprint=str), data=str, calibration_order=str,
+    files=dict[str, _Digest],
     programs=list_of(_Part, 1), sites=list_of(_Site, 1),
     refused=list_of(_keys(name=str, status=str, reason=str)),
     live=_keys(programs=list_of(_Live), left=dict[str, str]),
     sizes=(str, ""), questions=(list_of(_Question), []), refresh=(dict[str, Any], {}),
     onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
     warnings=(list_of(_keys(sites=_Texts, text=str)), []),
+)  # fmt: skip
+
+_SELECTION = _keys(
+    sha256=_Digest, fit_seconds=Annotated[float, Ge(0), AllowInfNan(False)],
+    sites=(list_of(dict[str, Any]), []), rounds=(list_of(dict[str, Any]), []),
 )  # fmt: skip
 
 
@@ -115,7 +145,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             got=version,
             help="compile again with this version of asapc",
         )
-    _check_types(path, manifest)
+    _check_types(path, manifest, _MANIFEST)
     _check_rules(path, manifest)
     return dict(manifest)
 
@@ -125,16 +155,16 @@ def readable(path: Path) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
+        raise damaged(f"{path}: must be readable JSON", error) from error
 
 
-def _check_types(path: Path, manifest: Mapping[str, Any]) -> None:
+def _check_types(path: Path, document: Any, keys: Any) -> None:
     """Raises InputError where a key that the rest relies on is missing or of another type."""
     try:
-        _MANIFEST.model_validate(manifest)
+        keys.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        *around, key = map(str, first["loc"])
+        *around, key = map(str, first["loc"] or ("the document",))
         rule = f"{key} {first['msg'].replace('Input should', 'must')}".replace(" Value error, ", ": ")
         if first["type"] == "missing":
             rule = f"must have {key!r}"
@@ -144,15 +174,15 @@ def _check_types(path: Path, manifest: Mapping[str, Any]) -> None:
 def _check_rules(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raises InputError where parts of it do not fit together."""
     programs, live, sites = manifest["programs"], manifest["live"]["programs"], manifest["sites"]
-    files = [entry[stage] for entry in programs for stage in STAGES]
-    for file in (*files, *(entry["file"] for entry in live)):
+    files = files_of(manifest)
+    for file in files:
         inside(path.parent, file)
     names = [site["name"] for site in sites]
     called_for = [site["name"] for site in sites if site["operator"] != "teacher"]
     rules = {
         "a model captured whole has a forward": bool(manifest["forward"])
         == (manifest["capture"] == "whole"),
-        "every program has a file of its own": len({*files}) == len(files),
+        "every file has one digest": sorted(manifest["files"]) == files,
         "every site has a name of its own": len({*names}) == len(names),
         "a live module has sites of the model": all(
             {*module["sites"]} <= {*names} for entry in live for module in entry["modules"]
@@ -165,6 +195,42 @@ def _check_rules(path: Path, manifest: Mapping[str, Any]) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise damaged(f"{path}: {rule}")
+
+
+def files_of(manifest: Mapping[str, Any]) -> list[str]:
+    """The files of an artefact but manifest.json and selection.json, which vouches for both."""
+    programs = [entry[stage] for entry in manifest["programs"] for stage in STAGES]
+    live = [entry["file"] for entry in manifest["live"]["programs"]]
+    return sorted([TENSORS, RECIPE, *programs, *live])
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises InputError where a file is not the one that was written with this manifest."""
+    for file, digest in manifest["files"].items():
+        now = places.digest_of(folder / file)
+        if now != digest:
+            got = "no such file" if now is None else f"one of SHA-256 {now[:16]}, not {digest[:16]}"
+            raise _mixed_up(folder / file, got)
+
+
+def read_selection(folder: Path) -> dict[str, Any]:
+    """selection.json without its seal, checked for what the rest relies on."""
+    path = folder / SELECTION
+    selection = readable(path)
+    _check_types(path, selection, _SELECTION)
+    if selection.pop("sha256") != seal_of(folder, selection):
+        raise _mixed_up(path, f"another {SELECTION}, or another {MANIFEST}")
+    return dict(selection)
+
+
+def seal_of(folder: Path, selection: Mapping[str, Any]) -> str:
+    """sha256 over manifest.json and this, which holds times: two runs write the same manifest.json."""
+    facts = [places.digest_of(folder / MANIFEST), selection]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _mixed_up(path: Path, got: str) -> InputError:
+    return damaged(f"{path}: must be the file that was written with the others in its folder", got)
 
 
 def inside(folder: Path, relative: Any) -> Path:

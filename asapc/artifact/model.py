@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-from asapc.artifact.manifest import DTYPES, Stage, damaged, inside
+from asapc.artifact.manifest import DTYPES, Stage, consistent, inside
 from asapc.artifact.read import MODEL, Artifact, read_artifact, runnable, weights_of
 from asapc.errors import InputError
 from asapc.formats.records import read
@@ -45,7 +45,6 @@ from asapc.program.live import (
 from asapc.program.monitor import attach
 from asapc.program.state import OPERATORS
 from asapc.program.summary import Summary, shown_by
-from asapc.terminal.printed import reason
 
 
 def load(
@@ -83,7 +82,8 @@ def load(
     artifact = read_artifact(out, () if patches else (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
-            return _rebuilt(artifact, stage, sequence_group)
+            with consistent(artifact.folder):
+                return _rebuilt(artifact, stage, sequence_group)
         raise InputError(
             f"{out}: was captured per module and needs the model around it",
             help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
@@ -122,14 +122,11 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     count = len(call.tensors)
     call = replace(call, tensors=tuple(map(_both, call.tensors, known)))
     lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
-    try:
-        flat, operators = with_operators(graph, fitted, lines)
-        (outputs,) = flat.output_node().args
-        given = len(cast(tuple[Any, ...], outputs))
-        if count != len(known) or any(leaf.index >= given for leaf in leaves(call.output)):
-            raise ValueError("it takes or gives other tensors than the manifest says")
-    except ValueError as error:
-        raise damaged(f"{artifact.folder}: must hold a program that can be run", error) from error
+    flat, operators = with_operators(graph, fitted, lines)
+    (outputs,) = flat.output_node().args
+    given = len(cast(tuple[Any, ...], outputs))
+    if count != len(known) or any(leaf.index >= given for leaf in leaves(call.output)):
+        raise ValueError("it takes or gives other tensors than the manifest says")
     for name in fitted:
         del graph._buffers[name]
     graph.add_module(OPERATORS, operators)
@@ -168,21 +165,16 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
     held = {name: kind for site in sites for name, kind in site["constants"].items()}
     known = tensors_of(graph)
     for name in [name for name in held if name not in known]:
-        try:
-            tensor, owner = artifact.tensors[f"0.{name}"], cast(nn.Module, graph)
-            *path, leaf = name.split(".")
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            if held[name] == "buffer":
-                owner.register_buffer(leaf, tensor)
-            else:
-                owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise damaged(
-                f"{artifact.folder}: model.safetensors must hold the constant {name}", reason(error)
-            ) from error
+        tensor, owner = artifact.tensors[f"0.{name}"], cast(nn.Module, graph)
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if held[name] == "buffer":
+            owner.register_buffer(leaf, tensor)
+        else:
+            owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
 
 
 def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
@@ -199,7 +191,8 @@ def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
 def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
     """The live model, patched, with the artefact's weights.  Nothing is touched before all of it fits."""
     sites, left = artifact.manifest["sites"], artifact.manifest["live"]["left"]
-    patches = read_patches(artifact)
+    with consistent(artifact.folder):
+        patches = read_patches(artifact)
     compiled = [name for patch in patches for name in patch.sites]
     kept = [site["name"] for site in sites if site["operator"] == "teacher"]
     if not compiled and not left and len(kept) < len(sites):
@@ -235,11 +228,10 @@ def read_patches(artifact: Artifact) -> list[Patch]:
         call = Call.from_json(entry["call"], "call")
         children = tuple(Child.from_json(child, "child") for child in entry["children"])
         for module in entry["modules"]:
-            values = {}
-            for name, stored in module["tensors"].items():
-                if stored not in tensors:
-                    raise damaged(f"{artifact.folder}: model.safetensors must hold {stored}")
-                values[name] = tensors.get(f"graph.{stored}", tensors[stored])
+            values = {
+                name: tensors.get(f"graph.{stored}", tensors[stored])
+                for name, stored in module["tensors"].items()
+            }
             insides = tuple(Inside.from_json(one, "inside") for one in module["inside"])
             patches.append(Patch(
                 module["name"], program, call, children, values, tuple(module["sites"]),

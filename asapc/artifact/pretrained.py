@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from asapc.artifact.manifest import read_manifest
+from asapc.artifact.manifest import check_files, read_manifest
 from asapc.artifact.model import load
 from asapc.errors import InputError
 from asapc.formats.atomic import check_replaceable, replace_folder
@@ -31,8 +31,9 @@ def save_pretrained(
     model:  the transformers folder that OUT was compiled from, unless it is where it was.
     Raises InputError; where the weights are not those that OUT was compiled from, too.
     """
-    check_artifact(out)
-    taught = read_manifest(Path(out))["teacher"]
+    manifest = read_manifest(Path(out))
+    check_files(Path(out), manifest)
+    taught = manifest["teacher"]
     original = Path(model or taught["source"])
     if not (original / "config.json").is_file():
         raise InputError(

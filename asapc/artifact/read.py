@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,14 +16,15 @@ from torch.fx import GraphModule
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc, which the programs call
 from asapc.artifact.manifest import (
-    SELECTION,
     STAGES,
     TENSORS,
     Stage,
+    check_files,
+    consistent,
     damaged,
     inside,
     read_manifest,
-    readable,
+    read_selection,
 )
 from asapc.device import running_on
 from asapc.errors import InputError
@@ -34,7 +34,6 @@ from asapc.inputs.weights import read_safetensors
 from asapc.ir import Program
 from asapc.program.calls import name_calls
 from asapc.program.code import under
-from asapc.terminal.printed import reason
 
 SEEN = "asapc.seen_hashes"
 MODEL = "model."  # weights of the model around captured modules
@@ -103,7 +102,8 @@ def read_artifact(
 
 
 def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
-    manifest = read_manifest(place)
+    manifest, selection = read_manifest(place), read_selection(place)
+    check_files(place, manifest)
     tensors = read_safetensors(place / TENSORS)
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
     for index, entry in enumerate(manifest["programs"]):
@@ -120,7 +120,7 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
     if seen.dtype != torch.int64 or seen.dim() != 1:
         raise InputError(f"{place}: {SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
     hashes = frozenset(h & ((1 << 64) - 1) for h in seen.tolist())
-    return Artifact(place, manifest, tensors, programs, hashes, _selection(place / SELECTION), trust)
+    return Artifact(place, manifest, tensors, programs, hashes, selection, trust)
 
 
 def weights_of(tensors: Mapping[str, Tensor], index: int, stage: Stage) -> dict[str, Tensor]:
@@ -136,27 +136,9 @@ def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram
 
 def runnable(path: Path, trust: bool, weights: Mapping[str, Tensor] | None = None) -> GraphModule:
     """The program in a file as a module."""
-    try:
+    with consistent(path):
         graph = load_program(path, weights, trust=trust, sizes=False).module(check_guards=False)
-    except InputError:
-        raise
-    except Exception as error:  # torch raises many types for a program whose parts disagree
-        raise damaged(f"{path}: must be a program that can be run", reason(error)) from error
     for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
         graph.__dict__.pop(name, None)
     assert isinstance(graph, GraphModule)
     return graph
-
-
-def _selection(path: Path) -> dict[str, Any]:
-    """selection.json, checked for what the rest relies on."""
-    selection: Any = readable(path) if path.exists() else None
-    seconds = selection.get("fit_seconds") if isinstance(selection, dict) else None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise damaged(f"{path}: fit_seconds must be a number", seconds)
-    checked: dict[str, Any] = selection
-    for key in ("sites", "rounds"):
-        listed = checked.get(key, [])
-        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-            raise damaged(f"{path}: {key} must be a list of mappings")
-    return checked

@@ -14,9 +14,21 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from asapc.artifact.manifest import FORMAT_VERSION, MANIFEST, SELECTION, STAGES, TENSORS, Stage, inside
+from asapc.artifact.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    RECIPE,
+    SELECTION,
+    STAGES,
+    TENSORS,
+    Stage,
+    files_of,
+    inside,
+    seal_of,
+)
 from asapc.artifact.read import MODEL, SEEN, Artifact
 from asapc.formats.json_text import plain
+from asapc.formats.places import digest_of
 from asapc.inputs.pt2 import load_program, save_program
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.weights import read_safetensors
@@ -26,8 +38,6 @@ from asapc.program.call import Undescribable, described, plain_spec
 from asapc.program.calls import attribute, name_calls, sites_of
 from asapc.program.code import tensors_of
 from asapc.program.exported import exported_program
-
-_RECIPE = "recipe.yaml"
 
 
 def write_artifact(
@@ -66,10 +76,9 @@ def write_artifact(
     if model is not None and manifest["capture"] == "module":
         tensors |= {MODEL + name: _stored(tensor) for name, tensor in model.state_dict().items()}
     live = {"programs": _write_modules(folder, modules[0], tensors), "left": dict(modules[1])}
-    (folder / _RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
-    _write_json(folder / SELECTION, plain(selection))
+    (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     document = {"format_version": FORMAT_VERSION, **manifest, "programs": entries, "live": live}
-    _finish(folder, document, tensors, seen_hashes)
+    _finish(folder, document, plain(selection), tensors, seen_hashes)
 
 
 def _output(program: Program) -> dict[str, Any]:
@@ -147,22 +156,29 @@ def write_refreshed(
             exported = load_program(source, trust=artifact.trusted)
             edit(exported.graph_module)
             _save(exported, target)
-    for name in (_RECIPE, SELECTION):
-        shutil.copyfile(artifact.folder / name, folder / name)
-    _finish(folder, manifest, tensors, seen_hashes)
+    shutil.copyfile(artifact.folder / RECIPE, folder / RECIPE)
+    _finish(folder, manifest, artifact.selection, tensors, seen_hashes)
 
 
 def _finish(
     folder: Path,
     document: Mapping[str, Any],
+    selection: Mapping[str, Any],
     tensors: dict[str, Tensor],
     seen_hashes: Collection[int],
 ) -> None:
     signed = [h - (1 << 64) if h >= 1 << 63 else h for h in sorted(set(seen_hashes))]
     save_file({**tensors, SEEN: torch.tensor(signed, dtype=torch.int64)}, folder / TENSORS)
-    _write_json(folder / MANIFEST, document)
+    write_facts(folder, document, selection)
     for written in folder.rglob("*"):
         written.chmod(0o755 if written.is_dir() else 0o644)
+
+
+def write_facts(folder: Path, manifest: Mapping[str, Any], selection: Mapping[str, Any]) -> None:
+    """Write manifest.json with the digests of the other files, and selection.json with that of both."""
+    files = {file: digest_of(folder / file) for file in files_of(manifest)}
+    _write_json(folder / MANIFEST, {**manifest, "files": files})
+    _write_json(folder / SELECTION, {"sha256": seal_of(folder, selection), **selection})
 
 
 def _exported(program: Program) -> ExportedProgram:

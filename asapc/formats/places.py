@@ -7,10 +7,14 @@ stays so: then the folder may move alone. pkg.module:callable is imported, not f
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
+from asapc.errors import InputError
+
 SUFFIXES = (".npz", ".safetensors", ".onnx")
+DIGEST = "^[0-9a-f]{64}$"
 
 
 def recorded(spec: str, folder: str | Path) -> str:
@@ -65,3 +69,14 @@ def _parts(spec: str) -> tuple[str, str]:
         return spec, ""
     location, colon, name = spec.rpartition(":")
     return (location, colon + name) if location.endswith(".py") else ("", spec)
+
+
+def digest_of(path: Path) -> str | None:
+    """sha256 of a file's bytes, None without one.  Raises InputError."""
+    if not path.is_file():
+        return None
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: must be readable", got=error.strerror) from error

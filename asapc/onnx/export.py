@@ -28,16 +28,10 @@ from asapc.artifact import Artifact, read_exported
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
 from asapc.formats.limits import MOST
+from asapc.formats.places import digest_of
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
-from asapc.inputs.onnx.settings import (
-    DEFAULT_OPSET,
-    MODEL,
-    RECORD,
-    TOLERANCE,
-    OnnxSettings,
-    digest_of,
-)
+from asapc.inputs.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings
 from asapc.inputs.onnx.verify import Verified, joined, verify
 from asapc.inputs.teacher import Teacher
 from asapc.onnx.functions import Functions, take_out_calls

@@ -19,6 +19,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import sys
 import threading
 import weakref
@@ -72,6 +73,7 @@ ABSENT = ("attribute", "absent")  # the value of what code asks for and is not t
 # Values of Python's own, all of which their text shows.
 _SHOWN = {"re", "itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress"}
 _ALWAYS_OTHERS = itertools.count()
+_ADDRESS = re.compile(r" (at|@) 0x[0-9a-f]+")
 _NO_STATE = {"logging", "os", "io", "_io", "types", "typing", "weakref", "contextvars", "_contextvars"}
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local)  # read by the names of attributes
 _WITH_PARTS = (
@@ -79,6 +81,7 @@ _WITH_PARTS = (
 )  # fmt: skip
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, ModuleType)  # of a library, which code may replace
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
@@ -121,13 +124,12 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
             inner = _stepped(thing, step)
             if inner is GONE and step[0] == "attr" and step[1] in names.asked:
                 values[(*steps, step)] = ABSENT
-            if inner is GONE or (isinstance(inner, ModuleType) and _is_librarys(inner)):
+            if inner is GONE:
                 continue
             path, value = (*steps, step), encoded(inner)
-            ran = isinstance(inner, FunctionType) and inner.__code__ in names.code
-            is_name = step[0] == "global" and isinstance(value, tuple) and value[0] == "named"
             of_module = isinstance(inner, nn.Module) and not isinstance(inner, _HOLDERS)
-            if not of_module and (ran or not is_name):
+            of_library = isinstance(inner, ModuleType) and _is_librarys(inner)
+            if not of_module and not of_library:
                 values[path] = value
             if isinstance(value, tuple) and id(inner) not in known and len(path) < DEEPEST:
                 known[id(inner)] = inner
@@ -169,6 +171,9 @@ def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
     if isinstance(thing, set | frozenset):
         return ("set", _digest(repr(sorted(repr(encoded(item)) for item in thing)).encode()))
     if isinstance(thing, FunctionType):
+        home = str(thing.__globals__.get("__name__"))
+        if home.partition(".")[0] in _LIBRARIES:
+            return ("named", f"{home}.{thing.__qualname__}")
         return ("function", f"{thing.__qualname__} {_code_digests(thing.__code__)}")
     if isinstance(thing, BuiltinFunctionType | type | ModuleType):
         return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
@@ -193,9 +198,10 @@ def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
     inside: list[Any] = [dict(_dict_of(thing))]
     try:
         inside.append([*thing.items()] if kind is MappingProxyType else thing.__reduce_ex__(4))
-    except Exception:  # of what cannot be pickled: a lock is like another
-        if hasattr(kind, "__next__"):  # nothing shows where it is
-            inside.append(next(_ALWAYS_OTHERS))
+    except Exception:  # of what cannot be pickled its text may tell, as of a lock that is held
+        text = "" if hasattr(kind, "__iter__") else _ADDRESS.sub("", repr(thing))  # no code of items
+        is_shown = text not in ("", _ADDRESS.sub("", object.__repr__(thing)))
+        inside.append(text if is_shown or inside[0] else next(_ALWAYS_OTHERS))
     return ("state", f"{kind.__name__} {_digest(repr(_told(inside, (*around, id(thing)))).encode())}")
 
 
@@ -291,7 +297,10 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
     if isinstance(thing, _WITH_PARTS):
         parts = ((part, getattr(thing, part, None)) for part in _PARTS)
         yield from (("part", part) for part, x in parts if not isinstance(x, type | ModuleType | None))
-    if not _is_librarys(thing):
+    if isinstance(thing, ModuleType) and _is_librarys(thing):
+        kinds = ((name, vars(thing).get(name)) for name in sorted(names.said))
+        yield from (("attr", name) for name, inner in kinds if isinstance(inner, _FUNCTIONS))
+    elif not _is_librarys(thing):
         yield from (("attr", name) for name in _attributes(thing, names, is_root))
 
 
@@ -665,12 +674,15 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
 
 
 # Of weights and inputs, what code may ask for: the answers of the call.
-PRECISION, INTEGERS, SAME, GRADIENTS = "precision", "integers", "same_objects", "gradients"
+PRECISION, INTEGERS, DEVICES, SAME, GRADIENTS = (
+    "precision", "integers", "devices", "same_objects", "gradients")  # fmt: skip
 _OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
     PRECISION: lambda module, flat: _kinds(
         x for x in (*module.parameters(), *flat) if x.is_floating_point()),
     INTEGERS: lambda _, flat: _kinds(
         x for x in flat if not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)),
+    DEVICES: lambda module, flat: ", ".join(
+        sorted({x.device.type for x in (*module.parameters(), *flat)})),
     SAME: lambda _, flat: [next(i for i, x in enumerate(flat) if x is one) for one in flat],
     GRADIENTS: lambda module, _: any(x.grad is not None for x in module.parameters()),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import AllowInfNan, Strict, StringConstraints, ValidationError, cr
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
+from asapc.formats.places import DIGEST, digest_of
 from asapc.inputs.settings import Switch
 from asapc.terminal.hints import install_line
 
@@ -73,21 +73,10 @@ def is_unverified(folder: Path) -> bool:
     return (folder / MODEL).is_file() and read_record(folder) is None
 
 
-def digest_of(path: Path) -> str | None:
-    """sha256 of a file's bytes, None without one."""
-    if not path.is_file():
-        return None
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: must be readable", got=error.strerror) from error
-
-
 _Count = Annotated[int, Strict(), Interval(gt=0, lt=2**63)]
 _Error = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
 _Sizes = list[dict[str, _Count]]
-_Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+_Digest = Annotated[str, StringConstraints(pattern=DIGEST)]
 _Record = create_model(  # and what else `asapc export` may write
     "_Record", opset=_Count, bytes=_Count, sha256=_Digest, float16=Switch, functions=list[str],
     largest=_Error, tolerance=_Error, shapes=_Sizes, skipped=_Sizes,
