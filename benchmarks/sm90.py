@@ -166,9 +166,25 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                         dual.dual, q, k, keep, None, parameters, torch.ones(2, width), features, "source",
                         0.125, 5, True,
                     )  # fmt: skip
+    yield from edges()
     task = Task.of(None, None, score_multiplier=1.0, half_steps=5, rows_first=True, output_factor=FACTOR)
     for dtype in DTYPES:
         yield f"plan {dtype}", partial(plan.plan, torch.zeros(64, 1, 4, 4, dtype=dtype), task)
+
+
+def edges() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every width of a resident head, and the fewest and most features; float16, starts, factors."""
+    for dtype in (*DTYPES, torch.float16):
+        for queries, side in ((65, "row"), (1, "column")):  # the first side and the last
+            loop = Loop(0.125, 5, side, [1.0, 0.0, 1.0, -1.0])  # type: ignore[arg-type]
+            sizes = [(keys, 32, resident.resident_loop) for keys in (16, 32, 64, 128, 256)]
+            sizes += [(70, dim, sinkhorn.streaming_loop) for dim in (1, 256)]
+            for keys, dim, run in sizes:
+                q, k = points(queries, dim, dtype), points(keys, dim, dtype)
+                keep = torch.ones(1, keys, dtype=torch.bool)
+                start = torch.zeros(1, 2, keys if side == "row" else queries)
+                name = f"edge {str(dtype).removeprefix('torch.')} N{queries} M{keys} D{dim} {side}"
+                yield name, partial(run, q, k, k, keep, None, start, loop)
 
 
 def main() -> int:

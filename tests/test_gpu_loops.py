@@ -174,16 +174,20 @@ def output(case: Case, loop: Any, dtype: torch.dtype) -> Tensor:
     return rounded(product * largest, case.v.dtype)
 
 
+def reach_of(*summed: Tensor) -> float:
+    """The largest sum of finite numbers, one of each."""
+    return sum(float(t[t.isfinite()].abs().max()) if bool(t.isfinite().any()) else 0.0 for t in summed)
+
+
 def assert_loop(case: Case, runner: Any, loop: Any) -> None:
     half_steps, first, started = loop
     exact, rough = (output(case, loop, dtype) for dtype in (torch.float64, torch.float32))
     dual = case.dual(first) if started else None
     own = runner(*case.given(), dual, Loop(SCALE, half_steps, first, case.factors()))
     assert own.dtype == case.v.dtype
-    scores = case.scores(torch.float64)
-    shown = scores[scores.isfinite()].abs()
-    # The order in which a product is summed decides a last digit of a score.
-    rounding = 1e-6 * max(1.0, float(exact.abs().max())) + torch.finfo(torch.float32).eps * shown.max()
+    # The order in which a product is summed decides a last digit of a score; a far start has its own.
+    reach = reach_of(case.scores(torch.float32), *([] if dual is None else [case.f, case.g]))
+    rounding = 1e-6 * max(1.0, float(exact.abs().max())) + torch.finfo(torch.float32).eps * reach
     if case.v.dtype != torch.float32:  # weights lie otherwise between powers of two than the formula's
         rounding += torch.finfo(case.v.dtype).eps / 4 * exact.abs().max()
     assert_honest(own, exact, rough, float(rounding))
@@ -216,8 +220,7 @@ def assert_gradients(case: Case, loop: Any) -> None:
         Loop(SCALE, half_steps, first, case.factors()), Tail(half_steps),
     )  # fmt: skip
     exact, rough = (gradients_of(case, loop, dtype) for dtype in (torch.float64, torch.float32))
-    scores = case.scores(torch.float32)
-    reach = sum(float(t[t.isfinite()].abs().max()) for t in (scores, case.f, case.g))
+    reach = reach_of(case.scores(torch.float32), case.f, case.g)
     scale = max(1.0, *(float(t.abs().max()) for t in exact))
     step = (STEPS[case.q.dtype] + 2.0**-23 * reach) * scale
     for mine, true, reference in zip(own[: len(exact)], exact, rough, strict=True):
@@ -286,6 +289,48 @@ def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
     case.bias[:, 1, 5] = -math.inf
     for half_steps, first in ((2, "row"), (3, "column")):
         assert_loop(case, RUNNERS[runner], (half_steps, first, False))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("apart", [100.0, 600.0, math.inf])
+@pytest.mark.parametrize(
+    "loop", [(1, "row", True), (2, "row", True), (2, "column", True), (6, "row", True)]
+)
+def test_starts_that_float32_cannot_scale(loop: Any, apart: float, runner: str) -> None:
+    """The tokens are in two parts, which a bias keeps apart, and one starts far below the other."""
+    case = Case((1, 2, 16, 18, 8, 8), bias=())
+    assert case.bias is not None
+    case.bias[:8, 9:] = case.bias[8:, :9] = -math.inf
+    case.f[..., :8] -= apart
+    case.g[..., :9] -= apart
+    assert_loop(case, RUNNERS[runner], loop)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("loop", [(2, "row", True), (3, "row", True), (2, "column", True)])
+def test_a_start_without_mass_anywhere(loop: Any, runner: str) -> None:
+    case = Case((1, 1, 16, 18, 8, 8))
+    case.f.fill_(-math.inf)
+    case.g.fill_(-math.inf)
+    assert_loop(case, RUNNERS[runner], loop)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_scalings_that_grow_without_end(runner: str) -> None:
+    """Two parts whose rows and columns cannot both be closed: 2^7 a pair of half-steps."""
+    case = Case((1, 1, 13, 13, 8, 8), bias=())
+    assert case.bias is not None
+    case.bias[0, 12] = case.bias[1:, :12] = -math.inf
+    assert_loop(case, RUNNERS[runner], (81, "row", False))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_nan_is_not_hidden(runner: str) -> None:
+    case = Case((1, 1, 18, 37, 8, 8))
+    case.q[:, :, 3, 2] = math.nan
+    q, k, v, keep, bias = case.given()
+    loop = Loop(SCALE, 6, "row", case.factors())
+    assert bool(RUNNERS[runner](q, k, v, keep, bias, None, loop).isnan().all())
 
 
 def test_longer_heads_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

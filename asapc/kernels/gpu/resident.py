@@ -7,7 +7,9 @@ block of rows finds its sums and at once adds itself, scaled, to those of the co
     a_i = 1 / (N sum_j K_ij b_j)        b_j = 1 / (M sum_i a_i K_ij)
 
 Where the scores of a row spread too far for float32, the scratch holds S, and the same passes are in the
-log domain. Programs go from head to head, so that there is one scratch for each that runs at once.
+log domain. So they are where b leaves float32's range, which a start dual or a bias that hides keys from
+some queries may lead to: b turns to NaN then, and a head that ends on NaN is computed again. Programs go
+from head to head, so that there is one scratch for each that runs at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -46,6 +48,7 @@ PROCESSORS = 132  # where there is no GPU to ask
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 # log2 of the widest row that float32 holds with its scalings.
 STRIPE = tl.constexpr(32)  # columns
+LEAST_B = tl.constexpr(2.0**-60)
 SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
@@ -173,16 +176,26 @@ def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, other, BLOCK_X: tl.con
 
 
 @triton.jit
-def _shares(kernel, b, old, LINEAR: tl.constexpr):
+def _held(b):
+    """b, or NaN where K b or its inverse might leave float32's range."""
+    return tl.where((b >= LEAST_B) & (b <= 1.0 / LEAST_B), b, float("nan"))
+
+
+@triton.jit
+def _row_dual(logits, queries):
+    """-LSE_j of logits [BLOCK_X, WIDTH] in log2: f + log2 N, where f is 0 on empty rows."""
+    most = finite_or_zero(tl.max(logits, 1))
+    total = tl.sum(tl.exp2(logits - most[:, None]), 1)
+    return tl.where(total == 0.0, tl.log2(queries * 1.0), -most - tl.log2(total))
+
+
+@triton.jit
+def _shares(kernel, b, old, queries, LINEAR: tl.constexpr):
     """K_ij b_j / sum_j K_ij old_j, 0 where a row is empty; K, b and old are log2 where not LINEAR."""
     if LINEAR:
         total = tl.sum(kernel * old[None, :], 1)
-        return kernel * b[None, :] * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-    logits = kernel + old[None, :]
-    most = finite_or_zero(tl.max(logits, 1))
-    total = tl.sum(tl.exp2(logits - most[:, None]), 1)
-    shift = tl.where(total > 0.0, most + tl.log2(total), float("inf"))
-    return tl.exp2(kernel + b[None, :] - shift[:, None])
+        return kernel * b[None, :] * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+    return tl.exp2(kernel + b[None, :] + _row_dual(kernel + old[None, :], queries)[:, None])
 
 
 @triton.jit
@@ -190,7 +203,7 @@ def _pair(
     p_scratch, queries, keys, pitch, o_y, m_pitch, b, LINEAR: tl.constexpr, BLOCK_X: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """b after a half-step on rows and one on columns; 0 (log2: -inf) on what no query sees."""
+    """b after a half-step on rows and one on columns; 1 (log2: -inf) on what no query sees."""
     if LINEAR:
         # Eight threads share a row, each with its part of every stripe of columns: few exchanges a sum.
         stripe: tl.constexpr = STRIPE if WIDTH > STRIPE else WIDTH
@@ -204,22 +217,20 @@ def _pair(
                 p_scratch + o_x * pitch + o_stripe, mask=(o_x < queries) & (o_stripe < pitch), other=0.0
             )
             total = tl.sum(tl.sum(kernel * b_striped, 1), 1)
-            b_sums += kernel * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None, None]
+            b_sums += kernel * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None, None]
         b_total = tl.reshape(tl.sum(b_sums, 0), [WIDTH]) * (keys * 1.0 / queries)
-        return tl.where(b_total > 0.0, 1.0 / b_total, 0.0)
+        return _held(tl.where(b_total == 0.0, 1.0, 1.0 / b_total))
     b_top = tl.full([WIDTH], float("-inf"), tl.float32)
     b_sum = tl.zeros([WIDTH], tl.float32)
     for start in range(0, queries, BLOCK_X):
         scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, float("-inf"), BLOCK_X)
-        logits = scores + b[None, :]
-        most = finite_or_zero(tl.max(logits, 1))
-        total = tl.sum(tl.exp2(logits - most[:, None]), 1)
-        scores += tl.where(total > 0.0, -most - tl.log2(total), 0.0)[:, None]
+        scores += _row_dual(scores + b[None, :], queries)[:, None]
         b_new = tl.maximum(b_top, tl.max(scores, 0))
         b_safe = finite_or_zero(b_new)
         b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
         b_top = b_new
-    return tl.where(b_sum > 0.0, tl.log2(queries * 1.0 / keys) - b_top - tl.log2(b_sum), float("-inf"))
+    b = tl.log2(queries * 1.0 / keys) - b_top - tl.log2(b_sum)
+    return tl.where(b_sum == 0.0, float("-inf"), b)
 
 
 @triton.jit
@@ -233,7 +244,7 @@ def _finish(
         kernel = _rows(
             p_scratch, start, queries, pitch, o_y, m_pitch, 0.0 if LINEAR else float("-inf"), BLOCK_X
         )
-        weights = _shares(kernel, b, old, LINEAR)
+        weights = _shares(kernel, b, old, queries, LINEAR)
         for first in range(0, value_dim, BLOCK_E):
             o_e = first + tl.arange(0, BLOCK_E)
             b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
@@ -288,7 +299,7 @@ def _resident(
             BLOCK_D, CHUNKED,
         )  # fmt: skip
         if not ROWS_FIRST:
-            b_g = tl.where(b_columns == float("-inf"), float("-inf"), -b_columns)
+            b_g = tl.where(b_columns == float("-inf"), tl.log2(keys * 1.0), -b_columns)  # there g is 0
         elif HAS_DUAL:
             b_g = LOG2_E * load_dual(p_head_dual, o_y, m_y, stride_dual_n)
         else:
@@ -296,17 +307,22 @@ def _resident(
         b_g = tl.where(m_y, b_g, float("-inf"))
         b_old = tl.zeros([WIDTH], tl.float32)
         tl.debug_barrier()  # the scratch is read in another layout than it was written in
-        if widest <= SAFE_RANGE:
-            b = tl.exp2(b_g - finite_or_zero(tl.max(b_g, 0)))
+        linear = widest <= SAFE_RANGE
+        if linear:
+            b = _held(tl.where(m_y, tl.exp2(b_g - finite_or_zero(tl.max(b_g, 0))), 1.0))
             old = tl.zeros([WIDTH], tl.float32)  # of its own: one name more for b would not be carried on
             for _ in range(pairs):
                 old = b
                 b = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, True, BLOCK_X, WIDTH)
-            _finish(
-                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn,
-                stride_vd, head_factor, b, b if CLOSES_ROWS else old, True, PRECISION, BLOCK_X, BLOCK_E,
-            )  # fmt: skip
-        else:
+            linear = tl.max((b != b).to(tl.int32), 0) == 0
+            if linear:
+                _finish(
+                    p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y,
+                    stride_vn, stride_vd, head_factor, b, b if CLOSES_ROWS else old, True, PRECISION,
+                    BLOCK_X, BLOCK_E,
+                )  # fmt: skip
+            tl.debug_barrier()  # the scratch may be written again
+        if not linear:
             _form(
                 p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
                 m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
