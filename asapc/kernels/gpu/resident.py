@@ -42,20 +42,28 @@ from asapc.kernels.gpu.tiles import (
 from asapc.kernels.loop import Loop
 
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
-CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take
+CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take, of 256 KiB
+PROCESSORS = 132  # of a GPU; both are an H100's, where there is none to ask
 FEWEST = 5  # half-steps; a row c-transform must be among them
-PROCESSORS = 132  # where there is no GPU to ask
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
-# log2 of the widest row that float32 holds with its scalings.
 STRIPE = tl.constexpr(32)  # columns
 LEAST_B = tl.constexpr(2.0**-60)
+# log2 of the widest row that float32 holds with its scalings.
 SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
 def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
-    small = q.shape[2] * _pitch(k) * 4 <= CACHE and k.shape[2] <= RESIDENT_LIMIT
+    small = q.shape[2] * _pitch(k) * 4 <= _processors(q)[1] and k.shape[2] <= RESIDENT_LIMIT
     return small and loop.half_steps >= FEWEST
+
+
+def _processors(q: Tensor) -> tuple[int, int]:
+    """How many there are, and bytes of the cache of each that matrices may take."""
+    if not q.is_cuda:
+        return PROCESSORS, CACHE
+    own = torch.cuda.get_device_properties(q.device)
+    return own.multi_processor_count, own.shared_memory_per_multiprocessor * 7 // 8  # it is in that cache
 
 
 def _pitch(k: Tensor) -> int:
@@ -87,11 +95,8 @@ def resident_loop(
     block_d = block_of(dim, 128 if half else 32)
     block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
     size = queries * _pitch(k)
-    at_once = max(1, min(16, CACHE // max(1, 4 * size)))
-    processors = PROCESSORS
-    if q.is_cuda:
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    programs = min(batch * heads, processors * at_once)
+    processors, cache = _processors(q)
+    programs = min(batch * heads, processors * max(1, min(16, cache // max(1, 4 * size))))
     scratch = torch.empty((programs, size), dtype=torch.float32, device=q.device)
     _resident[(programs,)](
         q, k, v, keep, bias, dual, factors, out, scratch,
