@@ -136,7 +136,8 @@ def test_an_error_that_sticks_to_its_process_costs_one_test(tmp_path: Path) -> N
     (tmp_path / "test_kernels.py").write_text(POISONED)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "2", "-p", "gpu_worker", "-p",
                "no:cacheprovider", "test_kernels.py"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**outside, "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert "10 passed" in done.stdout, done.stdout
     assert "poisoned by 3" in done.stderr and "poisoned by 7" in done.stderr

@@ -315,7 +315,8 @@ def _coarse(
     if not want_mass:
         return column, None
     v = loop.g + loop.v[..., 0].log() - log_nu
-    return column, coarse.masses_of(problem, f, v, clouds.x_keep)
+    sums = coarse.over_x(problem.scores + f[..., None], clouds.x_keep)
+    return column, coarse.masses_of(problem, v, sums, clouds.x_keep)
 
 
 def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
