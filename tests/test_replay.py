@@ -164,13 +164,16 @@ class While(nn.Module):
             return not residual.item() > self.threshold
         return float(residual) < self.threshold
 
+    def residual(self, change: Tensor) -> Tensor:
+        return change.abs().max()
+
     def forward(self, x: Tensor) -> Tensor:
         scores = x @ x.transpose(-1, -2)
         f = torch.zeros_like(scores[..., 0])
         for _ in range(self.most):
             g = -torch.logsumexp(scores + f[..., None], -2)
             before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
-            if self.small((f - before).abs().max()):
+            if self.small(self.residual(f - before)):
                 break
         return (scores + f[..., None] + g[..., None, :]).exp() @ x
 
@@ -270,18 +273,8 @@ def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way(model: nn.Module
 class Diluted(While):
     """Ends on a mean: what one example or a few tokens still need hardly moves it."""
 
-    def small(self, residual: Tensor) -> bool:
-        return residual.item() < self.threshold
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ x.transpose(-1, -2)
-        f = torch.zeros_like(scores[..., 0])
-        for _ in range(self.most):
-            g = -torch.logsumexp(scores + f[..., None], -2)
-            before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
-            if self.small((f - before).square().mean()):
-                break
-        return (scores + f[..., None] + g[..., None, :]).exp() @ x
+    def residual(self, change: Tensor) -> Tensor:
+        return change.square().mean()
 
 
 def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps() -> None:
@@ -291,8 +284,8 @@ def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps() -> None:
 
 
 class Averaged(Diluted):
-    def small(self, residual: Tensor) -> bool:
-        return residual.sqrt().item() < self.threshold
+    def residual(self, change: Tensor) -> Tensor:
+        return change.square().mean().sqrt()
 
 
 def test_a_stop_on_a_mean_is_tried_as_in_a_far_larger_batch() -> None:
@@ -411,25 +404,22 @@ def test_a_constant_that_grows_with_the_tokens_is_seen() -> None:
 class ByPair(zoo._Projected):
     """Masked by pairs of tokens, which padding makes different between queries."""
 
+    def kept(self, x: Tensor, keep: Tensor) -> Tensor:
+        return (keep[:, :, None] & keep[:, None, :])[:, None]
+
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         q, k, v = self.split(x)
-        pair = keep[:, :, None] & keep[:, None, :]
-        weights = (q @ k.transpose(-1, -2)).masked_fill(~pair[:, None], -1e9).softmax(-1)
+        weights = (q @ k.transpose(-1, -2)).masked_fill(~self.kept(x, keep), -1e9).softmax(-1)
         for step in range(3):
             weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-9)
         return self.merge(weights @ v)
 
 
-class Heads(zoo._Projected):
+class Heads(ByPair):
     """A mask for each head, alike where nothing is hidden."""
 
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        kept = torch.stack([keep, keep | (x[..., 0] > 0)], 1)[:, :, None]
-        weights = (q @ k.transpose(-1, -2)).masked_fill(~kept, -1e9).softmax(-1)
-        for step in range(3):
-            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-9)
-        return self.merge(weights @ v)
+    def kept(self, x: Tensor, keep: Tensor) -> Tensor:
+        return torch.stack([keep, keep | (x[..., 0] > 0)], 1)[:, :, None]
 
 
 @pytest.mark.parametrize("kind", [ByPair, Heads])
