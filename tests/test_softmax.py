@@ -46,7 +46,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(DIM, 3)
         self.fused, self.added, self.given = fused, added, given
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         if self.fused:
             mask = None if self.given else keep[:, None, None, :]
             if mask is not None and self.added:
@@ -57,9 +57,9 @@ class Encoder(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         keep, x = inputs != 0, self.embed(inputs)
-        for made, out in zip(self.made, self.out, strict=True):
+        for layer, (made, out) in enumerate(zip(self.made, self.out, strict=True)):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
-            x = x + out(self.attend(q, k, v, keep).transpose(1, 2).flatten(2))
+            x = x + out(self.attend(layer, q, k, v, keep).transpose(1, 2).flatten(2))
         pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
         return pooled
 
@@ -208,13 +208,9 @@ class Inside(Encoder):
         super().__init__(layers, fused=False)
         self.blocks = nn.ModuleList(nn.ModuleList([Mapped()]) for _ in self.made)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        keep, x = inputs != 0, self.embed(inputs)
-        for made, out, (block,) in zip(self.made, self.out, self.blocks, strict=True):
-            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
-            x = x + out(block(q, k, v, keep)[0].transpose(1, 2).flatten(2))
-        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
-        return pooled
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        (block,) = self.blocks[layer]
+        return block(q, k, v, keep)[0]
 
 
 class Mapped(nn.Module):
