@@ -281,7 +281,9 @@ def leaves(results: Any) -> list[Tensor]:
     return list(results) if isinstance(results, tuple) else [results]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "threads"), [*zip(CALLS, itertools.cycle((1, 2)))], indirect=["threads"]
+)
 def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> None:
     operator, inputs = CALLS[name]
     expected = run(operator, inputs)
