@@ -280,9 +280,6 @@ def test_an_interrupt_leaves_the_old_artefact(
     assert [entry.name for entry in out.parent.iterdir()] == ["out"]
 
 
-# What is trained, on graphs
-
-
 # Class scores
 
 
@@ -294,12 +291,13 @@ def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
 
 
-# Capture per module
-
 def test_class_scores_are_the_first_matrix() -> None:
     assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
     with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
         refresh.scores_leaf([torch.randn(2, 3, 4)])
+
+
+# Capture per module
 
 
 def test_capture_per_module_trains_the_captured_modules(
