@@ -455,23 +455,6 @@ def test_one_half_step_on_rows_is_torchs_attention(masked: bool, dtype: torch.dt
     torch.testing.assert_close(found, exact)
 
 
-def test_a_bert_of_hugging_face() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS,
-        intermediate_size=DIM, max_position_embeddings=12, num_labels=3,
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config).eval()
-    ids = tokens()
-    data = {"input_ids": np.maximum(ids, 1), "attention_mask": (ids != 0).astype(np.int64)}
-    recipe = {"from": "softmax", "operator": "lot", "pivots": 4, "max_examples": 32}
-    done = asapc.compile(model, data, recipe=recipe, examples=20)
-    assert [site["operator"] for site in done.report.facts["sites"]] == ["lot"]
-    found = done.model(**{name: torch.from_numpy(array[:5]) for name, array in data.items()})
-    assert type(found) is transformers.modeling_outputs.SequenceClassifierOutput
-
-
 def test_a_t5_of_hugging_face(tmp_path: Path) -> None:
     """Its bias and its mask reach fused attention as one tensor."""
     transformers = pytest.importorskip("transformers")
