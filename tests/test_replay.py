@@ -497,14 +497,6 @@ def test_replay_is_not_done_again_where_nothing_changed(
     assert compiled() == taken_over and done == ["replay", "_whole_replay"]
 
 
-def test_what_makes_no_sense_was_not_replayed() -> None:
-    known = Replayed("x", {"a": Replay({"the data": 1e-7}, 0.5)}, 1e-6).to_json()
-    words = {"a": {"errors": {"the data": "small"}, "rounding": 0}}
-    others = *({**known, "sites": sites} for sites in ([1], words)), {**known, "output_error": "small"}
-    for other in ({}, {"sites": known["sites"]}, *others):
-        assert Replayed.from_json(other) is None
-
-
 def test_errors_without_a_number_come_back() -> None:
     found = Replayed("x", {"a": Replay({"the data": 1e-7, "queries x 4": math.inf}, 0.5)}, 1e-6)
     assert Replayed.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
