@@ -511,29 +511,26 @@ class Matched(nn.Module):
         return self.first(x) + self.second(x)
 
 
-class Pairing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        import pygmtools
-
-        plan = pygmtools.sinkhorn(self.lin(x) @ x.transpose(1, 2), max_iter=6, backend="pytorch")
-        found: Tensor = plan @ x
-        return found
-
-
 class OneMap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.lin(x) @ x.transpose(1, 2)
+    def plan(self, scores: Tensor) -> Tensor:
         for step in range(6):
             scores = scores.log_softmax(-1 - step % 2)
-        return scores.exp() @ x
+        return scores.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plan(self.lin(x) @ x.transpose(1, 2)) @ x
+
+
+class Pairing(OneMap):
+    def plan(self, scores: Tensor) -> Tensor:
+        import pygmtools
+
+        plan: Tensor = pygmtools.sinkhorn(scores, max_iter=6, backend="pytorch")
+        return plan
 
 
 def test_sizes_that_are_data_are_one_refused_row_and_not_the_end() -> None:
