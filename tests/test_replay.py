@@ -12,9 +12,9 @@ import attention_zoo as zoo
 import pytest
 import torch
 from small_text import write_data, write_teacher
+from steps import calibrated, run
 from torch import Tensor, nn
 
-from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
@@ -466,12 +466,9 @@ def test_replay_is_not_done_again_where_nothing_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is where the calibration is of other code."""
-    write_teacher(tmp_path / "teacher", n_layers=1, max_iter=4)
-    write_data(tmp_path / "data.npz", 60)
-    calibration, recipe = tmp_path / "calib", tmp_path / "recipe.json"
-    recipe.write_text(json.dumps({"operator": "sinkhorn", "max_examples": 16}))
-    given = ["calibrate", tmp_path / "teacher", "--data", tmp_path / "data.npz", "-o", calibration]
-    assert main([*map(str, given), "--recipe", str(recipe), "--quiet"]) == 0
+    teacher = write_teacher(tmp_path / "teacher", n_layers=1, max_iter=4)
+    recipe = {"operator": "sinkhorn", "max_examples": 16}
+    calibration = calibrated(tmp_path, teacher, write_data(tmp_path / "data.npz", 60), recipe)
     done: list[str] = []
 
     def counted(name: str, true: Any, *arguments: Any) -> Any:
@@ -484,8 +481,7 @@ def test_replay_is_not_done_again_where_nothing_changed(
     def compiled() -> dict[str, Any]:
         done.clear()
         out = tmp_path / "out"
-        command = ["compile", tmp_path / "teacher", "--calibration", calibration, "-o", out, "--quiet"]
-        assert main(list(map(str, command))) == 0
+        assert run("compile", teacher, "--calibration", calibration, "-o", out, "--quiet") == 0
         sites = json.loads((out / "manifest.json").read_text())["sites"]
         return {site["name"]: site["replay"] for site in sites}
 
