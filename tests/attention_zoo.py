@@ -223,18 +223,6 @@ class Cross(_Projected):
         return self.merge(log_a.exp() @ v)
 
 
-class AdditiveMask(_Projected):
-    """A float key mask [B, 1, 1, M] of 0 and -1e9 added to the scores."""
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        hide = (1.0 - padding)[:, None, None, :] * -1e9
-        weights = (q @ k.transpose(-2, -1) * 0.5 + hide).softmax(-1)
-        for step in range(5):
-            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-20)
-        return self.merge(weights @ v)
-
-
 class Softmax(_Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
@@ -307,16 +295,26 @@ def soft_sort(x: Tensor, temperature: float) -> Tensor:
 class SlicedSoft(_Projected):
     """Published style: every slice's plan at once, Euclidean costs, axis-aligned slices."""
 
+    def sort(self, values: Tensor) -> Tensor:
+        """[..., N] -> [..., N ranks, N]"""
+        return soft_sort(values, 0.1)
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Plans of queries and keys from their sorts: equal ranks meet."""
+        return torch.matmul(first.transpose(-1, -2), second)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = (self.sort(p.transpose(-1, -2)) for p in (q, k))
+        plans = self.between(first, second)
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
     def weights(self, plans: Tensor, q: Tensor, k: Tensor) -> Tensor:
         cost = (torch.cdist(q, k).unsqueeze(2) * plans).sum((-1, -2))
         return torch.softmax(-0.3 * cost, -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        first, second = (soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k))
-        plans = torch.matmul(first.transpose(-1, -2), second)
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+        return self.attend(*self.split(x))
 
 
 class SlicedLearnt(SlicedSoft):
@@ -368,18 +366,9 @@ class SlicedHard(SlicedSoft):
     def order(self, values: Tensor) -> Tensor:
         return values.argsort(dim=-1, descending=True, stable=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        n = x.shape[1]
-        first, second = (
-            torch.zeros(*p.shape[:2], p.shape[3], n, n).scatter(
-                -1, self.order(p.transpose(-1, -2)).unsqueeze(-1), 1.0
-            )
-            for p in (q, k)
-        )
-        plans = torch.matmul(first.transpose(-1, -2), second)
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+    def sort(self, values: Tensor) -> Tensor:
+        n = values.shape[-1]
+        return torch.zeros(*values.shape[:-1], n, n).scatter(-1, self.order(values).unsqueeze(-1), 1.0)
 
 
 class SlicedUnstable(SlicedHard):
@@ -392,45 +381,28 @@ class SlicedUnstable(SlicedHard):
 class SlicedAscending(SlicedSoft):
     """Exact sorting, smallest first: ties are met from the other end."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        n = torch.arange(x.shape[1])
-        ranks = [
-            (p.transpose(-1, -2).argsort(dim=-1, stable=True)[..., None] == n).to(p.dtype) for p in (q, k)
-        ]
-        plans = torch.einsum("bhlri,bhlrj->bhlij", *ranks)
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+    def sort(self, values: Tensor) -> Tensor:
+        order = values.argsort(dim=-1, stable=True)
+        return (order[..., None] == torch.arange(values.shape[-1])).to(values.dtype)
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.einsum("bhlri,bhlrj->bhlij", first, second)
 
 
 class SlicedLifted(SlicedSoft):
     """Exact sorting as the definition has it: tokens with equal projections share their mass."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        sides = []
-        for points in (q, k):
-            values = points.transpose(-1, -2)
-            equal = (values.sort(dim=-1).values.unsqueeze(-1) == values.unsqueeze(-2)).to(x.dtype)
-            sides.append(equal / equal.sum(-1, keepdim=True))
-        plans = torch.matmul(sides[0].transpose(-1, -2), sides[1])
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+    def sort(self, values: Tensor) -> Tensor:
+        equal = (values.sort(dim=-1).values.unsqueeze(-1) == values.unsqueeze(-2)).to(values.dtype)
+        return equal / equal.sum(-1, keepdim=True)
 
 
 class SlicedTop(SlicedSoft):
     """Hardened as the released code does it: the top entry of every row, no permutation where two tie."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        n = torch.arange(x.shape[1])
-        sides = [
-            (soft_sort(p.transpose(-1, -2), 1e-3).argmax(-1, keepdim=True) == n).to(p.dtype)
-            for p in (q, k)
-        ]
-        plans = torch.matmul(sides[0].transpose(-1, -2), sides[1])
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+    def sort(self, values: Tensor) -> Tensor:
+        top = soft_sort(values, 1e-3).argmax(-1, keepdim=True)
+        return (top == torch.arange(values.shape[-1])).to(values.dtype)
 
 
 class SlicedCross(SlicedSoft):
@@ -441,18 +413,17 @@ class SlicedCross(SlicedSoft):
         met = torch.minimum((rows + 1) * m, (columns + 1) * n) - torch.maximum(rows * m, columns * n)
         return met.clamp(min=0), m
 
-    def sides(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        orders = [p.transpose(-1, -2).argsort(dim=-1, descending=True, stable=True) for p in (q, k)]
-        return [(own[..., None] == torch.arange(own.shape[-1])).to(q.dtype) for own in orders]
+    def sort(self, values: Tensor) -> Tensor:
+        order = values.argsort(dim=-1, descending=True, stable=True)
+        return (order[..., None] == torch.arange(values.shape[-1])).to(values.dtype)
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        met, whole = self.coupling(first.shape[-1], second.shape[-1])
+        return super().between(first, (met[:, :, None] * second.unsqueeze(-3)).sum(-2) / whole)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, (_, k, v) = self.split(x)[0], self.split(memory)
-        first, second = self.sides(q, k)
-        between, whole = self.coupling(x.shape[1], memory.shape[1])
-        met = (between[:, :, None] * second.unsqueeze(-3)).sum(-2) / whole
-        plans = torch.matmul(first.transpose(-1, -2), met)
-        weights = self.weights(plans, q, k)
-        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+        _, k, v = self.split(memory)
+        return self.attend(self.split(x)[0], k, v)
 
 
 class SlicedCrossReleased(SlicedCross):
@@ -462,8 +433,8 @@ class SlicedCrossReleased(SlicedCross):
         place = torch.arange(n)[:, None] * (m - 1)
         return (n - 1 - (torch.arange(m) * (n - 1) - place).abs()).clamp(min=0), n - 1
 
-    def sides(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        return [soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k)]
+    def sort(self, values: Tensor) -> Tensor:
+        return soft_sort(values, 0.1)
 
 
 class SlicedByNorm(SlicedSoft):
@@ -573,10 +544,6 @@ def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
         keep = torch.ones(3, 10, dtype=torch.bool)
         keep[0, 6:] = False
         return x, keep
-    if isinstance(module, AdditiveMask):
-        padding = torch.ones(3, 10)
-        padding[2, 4:] = 0
-        return x, padding
     if isinstance(module, Cross | SlicedCross):
         return x, torch.randn(3, 7, 16)
     return (x,)

@@ -61,27 +61,16 @@ class Latents(nn.Module):
         self.log_epsilon = nn.Parameter(torch.linspace(0.3, -0.5, heads))
         self.heads, self.iterations = heads, iterations
 
-    def costs(self, q: Tensor, k: Tensor) -> Tensor:
-        return torch.cdist(q, k).square()
-
     def forward(self, x: Tensor) -> Tensor:
         k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in self.kv(x).chunk(2, -1))
         q = self.q.expand(x.shape[0], -1, -1).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-        costs, epsilon = self.costs(q, k), self.log_epsilon.exp()[:, None, None]
+        costs, epsilon = torch.cdist(q, k).square(), self.log_epsilon.exp()[:, None, None]
         f, g = torch.zeros_like(costs[..., :1]), torch.zeros_like(costs[..., :1, :])
         for _ in range(self.iterations):
             f = -epsilon * torch.logsumexp((g - costs) / epsilon, -1, keepdim=True)
             g = -epsilon * torch.logsumexp((f - costs) / epsilon, -2, keepdim=True)
         plan = torch.exp((f + g - costs) / epsilon)
         return (plan @ v).transpose(1, 2).flatten(2)
-
-
-class Expanded(Latents):
-    """The same costs as |q|^2 + |k|^2 - 2 q k'."""
-
-    def costs(self, q: Tensor, k: Tensor) -> Tensor:
-        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
-        return squares - 2 * q @ k.transpose(-1, -2)
 
 
 class Masses(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 from small_text import write_data, write_teacher
+from steps import calibrated, run
 
-from asapc.cli import main
 from asapc.report.gates import load_gates
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "ci"
@@ -26,22 +26,15 @@ def read(name: str) -> Any:
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository as examples/ci/README.md describes it, with asapc on its own PATH."""
     folder = tmp_path_factory.mktemp("project")
-    write_teacher(folder / "model", n_layers=1)
     (folder / "ci").mkdir()
-    write_data(folder / "ci" / "data.npz", 1000)
     shutil.copy(EXAMPLES / "gates.yaml", folder / "ci" / "gates.yaml")
-    recipe = folder / "recipe.yaml"
-    recipe.write_text("operator: sinkhorn\nbatch_size: 64\nmax_examples: 64\n")
-    assert run("calibrate", folder / "model", "--data", folder / "ci" / "data.npz", "-o",
-               folder / "calib", "--recipe", recipe, "--quiet") == 0  # fmt: skip
+    model = write_teacher(folder / "model", n_layers=1)
+    data = write_data(folder / "ci" / "data.npz", 1000)
+    calibrated(folder, model, data, {"operator": "sinkhorn", "batch_size": 64, "max_examples": 64})
     (folder / "bin").mkdir()
     for name, command in (("asapc", f"{shlex.quote(sys.executable)} -m asapc"),
                           ("python3", shlex.quote(sys.executable))):  # fmt: skip

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from second_device import OnGpu, one_gpu
 from small_text import write_data, write_teacher
+from steps import compiled, run
 from torch import nn
 
 import asapc
 from asapc.calibration import distill
-from asapc.cli import main
 from asapc.device import CPU, chosen_device, moved, running_on
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import Batch
@@ -32,23 +32,18 @@ ASAP: dict[str, Any] = {"operator": "asap"}
 RECIPES: dict[str, dict[str, Any]] = {
     "of each layer": {"sites": {
         "layers.0.*": {**ASAP, "side": "target", "c_transforms": 1, "features": ["gaussian"]},
-        "layers.1.*": {**ASAP, "fit": "kl"},
-        "layers.2.*": {"operator": "lot", "pivots": 4},
-        "layers.3.*": {"operator": "esp_hard", "slices": 4},
+        "layers.1.*": {"operator": "lot", "pivots": 4},
+        "layers.2.*": {"operator": "esp_hard", "slices": 4},
     }},
-    "auto": {"budget": {"attention_rel_l2": 9.0}, "features": ["lse"]},
+    "auto": {"budget": {"attention_rel_l2": 9.0}, "fit": "kl"},
 }  # fmt: skip
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch)
-    monkeypatch.setattr(distill, "STEPS", 10)  # what runs there runs slowly
-    monkeypatch.setattr(distill, "CANDIDATES", 8)
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
+    monkeypatch.setattr(distill, "STEPS", 2)  # what runs there runs slowly
+    monkeypatch.setattr(distill, "CANDIDATES", 4)
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +65,11 @@ def test_the_whole_way(
     teacher, data = work
     if name != "auto":
         teacher = write_teacher(tmp_path / "teacher", max_iter=2, n_layers=len(RECIPES[name]["sites"]))
-    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES[name]}))
-    fits = {}
+    fits, recipe = {}, {**SMALL, **RECIPES[name]}
     for device in ("cpu", "cuda"):
-        calibration, out = tmp_path / f"{device}-calibration", tmp_path / device
         common = ("--device", device, "--quiet")
-        assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
-                   tmp_path / "r.yaml", *common) == 0, capsys.readouterr().err  # fmt: skip
-        assert run("compile", teacher, "--calibration", calibration, "-o", out, *common) == 0, (
-            capsys.readouterr().err
-        )
-        fits[device] = coefficients(calibration)
+        out = compiled(tmp_path, teacher, data, recipe, "--device", device, name=device)
+        fits[device] = coefficients(tmp_path / f"{device}-calib")
         place = "cpu" if device == "cpu" else "one GPU"
         assert json.loads((out / "selection.json").read_text())["device"] == place
         if name != "auto":
@@ -102,16 +91,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
     """The lossless model, which has no fit that could round otherwise: byte for byte."""
     teacher, data = work
-    (tmp_path / "r.yaml").write_text("operator: lossless\n")
-    written = []
-    for device in ("cpu", "cuda"):
-        calibration, out = tmp_path / "calibration", tmp_path / "out"
-        for command, *rest in (
-            ("calibrate", teacher, "--data", data, "-o", calibration, "--recipe", tmp_path / "r.yaml"),
-            ("compile", teacher, "--calibration", calibration, "-o", out),
-        ):
-            assert run(command, *rest, "--device", device, "--quiet") == 0
-        written.append(files_of(out))
+    written = [
+        files_of(compiled(tmp_path, teacher, data, {"operator": "lossless"}, "--device", device))
+        for device in ("cpu", "cuda")
+    ]
     assert written[0].keys() == written[1].keys()
     different = [name for name, content in written[0].items() if content != written[1][name]]
     assert different in ([], ["manifest.json"])  # which tells the largest error of the replay
@@ -124,11 +107,7 @@ def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Pa
 
 def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
     teacher, data = work
-    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **ASAP}))
-    calibration, out = tmp_path / "calibration", tmp_path / "out"
-    assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
-               tmp_path / "r.yaml", "--quiet") == 0  # fmt: skip
-    assert run("compile", teacher, "--calibration", calibration, "-o", out, "--quiet") == 0
+    out = compiled(tmp_path, teacher, data, {**SMALL, **ASAP})
     for extra in ("--distil", "--labels"):
         entries = []
         for device in ("cpu", "cuda"):
@@ -186,15 +165,9 @@ def test_other_teachers(
     else:
         images = np.random.default_rng(0).standard_normal((80, 1, 8, 8)).astype(np.float32)
         np.savez(tmp_path / "data.npz", img=images)
-    (tmp_path / "r.yaml").write_text("batch_size: 16\nmax_examples: 32\nfeatures: [lse]\n")
-    calibration, out, data = tmp_path / "calibration", tmp_path / "out", tmp_path / "data.npz"
-    for command, *rest in (
-        ("calibrate", tmp_path / "teacher", "--data", data, "-o", calibration, "--recipe",
-         tmp_path / "r.yaml"),
-        ("compile", tmp_path / "teacher", "--calibration", calibration, "-o", out),
-        ("report", out, "--fast"),
-    ):  # fmt: skip
-        assert run(command, *rest, "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
+    recipe = {"batch_size": 16, "max_examples": 32, "features": ["lse"]}
+    out = compiled(tmp_path, tmp_path / "teacher", tmp_path / "data.npz", recipe, "--device", "cuda")
+    assert run("report", out, "--fast", "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
 
 
 def test_a_model_on_the_gpu_stays_there(gpu: None) -> None:

@@ -16,6 +16,7 @@ import torch
 from collected import take
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
+from steps import calibrated, compiled, run
 from torch import Tensor
 
 import asapc
@@ -30,7 +31,6 @@ from asapc.calibration.stored import (
     save_calibration,
 )
 from asapc.calibration.students import esp_maker, lot_maker
-from asapc.cli import main
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch
@@ -286,33 +286,22 @@ def test_another_recipe_needs_another_fit(
 # The whole way
 
 
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher, data, and an artefact with a layer of each operator."""
     folder = tmp_path_factory.mktemp("distil")
-    write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
-    write_data(folder / "data.npz", 160)
-    (folder / "recipe.yaml").write_text(
-        "{operator: lot, pivots: 6, slices: 5, drop_attention_maps: true,\n"
-        "sites: {layers.1.*: {operator: esp_hard}}}\n"
-    )
+    teacher = write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
+    data = write_data(folder / "data.npz", 160)
+    recipe = {
+        "operator": "lot", "pivots": 6, "slices": 5, "drop_attention_maps": True,
+        "sites": {"layers.1.*": {"operator": "esp_hard"}},
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "STEPS", 60)
         patch.setattr(distill, "CANDIDATES", 32)
-        assert calibrate(folder, "calib") == 0
-        assert calibrate(folder, "sequential", "--sequential") == 0
-    assert run("compile", folder / "teacher", "--calibration", folder / "calib", "-o", folder / "out",
-               "--quiet") == 0  # fmt: skip
+        compiled(folder, teacher, data, recipe)
+        calibrated(folder, teacher, data, recipe, "--sequential", name="sequential")
     return folder
-
-
-def calibrate(folder: Path, out: str, *rest: object) -> int:
-    return run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / out,
-               "--recipe", folder / "recipe.yaml", "--quiet", *rest)  # fmt: skip
 
 
 def test_manifest_and_report_say_what_each_layer_became(
@@ -354,7 +343,7 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
     batch = Batch((tokens,), {}, None, [0, 1, 2])
     analysis = analyse(teacher, batch)
     assert all(t.v is None for t in Tap(analysis.model, analysis.lifted, analysis.names)(batch)[1])
-    fitted = load_calibration(work / "calib").sites
+    fitted = load_calibration(work / "out-calib").sites
     own = rewritten_programs(
         analysis.lifted, {s.name: fitted[s.name][0].replacement for s in analysis.sites}
     )
@@ -366,7 +355,7 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
 
 
 def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
-    both = [load_calibration(work / name).sites.values() for name in ("calib", "sequential")]
+    both = [load_calibration(work / name).sites.values() for name in ("out-calib", "sequential")]
     equal = []
     for (parallel,), (sequential,) in zip(*both, strict=True):
         assert isinstance(parallel, SiteDistillation) and isinstance(sequential, SiteDistillation)
@@ -377,7 +366,7 @@ def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
 
 
 def test_examples_the_fit_stopped_by_are_seen(work: Path) -> None:
-    calibration = load_calibration(work / "calib")
+    calibration = load_calibration(work / "out-calib")
     for (own,) in calibration.sites.values():
         assert isinstance(own, SiteDistillation) and own.held_out > 0
         assert len(calibration.seen_hashes) == own.examples + own.held_out

@@ -17,9 +17,9 @@ import torch
 from jsonschema import Draft202012Validator
 from junk import resigned
 from small_text import write_data, write_teacher
+from steps import run
 
 import asapc
-from asapc.cli import main
 from asapc.errors import (
     EXIT_BAD_INPUT,
     EXIT_GATE_FAILED,
@@ -43,10 +43,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "asap.yaml").write_text(ASAP)
     (folder / "lossless.yaml").write_text("operator: sinkhorn\nbatch_size: 16\n")
     return folder
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -223,17 +224,24 @@ def theta(kind: str, heads: int, dim: int) -> Tensor | None:
 
 
 SLICES = ("axes", "shared", "per head")
-SAMPLED = list(zip(SHAPES.values(), itertools.cycle(SLICES)))
+SAMPLED = dict(zip(SHAPES, zip(SHAPES.values(), itertools.cycle(SLICES)), strict=True))
 TEMPERATURES = {"hard": None, "sharpest": 1e-12, "sharp": 1e-3, "soft": 0.5, "flat": 1e4}
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize(("shape", "slices"), SAMPLED, ids=SHAPES)
-@pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
+def with_every_shape(values: Iterable[Any]) -> list[tuple[Any, str, bool]]:
+    """(value, shape, masked): every shape and every value is met open and masked."""
+    return [
+        (value, shape, (i + j) % 2 == 1)
+        for i, value in enumerate(values) for j, shape in enumerate(SHAPES)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("temperature", "name", "masked"), with_every_shape(TEMPERATURES.values()))
 def test_kernels_are_within_the_honest_error(
-    temperature: float | None, shape: tuple[int, ...], masked: bool, slices: str
+    temperature: float | None, name: str, masked: bool
 ) -> None:
     """Maps, products and float64 of both against the reference."""
+    shape, slices = SAMPLED[name]
     q, k, v, keep, query_keep = problem(shape, masked)
     directions = theta(slices, shape[1], shape[4])
     tau = torch.tensor([0.3] if slices == "axes" else [0.1, 2.0][: shape[1]])
@@ -243,35 +251,32 @@ def test_kernels_are_within_the_honest_error(
         q.nan_to_num(), k.nan_to_num(), keep, query_keep, directions, tau, temperature, squared, mean
     )
     product = exact @ v.double().nan_to_num()
-    name = "esp_hard" if temperature is None else "esp_soft"
+    operator = "esp_hard" if temperature is None else "esp_soft"
     softsort = () if temperature is None else (temperature,)
     settings = (keep, query_keep, directions, tau, *softsort, squared, mean, factor)
-    plain: Tensor = getattr(meaning, name)(q, k, v, *settings)
-    kernel: Tensor = getattr(ops, name)(q, k, v, *settings)
-    dense: Tensor = getattr(ops, f"{name}_attention")(q, k, *settings)
+    plain: Tensor = getattr(meaning, operator)(q, k, v, *settings)
+    kernel: Tensor = getattr(ops, operator)(q, k, v, *settings)
+    dense: Tensor = getattr(ops, f"{operator}_attention")(q, k, *settings)
     budget = 2 * error(plain, product) + 2e-6 * float(v.nan_to_num().abs().max())
     assert error(kernel, product) <= budget
     assert error(dense, exact) <= budget
     wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in settings]
     for module in (meaning, ops):
-        own = getattr(module, name)(q.double(), k.double(), v.double(), *wide)
+        own = getattr(module, operator)(q.double(), k.double(), v.double(), *wide)
         assert error(own, product) <= 1e-10
     if query_keep is not None and keep is not None:
         assert bool((kernel[~query_keep[:, None].expand(kernel.shape[:3])] == 0).all())
         assert bool((kernel[0] == 0).all() and (dense[0] == 0).all())
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize(("shape", "slices"), SAMPLED, ids=SHAPES)
-@pytest.mark.parametrize(
-    ("ties", "points"),
-    [*zip(itertools.repeat("shared"), ("apart", "repeated", "crossed")),
-     ("descending", "crossed"), ("ascending", "repeated")],
-)  # fmt: skip
-def test_ties_and_couplings(
-    ties: str, points: str, shape: tuple[int, ...], masked: bool, slices: str
-) -> None:
+TIES = (("shared", "apart"), ("shared", "repeated"), ("shared", "crossed"), ("descending", "crossed"),
+        ("ascending", "repeated"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("tied", "name", "masked"), with_every_shape(TIES))
+def test_ties_and_couplings(tied: tuple[str, str], name: str, masked: bool) -> None:
     """Every operator against the lists, in float64, by both couplings and both costs."""
+    (ties, points), (shape, slices) = tied, SAMPLED[name]
     given = problem(shape, masked) if points == "apart" else tying(shape, masked, points)
     q, k, v, keep, query_keep = (
         t.double() if t is not None and t.is_floating_point() else t for t in given
@@ -351,19 +356,6 @@ def test_huge_scores(hard: bool, squared: bool) -> None:
 
 
 # Closed forms and invariants
-
-
-def hard_map(q: Tensor, k: Tensor, **named: Any) -> Tensor:
-    given = {"keep": None, "query_keep": None, "slices": None, "tau": torch.tensor([0.5]), **named}
-    result: Tensor = ops.esp_hard_attention(q, k, *given.values(), False, False, 1.0)
-    return result
-
-
-def test_one_slice_sorts_a_line() -> None:
-    x, y = torch.randn(9), torch.randn(9)
-    expected = torch.zeros(9, 9)
-    expected[x.argsort(), y.argsort()] = 1
-    assert torch.equal(hard_map(x[None, None, :, None], y[None, None, :, None])[0, 0], expected)
 
 
 @pytest.mark.parametrize("keys", [33, 20], ids=["as many keys", "fewer keys"])

@@ -16,9 +16,9 @@ import torch
 from junk import resigned
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
+from steps import compiled, run
 
 from asapc.artifact import read_artifact
-from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.measure.own_metric import OwnMetric
@@ -42,17 +42,9 @@ BUDGET = {"attention_rel_l2": 1.0, "prediction_agreement": 0.1}
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
-    write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
-    write_data(folder / "data.npz", 160)
-    (folder / "asap.yaml").write_text(json.dumps(RECIPE))
-    run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / "calib",
-        "--recipe", folder / "asap.yaml")  # fmt: skip
-    run("compile", folder / "teacher", "--calibration", folder / "calib", "-o", folder / "out")
+    teacher = write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
+    compiled(folder, teacher, write_data(folder / "data.npz", 160), RECIPE)
     return folder
-
-
-def run(*arguments: object) -> None:
-    assert main([*map(str, arguments), "--quiet", "--debug"]) == 0
 
 
 def report(
@@ -139,8 +131,8 @@ def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
 
 def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_path: Path) -> None:
     write_data(tmp_path / "more.npz", 120, seed=2)
-    run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
-        "--examples", 20, "-o", tmp_path / "refreshed")  # fmt: skip
+    assert run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
+               "--examples", 20, "-o", tmp_path / "refreshed", "--quiet") == 0  # fmt: skip
     gate = sum(split_of(h) == "gate" for h in hashes(tmp_path / "more.npz"))
     found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"), fast=True)
     assert found["splits"]["gate"] == gate  # not the examples the refresh left over
@@ -225,13 +217,10 @@ def test_a_site_left_to_the_teacher_has_no_error(
         return [first.tried[0], next(tried for tried in second.tried if tried.approximate)]
 
     monkeypatch.setattr(select.Search, "not_slower", left)
-    recipe = tmp_path / "auto.yaml"
     named = {key: RECIPE[key] for key in ("side", "c_transforms", "features")}
     shared = {key: RECIPE[key] for key in ("batch_size", "max_examples")}
-    recipe.write_text(json.dumps({**shared, "candidates": [named], "budget": BUDGET}))
-    calib, out = tmp_path / "calib", tmp_path / "out"
-    run("calibrate", work / "teacher", "--data", work / "data.npz", "-o", calib, "--recipe", recipe)
-    run("compile", work / "teacher", "--calibration", calib, "-o", out)
+    recipe = {**shared, "candidates": [named], "budget": BUDGET}
+    out = compiled(tmp_path, work / "teacher", work / "data.npz", recipe)
     found, pictures = report(out)
     first, second = found["sites"]
     assert (first["operator"], second["operator"]) == ("teacher", "asap")
@@ -244,9 +233,8 @@ def test_a_site_left_to_the_teacher_has_no_error(
     assert [site["name"] for site in found["selection"]["sites"]] == [first["name"], second["name"]]
     timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]
     assert timed[0]["latency_compiled_ms"] == timed[0]["latency_teacher_ms"]
-    alike = tmp_path / "alike"
-    run("compile", work / "teacher", "--calibration", work / "calib", "-o", alike, "--recipe",
-        Path(__file__).parents[1] / "examples/recipes/lossless.yaml")  # fmt: skip
+    recipe = {"operator": "lossless", "max_examples": 16}
+    alike = compiled(tmp_path, work / "teacher", work / "data.npz", recipe, name="alike")
     model = report(alike, fast=True)[0]["model"]  # one model, timed once
     assert model["speedup"] == model["speedup_lossless"]
     assert model["confidence"]["speedup"] == model["confidence"]["speedup_lossless"]
@@ -260,7 +248,7 @@ def test_labels_that_no_class_has(
         inputs, labels = data["inputs"], data["labels"]
     labels[50] = 3
     np.savez(tmp_path / "labels.npz", inputs=inputs, labels=labels)
-    assert main(["report", str(work / "out"), "--data", str(tmp_path / "labels.npz"), "--quiet"]) == 2
+    assert run("report", work / "out", "--data", tmp_path / "labels.npz", "--quiet") == 2
     assert "from 0 to 2, got 3 in example 50" in capsys.readouterr().err
 
 
@@ -317,9 +305,9 @@ def test_an_own_metric_is_measured_of_both_models_with_intervals(work: Path, met
 
 def test_an_own_metric_is_gated_shown_and_compared(work: Path, metrics: str, tmp_path: Path) -> None:
     metric = f"{metrics}:doubled_when_called_again"  # the teacher 2, the compiled model 1
-    gates, out = tmp_path / "gates.yaml", str(work / "out")
+    gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5, confidence: true}\nmetric_compiled: {min: 0.9}\n")
-    assert main(["report", out, "--fast", "-q", "--gate", str(gates), "--metric", metric]) == 1
+    assert run("report", work / "out", "--fast", "-q", "--gate", gates, "--metric", metric) == 1
     measured = json.loads((work / "out/report.json").read_text())
     jsonschema.validate(measured, report_schema())
     verdicts = {check["metric"]: check["class"] for check in measured["gate"]["checks"]}
@@ -356,5 +344,5 @@ def test_a_gates_file_runs_no_code(
 ) -> None:
     gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5}\n")
-    assert main(["report", str(work / "out"), "--gate", str(gates)]) == 2
+    assert run("report", work / "out", "--gate", gates) == 2
     assert "metric_drop is of your own metric, got no --metric" in capsys.readouterr().err

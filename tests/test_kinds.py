@@ -11,9 +11,9 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
+from steps import run
 
 import asapc
-from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT
 from asapc.report import report_schema
 
@@ -69,10 +69,6 @@ def built(folder: Path) -> torch.nn.Module:
     exec(compile(CODE, "mixed.py", "exec"), space)
     model: torch.nn.Module = space["build"]()
     return model.eval()
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def test_every_kind_becomes_its_own_operator(work: Path) -> None:

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from junk import resigned
 from small_text import write_data, write_teacher
+from steps import compiled
 from torch import nn
 
 import asapc
 from asapc.artifact import read_manifest
 from asapc.calibration.stored import load_calibration
 from asapc.calibration.teacher import TeacherDuals
-from asapc.cli import main
 from asapc.errors import InputError
 from asapc.ir import Convention, SiteTensors
 from asapc.program.monitor import ScoreRange, attach, score_bound
@@ -31,21 +31,13 @@ RECIPE = {"operator": "asap", "side": "target", "c_transforms": 1, "features": [
           "batch_size": 16, "max_examples": 64}  # fmt: skip
 
 
-def run(*arguments: object) -> None:
-    assert main([*map(str, arguments), "--quiet"]) == 0
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer amortised, one kept."""
     folder = tmp_path_factory.mktemp("work")
-    write_teacher(folder / "teacher", n_layers=2, max_iter=3)
-    write_data(folder / "data.npz", 160)
+    teacher = write_teacher(folder / "teacher", n_layers=2, max_iter=3)
     recipe = {**RECIPE, "sites": {"layers.1.*": {"operator": "sinkhorn"}}}
-    (folder / "r.yaml").write_text(json.dumps(recipe))
-    run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / "calib",
-        "--recipe", folder / "r.yaml")  # fmt: skip
-    run("compile", folder / "teacher", "--calibration", folder / "calib", "-o", folder / "out")
+    compiled(folder, teacher, write_data(folder / "data.npz", 160), recipe)
     return folder
 
 
@@ -117,7 +109,7 @@ def test_calibration_stores_what_it_saw(work: Path) -> None:
     assert 0 < seen["bound_low"] < seen["bound_high"]
     assert (seen["r2"], seen["condition_number"]) == (sites[0]["r2"], sites[0]["condition_number"])
     assert sites[1]["operator"] == "sinkhorn" and sites[1]["range"] is None
-    fit = load_calibration(work / "calib").sites["layers.0.mha"][0]
+    fit = load_calibration(work / "out-calib").sites["layers.0.mha"][0]
     assert fit.range.to_json() == {name: seen[name] for name in fit.range.to_json()}
 
 

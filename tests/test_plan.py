@@ -58,15 +58,9 @@ def test_without_choice_the_plan_is_the_product_of_its_marginals() -> None:
     assert torch.allclose(one[:, :, 0], log_nu.exp(), atol=1e-6)
 
 
-def test_sharp_scores_give_a_permutation() -> None:
-    permutation = torch.eye(6)[torch.randperm(6, generator=torch.Generator().manual_seed(0))]
-    found = op(60 * permutation[None, None], None, None, 1.0, 40, True, [1.0, 1.0, 0.0, 0.0])
-    assert torch.allclose(found[0, 0], permutation, atol=1e-6)
-
-
 def by_hand(
     s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool,
-    damping: tuple[float, float] = (1.0, 1.0),
+    damping: tuple[float, float],
 ) -> Tensor:  # fmt: skip
     """log P, token by token, in float64."""
     s = s.double()
@@ -102,35 +96,19 @@ def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor 
 
 
 @pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
-def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: str) -> None:
-    """At most twice its error, at mild scores and where exp(S) leaves float32, for both orders."""
-    log_mu, log_nu = marginals(kind, shape)
-    for spread, half_steps, rows_first, log in itertools.product(
-        (1.0, 30.0, 200.0), (1, 2, 7), (True, False), (True, False)
-    ):
-        s = spread * random(*shape)
-        rest = (-0.7, half_steps, rows_first, [2.0, 1.0, 0.0, 0.0], log)
-        exact = reference.plan(s.double(), log_mu, log_nu, *rest)
-        found = [op(s, log_mu, log_nu, *rest), reference.plan(s, log_mu, log_nu, *rest)]
-        if log:
-            exact, *found = (x.clamp(min=-80) for x in (exact, *found))
-        ours, theirs = (float((x.double() - exact).abs().max()) for x in found)
-        assert ours <= 2 * theirs + 1e-5 * float(exact.abs().max())
-
-
-@pytest.mark.parametrize(("shape", "kind"), SAMPLED, ids=str)
 def test_whole_and_damped_updates(shape: tuple[int, ...], kind: str) -> None:
-    """The reference by hand; the kernel as good as it, in and out of the linear domain."""
+    """The reference by hand; the kernel at most twice as wrong, where exp(S) leaves float32 as well."""
     log_mu, log_nu = marginals(kind, shape)
     *_, n, m = shape
     given = torch.full((n,), -math.log(n)) if log_mu is None else log_mu
     other = torch.full((m,), -math.log(m)) if log_nu is None else log_nu
     for spread, half_steps, rows_first, damping in itertools.product(
-        (1.0, 60.0), (1, 4, 5), (True, False), ((1.0, 1.0), (0.6, 1.0), (1.0, 0.01))
+        (1.0, 30.0, 200.0), (1, 2, 7), (True, False), ((1.0, 1.0), (0.6, 1.0), (1.0, 0.01))
     ):
         s = spread * random(*shape)
         exact = by_hand(-0.7 * s.double(), given, other, half_steps, rows_first, damping)
-        rest = (-0.7, half_steps, rows_first, PLAIN)
+        exact = exact + math.log(2 * n)  # the factor 2 N
+        rest = (-0.7, half_steps, rows_first, [2.0, 1.0, 0.0, 0.0])
         for log in (True, False):
             wanted = exact.clamp(min=-80) if log else exact.exp()
             found = reference.plan(s.double(), log_mu, log_nu, *rest, log, damping=damping)
@@ -533,29 +511,26 @@ class Matched(nn.Module):
         return self.first(x) + self.second(x)
 
 
-class Pairing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        import pygmtools
-
-        plan = pygmtools.sinkhorn(self.lin(x) @ x.transpose(1, 2), max_iter=6, backend="pytorch")
-        found: Tensor = plan @ x
-        return found
-
-
 class OneMap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.lin(x) @ x.transpose(1, 2)
+    def plan(self, scores: Tensor) -> Tensor:
         for step in range(6):
             scores = scores.log_softmax(-1 - step % 2)
-        return scores.exp() @ x
+        return scores.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plan(self.lin(x) @ x.transpose(1, 2)) @ x
+
+
+class Pairing(OneMap):
+    def plan(self, scores: Tensor) -> Tensor:
+        import pygmtools
+
+        plan: Tensor = pygmtools.sinkhorn(scores, max_iter=6, backend="pytorch")
+        return plan
 
 
 def test_sizes_that_are_data_are_one_refused_row_and_not_the_end() -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from junk import resigned
 from safetensors.torch import load_file, save_file
+from steps import compiled, run
 from torch import nn
 
 import asapc
 import asapc.kernels.library
 from asapc.artifact import read_artifact
-from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.measure import class_scores
@@ -72,17 +72,13 @@ class PerModule(nn.Module):
         return self.head(y.amax(1)), a.detach().numpy()
 """
 COEFFICIENTS = "asapc_site_0_target_coefficients"
-CRUDE = (
-    "operator: asap\nside: target\nc_transforms: 2\nfeatures: [norm]\nbatch_size: 16\n"
-    "max_examples: 32\n"
-)
+CRUDE = {
+    "operator": "asap", "side": "target", "c_transforms": 2, "features": ["norm"], "batch_size": 16,
+    "max_examples": 32,
+}  # fmt: skip
 TRAINED = {COEFFICIENTS} | {
     f"{layer}.{kind}" for layer in ("mix.out", "norm", "head") for kind in ("weight", "bias")
 }
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def refreshed(out: Path, data: Path, *arguments: object, mode: str = "--distil") -> dict[str, Any]:
@@ -95,12 +91,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def compiled(folder: Path, model: str, name: str) -> Path:
+def crude(folder: Path, model: str, name: str) -> Path:
     """The model compiled with one feature and coefficients of zero, which predict nothing."""
-    data, calibration, out = folder / "data.npz", folder / f"{name}-calib", folder / name
-    assert run("calibrate", model, "--data", data, "-o", calibration, "--recipe",
-               folder / "crude.yaml", "--quiet") == 0  # fmt: skip
-    assert run("compile", model, "--calibration", calibration, "-o", out, "--quiet") == 0
+    out = compiled(folder, model, folder / "data.npz", CRUDE, name=name)
     tensors = load_file(out / "model.safetensors")
     for key in tensors:
         if key.endswith("_coefficients"):
@@ -116,8 +109,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "data.npz", x=x, labels=(x[:, :, 0].mean(1) > 0).astype(int))
     np.savez(folder / "unlabelled.npz", x=x)
     (folder / "net.py").write_text(NET)
-    (folder / "crude.yaml").write_text(CRUDE)
-    compiled(folder, f"{folder / 'net.py'}:Whole", "out")
+    crude(folder, f"{folder / 'net.py'}:Whole", "out")
     return folder
 
 
@@ -280,9 +272,6 @@ def test_an_interrupt_leaves_the_old_artefact(
     assert [entry.name for entry in out.parent.iterdir()] == ["out"]
 
 
-# What is trained, on graphs
-
-
 # Class scores
 
 
@@ -294,19 +283,20 @@ def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
 
 
-# Capture per module
-
 def test_class_scores_are_the_first_matrix() -> None:
     assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
     with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
         refresh.scores_leaf([torch.randn(2, 3, 4)])
 
 
+# Capture per module
+
+
 def test_capture_per_module_trains_the_captured_modules(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, model = work / "data.npz", f"{work / 'net.py'}:PerModule"
-    out = compiled(work, model, "modules")
+    out = crude(work, model, "modules")
     before = load_file(out / "model.safetensors")
     command = ("refresh", out, "--data", data, "--distil", "--learning-rate", "1e-2")
     expect(capsys, EXIT_BAD_INPUT, command, "--model")

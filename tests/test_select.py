@@ -166,20 +166,6 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(
     assert measured == pytest.approx(by_hand(ground, made.choices)[metric], rel=1e-9)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sites are replaced in each pass of the whole model, as they are run."""
-    passes = list[int]()
-    true_programs = Analysis.rewritten
-
-    def programs(analysis: Any, becomes: Any) -> Any:
-        passes.append(len(becomes))
-        return true_programs(analysis, becomes)
-
-    monkeypatch.setattr(Analysis, "rewritten", programs)
-    monkeypatch.setattr(select.Search, "not_slower", lambda self, picked, *_: picked)
-    return passes
-
-
 def _damage(metric: str, value: float | None) -> float:
     if value is None:
         return 0.0
@@ -277,15 +263,12 @@ def test_what_is_slower_than_the_teacher_is_never_chosen(
     assert {site["operator"] for site in manifest["sites"]} == {"teacher"}
     batch = ground.batches[0]
     assert torch.equal(*(outputs(tmp_path / "out", s, batch) for s in ("graph", "teacher")))
-    facts = reported(tmp_path / "out", ground)
+    measured = report(tmp_path / "out", ground.data, measuring=Measuring(16), progress=QUIET)
+    facts = measured.to_json()
     assert {site["operator"] for site in facts["sites"]} == {"teacher"}
     assert facts["model"]["max_abs_error"] == 0
     timed = bench(tmp_path / "out", ground.data, repeats=1, progress=QUIET)
     assert [site["operator"] for site in timed["sites"]] == ["teacher"] * 3
-
-
-def reported(out: Path, ground: Ground) -> dict[str, Any]:
-    return report(out, ground.data, measuring=Measuring(16), progress=QUIET).to_json()
 
 
 def test_one_site_may_stay_with_the_teacher(
@@ -303,10 +286,6 @@ def test_one_site_may_stay_with_the_teacher(
     monkeypatch.setattr(select, "_opened", opened)
     manifest = written(ground, tmp_path / "out", {"budget": {"attention_rel_l2": 9.0}})
     assert [site["operator"] for site in manifest["sites"]] == ["teacher", "asap", "asap"]
-    errors = [
-        site["metrics"].get("attention_rel_l2", 0) for site in reported(tmp_path / "out", ground)["sites"]
-    ]
-    assert errors[0] == 0 and min(errors[1:]) > 0
     artifact = read_artifact(tmp_path / "out")
     last = {(0, name) for name in parameters.coefficients(artifact.programs["graph"][0].graph)[1]}
     trained = refresh._manifest(artifact, {"best_epoch": 1}, last)["sites"]
@@ -350,13 +329,9 @@ def test_required_shapes_and_memory_are_asked_for(
     assert trail["rounds"][0]["predicted_mib"] == 3 * CHEAP[ROUGH]
 
 
-def test_a_site_may_have_a_budget_of_its_own(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = counted(monkeypatch)
+def test_a_site_may_have_a_budget_of_its_own(ground: Ground) -> None:
     own = {"layers.1.*": {"budget": {"logit_kl": 1e-12}}, "layers.2.*": {"operator": "lossless"}}
     made = chosen(ground, {"budget": {"logit_kl": 9.0}, "sites": own})
-    assert passes[:4] == [1] * 4  # a limit on the model with one site replaced: no other set tells of it
     trail = made.trail
     assert labels(trail) == [ROUGH, "sinkhorn"]
     assert [choice.operator for choice in made.choices] == ["asap", "sinkhorn", "sinkhorn"]

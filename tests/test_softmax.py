@@ -46,7 +46,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(DIM, 3)
         self.fused, self.added, self.given = fused, added, given
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         if self.fused:
             mask = None if self.given else keep[:, None, None, :]
             if mask is not None and self.added:
@@ -57,9 +57,9 @@ class Encoder(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         keep, x = inputs != 0, self.embed(inputs)
-        for made, out in zip(self.made, self.out, strict=True):
+        for layer, (made, out) in enumerate(zip(self.made, self.out, strict=True)):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
-            x = x + out(self.attend(q, k, v, keep).transpose(1, 2).flatten(2))
+            x = x + out(self.attend(layer, q, k, v, keep).transpose(1, 2).flatten(2))
         pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
         return pooled
 
@@ -208,13 +208,9 @@ class Inside(Encoder):
         super().__init__(layers, fused=False)
         self.blocks = nn.ModuleList(nn.ModuleList([Mapped()]) for _ in self.made)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        keep, x = inputs != 0, self.embed(inputs)
-        for made, out, (block,) in zip(self.made, self.out, self.blocks, strict=True):
-            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
-            x = x + out(block(q, k, v, keep)[0].transpose(1, 2).flatten(2))
-        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
-        return pooled
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        (block,) = self.blocks[layer]
+        return block(q, k, v, keep)[0]
 
 
 class Mapped(nn.Module):
@@ -457,23 +453,6 @@ def test_one_half_step_on_rows_is_torchs_attention(masked: bool, dtype: torch.dt
     exact = functional.scaled_dot_product_attention(*wide, attn_mask=given, scale=0.5).to(dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found, exact)
-
-
-def test_a_bert_of_hugging_face() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=HEADS,
-        intermediate_size=DIM, max_position_embeddings=12, num_labels=3,
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config).eval()
-    ids = tokens()
-    data = {"input_ids": np.maximum(ids, 1), "attention_mask": (ids != 0).astype(np.int64)}
-    recipe = {"from": "softmax", "operator": "lot", "pivots": 4, "max_examples": 32}
-    done = asapc.compile(model, data, recipe=recipe, examples=20)
-    assert [site["operator"] for site in done.report.facts["sites"]] == ["lot"]
-    found = done.model(**{name: torch.from_numpy(array[:5]) for name, array in data.items()})
-    assert type(found) is transformers.modeling_outputs.SequenceClassifierOutput
 
 
 def test_a_t5_of_hugging_face(tmp_path: Path) -> None:

@@ -128,6 +128,19 @@ def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out: Path, tmp_path: 
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_patched_model_trains_and_gives_its_maps(out: Path) -> None:
+    live, exact = asapc.load(out, model=bert()), bert()(**batch(), output_attentions=True)
+    patched = [name for name, layer in live.named_modules() if "forward" in vars(layer)]
+    assert patched == ["bert.encoder.layer.0.attention.self"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compiled_model.OwnCodeWarning)
+        live.gradient_checkpointing_enable()  # type: ignore[operator]
+        live.train()(**batch(), labels=torch.zeros(5).long()).loss.backward()
+    found = live.eval()(**batch(), output_attentions=True)
+    torch.testing.assert_close(found.logits, exact.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.attentions, exact.attentions, atol=1e-5, rtol=1e-4)
+
+
 def test_a_folder_is_a_model_and_its_attention_is_named(folder: Path) -> None:
     teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
     assert type(teacher.model) is transformers.BertForSequenceClassification
