@@ -86,10 +86,11 @@ def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, shifted: bool) -> 
 
     shifted: a row c-transform with an older dual.
     """
-    wide = max(q.shape[3], v.shape[3]) > (64 if has_bias else 128)
+    dim = max(q.shape[3], v.shape[3])
+    wide = dim > (64 if has_bias else 128)
     if is_half(q, k) and is_half(v):
         limit_x, limit_y, limit_d = (64 if has_bias or wide else 128), (32 if wide else 64), 256
-        warps, stages = (4, 3) if shifted and not wide and not has_bias else (8, 2)
+        warps, stages = (4, 3) if shifted and dim <= 64 and not has_bias else (8, 2)
     else:
         limit_x, limit_y, limit_d, warps, stages = 64, 32, 32, 8, 2
     blocks = block_of(q.shape[2], limit_x), block_of(k.shape[2], limit_y), block_of(q.shape[3], limit_d)
