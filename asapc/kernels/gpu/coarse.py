@@ -85,9 +85,9 @@ def _duals(
     problem: CoarseProblem, x_keep: Tensor | None, budget: Budget
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As features.coarse.coarse_duals: u [B, H, N] and v [B, H, R]; and LSE_i(S + u) [B, H, R]."""
-    scores = problem.scores.contiguous()
+    scores, counts = problem.scores.contiguous(), problem.counts.contiguous()
     batch, heads, num_x, count = scores.shape
-    u, v = torch.zeros_like(scores[..., 0]), torch.zeros_like(problem.counts)
+    u, v = torch.zeros_like(scores[..., 0]), torch.zeros_like(counts)
     on_y_first = budget.half_steps > 0 and not budget.starts_on_x
     pairs, last_on_x = divmod(budget.half_steps - on_y_first, 2)
     if batch * heads == 0 or budget.half_steps == 0:
@@ -106,7 +106,7 @@ def _duals(
     for first, within, last in passes:
         left, ends = torch.empty_like(ends), torch.empty_like(ends)
         arguments = (
-            scores, problem.counts.contiguous(), *keep_arguments(x_keep, scores), given, left, ends, u,
+            scores, counts, *keep_arguments(x_keep, scores), given, left, ends, u,
             num_x, count, heads, rows, parts, within,
         )  # fmt: skip
         constants = {
