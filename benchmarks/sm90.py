@@ -46,6 +46,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 class Built:
     """case: of the call.  kernel: its name.  spilled: bytes of a thread's stack.  an_entry: instructions
     of a thread for an entry of a tile, in the shortest loop with exponentials; 0 where there is none.
+    unset: an instruction that reads a uniform register which none has written, "" where there is none.
     """
 
     case: str
@@ -55,6 +56,7 @@ class Built:
     spilled: int
     shared: int
     an_entry: float
+    unset: str
 
 
 class Sm90:
@@ -100,6 +102,28 @@ def shortest_loop(cubin: bytes) -> int:
     return min(found, default=0)
 
 
+def reads_unset(cubin: bytes) -> str:
+    """The first instruction that reads a uniform register before one has written it, else "".
+
+    ptxas 12.8 moves the sums that make addresses of products ahead of what they are sums of, in kernels
+    of one warp group: such a kernel reads anywhere, and only sometimes fails.
+    """
+    written: set[str] = set()
+    for text in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", told(cubin, "-sass"), re.MULTILINE):
+        instruction = re.sub(r"^@!?U?P\w+\s+", "", text.strip())
+        operation, _, rest = instruction.partition(" ")
+        operands = [operand.strip() for operand in rest.split(",")]
+        to = re.fullmatch(r"UR(\d+)", operands[0]) if re.match(r"U|S2UR|R2UR", operation) else None
+        read = [operand for operand in operands[1 if to else 0 :] if "gdesc" not in operand]
+        for register in re.findall(r"\bUR\d+\b", " ".join(read)):
+            if register not in written:
+                return text.strip()
+        if to:
+            wide = re.search(r"\.64|WIDE", operation)
+            written |= {f"UR{int(to[1]) + extra}" for extra in range(2 if wide else 1)}
+    return ""
+
+
 class Compiling:
     """In place of launches: compiles, and keeps what came of it."""
 
@@ -120,7 +144,7 @@ class Compiling:
             an_entry = shortest_loop(made.asm["cubin"]) / entries if entries else 0.0
             self.built.append(
                 Built(self.case, made.metadata.name, warps, registers, spilled, made.metadata.shared,
-                      round(an_entry, 2))
+                      round(an_entry, 2), reads_unset(made.asm["cubin"]))
             )  # fmt: skip
 
         return compiled

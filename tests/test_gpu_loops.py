@@ -280,6 +280,22 @@ def test_loops(name: str) -> None:
     assert_gradients(case, LOOPS[name])
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 33, 50, 16, 40), (2, 1, 150, 197, 40, 64)], ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_products_of_bfloat16(name: str, shape: tuple[int, ...]) -> None:
+    """The resident loop's sums on tensor cores: of one chunk of keys and of two."""
+    case = Case(shape, torch.bfloat16, masked=True)
+    assert resident.as_products(case.q, case.k, case.v, case.bias)
+    assert_loop(case, in_one_launch, LOOPS[name])
+
+
+@pytest.mark.parametrize("spread", [30.0, 600.0])
+def test_scores_that_products_cannot_scale(spread: float) -> None:
+    case = Case((1, 2, 33, 140, 16, 16), torch.bfloat16, spread=spread)
+    for name in ("RCRCR from g", "CRCRC"):
+        assert_loop(case, in_one_launch, LOOPS[name])
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
     """It keeps the dual 0, and attention 0; so does a query from which all keys are hidden."""

@@ -68,8 +68,8 @@ def clouds_of(
     points: "active" leaves those out, where it tells them.
     """
     root = math.sqrt(abs(score_multiplier))
-    q = widen(tensors.q) * (root if score_multiplier >= 0 else -root)
-    k = widen(tensors.k) * root
+    q = _widened_times(tensors.q, root if score_multiplier >= 0 else -root)
+    k = _widened_times(tensors.k, root)
     keep, bias = tensors.keep, tensors.bias
     if keep is not None:  # a masked key may hold anything, even nan
         k = k.masked_fill(~keep[:, None, :, None], 0.0)
@@ -110,6 +110,13 @@ def active_share(clouds: Clouds) -> Tensor:
 
 def widen(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _widened_times(tensor: Tensor, factor: float) -> Tensor:
+    """widen(tensor) * factor, in one pass."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor * factor
+    return tensor * tensor.new_full((1,), factor, dtype=torch.float32)
 
 
 def _side_and_points(side: str) -> tuple[PredictedSide, Points]:

@@ -148,6 +148,7 @@ def _launch(
         CHUNKED=dim > tile.d,
         ALL_D=dim == tile.d,
         ALL_E=v.shape[3] == block_e,
+        STAGES=tile.num_stages if bias is None else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
@@ -166,7 +167,7 @@ def _attend(
     CLOSES: tl.constexpr, SHIFTED: tl.constexpr, NATURAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
     STORE_F: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
-    ALL_D: tl.constexpr, ALL_E: tl.constexpr,
+    ALL_D: tl.constexpr, ALL_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -196,7 +197,9 @@ def _attend(
     again = True
     if SHIFTED:
         for part in tl.static_range(2):
-            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+            for start in tl.range(
+                0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
+            ):
                 logits, o_y, m_y = logit_tile(
                     b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
                     stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
@@ -220,7 +223,9 @@ def _attend(
         total = tl.zeros([BLOCK_X], tl.float32)
         sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
         for part in tl.static_range(2):
-            for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+            for start in tl.range(
+                0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
+            ):
                 logits, o_y, m_y = logit_tile(
                     b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
                     stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.coarse import CoarseProblem, coarse_problem, masses_of, over_x, scores_of
+from asapc.features.coarse import CoarseProblem, columns, row_mass
 from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
-from asapc.kernels.gpu.tiles import LN_2, LOG2_E, finite_or_zero
+from asapc.kernels.gpu.tiles import FLOAT32_PRECISION, LN_2, LOG2_E, finite_or_zero
 
 MAX_PIVOTS = 128
 TILE = 4096  # entries of S that a program reads at once
@@ -34,9 +34,13 @@ def dual_and_mass(
 
     Without gradients. Clouds in float32; pivots [H, R, D], or [B, H, R, D], with R <= 128; N, M >= 1.
     """
-    problem = _problem(clouds, pivots)
-    u, v, sums = _duals(problem, clouds.x_keep, budget)
-    return u + clouds.cost_offset(), masses_of(problem, v, sums, clouds.x_keep) if want_mass else None
+    ends_on_x = budget.half_steps % 2 == (1 if budget.starts_on_x else 0) and budget.half_steps > 0
+    if not ends_on_x or clouds.x.shape[0] * clouds.x.shape[1] == 0:
+        mass = row_mass(clouds, pivots, budget) if want_mass else None
+        return columns(clouds, pivots, budget)[..., 0], mass
+    problem, half_norms = _problem(clouds, pivots)
+    u, given, ends = _duals(problem, clouds.x_keep, budget)
+    return u + half_norms, _masses_of(problem, given, ends, clouds.x_keep) if want_mass else None
 
 
 def _parts(heads: int, count: int, entries: int, block: int) -> tuple[int, int]:
@@ -49,64 +53,65 @@ def _parts(heads: int, count: int, entries: int, block: int) -> tuple[int, int]:
     return triton.cdiv(count, rows), rows
 
 
-def _problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
-    """As features.coarse.coarse_problem."""
-    y = clouds.y
+def _problem(clouds: Clouds, pivots: Tensor) -> tuple[CoarseProblem, Tensor]:
+    """As features.coarse.coarse_problem; and |x|^2 / 2 [B, H, N]."""
+    x, y = clouds.x, clouds.y
     batch, heads, num_y, dim = y.shape
-    count = pivots.shape[-2]
-    if pivots.dim() == 3:
-        pivots = pivots[None].expand(batch, -1, -1, -1)
-    member = y.new_empty(batch, heads, num_y, count)
-    if batch * heads == 0:
-        return coarse_problem(clouds, pivots)
-    if clouds.y_keep is None:
-        centre = y.mean(2, keepdim=True)
+    num_x, count = x.shape[2], pivots.shape[-2]
+    if clouds.y_keep is None:  # as a product: a reduction takes three times as long
+        centre = y.new_full((1, 1, 1, num_y), 1 / num_y) @ y
     else:
         keep = clouds.y_keep[:, None, :, None]
         centre = y.masked_fill(~keep, 0.0).sum(2, keepdim=True) / keep.sum(2, keepdim=True).clamp(min=1)
+    if pivots.dim() == 3:
+        pivots = pivots[None].expand(batch, -1, -1, -1)
+    member = y.new_empty(batch, heads, num_y, count)
     width, deep = padded(count), padded(dim)
-    # A float32 product holds whole rows of both factors in registers: few dimensions at a time.
+    # Products hold whole rows of both factors in registers: few dimensions at a time.
     block = 32 if width <= 64 and deep <= 128 else 16
     parts, rows = _parts(batch * heads, num_y, num_y * width, block)
     moments = y.new_empty(batch, heads, parts, count, dim + 2)
     _clusters[(batch * heads, parts)](
-        y, *y.stride(), *keep_arguments(clouds.y_keep, y), pivots, *pivots.stride(), centre.contiguous(),
+        y, *y.stride(), *keep_arguments(clouds.y_keep, y), pivots, *pivots.stride(), centre,
         member, moments, num_y, count, dim, heads, rows, parts,
         KEEP=clouds.y_keep is not None, WIDTH=width, DEEP=deep, BLOCK_Y=block, BLOCK_D=16,
-        PRECISION="ieee", num_warps=8 if width * deep <= 16384 else 16,
+        PRECISION=FLOAT32_PRECISION, num_warps=8 if width * deep <= 16384 else 16,
     )  # fmt: skip
     total = moments.sum(2)
-    counts = total[..., dim + 1]
-    means = total / counts.clamp(min=torch.finfo(y.dtype).tiny)[..., None]
-    return CoarseProblem(scores_of(clouds, centre, means[..., :dim], means[..., dim]), counts, member)
+    scores, half_norms = x.new_empty(batch, heads, num_x, count), x.new_empty(batch, heads, num_x)
+    block = max(16, TILE // width // 2)
+    _scores[(batch * heads, triton.cdiv(num_x, block))](
+        x, *x.stride(), total, centre, scores, half_norms, num_x, count, dim, heads,
+        torch.finfo(y.dtype).tiny, WIDTH=width, BLOCK_X=block, BLOCK_D=min(32, deep),
+        PRECISION=FLOAT32_PRECISION, num_warps=4,
+    )  # fmt: skip
+    return CoarseProblem(scores, total[..., dim + 1].contiguous(), member), half_norms
 
 
 def _duals(
     problem: CoarseProblem, x_keep: Tensor | None, budget: Budget
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As features.coarse.coarse_duals: u [B, H, N] and v [B, H, R]; and LSE_i(S + u) [B, H, R]."""
-    scores, counts = problem.scores.contiguous(), problem.counts.contiguous()
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """u [B, H, N]; and a part's LSE_i(S + u) [B H, parts, R] before the last half-step, which is on x,
+    None for 0, and after it. At least one half-step."""
+    scores = problem.scores
     batch, heads, num_x, count = scores.shape
-    u, v = torch.zeros_like(scores[..., 0]), torch.zeros_like(counts)
-    on_y_first = budget.half_steps > 0 and not budget.starts_on_x
-    pairs, last_on_x = divmod(budget.half_steps - on_y_first, 2)
-    if batch * heads == 0 or budget.half_steps == 0:
-        return u, v, over_x(scores, x_keep)
+    u = torch.empty_like(scores[..., 0])
+    pairs = (budget.half_steps - 1) // 2
     if x_keep is not None:
         x_keep = x_keep | ~x_keep.any(1, keepdim=True)  # all of them where none has mass
     width = padded(count)
     block = max(16, TILE // width)
     parts, rows = _parts(batch * heads, num_x, num_x * width, block)
-    passes = [(on_y_first, pairs, last_on_x == 1)]
+    on_y_first = not budget.starts_on_x
+    passes = [(on_y_first, pairs, True)]
     if parts > 1:
-        passes = [(True, 0, False)] * on_y_first + [(False, 1, False)] * pairs
-        passes += [(False, 0, True)] * last_on_x
+        passes = [(True, 0, False)] * on_y_first + [(False, 1, False)] * pairs + [(False, 0, True)]
     given, ends = None, scores.new_empty(batch * heads, parts, count)
     launches = Launches()
     for first, within, last in passes:
         left, ends = torch.empty_like(ends), torch.empty_like(ends)
         arguments = (
-            scores, counts, *keep_arguments(x_keep, scores), given, left, ends, u,
+            scores, problem.counts, *keep_arguments(x_keep, scores), given, left, ends, u,
             num_x, count, heads, rows, parts, within,
         )  # fmt: skip
         constants = {
@@ -116,9 +121,24 @@ def _duals(
         key = (given is None, first, last)
         launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=4)
         given = given if last and parts > 1 else left
-    if given is not None and (on_y_first or pairs > 0):
-        v = -torch.logsumexp(given, 1).view_as(v)
-    return u, v, torch.logsumexp(ends, 1).view_as(v) if last_on_x else -v
+    return u, given if budget.half_steps > 1 else None, ends
+
+
+def _masses_of(
+    problem: CoarseProblem, given: Tensor | None, ends: Tensor, x_keep: Tensor | None
+) -> Tensor:
+    """As features.coarse.masses_of, of what `_duals` returns."""
+    batch, heads, num_y, count = problem.member.shape
+    parts = ends.shape[1]
+    mass = problem.member.new_empty(batch, heads, num_y)
+    width = padded(count)
+    block = max(16, TILE // width)
+    _masses[(batch * heads, triton.cdiv(num_y, block))](
+        given, ends, problem.counts, problem.member, mass, num_y, count, parts,
+        GIVEN=given is not None, WIDTH=width, BLOCK_Y=block, PARTS=triton.next_power_of_2(parts),
+        num_warps=4,
+    )  # fmt: skip
+    return mass if x_keep is None else mass * x_keep.to(mass.dtype).mean(-1)[:, None, None]
 
 
 def farthest_points(clouds: Clouds, count: int) -> Tensor:
@@ -302,6 +322,84 @@ def _clusters(
 
 
 @triton.jit
+def _scores(
+    p_x, stride_xb, stride_xh, stride_xn, stride_xd, p_total, p_centre, p_scores, p_half_norms,
+    num_x, count, dim, heads, tiny,
+    WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As features.coarse.scores_of, from clusters' sums p_total [B H, R, D + 2]; and |x|^2 / 2."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    p_x += i_bh // heads * stride_xb + i_bh % heads * stride_xh
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
+    m_n = o_n < num_x
+    o_r = tl.arange(0, WIDTH).to(tl.int64)
+    m_r = o_r < count
+    p_rows = p_total + (i_bh * count + o_r) * (dim + 2)
+    b_count = tl.maximum(tl.load(p_rows + dim + 1, mask=m_r, other=1.0), tiny)
+    b_norm = tl.zeros([BLOCK_X], tl.float32)
+    b_square = tl.zeros([WIDTH], tl.float32)
+    b_dot = tl.zeros([BLOCK_X, WIDTH], tl.float32)
+    for d in range(0, dim, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        m_d = o_d < dim
+        b_mean = tl.load(p_rows[None, :] + o_d[:, None], mask=m_d[:, None] & m_r[None, :], other=0.0)
+        b_mean = b_mean / b_count[None, :]
+        b_centre = tl.load(p_centre + i_bh * dim + o_d, mask=m_d, other=0.0)
+        b_x = tl.load(
+            p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
+            mask=m_n[:, None] & m_d[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_dot = tl.dot(b_x, b_mean + b_centre[:, None], b_dot, input_precision=PRECISION)
+        b_norm += tl.sum(b_x * b_x, 1)
+        b_square += tl.sum(b_mean * b_mean, 0)
+    b_norm *= 0.5
+    b_second = tl.load(p_rows + dim, mask=m_r, other=0.0) / b_count
+    b_variance = tl.maximum(b_second - b_square, 0.0) / dim
+    tl.store(
+        p_scores + (i_bh * num_x + o_n)[:, None] * count + o_r[None, :],
+        b_dot + b_norm[:, None] * b_variance[None, :], mask=m_n[:, None] & m_r[None, :],
+    )  # fmt: skip
+    tl.store(p_half_norms + i_bh * num_x + o_n, b_norm, mask=m_n)
+
+
+@triton.jit
+def _joined(p_parts, first, parts, count, o_r, PARTS: tl.constexpr):
+    """LSE over the parts [WIDTH], in log2."""
+    o_p = tl.arange(0, PARTS)
+    b_parts = LOG2_E * tl.load(
+        p_parts + (first + o_p)[:, None] * count + o_r[None, :],
+        mask=(o_p < parts)[:, None] & (o_r < count)[None, :], other=float("-inf"),
+    )  # fmt: skip
+    b_most = finite_or_zero(tl.max(b_parts, 0))
+    return b_most + tl.log2(tl.sum(tl.exp2(b_parts - b_most[None, :]), 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _masses(
+    p_given, p_ends, p_counts, p_member, p_mass, num_y, count, parts,
+    GIVEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Y: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Masses of a block of y: the clusters' that v = -LSE(given) and LSE(ends) leave, shared out."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    o_r = tl.arange(0, WIDTH)
+    b_counts = tl.load(p_counts + i_bh * count + o_r, mask=o_r < count, other=0.0)
+    b_log = _joined(p_ends, i_bh * parts, parts, count, o_r, PARTS)
+    if GIVEN:
+        b_log -= _joined(p_given, i_bh * parts, parts, count, o_r, PARTS)
+    b_log = tl.where(b_counts > 0, b_log, float("-inf"))
+    b_mass = tl.exp2(b_log - finite_or_zero(tl.max(b_log, 0)))
+    total = tl.sum(b_counts * b_mass, 0)
+    b_mass *= tl.sum(b_counts, 0) / tl.where(total > 0, total, 1.0)
+    o_m = tl.program_id(1).to(tl.int64) * BLOCK_Y + tl.arange(0, BLOCK_Y)
+    m_m = o_m < num_y
+    b_member = tl.load(
+        p_member + (i_bh * num_y + o_m)[:, None] * count + o_r[None, :],
+        mask=m_m[:, None] & (o_r < count)[None, :], other=0.0,
+    )  # fmt: skip
+    tl.store(p_mass + i_bh * num_y + o_m, tl.sum(b_member * b_mass[None, :], 1), mask=m_m)
+
+
+@triton.jit
 def _sweep(
     p_scores, p_keep, stride_keep, p_u, b_weight, first, last, num_x, count,
     KEEP: tl.constexpr, ON_X: tl.constexpr, WIDTH: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -357,13 +455,7 @@ def _passes(
     b_log = tl.log2(tl.load(p_counts + i_bh * count + o_r, mask=m_r, other=0.0))
     b_sums = tl.zeros([WIDTH], tl.float32)
     if GIVEN:
-        o_p = tl.arange(0, PARTS)
-        b_parts = LOG2_E * tl.load(
-            p_given + (i_bh * parts + o_p)[:, None] * count + o_r[None, :],
-            mask=(o_p < parts)[:, None] & m_r[None, :], other=float("-inf"),
-        )  # fmt: skip
-        b_most = finite_or_zero(tl.max(b_parts, 0))
-        b_sums = b_most + tl.log2(tl.sum(tl.exp2(b_parts - b_most[None, :]), 0))
+        b_sums = _joined(p_given, i_bh * parts, parts, count, o_r, PARTS)
     if FIRST_Y:
         b_sums = _sweep(
             p_scores, p_keep, stride_keep_n, p_u, b_log, first, last, num_x, count, KEEP, False, WIDTH,

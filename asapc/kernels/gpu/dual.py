@@ -40,11 +40,11 @@ def finish(total: Tensor, clouds: Clouds) -> Tensor:
     if out.numel() == 0:
         return out
     deep = padded(dim)
-    _finish[(batch * heads,)](
+    block = min(max(16, 4096 // deep), padded(num_x))
+    _finish[(batch * heads, triton.cdiv(num_x, block))](
         total, *total.stride(), x, *x.stride(), *keep_arguments(clouds.x_keep, x),
         out, num_x, dim, heads, KEEP=clouds.x_keep is not None, DEEP=deep,
-        BLOCK_ALL=min(1024, padded(num_x)), BLOCK=min(max(16, 4096 // deep), padded(num_x)),
-        num_warps=4,
+        BLOCK_ALL=min(1024, padded(num_x)), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -55,7 +55,8 @@ def _finish(
     p_keep, stride_kb, stride_kn, p_out, num_x, dim, heads,
     KEEP: tl.constexpr, DEEP: tl.constexpr, BLOCK_ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean over the points with mass is subtracted from them, the others become 0."""
+    """The mean over the points with mass, which every program forms, is subtracted from a block of them;
+    the others become 0."""
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
     p_total += i_b * stride_tb + i_h * stride_th
@@ -72,19 +73,18 @@ def _finish(
         b_count += m_n.to(tl.float32)
     mean = tl.sum(b_sum, 0) / tl.maximum(tl.sum(b_count, 0), 1.0)
     o_d = tl.arange(0, DEEP)
-    for start in range(0, num_x, BLOCK):
-        o_n = start + tl.arange(0, BLOCK).to(tl.int64)
-        m_n = o_n < num_x
-        b_x = tl.load(
-            p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
-            mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        m_mass = m_n
-        if KEEP:
-            m_mass = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
-        b_own = tl.load(p_total + o_n * stride_tn, mask=m_mass, other=0.0)
-        b_own = tl.where(m_mass, b_own - mean, 0.0)
-        tl.store(p_out + i_bh * num_x + o_n, b_own - tl.sum(b_x * b_x, 1) * 0.5, mask=m_n)
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < num_x
+    b_x = tl.load(
+        p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
+        mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    m_mass = m_n
+    if KEEP:
+        m_mass = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
+    b_own = tl.load(p_total + o_n * stride_tn, mask=m_mass, other=0.0)
+    b_own = tl.where(m_mass, b_own - mean, 0.0)
+    tl.store(p_out + i_bh * num_x + o_n, b_own - tl.sum(b_x * b_x, 1) * 0.5, mask=m_n)
 
 
 _BACKEND = Backend(

@@ -135,6 +135,7 @@ def _close(
         "BLOCK_D": tile.d,
         "CHUNKED": dim > tile.d,
         "ALL_D": dim == tile.d,
+        "STAGES": tile.num_stages if bias is None else None,
     }
     key = (keep_on_x, dual is None, old is None, tile)
     grid = (batch * heads * triton.cdiv(count_x, tile.x),)
@@ -155,7 +156,7 @@ def _half_step(
     HAS_KEEP: tl.constexpr, KEEP_ON_X: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
     HAS_OLD: tl.constexpr, NATURAL: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
-    ALL_D: tl.constexpr,
+    ALL_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(count_x, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -185,7 +186,9 @@ def _half_step(
             b_old *= LOG2_E
         total = tl.zeros([BLOCK_X], tl.float32)
         for part in tl.static_range(2):
-            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+            for start in tl.range(
+                0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y, num_stages=STAGES
+            ):
                 logits, _, _ = logit_tile(
                     b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
                     stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
@@ -199,7 +202,9 @@ def _half_step(
         maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_X], tl.float32)
         for part in tl.static_range(2):
-            for start in range(0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y):
+            for start in tl.range(
+                0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y, num_stages=STAGES
+            ):
                 logits, _, _ = logit_tile(
                     b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
                     stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,

@@ -34,7 +34,7 @@ def sinkhorn_loop(
     dual: where the loop starts, None for zero: the source dual [B, H, N] where columns are closed
     first, the target dual [B, H, M] where rows are.
     """
-    run = resident_loop if fits(q, k, loop) else streaming_loop
+    run = resident_loop if fits(q, k, v, bias, loop) else streaming_loop
     return run(q, k, v, keep, bias, dual, loop)
 
 
