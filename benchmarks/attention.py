@@ -444,6 +444,8 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
             kept |= {} if name in skipped else {name: function} if function() is not None else {}
         except Exception as refused:  # one that does not run here is a row, not the end of the others
             skipped[name] = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"
+    if options.once:
+        return {}
     times = interleaved_medians(kept, repeats=options.repeats, warmup=1)
     graphs = graph_medians(kept, options.repeats) if problem.q.is_cuda else {}
     usual = times.get(USUAL, {}).get("median_ms")
@@ -549,6 +551,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="also the usual loop under torch.compile")
     parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
+    parser.add_argument("--once", action="store_true", help="every form once, which compiles kernels")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
@@ -571,11 +574,14 @@ def main() -> None:
         shape = Shape(options.batch, options.heads, tokens, head_dim, options.half_steps)
         try:
             with torch.no_grad():
-                results.append(measure(shape, options))
+                result = measure(shape, options)
         except (SystemExit, RuntimeError) as error:  # the other shapes are still measured
             failed.append(f"{shape}: {error}")
             print(f"attention.py: {failed[-1]}", file=sys.stderr, flush=True)
             continue
+        if options.once:
+            continue
+        results.append(result)
         document = {"environment": environment(options.cpu), "results": results, "failed": failed}
         title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
         write_results(options.out, "attention", document, "\n\n".join([*title, *map(table, results)]))

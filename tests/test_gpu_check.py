@@ -56,7 +56,7 @@ def test_every_step_names_what_there_is(tmp_path: Path) -> None:
         for argument in step.arguments:
             if argument.endswith(".py"):
                 assert Path(argument).exists()
-    assert sum(step.minutes for step in gpu_check.steps(tmp_path)) <= 8
+    assert sum(step.minutes for step in gpu_check.steps(tmp_path)) + gpu_check.KERNELS / 60 <= 8
 
 
 def test_the_package_installs_without_a_network(tmp_path: Path) -> None:

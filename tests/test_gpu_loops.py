@@ -358,7 +358,7 @@ def test_longer_heads_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("resident_loop", "streaming_loop"):
         monkeypatch.setattr(sinkhorn, name, partial(noted, name, getattr(sinkhorn, name)))
-    monkeypatch.setattr(resident, "CACHE", 5 * 32 * 4)
+    monkeypatch.setattr(resident, "_processors", lambda q: (1, 5 * 32 * 4))
     for keys in (32, 33):
         assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (6, "column", False))
     assert_loop(Case((1, 1, 5, 5, 8, 8)), sinkhorn.sinkhorn_loop, (3, "row", False))  # few half-steps
