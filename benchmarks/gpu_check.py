@@ -139,7 +139,7 @@ def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path,
 
 
 def compile_kernels(timed: Sequence[Step], seconds: float, environment: Mapping[str, str]) -> Done:
-    """Runs every attention step once, all at the same time: a kernel takes seconds to compile, on the CPU,
+    """Runs every attention step once, all at the same time: a kernel takes seconds of a CPU to compile,
     and Triton keeps it for the steps that time it."""
     start = time.monotonic()
     running = [

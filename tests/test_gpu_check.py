@@ -74,7 +74,7 @@ def test_the_benchmark_of_attention_mixes_no_devices(
     one_gpu(monkeypatch)
     monkeypatch.setattr(attention, "find_spec", lambda _: None)
     options = argparse.Namespace(
-        dtype=dtype, cpu=False, spread=1.0, seed=0, compile=False, max_memory=1.0, repeats=1
+        dtype=dtype, cpu=False, spread=1.0, seed=0, compile=False, max_memory=1.0, repeats=1, once=False
     )
     monkeypatch.setattr(attention, "product_rate", lambda *_: 1e9)
     with running_on(GPU, []), torch.no_grad():
