@@ -24,6 +24,7 @@ from asapc.calibration.reading import Reading
 from asapc.calibration.shards import code_digest
 from asapc.device import CPU, running_on
 from asapc.errors import BranchError, InputError, VerificationError
+from asapc.formats.limits import limits
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import fingerprint
@@ -42,6 +43,7 @@ from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, Replayed, replay
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.site import Site as MatchedSite
+from asapc.program.code import traced_places
 from asapc.program.runner import Runner
 from asapc.terminal.progress import SILENT, Progress
 
@@ -273,7 +275,8 @@ def _identified(
 ) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
     what the program of the whole model holds: its attention is captured by module then. So it is where
-    the code branches on data, and other data takes the other way."""
+    the code branches on data, and other data takes the other way, and where it makes a number of how
+    many examples there are."""
     with progress.phase("tracing the model"):
         captured = capture(subject, batch.args, batch.kwargs, more)
         if isinstance(subject, nn.Module):
@@ -281,12 +284,28 @@ def _identified(
     captured, outcomes = _matched(captured, progress, softmax)
     if captured.kind == "whole" and isinstance(subject, nn.Module):
         reason = not_the_model(captured.programs[0], outcomes[0])
+        count = None if reason else _only_count(captured.programs[0], batch)
+        if count:
+            reason = f"the model's code makes a number of the {count} examples that it is traced with"
         if reason is not None:
             with progress.phase("tracing its modules"):
                 alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
-            if alone.programs:
-                return _matched(alone, progress, softmax)
+            matched = _matched(alone, progress, softmax)
+            # A program for one number of examples is of use where that is what it is called with.
+            if alone.programs and (not count or _sites(matched[1]) >= _sites(outcomes)):
+                return matched
     return captured, outcomes
+
+
+def _sites(outcomes: Sequence[Sequence[MatchedSite | Refusal]]) -> int:
+    return sum(not isinstance(outcome, Refusal) for found in outcomes for outcome in found)
+
+
+def _only_count(program: Program, batch: Batch) -> int:
+    """The number of examples that a program of a model is fixed to, 0 where it takes others too."""
+    sizes = [size for node in traced_places(program.graph) for size in node.meta["val"].shape[:1]]
+    only = (len(batch), len(batch))
+    return len(batch) if len(batch) > 1 and any(limits(size) == only for size in sizes) else 0
 
 
 def _matched(

@@ -374,7 +374,7 @@ class _Beyond:
             shown = in_band(tokens[0], tokens[1], convention.low, convention.high, scores)
             scores = scores.masked_fill(~shown, -math.inf)
         for scale in SHARPER:
-            bias = 0.0 if t.bias is None else t.bias
+            bias = 0.0 if t.bias is None else t.bias.detach()
             share = float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean())
             yield scale, share >= ONE_HOT
             if share >= ONE_HOT:

@@ -180,6 +180,33 @@ def test_a_compiled_model_says_where_it_would_be_another(compiled: tuple[nn.Modu
         alone(scaled)
 
 
+class Windows(nn.Module):
+    """Attention in windows of 3 x 3, put together as Swin does: the number of images is an int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width, dim = x.shape[1:]
+        parts = x.view(-1, height // 3, 3, width // 3, 3, dim).transpose(2, 3)
+        windows = self.attention(parts.reshape(-1, 9, dim))
+        count = int(windows.shape[0] / (height * width / 9))
+        parts = windows.view(count, height // 3, width // 3, 3, 3, dim)
+        return parts.transpose(2, 3).reshape(count, height, width, dim)
+
+
+def test_code_that_makes_a_number_of_the_examples_is_compiled_for_any(tmp_path: Path) -> None:
+    model = Windows().eval()
+    x = torch.randn(120, 6, 6, 5, generator=torch.Generator().manual_seed(1))
+    compiled, report = asapc.compile(model, {"x": x}, recipe={"operator": "sinkhorn"}, examples=16)
+    assert [site["operator"] for site in report.facts["sites"]] == ["sinkhorn"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in (1, 7, 120):
+            torch.testing.assert_close(compiled(x[:count]), model(x[:count]), atol=1e-5, rtol=1e-5)
+
+
 class Distances(nn.Module):
     """`torch.cdist` takes another way above 25 points."""
 

@@ -42,3 +42,9 @@ def fixed_size(size: Any) -> int | None:
     """The number that a traced size is, also one that the trace has become specialised to."""
     number = size if isinstance(size, int) else size.node.maybe_as_int()
     return None if number is None else int(number)
+
+
+def limits(size: Any) -> tuple[int, int]:
+    """Least and most of a traced size."""
+    number = fixed_size(size)
+    return limits_of(size.node.shape_env, size.node.expr) if number is None else (number, number)
