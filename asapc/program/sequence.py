@@ -243,8 +243,7 @@ def _joined_mean(x: Shard, own: Tensor) -> Tensor:
 
 
 def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
-    found: Tensor = getattr(x.group.all_of(own), name)(0)
-    return found
+    return getattr(x.group.all_of(own), name)(0)
 
 
 def _transposed(target: Any, bound: Bound) -> Any:
@@ -378,8 +377,7 @@ def _multiplied(target: Any, bound: Bound) -> Any:
 
 
 def _with(target: Any, bound: Bound, *factors: Tensor) -> Tensor:
-    found: Tensor = _call(target, dict(zip(bound, factors, strict=True)))
-    return found
+    return _call(target, dict(zip(bound, factors, strict=True)))
 
 
 def _attended(target: Any, bound: Bound) -> Any:
