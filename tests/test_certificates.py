@@ -221,7 +221,6 @@ def site(
 
     def predict(index: int) -> Callable[[SiteTensors], torch.Tensor]:
         def own(piece: SiteTensors) -> torch.Tensor:
-            assert plan is not None
             dual = TeacherDuals(piece, convention).after(plan.half_steps)[index]
             return dual + noise(dual)
 
@@ -287,7 +286,6 @@ def test_measured_values_are_those_of_the_attention_maps() -> None:
 
     t, convention = activations(False), Convention(8, "row", 5**-0.5)
     plan = transform_plan(convention, 3, "source")
-    assert plan is not None
     found = site(t, convention, plan, normal(0.2))
     f = TeacherDuals(t, convention).after(plan.half_steps)[0]
     maps = [

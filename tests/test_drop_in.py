@@ -103,8 +103,7 @@ def expected(loaded: dict[str, nn.Module]) -> Tensor:
 
 
 def logits(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    found: Tensor = model(*args, **kwargs)["logits"]
-    return found
+    return model(*args, **kwargs)["logits"]
 
 
 # The call
@@ -366,8 +365,7 @@ class Wrapped(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) * self.scale
-        return found
+        return self.base(x) * self.scale
 
 
 def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
@@ -401,8 +399,7 @@ def test_another_call_runs_the_modules_own_code_and_says_so_once(expected: Tenso
         assert torch.equal(found.logits, teacher(x, keep, sharp=True).logits)
         texts = [str(own.message) for own in warned]
         assert len(texts) == 2 and "blocks.0" in texts[0] and "sharp was captured as False" in texts[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             model(x, keep, sharp=True)
             assert torch.equal(logits(model, x, keep), expected)
         with pytest.warns(OwnCodeWarning, match="keep was captured as a tensor, and is None"):
@@ -535,8 +532,7 @@ def wrapped(module: nn.Module) -> Callable[..., Any]:
         return 2 * inner(*args, **kwargs)
 
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    own: Callable[..., Any] = module.forward
-    return own
+    return module.forward
 
 
 def test_a_forward_of_the_users_own_is_not_taken_off(out: Path, patched: Any) -> None:
@@ -589,8 +585,7 @@ def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out: Path) -
     with torch.no_grad():
         exact = model(x)
         asapc.load(odd_out, model=model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # its counter is another than at the capture
+        with warnings.catch_warnings(action="error"):  # its counter is another than at the capture
             torch.testing.assert_close(model(x), exact, rtol=1e-4, atol=1e-5)
         assert model.halved.forward is not theirs and model.halved.calls == 1
         model.halved.share = 1.0
@@ -641,8 +636,7 @@ def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> 
             block(x, keep=keep, sharp=False)
         block.heads = 2
         block.anything = 3  # no code of the capture knew it
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert torch.equal(logits(model, x, keep), expected)
 
 
@@ -906,8 +900,7 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
         made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32,
         own_forward=True,
     )
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
+    with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
         exact = built(x)
         with live.installed_patches(built, [patch], []):
             torch.testing.assert_close(built(x), exact)
@@ -924,8 +917,7 @@ class Maps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = (self.q(x) @ self.k(x).mT).float()
-        found: Tensor = self.drop(self.loop(scores).to(x.dtype)) @ x
-        return found
+        return self.drop(self.loop(scores).to(x.dtype)) @ x
 
 
 def test_no_loop_stays_beside_its_operator() -> None:

@@ -71,9 +71,7 @@ def lossless(work: Path, compiled: Path) -> Path:
 
 
 def teacher_of(folder: Path) -> torch.nn.Module:
-    model = load_teacher(str(folder)).model
-    assert model is not None
-    return model
+    return load_teacher(str(folder)).model
 
 
 def batch(path: Path, count: int = 20) -> torch.Tensor:

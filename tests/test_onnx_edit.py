@@ -49,11 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_text.write_teacher(place / "teacher", n_layers=1, max_iter=2)
     small_text.write_data(place / "data.npz", 120)
     model = load_teacher(str(place / "teacher")).model
-    assert model is not None
     ids = torch.randint(1, 40, (3, 12))
     ids[0, 7:] = 0
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         torch.onnx.export(
             model, (ids,), place / "teacher.onnx", dynamo=True, input_names=["inputs"],
             dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), external_data=False,

@@ -58,8 +58,7 @@ def export(model: nn.Module, args: tuple[Any, ...], path: Path, dynamo: bool, ax
     if dynamo:
         free = {axis: Dim(name) for axis, name in dims.items()}
         settings = {"dynamic_shapes": tuple(free for _ in names), "external_data": False}
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         torch.onnx.export(model, args, path, dynamo=dynamo, input_names=names, **settings)
     return path
 
@@ -193,7 +192,6 @@ def test_every_value_is_found_in_the_captured_graph(tmp_path: Path) -> None:
     path = export(model.eval(), args, tmp_path / "m.onnx", False, axes)
     teacher = load_teacher(str(path))
     module = teacher.model
-    assert isinstance(module, OnnxModule)
     graph = capture(module, args, {}).programs[0].graph
     found = value_nodes(graph, module)
     assert {value.name for value in module.inputs} <= found.keys()
@@ -258,9 +256,7 @@ def saved(model: onnx.ModelProto, folder: Path, name: str = "m.onnx") -> Path:
 
 
 def loaded(model: onnx.ModelProto, folder: Path) -> OnnxModule:
-    module = load_teacher(str(saved(model, folder))).model
-    assert isinstance(module, OnnxModule)
-    return module
+    return load_teacher(str(saved(model, folder))).model
 
 
 def refused(model: onnx.ModelProto | Path, folder: Path) -> str:
@@ -614,7 +610,6 @@ def test_the_import_is_held_against_onnxruntime(
     assert isinstance(module, OnnxModule) and check_import(module, path, batch) < 1e-5
     monkeypatch.setitem(ops.OPERATORS, "Exp", lambda x: torch.exp(x) + 0.01)
     wrong = load_teacher(str(path)).model
-    assert isinstance(wrong, OnnxModule)
     with pytest.raises(VerificationError, match="first in Exp node the_y"):
         check_import(wrong, path, batch)
 
@@ -623,7 +618,6 @@ def test_what_onnxruntime_does_not_run(tmp_path: Path) -> None:
     """The batch is checked with a message; types that only one of both takes are, too."""
     path = saved(model_of(inputs=[info("x", [None, None])]), tmp_path)
     module = load_teacher(str(path)).model
-    assert isinstance(module, OnnxModule)
     with pytest.raises(InputError, match="onnxruntime must be able to run it on the given data"):
         check_import(module, path, Batch((torch.ones(2, 5),), {}, None, [0, 0]))
     bad = saved(model_of([node("Neg", ["x"], "y")], inputs=[info("x", [2], TensorProto.BOOL)]), tmp_path)

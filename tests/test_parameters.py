@@ -191,8 +191,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """held: a site with a constant; other: one with another gradient."""
     folder = tmp_path_factory.mktemp("parameters")
     for name, kind in KIND.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             asapc.compile(net(kind), {"input": tokens(40)}, recipe=RECIPE, out=folder / name, examples=8)
     return {name: folder / name for name in KIND}
 
@@ -221,8 +220,7 @@ def test_another_value_of_a_constant_is_no_secret(outs: dict[str, Path]) -> None
     original, alone = net("inside"), asapc.load(outs["held"])
     live = asapc.load(outs["held"], model=copy.deepcopy(original))
     x = tokens()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
+    with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
         for model in (live, alone):
             torch.testing.assert_close(model(x), original(x))
     for way in ("load", "data", "step", "replaced"):

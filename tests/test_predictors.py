@@ -65,7 +65,6 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
         plan = transform_plan(convention(half_steps, first_side), c_transforms, side)  # type: ignore[arg-type]
         if plan is not None and plan.c_transforms == c_transforms:
             break
-    assert plan is not None
     used = convention(half_steps, first_side)
     budget = plan.budget(used, plan.sides()[0])
     points = own.k if side == "source" else own.q

@@ -83,8 +83,7 @@ TRAINED = {COEFFICIENTS} | {
 
 def refreshed(out: Path, data: Path, *arguments: object, mode: str = "--distil") -> dict[str, Any]:
     assert run("refresh", out, "--data", data, mode, "--quiet", *arguments) == 0
-    entry: dict[str, Any] = json.loads((out / "manifest.json").read_text())["refresh"]
-    return entry
+    return json.loads((out / "manifest.json").read_text())["refresh"]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -353,7 +352,6 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     assert operators == {"graph": ["esp_hard"] * 2, "lossless": ["esp_soft"] * 2, "teacher": []}
     source = open_data(str(esp / "data.npz"), artifact.signature())
     batch = next(source.batches(200, select=lambda content: split_of(content) == "selection"))
-    assert batch.labels is not None
     loss = nn.functional.cross_entropy(Runner(None, artifact.programs["graph"])(batch), batch.labels)
     assert float(loss) == pytest.approx(entry["after"]["loss"], rel=1e-5)
     for site in artifact.manifest["sites"]:

@@ -14,7 +14,6 @@ from small_text import write_data, write_teacher
 
 from asapc import pipeline
 from asapc.calibration import distill, stream
-from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.reading import Examples
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
@@ -355,7 +354,6 @@ def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[
         for key in ("statistics.s.0", "fit.s.0"):
             aside.put(key, {"x": torch.ones(2)}, facts)
         collector = site_collector("s", Convention(4, "row", 1.0), Recipe.from_dict({}))
-        assert isinstance(collector, SiteStatistics)
         pending = [stream.Pending(0, "s", 0, collector)]
         batch = Batch((torch.zeros(2, 1),), {}, None, [1, 2])
         examples = Examples(lambda: [batch], lambda: [batch])

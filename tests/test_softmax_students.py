@@ -64,7 +64,6 @@ def softmax(t: SiteTensors, multiplier: float = 0.5) -> Tensor:
     scores = scores if t.bias is None else scores + t.bias
     if t.keep is not None:
         scores = scores.masked_fill(~t.keep[:, None, None, :], -torch.inf)
-    assert t.v is not None
     return scores.softmax(-1) @ t.v
 
 
@@ -101,7 +100,6 @@ def others(t: SiteTensors, count: int) -> SiteTensors:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.dtype) -> None:
     t = seen(masked=masked, biased=True)
-    assert t.bias is not None
     own = torch.tensor([0.5, 2.0])
     alone = [
         ops.sinkhorn(t.q[:, h : h + 1], t.k[:, h : h + 1], t.v[:, h : h + 1], t.keep,
@@ -160,7 +158,6 @@ def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind: str) ->
     t, kernel = seen(masked=True), normal(HEADS, WIDTH, 3, seed=4)
     with_it, without = (hybrid_of(fitted(kind), 1, 0.5, x) for x in (kernel, None))
     rest = others(t, 1)
-    assert rest.v is not None
     added = depthwise_values(rest.v, kernel.flatten(0, 1)[:, None], None, rest.keep)
     found = apply_distilled(with_it, t, t.v) - apply_distilled(without, t, t.v)
     torch.testing.assert_close(found, functional.pad(added, (0, 0, 1, 0)))
@@ -182,8 +179,7 @@ def test_a_planted_multiplier_is_found() -> None:
     own = torch.tensor([0.6, 2.5])
 
     def target(t: SiteTensors) -> Tensor:
-        found: Tensor = ops.fitted_sinkhorn(t.q, t.k, t.v, t.keep, None, own, 0.5, 3, True, ROWS)
-        return found
+        return ops.fitted_sinkhorn(t.q, t.k, t.v, t.keep, None, own, 0.5, 3, True, ROWS)
 
     given = pieces(24, target)
     fit = fit_loop(given, given, loop_maker(SOFTMAX, 3))
@@ -337,7 +333,6 @@ def test_from_calibrate_to_a_refreshed_onnx_file(
     t = SiteTensors(*(x.float() for x in (t.q, t.k)), t.keep, None, None, t.v.float()[..., :DIM])
     t = replace(t, q=torch.cat([t.q, t.q], -1), k=torch.cat([t.k, t.k], -1), v=torch.cat([t.v, t.v], -1))
     replacement = fits[0].replacement
-    assert isinstance(replacement, Distilled)
     for values in (t.v, None):
         back = site_function(artifact.programs["graph"], name)(t, values)
         torch.testing.assert_close(back, apply_distilled(replacement, t, values))

@@ -97,8 +97,7 @@ def result(work: Path) -> dict[str, Any]:
         patch.setattr(distill, "STEPS", 20)
         patch.setattr(distill, "CANDIDATES", 32)
         assert run(work, work / "grid.yaml", work / "out", "--batch-size", "16") == 0
-    loaded: dict[str, Any] = json.loads((work / "out" / "study.json").read_text())
-    return loaded
+    return json.loads((work / "out" / "study.json").read_text())
 
 
 def test_every_row_is_measured(result: dict[str, Any]) -> None:

@@ -116,8 +116,7 @@ def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out: Path, tmp_path: 
         run = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, **options)
         return [entry["score"] for entry in run(texts)]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", compiled_model.OwnCodeWarning)
+    with warnings.catch_warnings(action="error", category=compiled_model.OwnCodeWarning):
         # One text at a time has no padding: transformers passes no mask at all.
         for options in ({}, {"batch_size": 2}):
             assert said(live, **options) == pytest.approx(said(bert(), **options), abs=1e-5)
@@ -132,8 +131,7 @@ def test_a_patched_model_trains_and_gives_its_maps(out: Path) -> None:
     live, exact = asapc.load(out, model=bert()), bert()(**batch(), output_attentions=True)
     patched = [name for name, layer in live.named_modules() if "forward" in vars(layer)]
     assert patched == ["bert.encoder.layer.0.attention.self"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", compiled_model.OwnCodeWarning)
+    with warnings.catch_warnings(action="error", category=compiled_model.OwnCodeWarning):
         live.gradient_checkpointing_enable()  # type: ignore[operator]
         live.train()(**batch(), labels=torch.zeros(5).long()).loss.backward()
     found = live.eval()(**batch(), output_attentions=True)
@@ -263,7 +261,6 @@ def test_a_folder_for_those_with_asapc_and_those_without(folder: Path, tmp_path:
     (folder / "tokenizer.json").write_text("{}")
     out, saved = tmp_path / "out", tmp_path / "saved"
     teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
-    assert teacher.model is not None
     asapc.compile(teacher.model, tokens(), recipe={"operator": "sinkhorn"}, out=out, examples=16)
     with pytest.raises(InputError, match="its original must be a folder of transformers"):
         asapc.save_pretrained(out, saved)

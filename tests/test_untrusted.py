@@ -121,8 +121,7 @@ def test_models_of_attention_need_nothing_else() -> None:
         image_size=4, patch_size=2, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8, max_iter=2
     )
     inputs = [*map(attention_zoo.inputs_for, zoo), tuple(vit.example_inputs(3).values())]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         program = torch.export.export(Several([*zoo, vit]).eval(), tuple(inputs))
         for form in (program, program.run_decompositions({}), program.run_decompositions()):
             assert unlisted(form.graph_module) == set()
@@ -319,7 +318,6 @@ def test_growth_is_stopped_before_the_memory_is_taken(
     limit = 1 << 27
     monkeypatch.setattr(growth, "LEAST", limit)  # to fill a GiB takes seconds
     own = load_teacher(str(CHAINS[name](tmp_path / "m.onnx"))).model
-    assert own is not None
     before = memory_from_here()
     told = r"at once|are no shape|outputs"
     with pytest.raises((InputError, RuntimeError), match=told), torch.no_grad():
@@ -329,7 +327,6 @@ def test_growth_is_stopped_before_the_memory_is_taken(
 
 def test_what_does_not_grow_much_is_run(tmp_path: Path) -> None:
     own = load_teacher(str(CHAINS["Pad"](tmp_path / "m.onnx"))).model
-    assert own is not None
     with torch.no_grad():
         assert own(torch.ones(2, 4)).shape == (2, 4 * 2**12)
 
@@ -418,8 +415,7 @@ def test_tables_notes_json_and_errors_are_escaped(capsys: pytest.CaptureFixture[
         raise InputError(EVIL, got=EVIL + "\nasapc: all is well", help=EVIL)
 
     for json_output, verbose in ((False, False), (False, True), (True, False)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="always"):
             assert session.run(
                 body, json=json_output, quiet=False, debug=json_output, verbose=verbose
             ) == 2  # fmt: skip
