@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from steps import run as call
 from torch.export import Dim
 
 import asapc
-from asapc import cli
 from asapc.inputs.load import load_teacher
 
 pytest.importorskip("onnxruntime")
@@ -36,10 +36,6 @@ from asapc.terminal.progress import make_progress
 
 # Of one family of features: the exporter takes seconds for most, and test_onnx_out.py goes through them.
 RECIPE = "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n"
-
-
-def call(*arguments: object) -> int:
-    return cli.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
