@@ -128,7 +128,7 @@ KINDS = (OfEverything, OfModes, OfLayer, OfLayer)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Any]:
+def pair(tmp_path_factory):
     """The model, and its compiled form."""
     model, x = stack(*KINDS), torch.randn(48, 6, 4)
     before = _state(model)
@@ -209,7 +209,7 @@ def _set(*path: Any) -> Callable[[Layer], None]:
         (lambda layer: layer.plain.mul_(2), "plain"),
     ],
 )
-def test_what_was_read_is_guarded(pair: Any, change: Callable[[Layer], None], text: str | None) -> None:
+def test_what_was_read_is_guarded(pair, change, text):
     assert_told(_compared(pair, 0, change), text)
 
 
@@ -303,22 +303,12 @@ class OfHidden(Layer):
         return attended(self, x, float(self.act(tau)))
 
 
-@pytest.fixture(scope="module")
-def hidden() -> tuple[nn.Module, nn.Module]:
-    return made(OfHidden)
-
-
-@pytest.fixture(scope="module")
-def named() -> tuple[nn.Module, nn.Module]:
-    return made(OfNames)
-
-
 def bool_one() -> bool:
     return True
 
 
-CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
-    "hidden": [
+CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
+    OfHidden: [
         (lambda one, patch: None, None),
         (lambda one, patch: one.settings._values.update(tau=2.0), "settings._values['tau']"),
         (lambda one, patch: one.table.__setitem__(0, 2.0), "table"),
@@ -338,9 +328,8 @@ CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: setattr(one, "kind", "hard"), "kind"),
         (lambda one, patch: setattr(one.norm, "eps", 1.0), "norm.eps"),
         (lambda one, patch: one.others[0].train(), "others[0].training"),
-        (lambda one, patch: one.same.register_full_backward_hook(print), "hooks of gradients"),
     ],
-    "named": [
+    OfNames: [
         (lambda one, patch: None, None),
         (lambda one, patch: setattr(one, "none", torch.ones(1)), "was captured as"),
         (lambda one, patch: setattr(one, "later", 1), "later was captured as attribute absent"),
@@ -364,17 +353,30 @@ CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
 @pytest.mark.parametrize(
     ("kind", "change", "text"), [(kind, *case) for kind, cases in CHANGES.items() for case in cases]
 )
-def test_state_off_the_beaten_track_is_guarded(
-    kind: str, change: Callable[..., Any], text: str | None,
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+@torch.no_grad()
+def test_state_off_the_beaten_track_is_guarded(kind, change, text, monkeypatch):
     """Changed after a first call, of objects that stay the same ones."""
-    model, compiled = copy.deepcopy(request.getfixturevalue(kind))
+    one, other = pair_of(kind)
     x = torch.randn(2, 5, 4)
-    compiled(x)
-    for one in (model[0], compiled[0]):
-        change(one, monkeypatch)
-    assert_told(own_code(model, compiled, x), text)
+    other(x)
+    for layer in (one, other):
+        change(layer, monkeypatch)
+    assert_told(own_code(one, other, x), text)
+
+
+@functools.cache
+def together() -> tuple[list[Any], nn.Module, nn.Module]:
+    """The kinds of layers whose changes are guarded one by one, in a model, and in its compiled form."""
+    kinds = [*dict.fromkeys([*CHANGES, *(kind for kind, *_ in OTHERS)])]
+    model, compiled = made(lambda: nn.Sequential(*(kind() for kind in kinds)))
+    return kinds, model[0], compiled[0]
+
+
+def pair_of(kind: Any) -> tuple[nn.Module, nn.Module]:
+    """A layer and its compiled form, which is for inference: not all of them have the usual gradient."""
+    kinds, *models = together()
+    one, other = (model[kinds.index(kind)] for model in copy.deepcopy(models))
+    return one, other
 
 
 class OfChance(Layer):
@@ -413,22 +415,23 @@ class OfCallbacks(Layer):
 
 
 @pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators, OfCallbacks])
-def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
+def test_what_no_guard_can_compare_is_refused(kind):
     with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
         made(kind)
 
 
-def test_context_variables_are_guarded(hidden: Any) -> None:
-    model, compiled = copy.deepcopy(hidden)
+@torch.no_grad()
+def test_context_variables_are_guarded():
+    one, other = pair_of(OfHidden)
     x, token = torch.randn(2, 5, 4), VARIABLE.set(2.0)
     try:
         with pytest.warns(OwnCodeWarning, match="VARIABLE"):
-            torch.testing.assert_close(compiled(x), model(x))
+            torch.testing.assert_close(other(x), one(x))
     finally:
         VARIABLE.reset(token)
 
 
-def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_are_guarded(pair, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "TAU", 2.0)
         (warned,) = _compared(pair, 0, lambda layer: None)
@@ -438,7 +441,7 @@ def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "LIMITS['tau'] was captured as 1.0" in warned
 
 
-def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
+def test_a_guard_passes_again_when_all_is_as_it_was(pair):
     layer = copy.deepcopy(pair[1]).layers[0]
     inside = layer.forward.inside[0]
     assert inside.difference(layer) is None is inside.difference(layer)
@@ -464,12 +467,12 @@ def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
         (OfEverything, True, True, None),
     ],
 )
-def test_modes_are_guarded(pair: Any, kind: type, grad: bool, training: bool, text: str | None) -> None:
+def test_modes_are_guarded(pair, kind, grad, training, text):
     change = operator.methodcaller("train", training)
     assert_told(_compared(pair, KINDS.index(kind), change, grad), text)
 
 
-def test_what_a_parent_sets_for_each_layer(pair: Any) -> None:
+def test_what_a_parent_sets_for_each_layer(pair):
     model, compiled, out = pair
     x = torch.randn(3, 5, 4)
     with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
@@ -520,7 +523,7 @@ def _analysed(model: nn.Module) -> Analysis:
     return analyse(Teacher(model, None, "net", "", False, None), first, more=more)
 
 
-def test_state_that_changes_is_left_to_the_code() -> None:
+def test_state_that_changes_is_left_to_the_code():
     analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Records, Layer))
     assert analysis.capture.kind == "module" and analysis.names == ["layers.5"]
     texts = ("reads calls, which is not always the same", "seen, that is written", "reads context.tau",
@@ -548,7 +551,7 @@ class Odd(Layer):
         return attended(self, x, getattr(self, "".join(("care", "less"))).tau)
 
 
-def test_looking_runs_no_code() -> None:
+def test_looking_runs_no_code():
     model = stack(Odd)
     model.layers[0].careless = Careless()
     with torch.no_grad():
@@ -562,7 +565,7 @@ def test_looking_runs_no_code() -> None:
 @pytest.mark.parametrize("grow", [
     lambda layer: layer.taus.append(2.0), lambda layer: layer.named.update(other=2.0),
 ], ids=["a list", "a dict"])  # fmt: skip
-def test_a_container_that_grows_after_a_call(grow: Any) -> None:
+def test_a_container_that_grows_after_a_call(grow):
     layer: Any = Layer()
     layer.taus, layer.named = [1.0], {"tau": 1.0}
     reads = Reads(tuple(reachable(layer, Names(None)).items()))
@@ -580,7 +583,7 @@ class Scripted(Stack):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_models_whose_code_or_weights_are_elsewhere() -> None:
+def test_models_whose_code_or_weights_are_elsewhere():
     model, x = Stack(Layer(), Layer()).eval(), torch.randn(8, 6, 4)
     for made in (torch.jit.script(nn.Linear(4, 4)).eval(), torch.jit.trace(model, x)):
         with pytest.raises(asapc.errors.InputError, match="scripted or traced"):
@@ -597,7 +600,7 @@ class Mapped(Layer):
         return torch.vmap(super().forward)(x)
 
 
-def test_a_loop_that_is_mapped() -> None:
+def test_a_loop_that_is_mapped():
     torch.manual_seed(0)
     model = Mapped().eval()
     compiled = asapc.compile(model, {"x": torch.randn(40, 6, 4)}).model
@@ -607,7 +610,7 @@ def test_a_loop_that_is_mapped() -> None:
     assert "sinkhorn (6 half-steps)" in repr(compiled)
 
 
-def test_scripts_and_lazy_layers() -> None:
+def test_scripts_and_lazy_layers():
     model = Scripted(Layer(), Layer()).eval()
     model.layers[0].out = torch.jit.script(nn.Linear(4, 4))
     analysis = _analysed(model)
@@ -802,21 +805,27 @@ class OfLen(Layer):
     (OfExamples, (700, 3, 4), "size 0"),
 ])  # fmt: skip
 @torch.no_grad()
-def test_a_size_at_which_something_else_begins(kind: type[Layer], size: tuple[int], text: str) -> None:
+def test_a_size_at_which_something_else_begins(kind, size, text):
     model, compiled = made(kind)
     assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
     (warned,) = own_code(model, compiled, torch.randn(size))
     assert text in warned
 
 
+def test_hooks_of_gradients_are_guarded():
+    one, other = pair_of(OfHidden)
+    other.same.register_full_backward_hook(lambda module, *grads: None)
+    assert_told(own_code(one, other, torch.randn(2, 5, 4)), "hooks of gradients")
+
+
 @torch.no_grad()
-def test_len_and_a_logarithm_by_itself_leave_sizes_free() -> None:
+def test_len_and_a_logarithm_by_itself_leave_sizes_free():
     model, compiled = made(OfLen)
     assert own_code(model, compiled, torch.randn(5, 9, 4)) == []
 
 
 @torch.no_grad()
-def test_what_an_input_is_besides_its_numbers() -> None:
+def test_what_an_input_is_besides_its_numbers():
     model, compiled = made(OfInputs)
     x = torch.randn(3, 6, 4)
     told = torch.randn(3, 6, 4)
@@ -828,7 +837,7 @@ def test_what_an_input_is_besides_its_numbers() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @torch.no_grad()
-def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
+def test_a_bias_of_weights_that_hides_later(trained):
     model, compiled = made(lambda: OfBias(trained), 2)
     x, layers = torch.randn(3, 2, 6, 4), (model[0], compiled[0])
     for entries, low in ((2, 2.0), (3, -math.inf)):
@@ -842,7 +851,7 @@ def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
 
 
 @torch.no_grad()
-def test_inputs_that_are_stored_otherwise_and_written_into() -> None:
+def test_inputs_that_are_stored_otherwise_and_written_into():
     model, compiled = made(OfWriting)
     x = torch.randn(3, 6, 4)
     assert own_code(model, compiled, x) == []
@@ -852,7 +861,7 @@ def test_inputs_that_are_stored_otherwise_and_written_into() -> None:
 
 
 @torch.no_grad()
-def test_a_device_that_code_asks_for() -> None:
+def test_a_device_that_code_asks_for():
     """And not one that it only hands on, or compares with that of another tensor."""
     x = torch.randn(3, 6, 4)
     for kind in (OfDevices, OnAnyDevice):
@@ -870,7 +879,7 @@ def wider(layer: Any) -> None:
 
 @pytest.mark.parametrize("outside", [0.0, 0.5])
 @torch.no_grad()
-def test_dropout_besides_that_of_a_map(outside: float) -> None:
+def test_dropout_besides_that_of_a_map(outside):
     _, compiled = made(lambda: OfDropout(outside))
     x = torch.randn(2, 6, 4)
     compiled.train()
@@ -889,7 +898,7 @@ class OfDroppedMaps(Layer):
 
 
 @torch.no_grad()
-def test_dropout_of_a_map_is_left_out_with_a_warning() -> None:
+def test_dropout_of_a_map_is_left_out_with_a_warning():
     _, compiled = made(OfDroppedMaps)
     x = torch.randn(2, 6, 4)
     compiled.train()
@@ -918,14 +927,14 @@ class ReadsWhatIsLeft(nn.Module):
         return self.layer(self.layer(x))
 
 
-def test_what_changes_between_the_calls_of_one_run() -> None:
+def test_what_changes_between_the_calls_of_one_run():
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="runs what was compiled"):
         asapc.compile(ReadsWhatIsLeft().eval(), torch.randn(24, 6, 4), recipe={"operator": "lossless"})
 
 
 @torch.no_grad()
-def test_one_tensor_in_two_places() -> None:
+def test_one_tensor_in_two_places():
     torch.manual_seed(0)
     model, data = OfSame().eval(), {"x": torch.randn(24, 6, 4), "y": torch.randn(24, 6, 4)}
     recipe = {"operator": "lossless", "batch_size": 8}
@@ -984,22 +993,20 @@ OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "around", "change", "text"), OTHERS, ids=[row[-1] for row in OTHERS])
 @torch.no_grad()
-def test_what_makes_another_layer_of_it(
-    kind: Callable[[], nn.Module], around: Any, change: Callable[[Any], Any], text: str
-) -> None:
-    model, compiled = copy.deepcopy(made(kind))
-    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
-    for one in (model[0], compiled[0]):
+def test_what_makes_another_layer_of_it(kind, around, change, text):
+    one, other = pair_of(kind)
+    assert own_code(one, other, torch.randn(2, 6, 4)) == []
+    for layer in (one, other):
         torch.manual_seed(0)
-        change(one)
-    x = torch.randn(2, 6, 4).to(next(model.parameters()).dtype)
+        change(layer)
+    x = torch.randn(2, 6, 4).to(next(one.parameters()).dtype)
     with around():
-        assert_told(own_code(model, compiled, x), text)
+        assert_told(own_code(one, other, x), text)
     if change is id:
-        assert own_code(model, compiled, x) == []
+        assert own_code(one, other, x) == []
 
 
-def test_a_backward_that_clips_large_gradients() -> None:
+def test_a_backward_that_clips_large_gradients():
     model, compiled = made(OfClipping)
     x = torch.randn(2, 6, 4)
     grads = []
@@ -1028,7 +1035,7 @@ class OfLength(Layer):
         return attended(self, x)
 
 
-def test_a_length_that_the_parent_reads_of_a_layer() -> None:
+def test_a_length_that_the_parent_reads_of_a_layer():
     torch.manual_seed(0)
     model = Told().eval()
     model(torch.randn(2, 6, 4))  # as everybody does before
