@@ -303,12 +303,22 @@ class OfHidden(Layer):
         return attended(self, x, float(self.act(tau)))
 
 
+@pytest.fixture(scope="module")
+def hidden():
+    return made(OfHidden)
+
+
+@pytest.fixture(scope="module")
+def named():
+    return made(OfNames)
+
+
 def bool_one() -> bool:
     return True
 
 
-CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
-    OfHidden: [
+CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
+    "hidden": [
         (lambda one, patch: None, None),
         (lambda one, patch: one.settings._values.update(tau=2.0), "settings._values['tau']"),
         (lambda one, patch: one.table.__setitem__(0, 2.0), "table"),
@@ -328,8 +338,9 @@ CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: setattr(one, "kind", "hard"), "kind"),
         (lambda one, patch: setattr(one.norm, "eps", 1.0), "norm.eps"),
         (lambda one, patch: one.others[0].train(), "others[0].training"),
+        (lambda one, patch: one.same.register_full_backward_hook(print), "hooks of gradients"),
     ],
-    OfNames: [
+    "named": [
         (lambda one, patch: None, None),
         (lambda one, patch: setattr(one, "none", torch.ones(1)), "was captured as"),
         (lambda one, patch: setattr(one, "later", 1), "later was captured as attribute absent"),
@@ -353,30 +364,14 @@ CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
 @pytest.mark.parametrize(
     ("kind", "change", "text"), [(kind, *case) for kind, cases in CHANGES.items() for case in cases]
 )
-@torch.no_grad()
-def test_state_off_the_beaten_track_is_guarded(kind, change, text, monkeypatch):
+def test_state_off_the_beaten_track_is_guarded(kind, change, text, request, monkeypatch):
     """Changed after a first call, of objects that stay the same ones."""
-    one, other = pair_of(kind)
+    model, compiled = copy.deepcopy(request.getfixturevalue(kind))
     x = torch.randn(2, 5, 4)
-    other(x)
-    for layer in (one, other):
-        change(layer, monkeypatch)
-    assert_told(own_code(one, other, x), text)
-
-
-@functools.cache
-def together() -> tuple[list[Any], nn.Module, nn.Module]:
-    """The kinds of layers whose changes are guarded one by one, in a model, and in its compiled form."""
-    kinds = [*dict.fromkeys([*CHANGES, *(kind for kind, *_ in OTHERS)])]
-    model, compiled = made(lambda: nn.Sequential(*(kind() for kind in kinds)))
-    return kinds, model[0], compiled[0]
-
-
-def pair_of(kind: Any) -> tuple[nn.Module, nn.Module]:
-    """A layer and its compiled form, which is for inference: not all of them have the usual gradient."""
-    kinds, *models = together()
-    one, other = (model[kinds.index(kind)] for model in copy.deepcopy(models))
-    return one, other
+    compiled(x)
+    for one in (model[0], compiled[0]):
+        change(one, monkeypatch)
+    assert_told(own_code(model, compiled, x), text)
 
 
 class OfChance(Layer):
@@ -420,13 +415,12 @@ def test_what_no_guard_can_compare_is_refused(kind):
         made(kind)
 
 
-@torch.no_grad()
-def test_context_variables_are_guarded():
-    one, other = pair_of(OfHidden)
+def test_context_variables_are_guarded(hidden):
+    model, compiled = copy.deepcopy(hidden)
     x, token = torch.randn(2, 5, 4), VARIABLE.set(2.0)
     try:
         with pytest.warns(OwnCodeWarning, match="VARIABLE"):
-            torch.testing.assert_close(other(x), one(x))
+            torch.testing.assert_close(compiled(x), model(x))
     finally:
         VARIABLE.reset(token)
 
@@ -812,12 +806,6 @@ def test_a_size_at_which_something_else_begins(kind, size, text):
     assert text in warned
 
 
-def test_hooks_of_gradients_are_guarded():
-    one, other = pair_of(OfHidden)
-    other.same.register_full_backward_hook(lambda module, *grads: None)
-    assert_told(own_code(one, other, torch.randn(2, 5, 4)), "hooks of gradients")
-
-
 @torch.no_grad()
 def test_len_and_a_logarithm_by_itself_leave_sizes_free():
     model, compiled = made(OfLen)
@@ -994,16 +982,16 @@ OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
 @pytest.mark.parametrize(("kind", "around", "change", "text"), OTHERS, ids=[row[-1] for row in OTHERS])
 @torch.no_grad()
 def test_what_makes_another_layer_of_it(kind, around, change, text):
-    one, other = pair_of(kind)
-    assert own_code(one, other, torch.randn(2, 6, 4)) == []
-    for layer in (one, other):
+    model, compiled = copy.deepcopy(made(kind))
+    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+    for one in (model[0], compiled[0]):
         torch.manual_seed(0)
-        change(layer)
-    x = torch.randn(2, 6, 4).to(next(one.parameters()).dtype)
+        change(one)
+    x = torch.randn(2, 6, 4).to(next(model.parameters()).dtype)
     with around():
-        assert_told(own_code(one, other, x), text)
+        assert_told(own_code(model, compiled, x), text)
     if change is id:
-        assert own_code(one, other, x) == []
+        assert own_code(model, compiled, x) == []
 
 
 def test_a_backward_that_clips_large_gradients():
