@@ -266,23 +266,18 @@ def test_only_operators_are_called(parts, tmp_path, marker, target):
     assert "runs code" in message and target in message
 
 
-def test_an_operator_is_no_argument(parts, tmp_path, marker):
-    call = node(
-        "torch.ops.higher_order.wrap_with_set_grad_enabled",
-        [{"as_bool": True}, {"as_operator": "torch.os.system"}, {"as_string": f"touch {marker}"}],
-    )
-    refused(write(tmp_path / "x.pt2", with_nodes(parts, call)))
-
-
-def test_a_graph_in_a_graph_is_looked_at_too(parts, tmp_path, marker):
-    attack = node("torch.os.system", [{"as_string": f"touch {marker}"}])
+def test_what_is_called_by_an_argument_is_looked_at_too(parts, tmp_path, marker):
+    """An operator, or a graph in the graph."""
+    touch = {"as_string": f"touch {marker}"}
     inner = {
-        "inputs": [], "outputs": [], "tensor_values": {}, "nodes": [attack], "sym_int_values": {},
-        "sym_bool_values": {}, "is_single_tensor_return": False,
+        "inputs": [], "outputs": [], "tensor_values": {}, "nodes": [node("torch.os.system", [touch])],
+        "sym_int_values": {}, "sym_bool_values": {}, "is_single_tensor_return": False,
     }  # fmt: skip
-    arguments = [{"as_bool": True}, {"as_graph": {"name": "inner", "graph": inner}}]
-    call = node("torch.ops.higher_order.wrap_with_set_grad_enabled", arguments)
-    refused(write(tmp_path / "x.pt2", with_nodes(parts, call)))
+    for called in (
+        [{"as_operator": "torch.os.system"}, touch], [{"as_graph": {"name": "inner", "graph": inner}}],
+    ):
+        call = node("torch.ops.higher_order.wrap_with_set_grad_enabled", [{"as_bool": True}, *called])
+        refused(write(tmp_path / "x.pt2", with_nodes(parts, call)))
 
 
 EXPRESSIONS = [
