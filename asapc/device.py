@@ -65,8 +65,7 @@ def described(device: torch.device) -> str:
 
 def moved(given: T, device: torch.device) -> T:
     """A tensor, or nested data classes, tuples, lists and mappings, with the tensors on the device."""
-    there: T = _moved(given, device)
-    return there
+    return _moved(given, device)
 
 
 def _moved(given: Any, device: torch.device) -> Any:

@@ -221,8 +221,7 @@ def refresh(
         manifest = places_moved(trained.manifest, artifact.folder, target)
         write_refreshed(folder, artifact, manifest, trained.weights, trained.seen_hashes, trained.edit)
         verify_written(folder, surrounding, {"graph": artifact.programs["graph"]}, trained.example)
-    entry: dict[str, Any] = manifest["refresh"]
-    return entry
+    return manifest["refresh"]
 
 
 def _paths(data: str | DataSource | None) -> list[str]:

@@ -111,8 +111,7 @@ def load_grid(path: str | Path) -> list[list[Row]]:
     found = parse(document, {"blocks": list[Any]}, place, {"blocks": _blocks})
     if not found:
         raise InputError(f"{place}: needs `blocks`, a list with at least one entry")
-    blocks: list[list[Row]] = found["blocks"]
-    return blocks
+    return found["blocks"]
 
 
 def _blocks(value: Any, place: Place) -> list[list[Row]]:

@@ -242,8 +242,7 @@ def _load(place: Path) -> Calibration:
 def _hashes(tensors: Mapping[str, Tensor]) -> list[int]:
     stored = tensors.get(_HASHES)
     count = stored.numel() if stored is not None and stored.dim() == 1 else None
-    hashes: list[int] = tensor_of(tensors, _HASHES, (count,), torch.int64).tolist()
-    return hashes
+    return tensor_of(tensors, _HASHES, (count,), torch.int64).tolist()
 
 
 def _fits(

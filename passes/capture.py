@@ -177,8 +177,7 @@ def program_of(
     exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
 ) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = functional(exported)
         keep_to_guards(exported, args, kwargs)
         graph = exported.module(check_guards=False)
@@ -210,8 +209,7 @@ def export_graph(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(
             module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

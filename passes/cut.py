@@ -152,13 +152,11 @@ class Cut:
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
     ) -> Tensor:
         """The output for inputs and masks in their own layouts.  through: what runs the module."""
-        result: Tensor = self._run(tensors, lengths, through)
-        return result
+        return self._run(tensors, lengths, through)
 
     def run_all(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> tuple[Tensor, ...]:
         """The outputs, where several were asked for."""
-        results: tuple[Tensor, ...] = self._run(tensors, lengths)
-        return results
+        return self._run(tensors, lengths)
 
     def differentiable(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
         """The output, with the graph of its gradient."""

@@ -219,8 +219,7 @@ def _args(node: Node) -> tuple[Any, ...]:
 
 
 def _shape(node: Node) -> Sequence[Any]:
-    shape: Sequence[Any] = node.meta["val"].shape
-    return shape
+    return node.meta["val"].shape
 
 
 def _is_copy(node: Node) -> bool:

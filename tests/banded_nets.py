@@ -83,8 +83,7 @@ class Windowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         s = self.hide(q @ k.transpose(-1, -2) / math.sqrt(8))
-        found: Tensor = self.out((log_loop(s, self.half_steps) @ v).transpose(1, 2).flatten(2))
-        return found
+        return self.out((log_loop(s, self.half_steps) @ v).transpose(1, 2).flatten(2))
 
 
 class Padded(Windowed):
@@ -102,8 +101,7 @@ class Padded(Windowed):
         n = x.shape[1]
         shown = self.band[:, :, :n, :n] & ~padding[:, None, None, :]
         s = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~shown, -math.inf)
-        found: Tensor = self.out((log_loop(s, self.half_steps) @ v).transpose(1, 2).flatten(2))
-        return found
+        return self.out((log_loop(s, self.half_steps) @ v).transpose(1, 2).flatten(2))
 
 
 class LocalAttention(nn.Module):
@@ -137,5 +135,4 @@ class LocalAttention(nn.Module):
             attn = attn / attn.sum(dim=-1, keepdim=True)
         out = torch.einsum("bxy,byd->bxd", attn, value)
         out = out.view(b, self.num_heads, n, self.head_dim).transpose(1, 2).reshape(b, n, -1)
-        found: Tensor = self.norm(hidden_states + out)
-        return found
+        return self.norm(hidden_states + out)

@@ -120,7 +120,6 @@ class Browser:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None
     commands, to_browser = os.pipe()
     from_browser, answers = os.pipe()
     inside = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (commands, answers)]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+TAU_OF_TEST = 1.0  # read on the way, see test_guards.py
+
 
 @dataclasses.dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
@@ -123,8 +125,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        found: Tensor = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
-        return found
+        return (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
 
 
 class Shared(nn.Module):
@@ -135,8 +136,7 @@ class Shared(nn.Module):
         self.attention, self.norm = Attention(8, 2, 5), Norm()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.attention(self.norm(x) + self.attention(x))
-        return found
+        return self.attention(self.norm(x) + self.attention(x))
 
 
 def halved(self: Any, x: Tensor) -> Tensor:
@@ -156,8 +156,7 @@ class Odd(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.halved(self.shared(x))).float()
-        return found
+        return self.head(self.halved(self.shared(x))).float()
 
 
 def odd() -> Odd:

@@ -48,8 +48,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + 4 * layer(norm(x))
-        scores: Tensor = self.head(x.amax(1) + x.amin(1)) + self.unused.detach()
-        return scores
+        return self.head(x.amax(1) + x.amin(1)) + self.unused.detach()
 
 
 _FOLDERS: list[Path] = []

@@ -226,8 +226,7 @@ def run(
     settings = {
         name: copy.deepcopy(space[name]) for name in ("SHARP", "SETTINGS", "CELL") if name in space
     }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             results.tensors = _results(subject.copied(), spec, case, seed, dtype, fuzz)
         except Exception as error:
@@ -452,8 +451,7 @@ def judge(spec: Spec, seed: int, only: Callable[[Case], bool] = lambda case: Tru
     rng = torch.get_rng_state()
     before = {n: t.clone() for n, t in models[2].state_dict().items()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             live, alone, sites = compiled_of(models[2], data)
     except AsapcError as error:
         return Verdict("refused", str(error).splitlines()[0], seconds=time.process_time() - started)

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from asapc.cli import main
 
 
 def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
+
+
+def expect(
+    capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
+) -> None:
+    """Of a command that is refused: its exit code, and one message that has these words."""
+    capsys.readouterr()
+    assert run(*arguments) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("asapc: ")]
+    assert len(lines) == 1, captured.err
+    for word in words:
+        assert word in captured.err, captured.err
 
 
 def calibrated(

@@ -26,7 +26,7 @@ Document = dict[str, Any]
 
 
 @pytest.fixture
-def document() -> Document:
+def document():
     """Inside its budget, and much faster than the lossless model; no gate."""
     full = page_report.full_report()
     full["gate"] = {}
@@ -38,7 +38,7 @@ def decided(document: Document) -> Decision:
     return decide(page_report.typed(document))
 
 
-def test_inside_the_default_limits_it_is_shipped(document: Document) -> None:
+def test_inside_the_default_limits_it_is_shipped(document):
     decision = decided(document)
     assert (decision.action, decision.sentence) == ("ship", "Ship it.")
     assert decision.because == "All 3 default limits are kept."
@@ -48,7 +48,7 @@ def test_inside_the_default_limits_it_is_shipped(document: Document) -> None:
     assert {source for _, source in judged.limits} == sources
 
 
-def test_advice_leaves_the_report_alone(document: Document) -> None:
+def test_advice_leaves_the_report_alone(document):
     document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
     report = page_report.typed(document)
     before = json.dumps(report.to_json())
@@ -57,7 +57,7 @@ def test_advice_leaves_the_report_alone(document: Document) -> None:
     assert report.gate.verdict is None and report.gate.passed
 
 
-def test_default_limits_are_the_budget_that_the_artefact_records(document: Document) -> None:
+def test_default_limits_are_the_budget_that_the_artefact_records(document):
     def limits() -> dict[str, float]:
         found = default_limits(page_report.typed(document))
         return {gate.metric: gate.limit for gate, _ in found}
@@ -73,7 +73,7 @@ def test_default_limits_are_the_budget_that_the_artefact_records(document: Docum
     assert limits() == {"attention_rel_l2": 0.05}
 
 
-def test_a_recorded_budget_may_be_anything(document: Document) -> None:
+def test_a_recorded_budget_may_be_anything(document):
     for junk in (math.nan, math.inf, -1.0, 1e308, None):
         budget = {"attention_rel_l2": junk, "prediction_agreement": junk, "x": 1.0}
         document["selection"]["budget"] = budget
@@ -83,13 +83,13 @@ def test_a_recorded_budget_may_be_anything(document: Document) -> None:
         assert decided(document).action in ("ship", "look")
 
 
-def test_the_default_limits_are_a_gate_file(document: Document) -> None:
+def test_the_default_limits_are_a_gate_file(document):
     limits = [gate for gate, _ in default_limits(page_report.typed(document))]
     lines = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits]
     assert parse_gates(yaml.safe_load("\n".join(lines))) == limits
 
 
-def test_the_worst_site_beyond_its_budget_is_the_one_to_look_at(document: Document) -> None:
+def test_the_worst_site_beyond_its_budget_is_the_one_to_look_at(document):
     document["sites"][1]["metrics"]["attention_rel_l2"] = 0.08
     decision = decided(document)
     assert (decision.action, decision.site) == ("look", "layers.1.mha")
@@ -113,15 +113,13 @@ OTHER = {"speedup": 2.0, "speedup_lossless": 1.5, "speedup_teacher_torch_compile
     ({"examples": 20}, "measure", "at least 100 are needed"),
     ({"speedup": 5000.0}, "measure", "a timing is wrong"),
 ])  # fmt: skip
-def test_what_the_figures_of_the_model_decide(
-    document: Document, figures: dict[str, float], action: str, told: str
-) -> None:
+def test_what_the_figures_of_the_model_decide(document, figures, action, told):
     document["model"] |= figures
     decision = decided(document)
     assert decision.action == action and told in f"{decision.sentence} {decision.because}"
 
 
-def test_exact_layers_need_no_agreement_of_many_examples(document: Document) -> None:
+def test_exact_layers_need_no_agreement_of_many_examples(document):
     for site in document["sites"]:
         site["operator"] = "sinkhorn"
         site["metrics"]["attention_rel_l2"] = 3e-7
@@ -134,7 +132,7 @@ def test_exact_layers_need_no_agreement_of_many_examples(document: Document) -> 
     assert decided(document).sentence == "Keep the teacher."
 
 
-def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document: Document) -> None:
+def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document):
     document["model"]["prediction_agreement"] = 0.9
     document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
     document["refresh"] = {"mode": "labels"}
@@ -162,9 +160,7 @@ def near(document: Document, ratio: float) -> Document:
 @pytest.mark.parametrize(
     ("ratio", "told"), [(0.8, "faster than"), (1.0, "as fast as"), (1.09, "takes 9% longer"), (1.12, "")],
 )
-def test_a_lossless_model_that_is_nearly_as_fast_is_the_better_one(
-    document: Document, ratio: float, told: str
-) -> None:
+def test_a_lossless_model_that_is_nearly_as_fast_is_the_better_one(document, ratio, told):
     report = page_report.typed(near(document, ratio))
     decision = decide(report)
     assert (decision.lossless is not None) == bool(told)
@@ -175,7 +171,7 @@ def test_a_lossless_model_that_is_nearly_as_fast_is_the_better_one(
         assert advise(report) == []  # one recipe is better than a line a layer
 
 
-def test_it_must_hold_at_every_shape_that_the_recipe_named(document: Document) -> None:
+def test_it_must_hold_at_every_shape_that_the_recipe_named(document):
     near(document, 1.0)
     for site in document["selection"]["sites"]:
         exact = next(c for c in site["candidates"] if c["operator"] == "sinkhorn")
@@ -187,7 +183,7 @@ def test_it_must_hold_at_every_shape_that_the_recipe_named(document: Document) -
     assert decided(document).lossless is not None
 
 
-def test_exact_layers_and_unmeasured_times_have_no_lossless_alternative(document: Document) -> None:
+def test_exact_layers_and_unmeasured_times_have_no_lossless_alternative(document):
     exact = copy.deepcopy(near(document, 1.0))
     for site in exact["sites"]:
         site["operator"] = "sinkhorn"
@@ -196,7 +192,7 @@ def test_exact_layers_and_unmeasured_times_have_no_lossless_alternative(document
     assert decided(document).lossless is None
 
 
-def test_it_mends_errors_of_approximation_and_nothing_else(document: Document) -> None:
+def test_it_mends_errors_of_approximation_and_nothing_else(document):
     near(document, 1.0)
     document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
     assert decided(document).action == "lossless"
@@ -209,7 +205,7 @@ def test_it_mends_errors_of_approximation_and_nothing_else(document: Document) -
 # Advice
 
 
-def test_advice_is_ranked_by_what_it_would_gain(document: Document) -> None:
+def test_advice_is_ranked_by_what_it_would_gain(document):
     advice = advise(page_report.typed(document))
     assert [each.site for each in advice[:3]] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
     first = advice[0]
@@ -219,7 +215,7 @@ def test_advice_is_ranked_by_what_it_would_gain(document: Document) -> None:
     assert first.sentence == "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed."
 
 
-def test_each_layer_alone_tells_more_than_its_attention(document: Document) -> None:
+def test_each_layer_alone_tells_more_than_its_attention(document):
     for site, alone in zip(document["selection"]["sites"], (0.03, 0.01, 0.01), strict=True):
         for candidate in site["candidates"]:
             candidate["alone"] = {"output_rel_l2": alone}
@@ -230,7 +226,7 @@ def test_each_layer_alone_tells_more_than_its_attention(document: Document) -> N
     assert error_shares(page_report.typed(document))["layers.2.mha"] == pytest.approx(0.417, abs=1e-3)
 
 
-def test_without_prices_the_models_difference_is_shared(document: Document) -> None:
+def test_without_prices_the_models_difference_is_shared(document):
     document["selection"] = None
     advice = advise(page_report.typed(document))[0]
     extra = (107.1 - 74.2) / 3
@@ -241,7 +237,7 @@ def test_without_prices_the_models_difference_is_shared(document: Document) -> N
         assert advise(page_report.typed(document))[0].cost is None
 
 
-def test_the_lines_for_a_recipe_are_a_recipe(document: Document) -> None:
+def test_the_lines_for_a_recipe_are_a_recipe(document):
     names = ['a"b', "layers.*.mha", "[x] \\ {y}: #z"]
     for site, tried, name in zip(document["sites"], document["selection"]["sites"], names, strict=True):
         site["name"] = tried["name"] = name
@@ -252,7 +248,7 @@ def test_the_lines_for_a_recipe_are_a_recipe(document: Document) -> None:
     assert recipe_of([]) == "" and LOSSLESS_RECIPE in recipe_of(advice)
 
 
-def test_an_interval_beyond_the_limit_asks_for_more_examples(document: Document) -> None:
+def test_an_interval_beyond_the_limit_asks_for_more_examples(document):
     document["model"]["examples"] = 130
     document["model"]["confidence"]["prediction_agreement"] = [0.972, 1.0]
     last = advise(page_report.typed(document))[-1]
@@ -265,7 +261,7 @@ def test_an_interval_beyond_the_limit_asks_for_more_examples(document: Document)
     assert all(each.site is not None for each in advise(page_report.typed(document)))
 
 
-def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document: Document) -> None:
+def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document):
     errors: list[float | None] = [0.1, None, math.inf, 0.3, 0.1]
     site = document["sites"][0]
     document["sites"] = [
@@ -278,7 +274,7 @@ def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document: D
     assert error_shares(report) == {}  # of what is not finite nobody makes a part
 
 
-def test_a_model_trained_on_labels_is_not_given_up_for_the_old_weights(document: Document) -> None:
+def test_a_model_trained_on_labels_is_not_given_up_for_the_old_weights(document):
     near(document, 1.04)
     assert decided(document).action == "lossless"
     document["refresh"] = {"mode": "labels", "epochs": 1, "best_epoch": 1}
@@ -287,13 +283,13 @@ def test_a_model_trained_on_labels_is_not_given_up_for_the_old_weights(document:
     assert decided(document).action == "teacher"
 
 
-def test_what_was_not_finite_is_not_shipped_once_the_report_was_read_back(document: Document) -> None:
+def test_what_was_not_finite_is_not_shipped_once_the_report_was_read_back(document):
     """A file holds null for a number that was not finite."""
     document["sites"][0]["metrics"]["attention_rel_l2"] = None
     assert decided(document).action == "measure"
 
 
-def test_the_lossless_model_is_no_way_out_of_itself(document: Document) -> None:
+def test_the_lossless_model_is_no_way_out_of_itself(document):
     document["model"] |= {"speedup": 0.99, "speedup_lossless": 1.01}
     for site in document["sites"]:
         site |= {"operator": "sinkhorn", "side": None, "c_transforms": None, "rescaled": None}
@@ -309,9 +305,7 @@ def test_the_lossless_model_is_no_way_out_of_itself(document: Document) -> None:
     ],
     ids=["limit on speed", "limit on time", "baseline"],
 )
-def test_the_lossless_model_has_to_keep_what_was_asked_of_speed(
-    document: Document, check: dict[str, Any]
-) -> None:
+def test_the_lossless_model_has_to_keep_what_was_asked_of_speed(document, check):
     near(document, 1.04)
     own = {"scope": "model", "class": "ACCEPT", "message": "x"} | check
     if check.get("value") == 0.9:
@@ -338,9 +332,7 @@ def test_the_lossless_model_has_to_keep_what_was_asked_of_speed(
         ("examples", "ANOMALOUS", "Measure on more examples before you decide."),
     ],
 )
-def test_what_a_check_says_is_told(
-    document: Document, metric: str, verdict: str, sentence: str
-) -> None:
+def test_what_a_check_says_is_told(document, metric, verdict, sentence):
     check = {"kind": "limit", "metric": metric, "scope": "model", "value": 200.0, "min": 500.0,
              "class": verdict, "passed": False, "message": "too few of them"}  # fmt: skip
     document["gate"] = {"verdict": verdict, "passed": False, "checks": [check]}

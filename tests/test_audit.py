@@ -159,8 +159,7 @@ class Padded(nn.Module):
         x = x + torch.ops.asapc.esp_soft(x, x.sin(), x, *own)
         y = torch.ops.asapc.sinkhorn(x, x, x, keep, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
         x = (x + y).masked_fill(~keep[:, None, :, None], 0.0)
-        result: Tensor = x.sum((1, 2))
-        return result
+        return x.sum((1, 2))
 
 
 def test_only_soft_sites_of_a_mixed_padded_model_are_audited() -> None:

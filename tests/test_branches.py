@@ -170,8 +170,7 @@ def test_a_compiled_model_says_where_it_would_be_another(compiled: tuple[nn.Modu
     model, out = compiled
     live, alone = asapc.load(out, model=net(inner=model.layer.ask)), asapc.load(out)  # type: ignore[union-attr]
     scaled = X * 2e7
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         torch.testing.assert_close(live(X), model(X), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(alone(X), model(X), atol=1e-5, rtol=1e-5)
     with pytest.warns(OwnCodeWarning, match=r"torch.any\(x > 1e6\)"):

@@ -272,7 +272,6 @@ def test_pieces_change_nothing(monkeypatch, fields):
 @pytest.mark.parametrize(("side", "c_transforms"), [("source", 3), ("target", 2)])
 def test_examples_without_active_keys_are_passed_over(side, c_transforms):
     tensors = site_tensors(masked=True)
-    assert tensors.keep is not None
     padded = SiteTensors(
         torch.cat([tensors.q, tensors.q[:1] * 7]),
         torch.cat([tensors.k, tensors.k[:1]]),
@@ -346,7 +345,6 @@ def test_non_finite_activations_name_the_site(where, value):
 ])  # fmt: skip
 def test_nan_behind_the_mask_is_harmless(side, c_transforms, features):
     tensors = site_tensors(masked=True, batch=8)
-    assert tensors.keep is not None
     poisoned = torch.where(tensors.keep[:, None, :, None], tensors.k, math.nan)
     sites = [
         fit([own], side=side, c_transforms=c_transforms, features=features)

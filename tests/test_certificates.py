@@ -48,7 +48,7 @@ cases = {
 
 @settings(max_examples=25, deadline=None)
 @given(**cases)
-def test_row_error_bound_holds(seed: int, n: int, m: int, spread: float) -> None:
+def test_row_error_bound_holds(seed, n, m, spread):
     block, generator = random_scores(seed, n, m, spread)
     _, first, _, last = block.closed(torch.randn(2, 2, n, generator=generator).double(), 3)
     row_err = (block.log_plan(last).exp().sum(-1) * n - 1).abs().mean(-1)
@@ -58,9 +58,7 @@ def test_row_error_bound_holds(seed: int, n: int, m: int, spread: float) -> None
 
 @settings(max_examples=25, deadline=None)
 @given(**cases, c_transforms=st.integers(1, 4))
-def test_dual_stability_holds_after_any_c_transforms(
-    seed: int, n: int, m: int, spread: float, c_transforms: int
-) -> None:
+def test_dual_stability_holds_after_any_c_transforms(seed, n, m, spread, c_transforms):
     block, generator = random_scores(seed, n, m, spread)
     f, noise = (torch.randn(2, 2, n, generator=generator).double() for _ in range(2))
     f_hat = f + 0.3 * noise + 5.0
@@ -71,9 +69,7 @@ def test_dual_stability_holds_after_any_c_transforms(
 
 @settings(max_examples=25, deadline=None)
 @given(**cases)
-def test_contraction_bounds_hold_and_the_exact_one_says_no_less(
-    seed: int, n: int, m: int, spread: float
-) -> None:
+def test_contraction_bounds_hold_and_the_exact_one_says_no_less(seed, n, m, spread):
     block, generator = random_scores(seed, n, m, spread)
     one, other = (torch.randn(2, 2, m, generator=generator).double() for _ in range(2))
     ends = [block.flipped().closed(g, 2)[-1].f for g in (one, other)]
@@ -84,7 +80,7 @@ def test_contraction_bounds_hold_and_the_exact_one_says_no_less(
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (6, 4)])
-def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diameter_by_brute_force(shape, monkeypatch):
     n, m = shape
     scores = random_scores(n, n, m, 2.0)[0].scores
     crossed = scores[..., :, None, :, None] + scores[..., None, :, None, :]
@@ -109,7 +105,7 @@ def test_what_a_loop_still_has_to_go_is_bounded(seed, n, m, half_steps, spread):
     assert (spread_of(far - after) <= bound * (1 + 1e-9) + 1e-12).all()
 
 
-def test_the_diameter_is_taken_while_its_budget_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diameter_is_taken_while_its_budget_lasts(monkeypatch):
     convention = Convention(8, "row", 5**-0.5)
     exact = site(activations(True, scale=0.8), convention, None, normal(0.1)).metrics()
     monkeypatch.setattr(certificates, "DIAMETER_ENTRIES", 0)
@@ -118,7 +114,7 @@ def test_the_diameter_is_taken_while_its_budget_lasts(monkeypatch: pytest.Monkey
     assert exact["truncation_bound"] < rough["truncation_bound"] / 2
 
 
-def test_contraction_bound_ignores_offsets() -> None:
+def test_contraction_bound_ignores_offsets():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(1, 1, 4, 5, generator=generator).double()
     rows, columns = (30 * torch.randn(size, generator=generator).double() for size in (4, 5))
@@ -128,7 +124,7 @@ def test_contraction_bound_ignores_offsets() -> None:
     assert contraction_bound(scores[..., :1]).item() == pytest.approx(0.0, abs=1e-30)
 
 
-def test_a_forbidden_pair_has_no_contraction_bound() -> None:
+def test_a_forbidden_pair_has_no_contraction_bound():
     scores = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
     scores[1, 0, 0, 2] = -math.inf
     assert contraction_bound(scores).flatten().tolist() == [0.0, 1.0]
@@ -145,7 +141,7 @@ def two_points(p: float, d: float) -> Tilt:
 
 
 @pytest.mark.parametrize(("p", "d"), [(0.5, 1e-3), (1e-3, -3.0), (1e-12, 60.0), (0.5, 12.0)])
-def test_divergences_of_two_points(p: float, d: float) -> None:
+def test_divergences_of_two_points(p, d):
     tilt = two_points(p, d)
     a = math.log1p(p * math.expm1(d))  # the log-partition of the tilt
     q = p * math.exp(d - a)
@@ -157,7 +153,7 @@ def test_divergences_of_two_points(p: float, d: float) -> None:
     assert float(tilt.trivial()) >= max(reverse, forward)
 
 
-def test_variance_and_density_bounds_are_tight_for_flat_columns_and_small_errors() -> None:
+def test_variance_and_density_bounds_are_tight_for_flat_columns_and_small_errors():
     tilt = two_points(0.5, 2e-3)  # Var = 1e-6, all of Popoviciu's; uniform, so beta = 1
     for bound in (tilt.variance_bound(), tilt.density_bound()):
         for divergence in tilt.divergences():
@@ -169,7 +165,7 @@ def test_variance_and_density_bounds_are_tight_for_flat_columns_and_small_errors
     seed=st.integers(0, 10_000), n=st.integers(1, 6), m=st.integers(1, 6),
     spread=st.sampled_from([0.0, 1.0, 30.0]), error=st.sampled_from([1e-4, 1.0, 20.0]),
 )  # fmt: skip
-def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error: float) -> None:
+def test_divergence_bounds_hold(seed, n, m, spread, error):
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(1, 2, n, m, generator=generator, dtype=torch.float64)
     f, noise = (torch.randn(1, 2, n, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -189,7 +185,7 @@ def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error:
 
 
 @pytest.mark.parametrize("t", [0.3, 6.0])
-def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> None:
+def test_the_measured_contraction_reaches_the_bound_on_two_points(t):
     block = Block(torch.tensor([[[[t, 0.0], [0.0, t]]]]).double(), -math.log(2), -math.log(2))
     found = measured_contraction(block, torch.zeros(1, 1, 2, dtype=torch.float64))
     assert float(found) == pytest.approx(math.tanh(t / 2) ** 2, rel=1e-5)
@@ -221,7 +217,6 @@ def site(
 
     def predict(index: int) -> Callable[[SiteTensors], torch.Tensor]:
         def own(piece: SiteTensors) -> torch.Tensor:
-            assert plan is not None
             dual = TeacherDuals(piece, convention).after(plan.half_steps)[index]
             return dual + noise(dual)
 
@@ -254,7 +249,7 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "masked"), [(name, i % 2 == 1) for i, name in enumerate(PLANS)])
-def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
+def test_every_certificate_of_every_plan_holds(name, masked):
     half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)
     plan = transform_plan(convention, c_transforms, side)
@@ -281,13 +276,12 @@ def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
             assert min(entry["measured"] for entry in entries.values()) > 1e-6
 
 
-def test_measured_values_are_those_of_the_attention_maps() -> None:
+def test_measured_values_are_those_of_the_attention_maps():
     """Row error and entry ratios again, from dense maps of the operator's plain meaning."""
     from asapc.operators.asap import asap_attention
 
     t, convention = activations(False), Convention(8, "row", 5**-0.5)
     plan = transform_plan(convention, 3, "source")
-    assert plan is not None
     found = site(t, convention, plan, normal(0.2))
     f = TeacherDuals(t, convention).after(plan.half_steps)[0]
     maps = [
@@ -309,7 +303,7 @@ def diagonal(sharp: float, n: int) -> SiteTensors:
     return SiteTensors(sharp * torch.eye(n)[None, None], torch.eye(n)[None, None])
 
 
-def test_entries_can_move_by_the_whole_of_the_stability_bound() -> None:
+def test_entries_can_move_by_the_whole_of_the_stability_bound():
     """A column follows the query it attends to: off the diagonal an entry moves by exp(f_i - f_j)."""
     alpha = 0.4
     found = by_name(of_source(diagonal(14.0, 2), lambda dual: torch.tensor([alpha, -alpha]), 1, 1.0))
@@ -327,7 +321,7 @@ def unbalanced(first: int, second: int) -> SiteTensors:
     return SiteTensors(20 * side[None, None, :, None], torch.tensor([[[[1.0], [-1.0]]]]))
 
 
-def test_row_bound_by_hand() -> None:
+def test_row_bound_by_hand():
     """Rows 51 and 50 of 101 on two keys of mass 1/2: columns are scaled by 101/102 and 101/100."""
     entry = by_name(of_source(unbalanced(51, 50), lambda dual: torch.zeros(101), 3, 1.0))["row_bound"]
     assert entry["bound"] == pytest.approx(0.01)
@@ -371,7 +365,7 @@ WRONG: dict[str, tuple[Any, str, Any, SiteTensors, float, int]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bound_does_not_hold(name, monkeypatch):
     owner, attribute, wrong, t, size, c_transforms = WRONG[name]
 
     def noise(dual: torch.Tensor) -> torch.Tensor:
@@ -382,14 +376,14 @@ def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch)
     assert by_name(of_source(t, noise, c_transforms, 1.0))[name]["holds"] is False
 
 
-def test_exact_prediction_measures_nothing() -> None:
+def test_exact_prediction_measures_nothing():
     entries = by_name(of_source(activations(True), lambda dual: dual * 0 + 3.0, 1))  # another gauge
     assert entries["dual_stability"]["bound"] == pytest.approx(1.0, abs=1e-12)
     for name in ("dual_shift", "kl_variance_bound", "kl_density_bound"):
         assert entries[name]["bound"] < 1e-12 and entries[name]["holds"]
 
 
-def test_vacuous_bounds_say_so() -> None:
+def test_vacuous_bounds_say_so():
     entries = by_name(of_source(activations(False, scale=0.5), normal(30.0), 3, 1.0))
     for name in ("dual_stability", "kl_variance_bound"):
         assert entries[name]["vacuous"] and entries[name]["holds"], name
@@ -401,7 +395,7 @@ def test_vacuous_bounds_say_so() -> None:
     assert found["vacuous"] and found["bound"] == pytest.approx(1.0) and found["measured"] < 1
 
 
-def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them() -> None:
+def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them():
     convention = Convention(8, "row", 5**-0.5)
     kept = site(activations(True), convention, None, normal(0.1))
     of_loops = {"contraction_bound", "truncation_bound"}
@@ -412,7 +406,7 @@ def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them() -> No
     assert both.metrics()["dual_stability"] > 1.1
 
 
-def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
+def test_forbidden_pairs_are_bounded_but_not_compared():
     t = activations(False)
     bias = torch.zeros(1, 1, 7, 6)
     bias[..., 0, 1] = -math.inf
@@ -424,7 +418,7 @@ def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
     assert 0 < found.metrics()["row_bound"] < 1 < found.metrics()["dual_stability"]
 
 
-def test_a_broken_prediction_holds_nothing() -> None:
+def test_a_broken_prediction_holds_nothing():
     found = of_source(activations(False), lambda dual: dual * math.nan)
     held = {entry["name"]: entry["holds"] for entry in found.result()}
     assert held.pop("contraction_bound") is True and held.pop("truncation_bound") is True
@@ -432,9 +426,7 @@ def test_a_broken_prediction_holds_nothing() -> None:
     assert found.metrics()["dual_stability"] == math.inf
 
 
-def test_budgets_limit_what_is_compared_but_not_the_metrics(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_budgets_limit_what_is_compared_but_not_the_metrics(monkeypatch):
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 1)
     monkeypatch.setattr(certificates, "CONTRACTION_ENTRIES", 0)
     found = of_source(activations(True), normal(0.1))

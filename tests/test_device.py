@@ -40,14 +40,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     one_gpu(monkeypatch)
     monkeypatch.setattr(distill, "STEPS", 2)  # what runs there runs slowly
     monkeypatch.setattr(distill, "CANDIDATES", 4)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def work(tmp_path_factory):
     """A teacher and its data, which no test changes: analysed once on either device."""
     folder = tmp_path_factory.mktemp("device")
     return write_teacher(folder / "teacher", **TINY), write_data(folder / "data.npz", 80)
@@ -59,9 +59,7 @@ def coefficients(calibration: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_whole_way(
-    work: tuple[Path, str], tmp_path: Path, gpu: None, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_whole_way(work, tmp_path, gpu, name, capsys):
     teacher, data = work
     if name != "auto":
         teacher = write_teacher(tmp_path / "teacher", max_iter=2, n_layers=len(RECIPES[name]["sites"]))
@@ -88,7 +86,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
             if path.is_file() and path.name not in timed}  # fmt: skip
 
 
-def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
+def test_what_is_written_tells_of_no_device(work, tmp_path, gpu):
     """The lossless model, which has no fit that could round otherwise: byte for byte."""
     teacher, data = work
     written = [
@@ -105,7 +103,7 @@ def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Pa
     assert first == second
 
 
-def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
+def test_refresh(work, tmp_path, gpu):
     teacher, data = work
     out = compiled(tmp_path, teacher, data, {**SMALL, **ASAP})
     for extra in ("--distil", "--labels"):
@@ -120,7 +118,7 @@ def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
             assert value == pytest.approx(entries[1]["after"][name], rel=1e-3, abs=1e-4)
 
 
-def test_a_study(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
+def test_a_study(work, tmp_path, gpu):
     teacher, data = work
     (tmp_path / "grid.yaml").write_text(
         "blocks:\n  - {features: [[gaussian, lse]], max_examples: 32}\n"
@@ -149,9 +147,7 @@ BUILT_IN = {  # whose plans are other ones
 
 
 @pytest.mark.parametrize("architecture", BUILT_IN)
-def test_other_teachers(
-    tmp_path: Path, gpu: None, architecture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_teachers(tmp_path, gpu, architecture, capsys):
     keywords: dict[str, Any] = BUILT_IN[architecture]
     torch.manual_seed(0)
     model = ARCHITECTURES[architecture](**keywords)
@@ -170,7 +166,7 @@ def test_other_teachers(
     assert run("report", out, "--fast", "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
 
 
-def test_a_model_on_the_gpu_stays_there(gpu: None) -> None:
+def test_a_model_on_the_gpu_stays_there(gpu):
     torch.manual_seed(0)
     model = SinkformerText(
         vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3, max_iter=4
@@ -205,7 +201,7 @@ class Shared(nn.Module):
         return self.second(self.first(x) @ self.mask)  # type: ignore[no-any-return]
 
 
-def test_weights_come_back_as_they_were(gpu: None) -> None:
+def test_weights_come_back_as_they_were(gpu):
     model = Shared()
     before = {name: id(x) for name, x in model.named_parameters(remove_duplicate=False)}
     with pytest.raises(KeyError), running_on(chosen_device("cuda:0"), [model, None, model.first]):
@@ -223,7 +219,7 @@ def test_weights_come_back_as_they_were(gpu: None) -> None:
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "set a smaller batch_size"),
     (RuntimeError("CUDA error: device-side assert triggered\nmore"), "--device cpu, which names"),
 ])  # fmt: skip
-def test_what_a_gpu_says_is_one_clear_message(error: RuntimeError, told: str) -> None:
+def test_what_a_gpu_says_is_one_clear_message(error, told):
     class Failing(nn.Module):
         calls = 0
 
@@ -241,10 +237,7 @@ def test_what_a_gpu_says_is_one_clear_message(error: RuntimeError, told: str) ->
     ("gpu", "--device must be auto, cpu, cuda"), ("cuda:x", "--device must be"), ("cpu:1", "must be"),
     ("", "must be"), ("cuda", "no GPU that torch can use"), ("cuda:1", "no GPU that torch can use"),
 ])  # fmt: skip
-def test_a_device_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str,
-    told: str,
-) -> None:  # fmt: skip
+def test_a_device_that_is_not_there(monkeypatch, capsys, tmp_path, text, told):
     """Before the model is read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "config.json").write_text("no JSON")
@@ -253,7 +246,7 @@ def test_a_device_that_is_not_there(
     assert told in error and "JSON" not in error
 
 
-def test_which_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_gpu(gpu, monkeypatch):
     assert chosen_device("auto") == chosen_device("cuda") == torch.device("cuda", 0)
     with pytest.raises(InputError, match="1 GPU, counted from 0"):
         chosen_device("cuda:1")
@@ -264,7 +257,7 @@ def test_which_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_device("cpu") == CPU
 
 
-def test_the_second_device_refuses_what_a_gpu_refuses(gpu: None) -> None:
+def test_the_second_device_refuses_what_a_gpu_refuses(gpu):
     there = torch.device("cuda", 0)
     with running_on(there, []):
         x = torch.ones(3).to(there)
@@ -275,9 +268,7 @@ def test_the_second_device_refuses_what_a_gpu_refuses(gpu: None) -> None:
             x.numpy()
 
 
-def test_so_many_threads_as_are_asked_for(
-    work: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_many_threads_as_are_asked_for(work, capsys, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     assert run("inspect", work[0], "--threads", 3, "--quiet") == 0

@@ -67,7 +67,6 @@ def unrolled(q: Tensor, k: Tensor) -> Tensor:
     for axis in range(q.shape[-1]):
         plan = sliced(q[..., axis : axis + 1], k[..., axis : axis + 1])
         total = plan if total is None else total + plan
-    assert total is not None
     return total / q.shape[-1]
 
 
@@ -90,8 +89,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q1, k1, q2, k2, v = self.split(x)
         a = self.difference(self.maps[0](q1, k1), self.maps[1](q2, k2))
-        found: Tensor = self.out((a @ v).transpose(1, 2).flatten(2))
-        return found
+        return self.out((a @ v).transpose(1, 2).flatten(2))
 
 
 class Lerped(Layer):
@@ -119,8 +117,7 @@ class ByQuery(Layer):
         q1, k1, q2, k2, v = self.split(x)
         weight = self.to_weight(x).sigmoid().transpose(1, 2)[..., None]
         a = sinkhorn(q1, k1) - weight.expand(-1, -1, -1, x.shape[1]) * sinkhorn(q2, k2)
-        found: Tensor = self.out(torch.einsum("bhnm,bhme->bnhe", a, v).flatten(2))
-        return found
+        return self.out(torch.einsum("bhnm,bhme->bnhe", a, v).flatten(2))
 
 
 class Cross(Layer):
@@ -130,8 +127,7 @@ class Cross(Layer):
         q1, _, q2, _, _ = self.split(x)
         _, k1, _, k2, v = self.split(y)
         a = masked(q1, k1, keep) - self.weight * masked(q2, k2, keep)
-        found: Tensor = self.out((a @ v).transpose(1, 2).flatten(2))
-        return found
+        return self.out((a @ v).transpose(1, 2).flatten(2))
 
 
 class Transformer(nn.Module):
@@ -165,8 +161,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         one, other = self.halves(self.map(x))
         y = self.norm((one - self.weight * other) @ self.values(self.v(x))) * (1 - self.start)
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Chunked(Transformer):
@@ -197,8 +192,7 @@ class Rearranged(Transformer):
     def forward(self, x: Tensor) -> Tensor:
         one, other = self.halves(self.map(x))
         y = torch.bmm(one - self.weight * other, self.values(self.v(x))).unflatten(0, (-1, self.heads))
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Weighed(Transformer):
@@ -208,8 +202,7 @@ class Weighed(Transformer):
         a = self.map(x).unflatten(1, (self.heads, 2))
         weight = torch.stack([torch.ones(()), -self.weight]).to(a)[:, None, None]
         y = (weight * a).sum(2) @ self.values(self.v(x))
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Returned(Layer):

@@ -83,7 +83,6 @@ def test_a_lot_layer_is_found_again() -> None:
     settings = (0.5, 0.5, 5, True, 5, True, [1.0, 0.0, 0.0, 1.0])
 
     def teacher(t: SiteTensors) -> Tensor:
-        assert t.v is not None
         return lot(t.q, t.k, t.v, t.keep, None, None, truth, mass, *settings)
 
     own = pieces(teacher, 8, batch=8)
@@ -176,7 +175,6 @@ def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.
     n, m, dim = shape
     own = Distiller("layer", UNMASKED, Recipe(operator=operator, pivots=3, slices=3))
     t = site(n=n, m=m, dim=dim, masked=False)
-    assert t.v is not None
     take(own, SiteTensors(t.q.half(), t.k.half(), v=t.v.half()))
     take(own, site(1, batch=2, n=n + 2, m=m + 2, dim=dim, masked=False))  # another length
     take(own, SiteTensors(t.q[:0], t.k[:0], v=t.v[:0]))
@@ -194,7 +192,6 @@ def test_errors_name_the_site(operator: str) -> None:
     t = site()
     with pytest.raises(InputError, match="layer: queries must be finite"):
         take(own, dataclasses.replace(t, q=t.q * torch.nan))
-    assert t.v is not None
     with pytest.raises(InputError, match="layer: the teacher's outputs must be finite"):
         take(own, dataclasses.replace(t, v=t.v * torch.inf))
 
@@ -217,7 +214,6 @@ def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     read = load_calibration(tmp_path / "c")
     for name, (own,) in sites.items():
         (site_read,) = read.sites[name]
-        assert isinstance(site_read, SiteDistillation)
         stored, given = site_read.distilled.settings, own.distilled.settings
         assert stored.keys() == given.keys() and all(_equal(stored[key], given[key]) for key in given)
         rest = {"distilled": dataclasses.replace(own.distilled, settings={})}
@@ -272,7 +268,6 @@ def test_another_recipe_needs_another_fit(
         fitted["layer"] = (own.calibration(),)
     elif recipe.operator == "asap":
         plan = transform_plan(convention, 1, "target")
-        assert plan is not None
         statistics = SiteStatistics("layer", convention, plan, recipe)
         take(statistics, site())
         fitted = {"layer": (finish({"layer": statistics})["layer"],)}

@@ -64,7 +64,7 @@ def inputs(count: int = 5, length: int = 9) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     """One layer amortised, one lossless, captured with a mask."""
     x, keep = inputs(120, 9)
     folder = tmp_path_factory.mktemp("drop_in")
@@ -86,31 +86,30 @@ def compiled(
 
 
 @pytest.fixture(scope="module")
-def loaded(out: Path) -> dict[str, nn.Module]:
+def loaded(out):
     """A compiled model rebuilt from the artefact, and one put into the teacher's own module."""
     return {"whole": asapc.load(out), "live": asapc.load(out, model=drop_in_nets.net())}
 
 
 @pytest.fixture(params=FORMS)
-def make(request: pytest.FixtureRequest, loaded: dict[str, nn.Module]) -> Callable[[], nn.Module]:
+def make(request, loaded):
     return lambda: copy.deepcopy(loaded[request.param])
 
 
 @pytest.fixture(scope="module")
-def expected(loaded: dict[str, nn.Module]) -> Tensor:
+def expected(loaded):
     with torch.no_grad():
         return logits(loaded["whole"], *inputs())
 
 
 def logits(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    found: Tensor = model(*args, **kwargs)["logits"]
-    return found
+    return model(*args, **kwargs)["logits"]
 
 
 # The call
 
 
-def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected: Tensor) -> None:
+def test_it_is_called_as_the_teacher_is(make, expected):
     model, teacher, (x, keep) = make(), drop_in_nets.net(), inputs()
     assert not model.training
     own = inspect.signature(model.forward)
@@ -144,16 +143,14 @@ def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected:
         ({"more": 1}, "extra was captured as a dict of nothing, and is a dict of more"),
     ],
 )
-def test_another_call_is_refused_by_name(
-    loaded: dict[str, nn.Module], kwargs: dict[str, Any], message: str
-) -> None:
+def test_another_call_is_refused_by_name(loaded, kwargs, message):
     x, keep = inputs()
     with pytest.raises(InputError) as raised:
         loaded["whole"](**{"x": x, "keep": keep, **kwargs})
     assert message in str(raised.value)
 
 
-def test_python_refuses_what_no_forward_takes(make: Callable[[], nn.Module]) -> None:
+def test_python_refuses_what_no_forward_takes(make):
     model, (x, keep) = make(), inputs()
     with pytest.raises(TypeError, match="multiple values for argument 'x'"):
         model(x, keep, x=x)
@@ -166,7 +163,7 @@ def test_python_refuses_what_no_forward_takes(make: Callable[[], nn.Module]) -> 
             model(x)
 
 
-def test_outputs_keep_their_structure(make: Callable[[], Any]) -> None:
+def test_outputs_keep_their_structure(make):
     model = make()
     found = model(*inputs())
     assert type(found) is drop_in_nets.Output and found.loss is None
@@ -181,7 +178,7 @@ def test_outputs_keep_their_structure(make: Callable[[], Any]) -> None:
 # Copies
 
 
-def test_it_is_copied_whole(make: Callable[[], nn.Module], expected: Tensor) -> None:
+def test_it_is_copied_whole(make, expected):
     model, (x, keep) = make(), inputs()
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -199,9 +196,7 @@ def test_it_is_copied_whole(make: Callable[[], nn.Module], expected: Tensor) -> 
         assert torch.equal(logits(model, x, keep), expected)
 
 
-def test_another_process_reads_it_without_the_teachers_code(
-    loaded: dict[str, nn.Module], expected: Tensor, tmp_path: Path
-) -> None:
+def test_another_process_reads_it_without_the_teachers_code(loaded, expected, tmp_path):
     x, keep = inputs()
     torch.save((loaded["whole"], x, keep, expected), tmp_path / "model.pt")
     code = (
@@ -217,9 +212,7 @@ def test_another_process_reads_it_without_the_teachers_code(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_it_moves_to_another_dtype(
-    make: Callable[[], nn.Module], dtype: torch.dtype, expected: Tensor
-) -> None:
+def test_it_moves_to_another_dtype(make, dtype, expected):
     x, keep = inputs()
     model = make().to(dtype)
     with torch.no_grad():
@@ -234,7 +227,7 @@ def test_it_moves_to_another_dtype(
         torch.testing.assert_close(logits(back, x, keep), expected, rtol=0, atol=0.05)
 
 
-def test_its_own_constants_follow_it() -> None:
+def test_its_own_constants_follow_it():
     """A trace says in which dtype, and on which device, forward made its tensors."""
 
     class Makes(nn.Module):
@@ -257,9 +250,7 @@ def test_its_own_constants_follow_it() -> None:
     assert meta.device.type == "meta" and meta.dtype == torch.float16
 
 
-def test_it_runs_in_inference_mode_and_under_autocast(
-    make: Callable[[], nn.Module], expected: Tensor
-) -> None:
+def test_it_runs_in_inference_mode_and_under_autocast(make, expected):
     with torch.inference_mode():
         torch.testing.assert_close(logits(make(), *inputs()), expected, rtol=1e-5, atol=1e-6)
         with torch.autocast("cpu", torch.bfloat16):
@@ -269,7 +260,7 @@ def test_it_runs_in_inference_mode_and_under_autocast(
 # Compilers, training
 
 
-def test_torch_compile_follows_it(make: Callable[[], nn.Module], expected: Tensor) -> None:
+def test_torch_compile_follows_it(make, expected):
     torch._dynamo.reset()
     x, keep = inputs()
     with torch.no_grad():
@@ -277,7 +268,7 @@ def test_torch_compile_follows_it(make: Callable[[], nn.Module], expected: Tenso
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_torch_export_takes_it(make: Callable[[], nn.Module], expected: Tensor) -> None:
+def test_torch_export_takes_it(make, expected):
     x, keep = inputs()
     auto = torch.export.Dim.AUTO
     shapes = {"x": {0: auto, 1: auto}, "keep": {0: auto, 1: auto}}
@@ -287,7 +278,7 @@ def test_torch_export_takes_it(make: Callable[[], nn.Module], expected: Tensor) 
     torch.testing.assert_close(found, expected[:3], rtol=1e-5, atol=1e-6)
 
 
-def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_it_trains_under_ddp(make, tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
@@ -306,7 +297,7 @@ def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> N
     assert not model.eval().training
 
 
-def test_it_trains_under_checkpointing(make: Callable[[], nn.Module]) -> None:
+def test_it_trains_under_checkpointing(make):
     """Which recomputes what is saved for the backward pass, and lets it be read once."""
     model, (x, keep) = make().train(), inputs()
     plain = torch.autograd.grad(logits(model, x, keep).square().sum(), list(model.parameters()))
@@ -315,7 +306,7 @@ def test_it_trains_under_checkpointing(make: Callable[[], nn.Module]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -> None:
+def test_the_state_goes_round(make, expected):
     x, keep = inputs()
     model = make()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -334,11 +325,11 @@ def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -
 
 
 @pytest.fixture
-def patched(loaded: dict[str, nn.Module]) -> tuple[Any, Tensor, Tensor]:
+def patched(loaded):
     return copy.deepcopy(loaded["live"]), *inputs()
 
 
-def test_the_model_stays_the_object_it_was(out: Path, expected: Tensor) -> None:
+def test_the_model_stays_the_object_it_was(out, expected):
     model = drop_in_nets.net()
     seen: list[str] = []
     model.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
@@ -366,11 +357,10 @@ class Wrapped(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) * self.scale
-        return found
+        return self.base(x) * self.scale
 
 
-def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
+def test_replaced_layers_take_effect(out, patched):
     """Values that are all zero give what the bias of the last layer gives."""
     model, x, keep = patched
     block = model.blocks[0]
@@ -382,7 +372,7 @@ def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its quantisation
-def test_dynamic_quantisation_finds_the_layers(expected: Tensor, patched: Any) -> None:
+def test_dynamic_quantisation_finds_the_layers(expected, patched):
     model, x, keep = patched
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert "quantized" in type(quantised.blocks[0].to_q).__module__
@@ -392,7 +382,7 @@ def test_dynamic_quantisation_finds_the_layers(expected: Tensor, patched: Any) -
     assert "forward" in vars(quantised.blocks[0]) and type(model.blocks[0].to_q) is nn.Linear
 
 
-def test_another_call_runs_the_modules_own_code_and_says_so_once(expected: Tensor, patched: Any) -> None:
+def test_another_call_runs_the_modules_own_code_and_says_so_once(expected, patched):
     model, x, keep = patched
     teacher = drop_in_nets.net()
     with torch.no_grad():
@@ -401,15 +391,14 @@ def test_another_call_runs_the_modules_own_code_and_says_so_once(expected: Tenso
         assert torch.equal(found.logits, teacher(x, keep, sharp=True).logits)
         texts = [str(own.message) for own in warned]
         assert len(texts) == 2 and "blocks.0" in texts[0] and "sharp was captured as False" in texts[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             model(x, keep, sharp=True)
             assert torch.equal(logits(model, x, keep), expected)
         with pytest.warns(OwnCodeWarning, match="keep was captured as a tensor, and is None"):
             assert torch.equal(logits(model, x), logits(teacher, x))
 
 
-def test_the_artefacts_weights_are_loaded(out: Path, tmp_path: Path, expected: Tensor) -> None:
+def test_the_artefacts_weights_are_loaded(out, tmp_path, expected):
     x, keep = inputs()
     other = drop_in_nets.Net().eval()  # other random weights
     assert torch.equal(logits(asapc.load(out, model=lambda: other), x, keep), expected)
@@ -429,7 +418,7 @@ def test_the_artefacts_weights_are_loaded(out: Path, tmp_path: Path, expected: T
     assert all(torch.equal(a, b) for a, b in zip(whole, live_hidden, strict=True))
 
 
-def test_a_patched_model_is_monitored(expected: Tensor, patched: Any) -> None:
+def test_a_patched_model_is_monitored(expected, patched):
     model, x, keep = patched
     model.enable_monitor()
     model(x, keep)
@@ -495,9 +484,7 @@ TENSORS = "live/programs/0/modules/0/tensors"
         broken("sites/0/range", {"score_low": 0.0}),
     ],
 )  # fmt: skip
-def test_a_model_is_left_as_it_was_where_a_manifest_is_refused(
-    out: Path, tmp_path: Path, patched: Any, edit: Callable[[dict[str, Any]], None]
-) -> None:
+def test_a_model_is_left_as_it_was_where_a_manifest_is_refused(out, tmp_path, patched, edit):
     folder = altered(out, tmp_path / "out", edit)
     for model in (patched[0], drop_in_nets.Net()):  # patched before, or never
         with torch.no_grad():
@@ -508,13 +495,13 @@ def test_a_model_is_left_as_it_was_where_a_manifest_is_refused(
         assert_untouched(model, before)
 
 
-def test_an_output_that_the_program_does_not_have_is_refused(out: Path, tmp_path: Path) -> None:
+def test_an_output_that_the_program_does_not_have_is_refused(out, tmp_path):
     """A patched model's own forward gives its outputs."""
     with pytest.raises(InputError):
         asapc.load(altered(out, tmp_path / "out", broken("forward/output", {"tensor": 40})))
 
 
-def test_weights_that_cannot_be_copied_are_refused(out: Path) -> None:
+def test_weights_that_cannot_be_copied_are_refused(out):
     with torch.device("meta"):
         meta = drop_in_nets.Net()
     with pytest.raises(InputError, match="must have memory"):
@@ -535,11 +522,10 @@ def wrapped(module: nn.Module) -> Callable[..., Any]:
         return 2 * inner(*args, **kwargs)
 
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    own: Callable[..., Any] = module.forward
-    return own
+    return module.forward
 
 
-def test_a_forward_of_the_users_own_is_not_taken_off(out: Path, patched: Any) -> None:
+def test_a_forward_of_the_users_own_is_not_taken_off(out, patched):
     fresh, (model, x, keep) = drop_in_nets.net(), patched
     for own in (fresh, model):  # before a patch, and over one
         block = own.blocks[0]
@@ -562,11 +548,11 @@ def test_a_forward_of_the_users_own_is_not_taken_off(out: Path, patched: Any) ->
 
 
 @pytest.fixture(scope="module")
-def odd_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def odd_out(tmp_path_factory):
     return compiled(drop_in_nets.odd(), {"x": inputs(60)[0]}, tmp_path_factory.mktemp("odd"))
 
 
-def test_a_layer_that_is_called_twice(odd_out: Path) -> None:
+def test_a_layer_that_is_called_twice(odd_out):
     """The forward around it is compiled, with both calls: the layer has none of its own for them."""
     x = inputs()[0]
     with torch.no_grad():
@@ -583,14 +569,13 @@ def test_a_layer_that_is_called_twice(odd_out: Path) -> None:
     assert "forward" in vars(model.shared) and "forward" not in vars(model.shared.attention)
 
 
-def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out: Path) -> None:
+def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out):
     x, model = inputs()[0], drop_in_nets.odd()
     theirs = model.halved.forward
     with torch.no_grad():
         exact = model(x)
         asapc.load(odd_out, model=model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # its counter is another than at the capture
+        with warnings.catch_warnings(action="error"):  # its counter is another than at the capture
             torch.testing.assert_close(model(x), exact, rtol=1e-4, atol=1e-5)
         assert model.halved.forward is not theirs and model.halved.calls == 1
         model.halved.share = 1.0
@@ -601,7 +586,7 @@ def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out: Path) -
     assert model.halved.forward is theirs
 
 
-def test_casts_outside_of_the_compiled_forwards_stay(odd_out: Path) -> None:
+def test_casts_outside_of_the_compiled_forwards_stay(odd_out):
     """A trace in float32 does not have them; a patched model's own code has."""
     x = inputs()[0].half()
     teacher, model = drop_in_nets.odd().half(), asapc.load(odd_out, model=drop_in_nets.odd()).half()
@@ -622,7 +607,7 @@ def test_casts_outside_of_the_compiled_forwards_stay(odd_out: Path) -> None:
 # Attributes
 
 
-def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> None:
+def test_a_number_that_is_set_is_not_ignored(expected, patched):
     model, x, keep = patched
     block, teacher = model.blocks[0], drop_in_nets.net()
     with torch.no_grad():
@@ -641,8 +626,7 @@ def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> 
             block(x, keep=keep, sharp=False)
         block.heads = 2
         block.anything = 3  # no code of the capture knew it
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert torch.equal(logits(model, x, keep), expected)
 
 
@@ -689,7 +673,7 @@ class Reading(nn.Module):
         return self.layer(x) * (1.0 + round(x.mean().item(), 1)), self.shared.notes["maps"].last
 
 
-def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: Path) -> None:
+def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(Keeping(), nn.Linear(8, 3)).eval(), torch.randn(40, 7, 8)
     patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
@@ -709,14 +693,14 @@ def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: P
     "steps", [[["attr", "forward"], ["attr", "x"]], [["attr", "__dict__"]], [["attr", "_modules"]], [],
               [["global", "os"], ["attr", "environ"]], [["attr", "last"], ["item", 0]]],
 )  # fmt: skip
-def test_a_file_cannot_have_anything_else_taken_away(steps: list[list[Any]]) -> None:
+def test_a_file_cannot_have_anything_else_taken_away(steps):
     known = Inside.of(nn.Linear(2, 2), "", Reads()).to_json()
     assert Inside.from_json({**known, "keeps": [[["attr", "ctx"], ["attr", "last"]]]}, "inside").keeps
     with pytest.raises((InputError, ValueError), match="keeps"):
         Inside.from_json({**known, "keeps": [steps]}, "inside")
 
 
-def test_what_the_model_reads_of_such_an_attribute_is_refused() -> None:
+def test_what_the_model_reads_of_such_an_attribute_is_refused():
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="last is only kept there"):
         asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
@@ -725,9 +709,7 @@ def test_what_the_model_reads_of_such_an_attribute_is_refused() -> None:
 # Replicas
 
 
-def test_replicas_run_on_their_own_weights(
-    make: Callable[[], nn.Module], expected: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_run_on_their_own_weights(make, expected, monkeypatch):
     """As torch.nn.DataParallel makes them; here what is sent to the second device is doubled."""
     place = sys.modules["torch.nn.parallel.replicate"]
 
@@ -758,9 +740,7 @@ def test_replicas_run_on_their_own_weights(
 # Nothing is faster
 
 
-def test_a_model_that_keeps_its_own_code_stays_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_keeps_its_own_code_stays_itself(tmp_path, monkeypatch):
     def kept(analysis: Any, choices: Any, *_: Any) -> Any:
         return [Choice("teacher", "nothing is faster", None, None, None) for _ in choices], None
 
@@ -784,13 +764,13 @@ def test_a_model_that_keeps_its_own_code_stays_itself(
         asapc.load(tmp_path / "out", model=nn.Linear(2, 2))
 
 
-def test_stages_and_programs_have_no_live_form(out: Path) -> None:
+def test_stages_and_programs_have_no_live_form(out):
     with pytest.raises(InputError, match="patched with the compiled stage"):
         asapc.load(out, model=drop_in_nets.net(), stage="teacher")
     assert isinstance(asapc.load(out, stage="teacher"), CompiledModel)
 
 
-def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
+def test_a_captured_module_returns_its_own_type(tmp_path):
     torch.manual_seed(0)
     model, (x, _) = drop_in_nets.ThroughNumpy().eval(), inputs(60)
     assert read_artifact(compiled(model, {"x": x}, tmp_path), ()).capture == "module"
@@ -893,9 +873,7 @@ def cut(model: nn.Module, x: Tensor) -> Any:
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
     ],
 )
-def test_the_smallest_module_that_computes_the_site_by_itself(
-    model: type[nn.Module], name: str, layers: set[str]
-) -> None:
+def test_the_smallest_module_that_computes_the_site_by_itself(model, name, layers):
     torch.manual_seed(0)
     built, x = model().eval(), torch.randn(3, 5, 4)
     (made,), left = cut(built, x)
@@ -906,8 +884,7 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
         made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32,
         own_forward=True,
     )
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
+    with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
         exact = built(x)
         with live.installed_patches(built, [patch], []):
             torch.testing.assert_close(built(x), exact)
@@ -924,11 +901,10 @@ class Maps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = (self.q(x) @ self.k(x).mT).float()
-        found: Tensor = self.drop(self.loop(scores).to(x.dtype)) @ x
-        return found
+        return self.drop(self.loop(scores).to(x.dtype)) @ x
 
 
-def test_no_loop_stays_beside_its_operator() -> None:
+def test_no_loop_stays_beside_its_operator():
     (program,) = capture(Maps().eval(), (torch.randn(3, 5, 4),), {}).programs
     sites = [own for own in match(program) if not isinstance(own, Refusal)]
     called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
@@ -936,7 +912,7 @@ def test_no_loop_stays_beside_its_operator() -> None:
     assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
 
 
-def test_structures_go_through_plain_data() -> None:
+def test_structures_go_through_plain_data():
     def forward(
         x: Tensor, rest: Any, *more: Tensor, scale: float = 0.5, dtype: Any = torch.float32
     ) -> None: ...
@@ -981,7 +957,7 @@ class Paired(Model):
         return super().forward(x + share * mem.mean(1, keepdim=True))
 
 
-def test_lengths_that_were_equal_are_equal_in_the_artefact_too(tmp_path: Path) -> None:
+def test_lengths_that_were_equal_are_equal_in_the_artefact_too(tmp_path):
     """The program on disk keeps two names; the branch that was traced is for one length."""
     torch.manual_seed(0)
     model = Paired().eval()

@@ -17,7 +17,7 @@ import torch
 from jsonschema import Draft202012Validator
 from junk import resigned
 from small_text import write_data, write_teacher
-from steps import run
+from steps import expect, run
 
 import asapc
 from asapc.errors import (
@@ -36,7 +36,7 @@ ASAP = (
     "batch_size: 16\nmax_examples: 64\n"
 )
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     write_teacher(folder / "teacher", n_layers=2, max_iter=4, sharpness=3.0)
     write_data(folder / "data.npz", 160)
@@ -54,7 +54,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiled(work: Path) -> Path:
+def compiled(work):
     teacher, data = work / "teacher", work / "data.npz"
     assert run("calibrate", teacher, "--data", data, "-o", work / "calib", "--recipe",
                work / "asap.yaml", "--quiet") == 0  # fmt: skip
@@ -64,23 +64,21 @@ def compiled(work: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lossless(work: Path, compiled: Path) -> Path:
+def lossless(work, compiled):
     assert run("compile", work / "teacher", "--calibration", work / "calib", "-o", work / "exact",
                "--recipe", work / "lossless.yaml", "--quiet") == 0  # fmt: skip
     return work / "exact"
 
 
 def teacher_of(folder: Path) -> torch.nn.Module:
-    model = load_teacher(str(folder)).model
-    assert model is not None
-    return model
+    return load_teacher(str(folder)).model
 
 
 def batch(path: Path, count: int = 20) -> torch.Tensor:
     return torch.from_numpy(np.load(path)["inputs"][:count])
 
 
-def test_inspect_json_names_every_field(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_json_names_every_field(work, capsys):
     found = run_json(capsys, "inspect", work / "teacher")
     assert found["capture"] == "whole"
     assert [site["name"] for site in found["sites"]] == ["layers.0.mha", "layers.1.mha"]
@@ -95,7 +93,7 @@ def test_inspect_json_names_every_field(work: Path, capsys: pytest.CaptureFixtur
     assert convention["bias"] is False and convention["early_stop"] is False
 
 
-def test_lossless_model_reproduces_the_untouched_teacher(work: Path, lossless: Path) -> None:
+def test_lossless_model_reproduces_the_untouched_teacher(work, lossless):
     model, teacher = asapc.load(lossless), teacher_of(work / "teacher")
     inputs = batch(work / "data.npz")
     with torch.no_grad():
@@ -107,7 +105,7 @@ def test_lossless_model_reproduces_the_untouched_teacher(work: Path, lossless: P
         assert float((mine - its).abs().max()) < 1e-5
 
 
-def test_compiled_model_takes_other_batches_and_lengths(work: Path, compiled: Path) -> None:
+def test_compiled_model_takes_other_batches_and_lengths(work, compiled):
     model = asapc.load(compiled)
     for count, length in ((1, 12), (7, 12), (5, 9)):
         logits, maps = model(batch(work / "data.npz", count)[:, :length])
@@ -116,9 +114,7 @@ def test_compiled_model_takes_other_batches_and_lengths(work: Path, compiled: Pa
         assert bool(logits.isfinite().all())
 
 
-def test_report_measures_and_gates(
-    work: Path, compiled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_measures_and_gates(work, compiled, capsys):
     report = run_json(capsys, "report", compiled)
     Draft202012Validator(report_schema()).validate(report)
     assert report["gate"] == {"verdict": None, "passed": True, "checks": [], "baseline": None}
@@ -154,7 +150,7 @@ def test_report_measures_and_gates(
 FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_torch_compiled.py
 
 
-def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_times_model_and_sites(compiled, capsys):
     result = run_json(capsys, "bench", compiled, "--repeats", 2, *FAST)
     for entry in (result["model"], *result["sites"]):
         for key in ("latency_teacher_ms", "latency_lossless_ms", "latency_compiled_ms"):
@@ -170,9 +166,7 @@ def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixtu
     assert kernels[1]["shape"] == "B16 H2 N12 M12 D8"
 
 
-def test_moved_artefact_loads_in_a_fresh_process_without_training_code(
-    work: Path, compiled: Path, tmp_path: Path
-) -> None:
+def test_moved_artefact_loads_in_a_fresh_process_without_training_code(work, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "moved")
     np.save(tmp_path / "x.npy", batch(work / "data.npz", 4).numpy())
     script = (
@@ -209,7 +203,7 @@ def softmax():
 
 
 @pytest.fixture(scope="module")
-def factories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def factories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("factories")
     tests = str(Path(__file__).parent)
     (folder / "nets.py").write_text(FACTORY.format(tests=tests))
@@ -219,9 +213,7 @@ def factories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_capture_per_module_goes_the_whole_way(
-    factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capture_per_module_goes_the_whole_way(factories, tmp_path, capsys):
     model, data = f"{factories / 'nets.py'}:per_module", factories / "x.npz"
     calib, out = tmp_path / "calib", tmp_path / "out"
     assert run("calibrate", model, "--data", data, "-o", calib, "--recipe",
@@ -246,9 +238,7 @@ def test_capture_per_module_goes_the_whole_way(
     assert "--model" in capsys.readouterr().err
 
 
-def test_a_model_without_sinkhorn_exits_3(
-    factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_sinkhorn_exits_3(factories, tmp_path, capsys):
     model = f"{factories / 'nets.py'}:softmax"
     code = run("calibrate", model, "--data", factories / "x.npz", "-o", tmp_path / "c", "--quiet")
     assert code == EXIT_NO_SITE
@@ -256,7 +246,7 @@ def test_a_model_without_sinkhorn_exits_3(
     assert not (tmp_path / "c").exists()
 
 
-def test_exported_program_as_teacher(work: Path, tmp_path: Path) -> None:
+def test_exported_program_as_teacher(work, tmp_path):
     teacher = teacher_of(write_teacher(tmp_path / "teacher", n_layers=1, max_iter=4))
     dim = torch.export.Dim.AUTO
     program = torch.export.export(
@@ -289,10 +279,7 @@ BOTH: dict[str, Any] = {"c_transforms": 0, "side": "both", "features": ["gaussia
     (((DEFAULT, 1, True), (BOTH, 0, False)), "sequential", True),
     (((TWO, 2, False), (KL, 1, False)), "parallel", False),
 ], ids=["sequential", "parallel, without maps"])  # fmt: skip
-def test_every_form_goes_the_whole_way(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    forms: Sequence[tuple[dict[str, Any], int, bool]], order: str, kept: bool,
-) -> None:  # fmt: skip
+def test_every_form_goes_the_whole_way(work, tmp_path, capsys, forms, order, kept):
     sites = {f"layers.{layer}.*": {"operator": "asap", **keys} for layer, (keys, *_) in enumerate(forms)}
     recipe = {"sites": sites, "batch_size": 16, "max_examples": 64, "drop_attention_maps": not kept}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
@@ -323,20 +310,7 @@ def test_every_form_goes_the_whole_way(
 # Bad input: one clear message, the right exit code, earlier output untouched
 
 
-def expect(
-    capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
-) -> None:
-    capsys.readouterr()
-    assert run(*arguments) == code
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err and captured.out == ""
-    lines = [line for line in captured.err.splitlines() if line.startswith("asapc: ")]
-    assert len(lines) == 1, captured.err
-    for word in words:
-        assert word in captured.err, captured.err
-
-
-def test_what_calibrate_refuses(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_calibrate_refuses(work, tmp_path, capsys):
     few, named, wild = (tmp_path / f"{name}.npz" for name in ("few", "named", "wild"))
     write_data(few, 3)
     np.savez(named, tokens=np.ones((20, 12), dtype=np.int64))
@@ -359,9 +333,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_compile_refuses(
-    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_compile_refuses(work, compiled, tmp_path, capsys):
     """Earlier output, and folders that asapc has not written, stay as they are."""
     other = write_teacher(tmp_path / "other", n_layers=2, max_iter=4)
     np.savez(tmp_path / "named.npz", tokens=np.ones((20, 12), dtype=np.int64))
@@ -384,9 +356,7 @@ def test_what_compile_refuses(
     assert contents(tmp_path) == before
 
 
-def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(work, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     (tmp_path / "grid.yaml").write_text("blocks: [{half_steps: 3}]\n")
@@ -397,9 +367,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
         expect(capsys, EXIT_BAD_INPUT, arguments, "replaces only folders that it wrote")
 
 
-def test_a_file_that_is_not_the_one_that_was_written_is_named(
-    work: Path, compiled: Path, lossless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_the_one_that_was_written_is_named(work, compiled, lossless, tmp_path, capsys):
     """One bit of it is another, it is gone, or it is that of another compilation of the same model."""
     files = json.loads((compiled / "manifest.json").read_text())["files"]
     assert {"graph.pt2", "model.safetensors", "recipe.yaml", "live/0.pt2"} < {*files}
@@ -423,7 +391,7 @@ def test_a_file_that_is_not_the_one_that_was_written_is_named(
         expect(capsys, EXIT_BAD_INPUT, command, "selection.json: must be the file that was written")
 
 
-def test_what_is_written_into_the_folder_later_is_no_damage(compiled: Path, tmp_path: Path) -> None:
+def test_what_is_written_into_the_folder_later_is_no_damage(compiled, tmp_path):
     out = Path(shutil.copytree(compiled, tmp_path / "out"))
     assert run("report", out, "--examples", "8", "--quiet") == 0
     assert run("report", out, "--examples", "8", "--quiet") == 0
@@ -437,9 +405,7 @@ TAMPERED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_tampered_manifest_is_one_clear_message(
-    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tampered_manifest_is_one_clear_message(work, compiled, tmp_path, capsys):
     """It points nowhere outside of its folder, and code that it names is not run."""
     out, evil, trace = tmp_path / "out", tmp_path / "evil.py", tmp_path / "ran"
     shutil.copytree(compiled, out)
@@ -467,5 +433,5 @@ def test_a_tampered_manifest_is_one_clear_message(
     assert not trace.exists() and not (tmp_path / "evil").exists()
 
 
-def test_exit_codes_are_the_documented_ones() -> None:
+def test_exit_codes_are_the_documented_ones():
     assert (EXIT_GATE_FAILED, EXIT_BAD_INPUT, EXIT_NO_SITE, EXIT_VERIFICATION) == (1, 2, 3, 4)

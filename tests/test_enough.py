@@ -35,7 +35,6 @@ def fits(
     recipe = Recipe(**{"side": "source", "c_transforms": 1, "features": ("norm",), **fields})
     rule = Convention(6, "row", score_multiplier=0.5)
     plan = transform_plan(rule, recipe.c_transforms, recipe.side)
-    assert plan is not None
     sites = {}
     for name in names:
         sites[name] = SiteStatistics(name, rule, plan, recipe)

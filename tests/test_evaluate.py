@@ -40,7 +40,7 @@ BUDGET = {"attention_rel_l2": 1.0, "prediction_agreement": 0.1}
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     teacher = write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
     compiled(folder, teacher, write_data(folder / "data.npz", 160), RECIPE)
@@ -69,14 +69,14 @@ def with_seen(work: Path, folder: Path, seen: list[int]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(work: Path) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def whole(work):
     return report(work / "out")
 
 
 # Three disjoint splits
 
 
-def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, whole: Any, tmp_path: Path) -> None:
+def test_the_own_data_is_measured_on_its_gate_split_alone(work, whole, tmp_path):
     own = hashes(work / "data.npz")
     splits = [split_of(h) for h in own]
     counts = {name: splits.count(name) for name in ("calibration", "selection", "gate")}
@@ -92,7 +92,7 @@ def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, whole: Any
     assert again["splits"] == found["splits"]
 
 
-def test_other_data_is_measured_without_what_was_seen(work: Path, tmp_path: Path) -> None:
+def test_other_data_is_measured_without_what_was_seen(work, tmp_path):
     own = np.load(work / "data.npz")["inputs"]
     seen = read_artifact(work / "out").seen_hashes
     known = own[[h in seen for h in hashes(work / "data.npz")]][:10]
@@ -107,7 +107,7 @@ def test_other_data_is_measured_without_what_was_seen(work: Path, tmp_path: Path
     assert "all 10 were seen" in str(raised.value.got)
 
 
-def test_an_artefact_that_has_seen_the_gate_split_is_refused(work: Path, tmp_path: Path) -> None:
+def test_an_artefact_that_has_seen_the_gate_split_is_refused(work, tmp_path):
     own = hashes(work / "data.npz")
     gate = next(h for h in own if split_of(h) == "gate")
     seen = sorted(read_artifact(work / "out").seen_hashes)
@@ -116,7 +116,7 @@ def test_an_artefact_that_has_seen_the_gate_split_is_refused(work: Path, tmp_pat
     assert raised.value.got == f"1 of the {len(seen) + 1} examples they have seen belong to it"
 
 
-def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
+def test_data_without_a_gate_split(work, tmp_path):
     inputs = np.load(work / "data.npz")["inputs"]
     kept = [split_of(h) != "gate" for h in hashes(work / "data.npz")]
     folder = tmp_path / "out"
@@ -129,7 +129,7 @@ def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
         report(folder)
 
 
-def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_path: Path) -> None:
+def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work, tmp_path):
     write_data(tmp_path / "more.npz", 120, seed=2)
     assert run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
                "--examples", 20, "-o", tmp_path / "refreshed", "--quiet") == 0  # fmt: skip
@@ -144,7 +144,7 @@ def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_pat
 # What is in it
 
 
-def test_intervals_lengths_heads_and_certificates(work: Path, whole: Any) -> None:
+def test_intervals_lengths_heads_and_certificates(work, whole):
     found, pictures = whole
     model = found["model"]
     assert model["confidence_level"] == 0.95
@@ -191,9 +191,7 @@ def test_intervals_lengths_heads_and_certificates(work: Path, whole: Any) -> Non
 
 
 @pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])
-def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
-    work: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(work, whole, monkeypatch, limit):
     everywhere, _ = whole
     assert "map_examples" not in everywhere["model"]
     monkeypatch.setattr(evaluate, limit, 1)  # the first batch
@@ -206,9 +204,7 @@ def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
     assert counted == [batch] * len(counted)
 
 
-def test_a_site_left_to_the_teacher_has_no_error(
-    work: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_left_to_the_teacher_has_no_error(work, whole, tmp_path, monkeypatch):
     """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
 
     def left(self: select.Search, *_: Any) -> list[select.Tried]:
@@ -241,9 +237,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
     assert timed[0]["kernels"] == [] and timed[1]["kernels"]
 
 
-def test_labels_that_no_class_has(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_that_no_class_has(work, tmp_path, capsys):
     with np.load(work / "data.npz") as data:
         inputs, labels = data["inputs"], data["labels"]
     labels[50] = 3
@@ -278,7 +272,7 @@ def fails(output, batch):
 
 
 @pytest.fixture(scope="module")
-def metrics(tmp_path_factory: pytest.TempPathFactory) -> str:
+def metrics(tmp_path_factory):
     file = tmp_path_factory.mktemp("metrics") / "own.py"
     file.write_text(METRICS)
     return str(file)
@@ -288,7 +282,7 @@ def own(work: Path, metric: str, **options: Any) -> Any:
     return report(work / "out", fast=True, metric=OwnMetric(metric, **options))[0]["model"]
 
 
-def test_an_own_metric_is_measured_of_both_models_with_intervals(work: Path, metrics: str) -> None:
+def test_an_own_metric_is_measured_of_both_models_with_intervals(work, metrics):
     model = own(work, f"{metrics}:hits")
     for mine, known in (("metric_teacher", "accuracy_teacher"), ("metric_compiled", "accuracy_compiled"),
                         ("metric_drop", "accuracy_drop")):  # fmt: skip
@@ -303,7 +297,7 @@ def test_an_own_metric_is_measured_of_both_models_with_intervals(work: Path, met
     assert "smaller is better" in turned["own_metric"]
 
 
-def test_an_own_metric_is_gated_shown_and_compared(work: Path, metrics: str, tmp_path: Path) -> None:
+def test_an_own_metric_is_gated_shown_and_compared(work, metrics, tmp_path):
     metric = f"{metrics}:doubled_when_called_again"  # the teacher 2, the compiled model 1
     gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5, confidence: true}\nmetric_compiled: {min: 0.9}\n")
@@ -333,15 +327,13 @@ def test_an_own_metric_is_gated_shown_and_compared(work: Path, metrics: str, tmp
         ("absent", "must define a callable 'absent', got nothing of that name"),
     ],
 )
-def test_what_an_own_metric_may_do_wrong(work: Path, metrics: str, name: str, message: str) -> None:
+def test_what_an_own_metric_may_do_wrong(work, metrics, name, message):
     with pytest.raises(InputError, match=re.escape(message)) as raised:
         own(work, f"{metrics}:{name}")
     assert raised.value.help
 
 
-def test_a_gates_file_runs_no_code(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gates_file_runs_no_code(work, tmp_path, capsys):
     gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5}\n")
     assert run("report", work / "out", "--gate", gates) == 2

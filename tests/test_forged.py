@@ -21,7 +21,6 @@ from asapc import pipeline
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.enough import shortages
 from asapc.calibration.stored import (
-    SiteCalibration,
     fit_document,
     fit_facts,
     fit_tensors,
@@ -163,7 +162,6 @@ def test_statistics_of_an_unfinished_run_are_looked_at() -> None:
     convention = Convention(8, "row", 0.5)
     recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["sliced:3", "norm"]})
     plan = transform_plan(convention, 0, "both")
-    assert plan is not None
     full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     take(full, SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
@@ -191,7 +189,6 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
     """Made again where it is of another shape, plan, convention or recipe."""
     ((name, fits),) = load_calibration(work / "calibration").sites.items()
     fit = fits[0]
-    assert isinstance(fit, SiteCalibration)
     recipe = next(iter(Recipe.from_dict(RECIPE).alternatives()))
     collector = SiteStatistics(name, fit.convention, fit.amortised.plan, recipe)
     facts = {**fit_document(fit), "seconds": 1.0}
@@ -214,7 +211,6 @@ def test_columns_for_each_position_are_of_these_positions() -> None:
     convention = Convention(8, "row", 0.5)
     recipe = Recipe.from_dict({"features": ["token_bias"], "side": "source"})
     plan = transform_plan(convention, recipe.c_transforms, recipe.side)
-    assert plan is not None
     statistics = SiteStatistics("s", convention, plan, recipe)
     generator = torch.Generator().manual_seed(0)
     seen = SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import collections
 import configparser
+import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -19,11 +21,13 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import log
 from typing import Any
+from unittest import mock
 
+import drop_in_nets
 import numpy as np
 import pytest
 import torch
@@ -124,7 +128,7 @@ KINDS = (OfEverything, OfModes, OfLayer, OfLayer)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Any]:
+def pair(tmp_path_factory):
     """The model, and its compiled form."""
     model, x = stack(*KINDS), torch.randn(48, 6, 4)
     before = _state(model)
@@ -144,19 +148,32 @@ def _state(model: nn.Module) -> Any:
 
 
 def _compared(pair: Any, number: int, change: Callable[[Layer], None], grad: bool = False) -> list[str]:
-    """Of a layer and its compiled form, both changed: they are equal.  Gives what was warned of."""
-    model, compiled, _ = copy.deepcopy(pair)
-    one, other = model.layers[number], compiled.layers[number]
+    """What a layer and its compiled form warn of, both changed."""
+    one, other = (model.layers[number] for model in copy.deepcopy(pair[:2]))
     change(one), change(other)
     SHARED.layer = number
-    x = torch.randn(2, 5, 4)
-    with torch.set_grad_enabled(grad), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.manual_seed(1)
-        expected = one(x)
-        torch.manual_seed(1)
-        torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-6)
+    with torch.set_grad_enabled(grad):
+        return own_code(one, other, torch.randn(2, 5, 4))
+
+
+def own_code(model: nn.Module, compiled: nn.Module, x: Tensor) -> list[str]:
+    """What was warned of, where both give the same."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
     return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+
+
+def assert_told(warned: list[str], text: str | None) -> None:
+    """One warning that says so; None: no warning."""
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+@functools.cache
+def made(kind: Callable[[], nn.Module], *size: int) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
+    recipe = {"operator": "lossless", "batch_size": 8}
+    return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
 
 
 def _set(*path: Any) -> Callable[[Layer], None]:
@@ -192,9 +209,8 @@ def _set(*path: Any) -> Callable[[Layer], None]:
         (lambda layer: layer.plain.mul_(2), "plain"),
     ],
 )
-def test_what_was_read_is_guarded(pair: Any, change: Callable[[Layer], None], text: str | None) -> None:
-    warned = _compared(pair, 0, change)
-    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+def test_what_was_read_is_guarded(pair, change, text):
+    assert_told(_compared(pair, 0, change), text)
 
 
 class Settings:
@@ -288,17 +304,21 @@ class OfHidden(Layer):
 
 
 @pytest.fixture(scope="module")
-def hidden() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(OfHidden()).eval(), torch.randn(24, 6, 4)
-    recipe = {"operator": "lossless", "batch_size": 8}
-    made = asapc.compile(model, {"input": x}, recipe=recipe, examples=8)
-    return model, made.model
+def hidden():
+    return made(OfHidden)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
+@pytest.fixture(scope="module")
+def named():
+    return made(OfNames)
+
+
+def bool_one() -> bool:
+    return True
+
+
+CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
+    "hidden": [
         (lambda one, patch: None, None),
         (lambda one, patch: one.settings._values.update(tau=2.0), "settings._values['tau']"),
         (lambda one, patch: one.table.__setitem__(0, 2.0), "table"),
@@ -318,36 +338,9 @@ def hidden() -> tuple[nn.Module, nn.Module]:
         (lambda one, patch: setattr(one, "kind", "hard"), "kind"),
         (lambda one, patch: setattr(one.norm, "eps", 1.0), "norm.eps"),
         (lambda one, patch: one.others[0].train(), "others[0].training"),
+        (lambda one, patch: one.same.register_full_backward_hook(print), "hooks of gradients"),
     ],
-)  # fmt: skip
-def test_state_off_the_beaten_track_is_guarded(
-    hidden: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Changed after a first call, of objects that stay the same ones."""
-    model, compiled = copy.deepcopy(hidden)
-    x = torch.randn(2, 5, 4)
-    compiled(x)
-    for one in (model[0], compiled[0]):
-        change(one, monkeypatch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-    warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
-    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
-
-
-def bool_one() -> bool:
-    return True
-
-
-@pytest.fixture(scope="module")
-def named() -> tuple[nn.Module, nn.Module]:
-    return made(OfNames)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
+    "named": [
         (lambda one, patch: None, None),
         (lambda one, patch: setattr(one, "none", torch.ones(1)), "was captured as"),
         (lambda one, patch: setattr(one, "later", 1), "later was captured as attribute absent"),
@@ -365,17 +358,20 @@ def named() -> tuple[nn.Module, nn.Module]:
         (lambda one, patch: one.register_parameter("another", nn.Parameter(torch.ones(1))), "structure"),
         (lambda one, patch: patch.setattr(torch.distributed, "is_initialized", bool_one), "distributed"),
     ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"), [(kind, *case) for kind, cases in CHANGES.items() for case in cases]
 )
-@torch.no_grad()
-def test_what_is_absent_or_named_in_a_text_is_guarded(
-    named: Any, change: Callable[..., Any], text: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, compiled = copy.deepcopy(named)
-    compiled(torch.randn(2, 5, 4))
+def test_state_off_the_beaten_track_is_guarded(kind, change, text, request, monkeypatch):
+    """Changed after a first call, of objects that stay the same ones."""
+    model, compiled = copy.deepcopy(request.getfixturevalue(kind))
+    x = torch.randn(2, 5, 4)
+    compiled(x)
     for one in (model[0], compiled[0]):
         change(one, monkeypatch)
-    warned = own_code(model, compiled, torch.randn(2, 5, 4))
-    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+    assert_told(own_code(model, compiled, x), text)
 
 
 class OfChance(Layer):
@@ -414,19 +410,12 @@ class OfCallbacks(Layer):
 
 
 @pytest.mark.parametrize("kind", [OfChance, OfFiles, OfMemory, OfIterators, OfCallbacks])
-def test_what_no_guard_can_compare_is_refused(kind: type[Layer]) -> None:
+def test_what_no_guard_can_compare_is_refused(kind):
     with pytest.raises(asapc.errors.NoSiteError, match="which is not always the same"):
         made(kind)
 
 
-def test_hooks_of_gradients_are_guarded(hidden: Any) -> None:
-    model, compiled = copy.deepcopy(hidden)
-    compiled[0].same.register_full_backward_hook(lambda module, *grads: None)
-    (warned,) = own_code(model, compiled, torch.randn(2, 5, 4))
-    assert "hooks of gradients" in warned
-
-
-def test_context_variables_are_guarded(hidden: Any) -> None:
+def test_context_variables_are_guarded(hidden):
     model, compiled = copy.deepcopy(hidden)
     x, token = torch.randn(2, 5, 4), VARIABLE.set(2.0)
     try:
@@ -436,7 +425,7 @@ def test_context_variables_are_guarded(hidden: Any) -> None:
         VARIABLE.reset(token)
 
 
-def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_are_guarded(pair, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "TAU", 2.0)
         (warned,) = _compared(pair, 0, lambda layer: None)
@@ -446,7 +435,7 @@ def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "LIMITS['tau'] was captured as 1.0" in warned
 
 
-def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
+def test_a_guard_passes_again_when_all_is_as_it_was(pair):
     layer = copy.deepcopy(pair[1]).layers[0]
     inside = layer.forward.inside[0]
     assert inside.difference(layer) is None is inside.difference(layer)
@@ -472,16 +461,15 @@ def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
         (OfEverything, True, True, None),
     ],
 )
-def test_modes_are_guarded(pair: Any, kind: type, grad: bool, training: bool, text: str | None) -> None:
-    warned = _compared(pair, KINDS.index(kind), lambda layer: layer.train(training) and None, grad)
-    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+def test_modes_are_guarded(pair, kind, grad, training, text):
+    change = operator.methodcaller("train", training)
+    assert_told(_compared(pair, KINDS.index(kind), change, grad), text)
 
 
-def test_what_a_parent_sets_for_each_layer(pair: Any) -> None:
+def test_what_a_parent_sets_for_each_layer(pair):
     model, compiled, out = pair
     x = torch.randn(3, 5, 4)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
+    with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
     whole = asapc.load(out)  # which has no code of its own
     with torch.no_grad():
@@ -529,7 +517,7 @@ def _analysed(model: nn.Module) -> Analysis:
     return analyse(Teacher(model, None, "net", "", False, None), first, more=more)
 
 
-def test_state_that_changes_is_left_to_the_code() -> None:
+def test_state_that_changes_is_left_to_the_code():
     analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Records, Layer))
     assert analysis.capture.kind == "module" and analysis.names == ["layers.5"]
     texts = ("reads calls, which is not always the same", "seen, that is written", "reads context.tau",
@@ -557,7 +545,7 @@ class Odd(Layer):
         return attended(self, x, getattr(self, "".join(("care", "less"))).tau)
 
 
-def test_looking_runs_no_code() -> None:
+def test_looking_runs_no_code():
     model = stack(Odd)
     model.layers[0].careless = Careless()
     with torch.no_grad():
@@ -571,7 +559,7 @@ def test_looking_runs_no_code() -> None:
 @pytest.mark.parametrize("grow", [
     lambda layer: layer.taus.append(2.0), lambda layer: layer.named.update(other=2.0),
 ], ids=["a list", "a dict"])  # fmt: skip
-def test_a_container_that_grows_after_a_call(grow: Any) -> None:
+def test_a_container_that_grows_after_a_call(grow):
     layer: Any = Layer()
     layer.taus, layer.named = [1.0], {"tau": 1.0}
     reads = Reads(tuple(reachable(layer, Names(None)).items()))
@@ -589,7 +577,7 @@ class Scripted(Stack):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_models_whose_code_or_weights_are_elsewhere() -> None:
+def test_models_whose_code_or_weights_are_elsewhere():
     model, x = Stack(Layer(), Layer()).eval(), torch.randn(8, 6, 4)
     for made in (torch.jit.script(nn.Linear(4, 4)).eval(), torch.jit.trace(model, x)):
         with pytest.raises(asapc.errors.InputError, match="scripted or traced"):
@@ -606,18 +594,17 @@ class Mapped(Layer):
         return torch.vmap(super().forward)(x)
 
 
-def test_a_loop_that_is_mapped() -> None:
+def test_a_loop_that_is_mapped():
     torch.manual_seed(0)
     model = Mapped().eval()
     compiled = asapc.compile(model, {"x": torch.randn(40, 6, 4)}).model
     x = torch.randn(3, 11, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)  # that is not what runs
+    with warnings.catch_warnings(action="error", category=OwnCodeWarning):  # that is not what runs
         torch.testing.assert_close(compiled(x), model(x))
     assert "sinkhorn (6 half-steps)" in repr(compiled)
 
 
-def test_scripts_and_lazy_layers() -> None:
+def test_scripts_and_lazy_layers():
     model = Scripted(Layer(), Layer()).eval()
     model.layers[0].out = torch.jit.script(nn.Linear(4, 4))
     analysis = _analysed(model)
@@ -784,7 +771,7 @@ class OfImports(Layer):
     def forward(self, x: Tensor) -> Tensor:
         import drop_in_nets
 
-        return attended(self, x, getattr(drop_in_nets, "TAU_OF_TEST", 1.0))
+        return attended(self, x, drop_in_nets.TAU_OF_TEST)
 
 
 class Clipped(torch.autograd.Function):
@@ -807,27 +794,12 @@ class OfLen(Layer):
         return attended(self, x).view(len(x), -1, 4) * log(x.shape[1])
 
 
-def made(kind: Callable[[], Layer], *size: int) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
-    recipe = {"operator": "lossless", "batch_size": 8}
-    return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
-
-
-def own_code(model: nn.Module, compiled: nn.Module, x: Tensor) -> list[str]:
-    """What was warned of, where both give the same."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-    return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
-
-
 @pytest.mark.parametrize(("kind", "size", "text"), [
     (OfLogs, (1, 30, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
     (OfExamples, (700, 3, 4), "size 0"),
 ])  # fmt: skip
 @torch.no_grad()
-def test_a_size_at_which_something_else_begins(kind: type[Layer], size: tuple[int], text: str) -> None:
+def test_a_size_at_which_something_else_begins(kind, size, text):
     model, compiled = made(kind)
     assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
     (warned,) = own_code(model, compiled, torch.randn(size))
@@ -835,26 +807,25 @@ def test_a_size_at_which_something_else_begins(kind: type[Layer], size: tuple[in
 
 
 @torch.no_grad()
-def test_len_and_a_logarithm_by_itself_leave_sizes_free() -> None:
+def test_len_and_a_logarithm_by_itself_leave_sizes_free():
     model, compiled = made(OfLen)
     assert own_code(model, compiled, torch.randn(5, 9, 4)) == []
 
 
 @torch.no_grad()
-def test_what_an_input_is_besides_its_numbers() -> None:
+def test_what_an_input_is_besides_its_numbers():
     model, compiled = made(OfInputs)
     x = torch.randn(3, 6, 4)
     told = torch.randn(3, 6, 4)
     told.sharp = True  # type: ignore[attr-defined]
     cases = ((x, None), (nn.Parameter(x), "no plain"), (told, "no plain"), (x[1:], "part of a tensor"))
     for given, text in cases:
-        warned = own_code(model, copy.deepcopy(compiled), given)
-        assert len(warned) == (text is not None) and (text is None or text in warned[0])
+        assert_told(own_code(model, copy.deepcopy(compiled), given), text)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 @torch.no_grad()
-def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
+def test_a_bias_of_weights_that_hides_later(trained):
     model, compiled = made(lambda: OfBias(trained), 2)
     x, layers = torch.randn(3, 2, 6, 4), (model[0], compiled[0])
     for entries, low in ((2, 2.0), (3, -math.inf)):
@@ -868,7 +839,7 @@ def test_a_bias_of_weights_that_hides_later(trained: bool) -> None:
 
 
 @torch.no_grad()
-def test_inputs_that_are_stored_otherwise_and_written_into() -> None:
+def test_inputs_that_are_stored_otherwise_and_written_into():
     model, compiled = made(OfWriting)
     x = torch.randn(3, 6, 4)
     assert own_code(model, compiled, x) == []
@@ -878,97 +849,29 @@ def test_inputs_that_are_stored_otherwise_and_written_into() -> None:
 
 
 @torch.no_grad()
-def test_functions_of_torch_that_are_replaced_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, compiled = made(OfFunctions)
-    x = torch.randn(3, 6, 4)
-    for home, name in ((nn.functional, "relu"), (torch, "sin")):
-        with monkeypatch.context() as patch:
-            patch.setattr(home, name, torch.sigmoid)
-            (warned,) = own_code(model, compiled, x)
-            assert f"{name} was captured as" in warned
-    with LOCK:
-        (warned,) = own_code(model, compiled, x)
-        assert "LOCK was captured as" in warned
-    assert own_code(model, compiled, x) == []
-
-
-@torch.no_grad()
-def test_a_device_that_code_asks_for() -> None:
+def test_a_device_that_code_asks_for():
     """And not one that it only hands on, or compares with that of another tensor."""
     x = torch.randn(3, 6, 4)
     for kind in (OfDevices, OnAnyDevice):
         model, compiled = made(kind)
         assert own_code(model, compiled, x) == []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             compiled.to("meta")(x.to("meta"))
         warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
         assert len(warned) == (kind is OfDevices) and all("devices()=cpu" in text for text in warned)
-
-
-@torch.no_grad()
-def test_precision_and_settings_that_code_asks_for() -> None:
-    model, compiled = made(OfPrecision)
-    (warned,) = own_code(model.double(), compiled.double(), torch.randn(2, 6, 4).double())
-    assert "precision()=torch.float32" in warned
-    model, compiled = made(OfDefaults)
-    torch.use_deterministic_algorithms(True)
-    try:
-        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert "are_deterministic_algorithms_enabled" in warned
-
-
-@torch.no_grad()
-def test_a_table_of_dtypes_and_whether_weights_hold_gradients() -> None:
-    model, compiled = made(OfTable)
-    (warned,) = own_code(model.double(), compiled.double(), torch.randn(2, 6, 4).double())
-    assert "precision()=torch.float32" in warned
-    model, compiled = made(OfGradients)
-    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
-    for one in (model, compiled):
-        one[0].out.weight.grad = torch.ones(4, 4)
-    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    assert "gradients()=False" in warned
 
 
 def wider(layer: Any) -> None:
     layer.q, layer.k = nn.Linear(4, 16), nn.Linear(4, 16)
 
 
-@pytest.mark.parametrize(("kind", "change", "text"), [
-    (OfWidth, wider, "size 2 of what its q gives"),
-    (OfAbsentBias, lambda layer: setattr(layer, "q", nn.Linear(4, 8, bias=False)), "q.bias"),
-    (OfChildren, lambda layer: layer.add_module("more", nn.Linear(4, 4)), "structure"),
-    (OfChildren, lambda layer: layer.register_parameter("gate", None), "structure"),
-])  # fmt: skip
-@torch.no_grad()
-def test_layers_of_another_kind(kind: Any, change: Callable[[Any], None], text: str) -> None:
-    model, compiled = made(kind)
-    for one in (model, compiled):
-        torch.manual_seed(0)
-        change(one[0])
-    for _ in range(2):
-        (warned,) = own_code(model, copy.deepcopy(compiled), torch.randn(2, 6, 4))
-        assert text in warned
-
-
-def test_code_that_takes_itself_out_of_autocast() -> None:
-    model, compiled = made(OfAutocast)
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    assert "autocast is on" in warned
-
-
 @pytest.mark.parametrize("outside", [0.0, 0.5])
 @torch.no_grad()
-def test_dropout_besides_that_of_a_map(outside: float) -> None:
+def test_dropout_besides_that_of_a_map(outside):
     _, compiled = made(lambda: OfDropout(outside))
     x = torch.randn(2, 6, 4)
     compiled.train()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         same = torch.equal(compiled(x), compiled(x))
     assert same == (not outside) and any("training mode" in str(w.message) for w in caught) != same
 
@@ -983,15 +886,14 @@ class OfDroppedMaps(Layer):
 
 
 @torch.no_grad()
-def test_dropout_of_a_map_is_left_out_with_a_warning() -> None:
+def test_dropout_of_a_map_is_left_out_with_a_warning():
     _, compiled = made(OfDroppedMaps)
     x = torch.randn(2, 6, 4)
     compiled.train()
     with pytest.warns(UserWarning, match="dropout between scores and values is not applied"):
         compiled(x)
     compiled[0].outside.eval()  # type: ignore[index]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once
+    with warnings.catch_warnings(action="error"):  # once
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
@@ -1013,14 +915,14 @@ class ReadsWhatIsLeft(nn.Module):
         return self.layer(self.layer(x))
 
 
-def test_what_changes_between_the_calls_of_one_run() -> None:
+def test_what_changes_between_the_calls_of_one_run():
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="runs what was compiled"):
         asapc.compile(ReadsWhatIsLeft().eval(), torch.randn(24, 6, 4), recipe={"operator": "lossless"})
 
 
 @torch.no_grad()
-def test_one_tensor_in_two_places() -> None:
+def test_one_tensor_in_two_places():
     torch.manual_seed(0)
     model, data = OfSame().eval(), {"x": torch.randn(24, 6, 4), "y": torch.randn(24, 6, 4)}
     recipe = {"operator": "lossless", "batch_size": 8}
@@ -1037,50 +939,68 @@ class Tied(nn.Module):
         self.layers = nn.ModuleList([OfDropout(0.0)] * 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers[1](self.layers[0](x))
-        return found
+        return self.layers[1](self.layers[0](x))
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+REPLACED = functools.partial(mock.patch.object, new=torch.sigmoid)
+# A layer, what is changed around it, what of itself, and what the warning says.
+OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
+    (OfFunctions, lambda: REPLACED(nn.functional, "relu"), id, "relu was captured as"),
+    (OfFunctions, lambda: REPLACED(torch, "sin"), id, "sin was captured as"),
+    (OfFunctions, lambda: LOCK, id, "LOCK was captured as"),
+    (OfDefaults, deterministic, id, "are_deterministic_algorithms_enabled"),
+    (OfImports, lambda: mock.patch.object(drop_in_nets, "TAU_OF_TEST", 3.0), id, "TAU_OF_TEST"),
+    (OfAutocast, lambda: torch.autocast("cpu", dtype=torch.bfloat16), id, "autocast is on"),
+    (Layer, lambda: nn.modules.module.register_module_forward_hook(doubled), id, "hooks of all modules"),
+    (OfPrecision, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
+    (OfTable, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
+    (OfGradients, contextlib.nullcontext,
+     lambda layer: setattr(layer.out.weight, "grad", torch.ones(4, 4)), "gradients()=False"),
+    (OfWidth, contextlib.nullcontext, wider, "size 2 of what its q gives"),
+    (OfAbsentBias, contextlib.nullcontext,
+     lambda layer: setattr(layer, "q", nn.Linear(4, 8, bias=False)), "q.bias"),
+    (OfChildren, contextlib.nullcontext,
+     lambda layer: layer.add_module("more", nn.Linear(4, 4)), "structure"),
+    (OfChildren, contextlib.nullcontext,
+     lambda layer: layer.register_parameter("gate", None), "structure"),
+    (Tied, contextlib.nullcontext,
+     lambda layer: layer.layers.__setitem__(1, OfDropout(0.0).eval()), "is no longer its layers.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "around", "change", "text"), OTHERS, ids=[row[-1] for row in OTHERS])
 @torch.no_grad()
-def test_a_layer_in_two_places_that_gets_another_in_one() -> None:
-    model, compiled = made(Tied)
-    assert not own_code(model, compiled, torch.randn(2, 6, 4))
-    model[0].layers[1] = compiled[0].layers[1] = OfDropout(0.0).eval()  # type: ignore[index]
-    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    assert "is no longer its layers.0" in warned
+def test_what_makes_another_layer_of_it(kind, around, change, text):
+    model, compiled = copy.deepcopy(made(kind))
+    assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+    for one in (model[0], compiled[0]):
+        torch.manual_seed(0)
+        change(one)
+    x = torch.randn(2, 6, 4).to(next(model.parameters()).dtype)
+    with around():
+        assert_told(own_code(model, compiled, x), text)
+    if change is id:
+        assert own_code(model, compiled, x) == []
 
 
-@torch.no_grad()
-def test_what_is_imported_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    import drop_in_nets
-
-    monkeypatch.setattr(drop_in_nets, "TAU_OF_TEST", 1.0, raising=False)
-    model, compiled = made(OfImports)
-    monkeypatch.setattr(drop_in_nets, "TAU_OF_TEST", 3.0)
-    (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    assert "TAU_OF_TEST" in warned
-
-
-def test_hooks_of_all_modules() -> None:
-    model, compiled = made(Layer)
-    handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else None
-    )
-    try:
-        (warned,) = own_code(model, compiled, torch.randn(2, 6, 4))
-    finally:
-        handle.remove()
-    assert "hooks of all modules" in warned
-
-
-def test_a_backward_that_clips_large_gradients() -> None:
+def test_a_backward_that_clips_large_gradients():
     model, compiled = made(OfClipping)
     x = torch.randn(2, 6, 4)
     grads = []
     for one in (model, compiled):
         given = x.clone().requires_grad_()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OwnCodeWarning)
+        with warnings.catch_warnings(action="ignore", category=OwnCodeWarning):
             (1e4 * one(given)).sum().backward()
         grads.append(given.grad)
     torch.testing.assert_close(*grads)
@@ -1103,7 +1023,7 @@ class OfLength(Layer):
         return attended(self, x)
 
 
-def test_a_length_that_the_parent_reads_of_a_layer() -> None:
+def test_a_length_that_the_parent_reads_of_a_layer():
     torch.manual_seed(0)
     model = Told().eval()
     model(torch.randn(2, 6, 4))  # as everybody does before

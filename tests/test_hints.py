@@ -50,7 +50,7 @@ WORDS = ["plain", "two words", "it's", 'a "quoted" $HOME', '{"depth": 2}', "", "
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_command_line_is_read_back_by_a_shell(word: str) -> None:
+def test_a_command_line_is_read_back_by_a_shell(word):
     text = command_line("compile", word, o="out", data=word, weights=None, kwargs=word)
     seen = "import sys; print(ascii(sys.argv[1:]))"
     script = f"asapc() {{ {shlex.quote(sys.executable)} -c '{seen}' \"$@\"; }}; {text}"
@@ -58,7 +58,7 @@ def test_a_command_line_is_read_back_by_a_shell(word: str) -> None:
     assert found.strip() == ascii(["compile", word, "-o", "out", "--data", word, "--kwargs", word])
 
 
-def test_a_folder_that_looks_like_an_option_stays_a_folder() -> None:
+def test_a_folder_that_looks_like_an_option_stays_a_folder():
     assert command_line("report", "-out") == "asapc report ./-out"
 
 
@@ -69,7 +69,7 @@ def hint(err: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     """A factory's model, its weights and its data, in a folder with a space in its name."""
     folder = tmp_path_factory.mktemp("hints") / "my work"
     folder.mkdir()
@@ -95,7 +95,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def calibrated(work: Path) -> Run:
+def calibrated(work):
     ran = Run(
         work, "calibrate", "the model.py:Layer", "--weights", "its weights.safetensors",
         "--kwargs", KWARGS, "--data", "data.npz", "-o", "my calib", "--recipe", "recipe.yaml",
@@ -105,7 +105,7 @@ def calibrated(work: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def compiled(work: Path, calibrated: Run) -> subprocess.CompletedProcess[str]:
+def compiled(work, calibrated):
     """By the hint of calibrate, as a shell runs it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -114,25 +114,18 @@ def compiled(work: Path, calibrated: Run) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_what_calibrate_says_to_run_next_runs(
-    work: Path, compiled: subprocess.CompletedProcess[str]
-) -> None:
+def test_what_calibrate_says_to_run_next_runs(work, compiled):
     assert compiled.returncode == 0, compiled.stderr
     assert (work / "my calib.compiled" / "manifest.json").is_file()
 
 
-def test_what_compile_says_to_run_next_runs(
-    work: Path, compiled: subprocess.CompletedProcess[str]
-) -> None:
+def test_what_compile_says_to_run_next_runs(work, compiled):
     ran = Run(work, *shlex.split(hint(compiled.stderr))[1:], "--examples", "8", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["model"]["data"] == "data.npz"
 
 
-def test_recorded_data_is_found_from_any_folder(
-    work: Path, compiled: subprocess.CompletedProcess[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_recorded_data_is_found_from_any_folder(work, compiled, tmp_path, monkeypatch):
     out, calibration = work / "my calib.compiled", work / "my calib"
     for folder, name in ((out, "manifest.json"), (calibration, "calibration.json")):
         assert json.loads((folder / name).read_text())["data"] == "../data.npz"
@@ -156,9 +149,7 @@ def test_recorded_data_is_found_from_any_folder(
     assert (tmp_path / "elsewhere" / recorded).resolve() == (work / "data.npz").resolve()
 
 
-def test_data_and_artefact_move_together_and_one_without_the_other_is_told(
-    work: Path, compiled: subprocess.CompletedProcess[str], tmp_path: Path
-) -> None:
+def test_data_and_artefact_move_together_and_one_without_the_other_is_told(work, compiled, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(work, moved)
     out = moved / "my calib.compiled"
@@ -177,9 +168,7 @@ def test_data_and_artefact_move_together_and_one_without_the_other_is_told(
     assert Run(tmp_path, "report", str(out), "--data", found, "--examples", "8").code == 0
 
 
-def test_a_refresh_elsewhere_takes_its_places_along(
-    work: Path, compiled: subprocess.CompletedProcess[str], tmp_path: Path
-) -> None:
+def test_a_refresh_elsewhere_takes_its_places_along(work, compiled, tmp_path):
     again = tmp_path / "refreshed"
     shutil.copy(work / "data.npz", tmp_path / "more.npz")
     ran = Run(tmp_path, "refresh", str(work / "my calib.compiled"), "--data", "more.npz", "--distil",
@@ -191,7 +180,7 @@ def test_a_refresh_elsewhere_takes_its_places_along(
     assert shlex.split(hint(ran.err)) == ["asapc", "report", "refreshed", "--data", "more.npz"]
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places(tmp_path, monkeypatch):
     here = tmp_path / "a" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -216,7 +205,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not places.same("a/here/d.npz", "d.npz")
 
 
-def test_a_manifest_moves_with_all_its_places() -> None:
+def test_a_manifest_moves_with_all_its_places():
     manifest = {
         "data": "../d.npz", "onnx": {}, "teacher": {"source": "../teacher.onnx", "fingerprint": "f"},
         "refresh": {"data": "/far/e.npz", "earlier": [{"data": "../f.npz"}, {"mode": "distil"}]},
@@ -234,9 +223,7 @@ def test_a_manifest_moves_with_all_its_places() -> None:
     assert places_moved(words, "out", "other/out")["teacher"] == words["teacher"]
 
 
-def test_a_callable_is_named_again_and_is_the_same_by_any_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callable_is_named_again_and_is_the_same_by_any_path(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "my gen.py").write_text("def batches(): ...\n")
     monkeypatch.chdir(tmp_path / "sub")
@@ -250,7 +237,7 @@ def test_a_callable_is_named_again_and_is_the_same_by_any_path(
         recorded_data("(batches in memory)", tmp_path / "out", "export")
 
 
-def test_commands_write_the_same_bytes_in_another_checkout(work: Path, tmp_path: Path) -> None:
+def test_commands_write_the_same_bytes_in_another_checkout(work, tmp_path):
     """The paths given being relative: nothing of where the folder lies is recorded."""
     files = []
     for name in ("one", "two"):

@@ -87,7 +87,6 @@ def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
     (policy,) = (
         m["content"] for m in page.named("meta") if m.get("http-equiv") == "Content-Security-Policy"
     )
-    assert policy is not None
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
     beside = re.sub(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]*", "", text)
     assert not re.search(r"https?:|//|@import|@font-face|javascript:", beside)
@@ -160,29 +159,21 @@ def _renamed(value: Any, name: str) -> Any:
 
 
 CHECK = {"kind": "limit", "metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0}
-ODD = {**CHECK, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
 FAST = {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
 # Whether of a full report, what is changed in it, what the page then says, and what it does not.
 WORDS: dict[str, tuple[bool, dict[str, Any], Sequence[str], Sequence[str]]] = {
-    "nothing measured": (False, {}, ("There is nothing to decide on yet.",), ("Layers", "ACCEPT")),
+    "nothing measured": (False, {}, (), ("Layers", "ACCEPT")),
     "accepted": (False, {"gate": {"verdict": "ACCEPT", "passed": True, "checks": [CHECK]}},
                  ('class="tone-good"',), ()),
     "worse": (False, {"gate": {"checks": [{**CHECK, "class": "REGRESSION"}]}}, ('class="tone-bad"',), ()),
-    "odd": (False, {"gate": {"verdict": "ANOMALOUS", "passed": False, "checks": [ODD]}},
-            ('class="tone-odd"', "was not measured"), ()),
-    "default limits, which are advice": (True, {"gate": {}}, (
-        "Ship it.", "default limits, no gate file was given: 3 of 3 kept.", 'class="tone-good"',
-        "attention_rel_l2: {max: 0.02} # the budget it was compiled with", "speedup: {min: 1} #",
-    ), ("ACCEPT", "REGRESSION", "How to get the lossless model")),
-    "a default limit that is not kept": (
-        True, {"gate": {}, "model": {"prediction_agreement": 0.9}}, ('class="tone-odd"', "not kept"),
-        ("ACCEPT",),
+    "default limits, which are advice": (
+        True, {"gate": {}}, ("attention_rel_l2: {max: 0.02}", "speedup: {min: 1}"),
+        ("ACCEPT", "REGRESSION", 'stage="lossless"'),
     ),
-    "a lossless model that is as fast": (True, {"gate": {}, "selection": None, "model": FAST}, (
-        "Take the lossless model instead.", "takes 1% longer", "operator: lossless",
-        'asapc.load("OUT", stage="lossless")',
-        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
-    ), ()),
+    "a lossless model that is as fast": (
+        True, {"gate": {}, "selection": None, "model": FAST},
+        ('asapc.load("OUT", stage="lossless")', "--recipe lossless.yaml"), (),
+    ),
 }  # fmt: skip
 
 

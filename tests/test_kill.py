@@ -45,11 +45,9 @@ class Nursery:
         assert self._answer() == "ready"
 
     def _answer(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def _say(self, *words: object) -> str:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
         return self._answer()

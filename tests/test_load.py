@@ -88,12 +88,12 @@ def built_in(folder: Path, name: str = "sinkformer-vit") -> Path:
 
 
 @pytest.fixture
-def vit_folder(tmp_path: Path) -> Path:
+def vit_folder(tmp_path):
     return built_in(tmp_path / "teacher")
 
 
 @pytest.fixture
-def factory(tmp_path: Path) -> Path:
+def factory(tmp_path):
     (tmp_path / "helper_of_factory.py").write_text("INPUTS = 2\n")
     path = tmp_path / "model.py"
     path.write_text(FACTORY)
@@ -108,7 +108,7 @@ def refused(model: str | Path, **options: object) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_built_in_folder(tmp_path: Path, name: str) -> None:
+def test_a_built_in_folder(tmp_path, name):
     folder = built_in(tmp_path / "teacher", name)
     teacher = load_teacher(str(folder))
     assert isinstance(teacher.model, ARCHITECTURES[name]) and not teacher.model.training
@@ -119,7 +119,7 @@ def test_a_built_in_folder(tmp_path: Path, name: str) -> None:
     assert inputs is not None and len(teacher.model(**inputs)[0]) == 3
 
 
-def test_fingerprint_sees_names_dtypes_shapes_and_bytes() -> None:
+def test_fingerprint_sees_names_dtypes_shapes_and_bytes():
     base = {"a": torch.zeros(2, 3), "b": torch.tensor(1.0)}
     others = [
         {"a": torch.zeros(3, 2), "b": torch.tensor(1.0)},
@@ -134,9 +134,7 @@ def test_fingerprint_sees_names_dtypes_shapes_and_bytes() -> None:
     assert len({fingerprint(state) for state in [base, *others]}) == 7
 
 
-def test_a_factory_leaves_nothing_behind(
-    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_factory_leaves_nothing_behind(factory, tmp_path, capsys):
     path, modules, state = list(sys.path), set(sys.modules), torch.get_rng_state()
     teacher = load_teacher(f"{factory}:build", kwargs='{"width": 5}')
     (new,) = set(sys.modules) - modules
@@ -152,11 +150,10 @@ def test_a_factory_leaves_nothing_behind(
     assert again.fingerprint == teacher.fingerprint
 
 
-def test_what_a_factory_may_return(factory: Path, tmp_path: Path) -> None:
+def test_what_a_factory_may_return(factory, tmp_path):
     plain, compiled = (load_teacher(f"{factory}:{name}") for name in ("build", "compiled"))
     assert type(compiled.model).__name__ == type(plain.model).__name__
     assert compiled.fingerprint == plain.fingerprint  # names without _orig_mod
-    assert plain.model is not None
     program = torch.export.export(plain.model, (torch.ones(4, 2),))
     torch.testing.assert_close(program.module()(torch.ones(4, 2)), plain.model(torch.ones(4, 2)))
     load_teacher(f"{factory}:masked")  # a buffer of -inf is a mask, and no error
@@ -166,9 +163,7 @@ def test_what_a_factory_may_return(factory: Path, tmp_path: Path) -> None:
     assert torch.equal(tied[1].weight, torch.ones(2, 2))  # type: ignore[index]
 
 
-def test_where_a_factory_may_be(
-    factory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_factory_may_be(factory, tmp_path, monkeypatch):
     """In two files with equally named helpers, or in a package of the working folder."""
     other = tmp_path / "other"
     other.mkdir()
@@ -192,13 +187,12 @@ def test_where_a_factory_may_be(
     ("wrap", "prefix"),
     [(None, ""), (None, "module."), ("state_dict", "module."), ("model_state_dict", ""), ("model", "")],
 )
-def test_a_factory_with_weights(factory: Path, tmp_path: Path, wrap: str | None, prefix: str) -> None:
+def test_a_factory_with_weights(factory, tmp_path, wrap, prefix):
     """As checkpoints have them, DataParallel's too."""
     state = {f"{prefix}linear.weight": torch.ones(3, 2), f"{prefix}linear.bias": torch.ones(3)}
     path = tmp_path / "w.pt"
     torch.save(state if wrap is None else {wrap: state, "epoch": 3}, path)
     teacher = load_teacher(f"{factory}:build", weights=str(path))
-    assert teacher.model is not None
     assert teacher.model(torch.ones(1, 2)).tolist() == [[3.0, 3.0, 3.0]]
     assert teacher.source.endswith(f"with {path}")
 
@@ -218,7 +212,7 @@ def test_a_factory_with_weights(factory: Path, tmp_path: Path, wrap: str | None,
         ("folder/manifest.json", "{}", "already compiled"),
     ],
 )  # fmt: skip
-def test_what_is_no_model(tmp_path: Path, name: str, content: str | None, expected: str) -> None:
+def test_what_is_no_model(tmp_path, name, content, expected):
     path = tmp_path / name
     if content is not None:
         path.parent.mkdir(exist_ok=True)
@@ -247,7 +241,7 @@ ODD = {"architecture": "sinkformer-text", **CONFIGS["sinkformer-text"]}
     ],
     ids=lambda value: str(value)[-40:],
 )  # fmt: skip
-def test_a_config_that_builds_no_model(tmp_path: Path, config: Any, expected: str) -> None:
+def test_a_config_that_builds_no_model(tmp_path, config, expected):
     name = config.get("architecture") if isinstance(config, dict) else None
     folder = built_in(tmp_path / "teacher", name if name in CONFIGS else "sinkformer-vit")
     text = config if isinstance(config, str) else json.dumps(config)
@@ -255,12 +249,12 @@ def test_a_config_that_builds_no_model(tmp_path: Path, config: Any, expected: st
     assert expected in refused(folder)
 
 
-def test_a_list_of_sizes_in_a_config(vit_folder: Path) -> None:
+def test_a_list_of_sizes_in_a_config(vit_folder):
     (vit_folder / "config.json").write_text(json.dumps({**VIT, "image_size": [4, 4]}))
     load_teacher(str(vit_folder))
 
 
-def test_a_config_that_disagrees_with_the_weights(vit_folder: Path) -> None:
+def test_a_config_that_disagrees_with_the_weights(vit_folder):
     (vit_folder / "config.json").write_text(json.dumps({**VIT, "depth": 2, "dim_head": 8}))
     message = refused(vit_folder)
     assert "missing from the weights: transformer.layers.1.0.norm.weight" in message
@@ -272,7 +266,7 @@ def test_a_config_that_disagrees_with_the_weights(vit_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"cut", b"version https://git-lfs.github.com/spec/v1\n"])
-def test_a_folder_whose_weights_are_cut_or_text(vit_folder: Path, content: bytes) -> None:
+def test_a_folder_whose_weights_are_cut_or_text(vit_folder, content):
     path = vit_folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:300] if content == b"cut" else content)
     message = refused(vit_folder)
@@ -280,7 +274,7 @@ def test_a_folder_whose_weights_are_cut_or_text(vit_folder: Path, content: bytes
     assert f"{path.stat().st_size} bytes" in message
 
 
-def test_weights_that_do_not_fit_the_factory(factory: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_the_factory(factory, tmp_path):
     path = tmp_path / "w.safetensors"
 
     def weights(**tensors: torch.Tensor) -> str:
@@ -316,11 +310,11 @@ def test_weights_that_do_not_fit_the_factory(factory: Path, tmp_path: Path) -> N
         ("build", "{width: 1}", "--kwargs must be JSON"), ("build", "[1]", "must be a JSON object"),
     ],
 )  # fmt: skip
-def test_bad_factory(factory: Path, name: str, kwargs: Any, expected: str) -> None:
+def test_bad_factory(factory, name, kwargs, expected):
     assert expected in refused(f"{factory}:{name}", kwargs=kwargs)
 
 
-def test_file_that_does_not_import(tmp_path: Path) -> None:
+def test_file_that_does_not_import(tmp_path):
     path, modules, places = tmp_path / "model.py", set(sys.modules), list(sys.path)
     for source, expected in (
         ("import no_such_package_at_all\n", "No module named 'no_such_package_at_all'"),
@@ -339,7 +333,7 @@ def test_file_that_does_not_import(tmp_path: Path) -> None:
     assert sys.path == places
 
 
-def test_names_that_no_disk_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_no_disk_has(tmp_path, capsys):
     (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
     for name in (f"{tmp_path}/{'x' * 300}:make", "x" * 5000 + ":make", f"{tmp_path}/loop.py:make"):
         assert cli.main(["inspect", name]) == 2
@@ -360,7 +354,7 @@ def _would_run(_: str) -> None:
     raise AssertionError("a pickle ran code")
 
 
-def test_a_pickle_that_needs_code_is_not_run(tmp_path: Path) -> None:
+def test_a_pickle_that_needs_code_is_not_run(tmp_path):
     path = tmp_path / "whole.pt"
     torch.save({"state_dict": {"w": torch.ones(2)}, "args": NeedsCode()}, path)
     with pytest.raises(InputError) as caught:
@@ -370,21 +364,20 @@ def test_a_pickle_that_needs_code_is_not_run(tmp_path: Path) -> None:
     assert "weights_only=False" in message and str(tmp_path / "whole.safetensors") in message
 
 
-def test_conversion_in_the_message_works(tmp_path: Path) -> None:
+def test_conversion_in_the_message_works(tmp_path):
     (tmp_path / "user_net.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\n")
     program = "import torch, user_net; torch.save(user_net.Net(2, 2), 'whole.pt')"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=environment)
     with pytest.raises(InputError) as caught:
         read_state_dict(tmp_path / "whole.pt")
-    assert caught.value.help is not None
     command = caught.value.help.split('python -c "', 1)[1].removesuffix('"')
     subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True, env=environment)
     assert read_state_dict(tmp_path / "whole.safetensors").keys() == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 half an archive", True, False])
-def test_broken_checkpoints(tmp_path: Path, content: bytes | bool) -> None:
+def test_broken_checkpoints(tmp_path, content):
     """Of no kind, or cut: True for an archive, False for the older format."""
     path = tmp_path / "w.pt"
     if isinstance(content, bool):
@@ -396,7 +389,7 @@ def test_broken_checkpoints(tmp_path: Path, content: bytes | bool) -> None:
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"epoch": 3}], ids=str)
-def test_checkpoint_without_tensors(tmp_path: Path, content: object) -> None:
+def test_checkpoint_without_tensors(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(InputError, match="must hold tensors by name"):
         read_state_dict(tmp_path / "w.pt")

@@ -41,7 +41,7 @@ def write(folder: Path, content: bytes | None = CONTENT, **changes: Any) -> Path
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[OnnxSettings | None]:
+def asked(monkeypatch, tmp_path):
     """What `asapc compile` asks for; it writes a model.onnx where asked to, or for an .onnx model."""
     monkeypatch.chdir(tmp_path)
     seen: list[OnnxSettings | None] = []
@@ -76,9 +76,7 @@ def words(text: str) -> str:
         ("teacher.onnx", ("--tolerance", "1e-3"), OnnxSettings(tolerance=1e-3)),
     ],
 )
-def test_options_of_the_file(
-    model: str, options: tuple[str, ...], expected: OnnxSettings | None, asked: list[OnnxSettings | None]
-) -> None:
+def test_options_of_the_file(model, options, expected, asked):
     assert call_compile(model, *options, "-q") == 0
     assert asked == [expected]
 
@@ -92,17 +90,12 @@ def test_options_of_the_file(
         ("teacher.onnx", ("--tolerance", "nan"), "tolerance must lie between 0 and 1"),
     ],
 )
-def test_options_that_are_none(
-    model: str, options: tuple[str, ...], message: str, asked: list[OnnxSettings | None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_that_are_none(model, options, message, asked, capsys):
     assert call_compile(model, *options) == 2
     assert message in capsys.readouterr().err and not asked
 
 
-def test_compile_shows_what_was_written(
-    asked: list[OnnxSettings | None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compile_shows_what_was_written(asked, capsys):
     assert call_compile("teacher.onnx") == 0
     out, err = capsys.readouterr()
     assert "1 layer compiled" in out and "ONNX opset 18" in out and "model.onnx" in err
@@ -115,7 +108,7 @@ def test_compile_shows_what_was_written(
     assert json.loads(capsys.readouterr().out) == MANIFEST
 
 
-def test_a_record_is_of_its_file_only(tmp_path: Path) -> None:
+def test_a_record_is_of_its_file_only(tmp_path):
     folder = write(tmp_path)
     assert read_record(folder) == RECORD and not is_unverified(folder)
     (folder / "model.onnx").write_bytes(b"another")
@@ -133,7 +126,7 @@ BROKEN: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_broken_record_is_one_message(tmp_path: Path) -> None:
+def test_a_broken_record_is_one_message(tmp_path):
     broken = [{**RECORD, **changes} for changes in BROKEN]
     broken += [{k: v for k, v in RECORD.items() if k != key} for key in RECORD]
     for text in ("[]", *map(json.dumps, broken)):
@@ -145,7 +138,7 @@ def test_a_broken_record_is_one_message(tmp_path: Path) -> None:
         read_record(tmp_path)
 
 
-def test_the_table_says_float16_and_takes_shapes_without_a_size() -> None:
+def test_the_table_says_float16_and_takes_shapes_without_a_size():
     shapes = [{"batch": 1, "length": 5}, {"batch": 2}]
     rows = dict(onnx_tables({**RECORD, "float16": True, "shapes": shapes})[0].rows)
     assert rows["float16"] == "yes" and rows["batch"] == "1, 2" and rows["length"] == "5"
@@ -153,23 +146,24 @@ def test_the_table_says_float16_and_takes_shapes_without_a_size() -> None:
 
 
 @pytest.mark.parametrize("command", ["bench", "report"])
-def test_a_file_that_is_not_the_verified_one_is_told(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_the_verified_one_is_told(command, tmp_path, monkeypatch, capsys):
     result = {"model": {}, "sites": [], "gate": {"passed": True}}
     monkeypatch.setattr(pipeline, "bench", lambda *args, **kwargs: result)
     report = Report.from_json(result, "report")
     monkeypatch.setattr(commands, "report_artifact", lambda *args, **kwargs: report)
-    folder = write(tmp_path / "out")
-    (folder / "manifest.json").touch()
-    assert cli.main([command, str(folder)]) == 0
+    folder, data = write(tmp_path / "my out"), tmp_path / "d.npz"
+    for place in (folder / "manifest.json", data):
+        place.touch()
+    call = [command, str(folder), "--data", str(data)]
+    assert cli.main(call) == 0
     assert "verified" not in capsys.readouterr().err
     write(folder, b"another")
-    assert cli.main([command, str(folder)]) == 0
-    assert "is not the file that was verified, and is left out" in words(capsys.readouterr().err)
+    assert cli.main(call) == 0
+    told = f"is not the file that was verified, and is left out: asapc export '{folder}' --data {data}"
+    assert told in words(capsys.readouterr().err)
 
 
-def test_bench_refuses_a_file_with_other_inputs(tmp_path: Path) -> None:
+def test_bench_refuses_a_file_with_other_inputs(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     from onnx import TensorProto, helper, save
@@ -187,9 +181,7 @@ def test_bench_refuses_a_file_with_other_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", [None, "other"])
-def test_refresh_tells_that_the_file_is_left_behind(
-    out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refresh_tells_that_the_file_is_left_behind(out, tmp_path, monkeypatch, capsys):
     def refresh(artifact: str, *rest: Any, **options: Any) -> dict[str, Any]:
         if out is None:
             (Path(artifact) / "model.onnx").unlink(missing_ok=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from steps import run as call
 from torch.export import Dim
 
 import asapc
-from asapc import cli
 from asapc.inputs.load import load_teacher
 
 pytest.importorskip("onnxruntime")
@@ -38,10 +38,6 @@ from asapc.terminal.progress import make_progress
 RECIPE = "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n"
 
 
-def call(*arguments: object) -> int:
-    return cli.main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PyTorch teacher, the same as teacher.onnx, data, a recipe and the calibrations of both."""
@@ -49,11 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_text.write_teacher(place / "teacher", n_layers=1, max_iter=2)
     small_text.write_data(place / "data.npz", 120)
     model = load_teacher(str(place / "teacher")).model
-    assert model is not None
     ids = torch.randint(1, 40, (3, 12))
     ids[0, 7:] = 0
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         torch.onnx.export(
             model, (ids,), place / "teacher.onnx", dynamo=True, input_names=["inputs"],
             dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), external_data=False,

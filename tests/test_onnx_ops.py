@@ -230,8 +230,7 @@ def with_constants(
 def test_operators_by_the_tests_of_onnx() -> None:
     """Each is right, as it is and with its small inputs inside the file, or refused by name."""
     wrong, right = [], set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         cases = collect_testcases(None)
     for case in cases:
         graph, op = case.model.graph, case.model.graph.node[0].op_type

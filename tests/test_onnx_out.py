@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import run as call
 from torch import Tensor, nn
 from torch.export import Dim
 
 import asapc
-from asapc import cli
 from asapc.artifact import read_artifact
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
@@ -45,12 +45,8 @@ RECIPE = (
 )
 
 
-def call(*arguments: object) -> int:
-    return cli.main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A small text teacher, and out/, which was compiled from it and has a verified model.onnx."""
     place = tmp_path_factory.mktemp("onnx")
     # Torch's exporter takes its time for every operator: short loops are enough.
@@ -65,18 +61,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(folder: Path, tmp_path: Path) -> Path:
+def out(folder, tmp_path):
     return Path(shutil.copytree(folder / "out", tmp_path / "out"))
 
 
 @pytest.fixture
-def translated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def translated(folder, monkeypatch):
     """Every program of this test is translated to the file of out/, without the exporter's seconds."""
     path = folder / "out" / "model.onnx"
     monkeypatch.setattr(exporting, "onnx_model", lambda exported, opset: onnx_ir.load(path))
 
 
-def test_every_operator_is_a_function_of_standard_operators(out: Path) -> None:
+def test_every_operator_is_a_function_of_standard_operators(out):
     record = read_record(out)
     assert record is not None and record["largest"] <= record["tolerance"] == 1e-4
     assert len(record["shapes"]) == verifying.SHAPES
@@ -101,7 +97,7 @@ def test_every_operator_is_a_function_of_standard_operators(out: Path) -> None:
     assert "run with ONNX Runtime" in (out / "report.md").read_text()
 
 
-def test_the_file_runs_on_padded_batches_of_any_length(out: Path) -> None:
+def test_the_file_runs_on_padded_batches_of_any_length(out):
     """By hand, without the code that verified it."""
     model, session = asapc.load(out), open_session(out / "model.onnx")
     random = np.random.default_rng(3)
@@ -122,9 +118,7 @@ def optimised(artifact: Path, place: Path) -> list[onnx.NodeProto]:
     return list(onnx.load(place / "optimised.onnx").graph.node)
 
 
-def test_float16_is_allowed_what_it_costs_in_pytorch_and_opset_23_has_attention(
-    out: Path, tmp_path: Path
-) -> None:
+def test_float16_is_allowed_what_it_costs_in_pytorch_and_opset_23_has_attention(out, tmp_path):
     full = (out / "model.onnx").stat().st_size
     assert call("export", out, "-q", "--opset", 23, "--float16") == 0
     record = read_record(out)
@@ -161,7 +155,7 @@ def pooled(gain: float) -> tuple[Any, list[str], list[Batch]]:
     return program, ["x", "keep"], [Batch((x, keep), {}, None, [0, 1, 2])]
 
 
-def test_float16_of_a_program_that_casts() -> None:
+def test_float16_of_a_program_that_casts():
     program, names, examples = pooled(1.0)
     half = in_half(program, names)
     products = [node for node in half.exported.graph.nodes if node.name.startswith("mul")]
@@ -173,9 +167,7 @@ def test_float16_of_a_program_that_casts() -> None:
 
 
 @pytest.mark.usefixtures("translated")
-def test_a_file_that_computes_something_else_is_not_written(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_computes_something_else_is_not_written(out, monkeypatch, capsys):
     before = {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()}
     write = exporting.save
 
@@ -197,7 +189,7 @@ def test_a_file_that_computes_something_else_is_not_written(
 
 
 @pytest.mark.usefixtures("translated")
-def test_a_compile_whose_file_differs_writes_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_compile_whose_file_differs_writes_nothing(folder, tmp_path):
     arguments = ("compile", folder / "teacher", "--calibration", folder / "calibration")
     out = tmp_path / "out"
     assert call(*arguments, "-o", out, "-q", "--emit", "onnx", "--tolerance", 1e-12) == 4
@@ -205,7 +197,7 @@ def test_a_compile_whose_file_differs_writes_nothing(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("translated")
-def test_large_weights_lie_beside_the_file(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_lie_beside_the_file(out, monkeypatch):
     monkeypatch.setattr(exporting, "INLINE_BYTES", 100)
     assert call("export", out, "-q") == 0
     assert (out / "model.onnx.data").stat().st_size > 1000
@@ -257,7 +249,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operators_run_at_lengths_they_were_not_traced_at(name: str, tmp_path: Path) -> None:
+def test_operators_run_at_lengths_they_were_not_traced_at(name, tmp_path):
     """Against the operators in PyTorch, with padded examples."""
 
     class Net(nn.Module):
@@ -288,7 +280,7 @@ def test_operators_run_at_lengths_they_were_not_traced_at(name: str, tmp_path: P
         assert float((ours - theirs).abs().max()) < 1e-4 * max(1.0, float(ours.abs().max())), size
 
 
-def test_names_of_inputs_and_outputs(tmp_path: Path) -> None:
+def test_names_of_inputs_and_outputs(tmp_path):
     """Names that the exporter gives to values of its own, an output that is an input, a text argument."""
 
     class Net(nn.Module):
@@ -316,7 +308,7 @@ def test_names_of_inputs_and_outputs(tmp_path: Path) -> None:
         torch.testing.assert_close(own, value)
 
 
-def test_sizes_with_limits_are_fixed_or_told() -> None:
+def test_sizes_with_limits_are_fixed_or_told():
     class Net(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             scale = 2.0 if y.shape[1] < 12 else 1.0
@@ -332,7 +324,7 @@ def test_sizes_with_limits_are_fixed_or_told() -> None:
     assert model.metadata_props["sizes"] == "length is 2 to 11"
 
 
-def test_an_output_that_is_no_tensor() -> None:
+def test_an_output_that_is_no_tensor():
     class Net(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
             return {"y": x + 1, "count": 3}
@@ -342,7 +334,7 @@ def test_an_output_that_is_no_tensor() -> None:
         interface.output_names(program)
 
 
-def test_what_is_asked_for_wrongly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_for_wrongly(folder, capsys):
     out = folder / "out"
     cases = [
         ((out, "--format", "tflite"), "--format must be onnx"),
@@ -355,7 +347,7 @@ def test_what_is_asked_for_wrongly(folder: Path, capsys: pytest.CaptureFixture[s
         assert words in capsys.readouterr().err
 
 
-def test_what_cannot_be_written(folder: Path) -> None:
+def test_what_cannot_be_written(folder):
     loaded = read_artifact(folder / "out", ("graph",))
     with pytest.raises(InputError, match="not seen"):
         write_onnx(loaded, [], OnnxSettings(), QUIET)
@@ -364,7 +356,7 @@ def test_what_cannot_be_written(folder: Path) -> None:
         write_onnx(loaded, [], OnnxSettings(), QUIET)
 
 
-def test_differences_count_shapes_integers_and_nan() -> None:
+def test_differences_count_shapes_integers_and_nan():
     one = torch.tensor([1.0, 2.0])
     difference = verifying.difference_of
     assert difference([one], [one + 0.5]) == 0.25
@@ -378,9 +370,7 @@ def test_differences_count_shapes_integers_and_nan() -> None:
 
 
 @pytest.mark.usefixtures("translated")
-def test_bench_times_the_file_and_its_teacher(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_times_the_file_and_its_teacher(out, monkeypatch, capsys):
     monkeypatch.setattr(bench, "onnx_model", exporting.onnx_model)
     capsys.readouterr()
     assert call("bench", out, "--repeats", 1, "--json", "-q", "--no-torch-compile") == 0
@@ -391,7 +381,7 @@ def test_bench_times_the_file_and_its_teacher(
     assert timed["threads"] == torch.get_num_threads() and timed["provider"] == "CPUExecutionProvider"
 
 
-def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(folder, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec

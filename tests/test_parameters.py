@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,7 +137,7 @@ LIVE = {"temperature": {"log_tau"}, "gain": {"gain"}, "einsum": {"gain"}, "bias"
         "both": {"log_tau", "gain", "bias"}}  # fmt: skip
 
 
-def test_what_multiplies_scores_is_read_from_its_parameter() -> None:
+def test_what_multiplies_scores_is_read_from_its_parameter():
     model = net(*LIVE)
     program, lifted, found = lossless(model)
     assert [site.convention.to_json()["half_steps"] for site in found] == [6] * len(LIVE)
@@ -166,7 +165,7 @@ OTHERS = ["without duals", "detached", "start detached", "backward", "nearly", "
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_gradients_are_found(kind: str) -> None:
+def test_other_gradients_are_found(kind):
     model = net(kind)
     _, lifted, _ = lossless(model)
     before = copy.deepcopy(model.state_dict())
@@ -187,12 +186,11 @@ KIND = {"held": "inside", "other": "without duals"}
 
 
 @pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def outs(tmp_path_factory):
     """held: a site with a constant; other: one with another gradient."""
     folder = tmp_path_factory.mktemp("parameters")
     for name, kind in KIND.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             asapc.compile(net(kind), {"input": tokens(40)}, recipe=RECIPE, out=folder / name, examples=8)
     return {name: folder / name for name in KIND}
 
@@ -217,12 +215,11 @@ def change(model: nn.Module, way: str) -> None:
         layer.log_tau = nn.Parameter(torch.tensor(0.4))
 
 
-def test_another_value_of_a_constant_is_no_secret(outs: dict[str, Path]) -> None:
+def test_another_value_of_a_constant_is_no_secret(outs):
     original, alone = net("inside"), asapc.load(outs["held"])
     live = asapc.load(outs["held"], model=copy.deepcopy(original))
     x = tokens()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", OwnCodeWarning)
+    with torch.no_grad(), warnings.catch_warnings(action="error", category=OwnCodeWarning):
         for model in (live, alone):
             torch.testing.assert_close(model(x), original(x))
     for way in ("load", "data", "step", "replaced"):
@@ -243,9 +240,7 @@ def test_another_value_of_a_constant_is_no_secret(outs: dict[str, Path]) -> None
 @pytest.mark.parametrize(
     "out, says", [("held", "log_tau requires a gradient"), ("other", "inference only: its own gradient")]
 )
-def test_gradients_that_are_not_there_are_the_originals_or_an_error(
-    outs: dict[str, Path], out: str, says: str
-) -> None:
+def test_gradients_that_are_not_there_are_the_originals_or_an_error(outs, out, says):
     original, alone = net(KIND[out]), asapc.load(outs[out])
     live = asapc.load(outs[out], model=copy.deepcopy(original))
     x = tokens()
@@ -268,7 +263,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_the_originals_or_an_error(outs: dict[str, Path], transform: str) -> None:
+def test_transforms_are_the_originals_or_an_error(outs, transform):
     original, call = net("inside"), TRANSFORMS[transform]
     live = asapc.load(outs["held"], model=copy.deepcopy(original))
     with pytest.warns(OwnCodeWarning, match=r"torch\.func"):
@@ -278,9 +273,7 @@ def test_transforms_are_the_originals_or_an_error(outs: dict[str, Path], transfo
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_that_torch_compiles_are_the_originals_or_an_error(
-    outs: dict[str, Path], transform: str
-) -> None:
+def test_transforms_that_torch_compiles_are_the_originals_or_an_error(outs, transform):
     torch._dynamo.reset()
     original, call = net("inside"), TRANSFORMS[transform]
     live, alone = asapc.load(outs["held"], model=copy.deepcopy(original)), asapc.load(outs["held"])
@@ -297,7 +290,7 @@ def test_transforms_that_torch_compiles_are_the_originals_or_an_error(
         torch.testing.assert_close(found, original(tokens()))
 
 
-def test_a_manifest_says_what_is_held(outs: dict[str, Path]) -> None:
+def test_a_manifest_says_what_is_held(outs):
     sites = {name: read_manifest(out)["sites"][0] for name, out in outs.items()}
     assert [sites[name]["constants"] for name in KIND] == [{"0.log_tau": "parameter"}, {}]
     assert [sites[name]["no_gradient"] is None for name in KIND] == [True, False]

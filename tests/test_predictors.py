@@ -55,9 +55,7 @@ def centred(values: Tensor, keep: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("first_side", ["row", "column"])
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("c_transforms", [1, 2])
-def test_a_cluster_for_every_point_gives_the_teachers_dual(
-    side: str, c_transforms: int, first_side: str, masked: bool
-) -> None:
+def test_a_cluster_for_every_point_gives_the_teachers_dual(side, c_transforms, first_side, masked):
     """Without spread within clusters the coarse problem is the teacher's own."""
     own = site(7, 9, masked)
     rule = convention(11 if first_side == "row" else 12, first_side)
@@ -65,7 +63,6 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
         plan = transform_plan(convention(half_steps, first_side), c_transforms, side)  # type: ignore[arg-type]
         if plan is not None and plan.c_transforms == c_transforms:
             break
-    assert plan is not None
     used = convention(half_steps, first_side)
     budget = plan.budget(used, plan.sides()[0])
     points = own.k if side == "source" else own.q
@@ -89,7 +86,7 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
-def test_the_gaussian_potential_solves_the_gaussian_problem() -> None:
+def test_the_gaussian_potential_solves_the_gaussian_problem():
     """On clouds sampled densely from Gaussians it is the converged dual, up to its gauge."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, 1500, 1, dtype=torch.float64, generator=generator) * 1.3 + 0.5
@@ -104,7 +101,7 @@ def test_the_gaussian_potential_solves_the_gaussian_problem() -> None:
     assert float(difference.square().mean().sqrt()) < 0.02 * float(centred(f, None).std())
 
 
-def test_farthest_points_one_after_the_other() -> None:
+def test_farthest_points_one_after_the_other():
     """By hand, with NumPy's argmax; masked points are never chosen, and few points repeat."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(3, 2, 11, 4, generator=generator, dtype=torch.float64)
@@ -130,9 +127,7 @@ def test_farthest_points_one_after_the_other() -> None:
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1e3], ids=["narrow", "wide", "huge"])
 @pytest.mark.parametrize(("side", "masked"), [("source", False), ("target", True)])
 @pytest.mark.parametrize("features", ["coarse:5", "farthest:5", "gaussian", "coarse:3 gaussian norm"])
-def test_cpu_twins_are_within_the_honest_error(
-    features: str, side: str, masked: bool, spread: float, dtype: torch.dtype
-) -> None:
+def test_cpu_twins_are_within_the_honest_error(features, side, masked, spread, dtype):
     """Narrow scores stay in the linear domain, wide ones go to float64, huge ones to logarithms."""
     own = site(33, 20, masked, seed=3, spread=spread)
     generator = torch.Generator().manual_seed(1)
@@ -153,9 +148,7 @@ def test_cpu_twins_are_within_the_honest_error(
 
 
 @pytest.mark.parametrize("features", ["coarse:5", "farthest:5"])
-def test_coarse_duals_do_not_depend_on_how_many_examples_are_done_together(
-    features: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coarse_duals_do_not_depend_on_how_many_examples_are_done_together(features, monkeypatch):
     own = site(19, 23, True, seed=3)
     pivots = [torch.randn(2, 5, 4).double()] if features == "coarse:5" else []
     tail = (None, pivots, torch.ones(1, 1), features, SCALE, 5, True)

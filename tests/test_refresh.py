@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from junk import resigned
 from safetensors.torch import load_file, save_file
-from steps import compiled, run
+from steps import compiled, expect, run
 from torch import nn
 
 import asapc
@@ -29,22 +28,25 @@ from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
 from asapc.training import refresh
 
-NET = """
+ATTENTION = """
 import torch
 from torch import nn
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, sharpness=6, half_steps=4):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.sharpness, self.half_steps = sharpness, half_steps
 
     def forward(self, x):
-        log_a = 6 * self.q(x) @ self.k(x).transpose(1, 2)
-        for step in range(4):
+        log_a = self.sharpness * self.q(x) @ self.k(x).transpose(1, 2)
+        for step in range(self.half_steps):
             log_a = log_a - log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
         a = log_a.exp()
         return self.out(a @ self.v(x)), a
+"""
+NET = """
 
 
 class Whole(nn.Module):
@@ -83,8 +85,7 @@ TRAINED = {COEFFICIENTS} | {
 
 def refreshed(out: Path, data: Path, *arguments: object, mode: str = "--distil") -> dict[str, Any]:
     assert run("refresh", out, "--data", data, mode, "--quiet", *arguments) == 0
-    entry: dict[str, Any] = json.loads((out / "manifest.json").read_text())["refresh"]
-    return entry
+    return json.loads((out / "manifest.json").read_text())["refresh"]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -103,23 +104,23 @@ def crude(folder: Path, model: str, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refresh")
     x = np.random.default_rng(0).standard_normal((120, 6, 8)).astype(np.float32)
     np.savez(folder / "data.npz", x=x, labels=(x[:, :, 0].mean(1) > 0).astype(int))
     np.savez(folder / "unlabelled.npz", x=x)
-    (folder / "net.py").write_text(NET)
+    (folder / "net.py").write_text(ATTENTION + NET)
     crude(folder, f"{folder / 'net.py'}:Whole", "out")
     return folder
 
 
 @pytest.fixture
-def out(work: Path, tmp_path: Path) -> Path:
+def out(work, tmp_path):
     """A copy of the compiled model."""
     return Path(shutil.copytree(work / "out", tmp_path / "out"))
 
 
-def test_distilling_only_the_coefficients_lowers_the_divergence(work: Path, out: Path) -> None:
+def test_distilling_only_the_coefficients_lowers_the_divergence(work, out):
     entry = refreshed(out, work / "unlabelled.npz", "--parameters", "asapc_site_*_coefficients",
                       "--learning-rate", "0.1", "--epochs", 4)  # fmt: skip
     assert entry["parameters"] == [COEFFICIENTS]
@@ -127,9 +128,7 @@ def test_distilling_only_the_coefficients_lowers_the_divergence(work: Path, out:
     assert entry["after"]["loss"] < 0.9 * entry["before"]["loss"]
 
 
-def test_report_shows_the_refresh_and_uses_no_example_it_saw(
-    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_shows_the_refresh_and_uses_no_example_it_saw(work, out, capsys):
     (out / "report.json").write_text("{}")
     (out / "report.md").write_text("of the old weights")
     entry = refreshed(out, work / "data.npz", "--epochs", 2)
@@ -156,7 +155,7 @@ def test_report_shows_the_refresh_and_uses_no_example_it_saw(
     assert "Refresh: on the selection split" in text and COEFFICIENTS in text
 
 
-def test_labels_train_what_is_selected_and_nothing_else(work: Path, out: Path) -> None:
+def test_labels_train_what_is_selected_and_nothing_else(work, out):
     before = load_file(out / "model.safetensors")
     entry = refreshed(out, work / "data.npz", "--learning-rate", "5e-3", "--epochs", 2,
                       mode="--labels")  # fmt: skip
@@ -184,7 +183,7 @@ def test_labels_train_what_is_selected_and_nothing_else(work: Path, out: Path) -
     assert float((own_out - old).abs().max()) > 1e-4
 
 
-def test_the_same_seed_gives_the_same_bytes(work: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(work, tmp_path):
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (3, 3, 4), strict=True):
         assert run("refresh", work / "out", "--data", work / "data.npz", "--distil", "--epochs", 1,
@@ -197,9 +196,7 @@ def test_the_same_seed_gives_the_same_bytes(work: Path, tmp_path: Path) -> None:
     assert again["before"]["loss"] == again["earlier"][0]["after"]["loss"]
 
 
-def test_an_epoch_that_is_worse_is_not_kept(
-    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_epoch_that_is_worse_is_not_kept(work, out, capsys):
     capsys.readouterr()
     assert run("refresh", out, "--data", work / "data.npz", "--distil", "--learning-rate", "3",
                "--epochs", 1) == 0  # fmt: skip
@@ -214,17 +211,6 @@ def test_an_epoch_that_is_worse_is_not_kept(
             assert tensor.equal(before[name.removeprefix("graph.")]), name
 
 
-def expect(
-    capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
-) -> None:
-    capsys.readouterr()
-    assert run(*arguments) == code
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err and captured.out == ""
-    for word in words:
-        assert word in captured.err, captured.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -237,18 +223,13 @@ def expect(
         (("--distil", "--anneal"), ("sort softly", "asap", "leave out --anneal")),
     ],
 )
-def test_what_is_refused_leaves_the_artefact_alone(
-    work: Path, out: Path, capsys: pytest.CaptureFixture[str],
-    arguments: Sequence[str], words: Sequence[str],
-) -> None:  # fmt: skip
+def test_what_is_refused_leaves_the_artefact_alone(work, out, capsys, arguments, words):
     before = files(out.parent)
     expect(capsys, EXIT_BAD_INPUT, ("refresh", out, "--data", work / "data.npz", *arguments), *words)
     assert files(out.parent) == before
 
 
-def test_labels_that_are_missing_or_no_classes(
-    work: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_that_are_missing_or_no_classes(work, out, tmp_path, capsys):
     command = ("refresh", out, "--labels", "--data")
     expect(capsys, EXIT_BAD_INPUT, (*command, work / "unlabelled.npz"), "array named labels", "--distil")
     x = np.load(work / "data.npz")["x"]
@@ -259,9 +240,7 @@ def test_labels_that_are_missing_or_no_classes(
     assert files(out) == files(work / "out")
 
 
-def test_an_interrupt_leaves_the_old_artefact(
-    work: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_leaves_the_old_artefact(work, out, monkeypatch, capsys):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -275,7 +254,7 @@ def test_an_interrupt_leaves_the_old_artefact(
 # Class scores
 
 
-def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
+def test_the_logarithm_of_no_probability_has_a_gradient():
     zero = torch.tensor([[0.0, 1.0]], requires_grad=True)
     loss = class_scores.log_probabilities(zero, True)[0, 0]
     loss.backward()
@@ -283,7 +262,7 @@ def test_the_logarithm_of_no_probability_has_a_gradient() -> None:
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
 
 
-def test_class_scores_are_the_first_matrix() -> None:
+def test_class_scores_are_the_first_matrix():
     assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
     with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
         refresh.scores_leaf([torch.randn(2, 3, 4)])
@@ -292,9 +271,7 @@ def test_class_scores_are_the_first_matrix() -> None:
 # Capture per module
 
 
-def test_capture_per_module_trains_the_captured_modules(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capture_per_module_trains_the_captured_modules(work, capsys):
     data, model = work / "data.npz", f"{work / 'net.py'}:PerModule"
     out = crude(work, model, "modules")
     before = load_file(out / "model.safetensors")
@@ -316,12 +293,12 @@ def test_capture_per_module_trains_the_captured_modules(
 
 
 @pytest.fixture(scope="module")
-def esp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def esp(tmp_path_factory):
     return esp_net.compiled(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def annealed(esp: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def annealed(esp, tmp_path_factory):
     """The ESP model annealed on labels, and its refresh entry."""
     out = tmp_path_factory.mktemp("annealed") / "out"
     assert run("refresh", esp / "out", "--data", esp / "data.npz", "--labels", "--anneal", "-o", out,
@@ -329,9 +306,7 @@ def annealed(esp: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return out, json.loads((out / "manifest.json").read_text())["refresh"]
 
 
-def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
-    esp: Path, annealed: tuple[Path, dict[str, Any]]
-) -> None:
+def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(esp, annealed):
     out, entry = annealed
     assert 1 <= entry["best_epoch"] <= entry["epochs"] == 6
     assert entry["anneal"] == {"gamma": 0.8, "from": [esp_net.TEMPERATURE] * 2, "to": 1e-6}
@@ -353,7 +328,6 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     assert operators == {"graph": ["esp_hard"] * 2, "lossless": ["esp_soft"] * 2, "teacher": []}
     source = open_data(str(esp / "data.npz"), artifact.signature())
     batch = next(source.batches(200, select=lambda content: split_of(content) == "selection"))
-    assert batch.labels is not None
     loss = nn.functional.cross_entropy(Runner(None, artifact.programs["graph"])(batch), batch.labels)
     assert float(loss) == pytest.approx(entry["after"]["loss"], rel=1e-5)
     for site in artifact.manifest["sites"]:
@@ -363,9 +337,7 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     assert artifact.manifest["soft_to_hard"]["switched"] is True
 
 
-def test_annealing_trains_what_a_gradient_reaches_and_the_teacher_not(
-    esp: Path, annealed: tuple[Path, dict[str, Any]]
-) -> None:
+def test_annealing_trains_what_a_gradient_reaches_and_the_teacher_not(esp, annealed):
     out, entry = annealed
     expected = {name for name, _ in esp_net.Net().named_parameters()} - {"unused"}
     assert set(entry["parameters"]) == expected
@@ -379,9 +351,7 @@ def test_annealing_trains_what_a_gradient_reaches_and_the_teacher_not(
         assert (out / stage).read_bytes() == (esp / "out" / stage).read_bytes(), stage
 
 
-def test_an_annealed_model_loads_runs_on_any_batch_and_is_reported(
-    annealed: tuple[Path, dict[str, Any]], esp: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_annealed_model_loads_runs_on_any_batch_and_is_reported(annealed, esp, capsys):
     out, entry = annealed
     x = torch.randn(3, 7, esp_net.SIZE)  # sizes stay dynamic when the program is written again
     with torch.no_grad():
@@ -403,9 +373,7 @@ def test_an_annealed_model_loads_runs_on_any_batch_and_is_reported(
            "sort softly", "esp_hard", "operator: lossless")  # fmt: skip
 
 
-def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(
-    esp: Path, tmp_path: Path
-) -> None:
+def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(esp, tmp_path):
     np.savez(tmp_path / "data.npz", x=np.load(esp / "data.npz")["x"])
     out = Path(shutil.copytree(esp / "out", tmp_path / "out"))
     entry = refreshed(out, tmp_path / "data.npz", "--anneal", "--epochs", 2, "--parameters",

@@ -14,7 +14,6 @@ from small_text import write_data, write_teacher
 
 from asapc import pipeline
 from asapc.calibration import distill, stream
-from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.reading import Examples
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
@@ -34,7 +33,7 @@ SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     write_teacher(folder / "teacher", n_layers=2, max_iter=6)
     write_data(folder / "data.npz")
@@ -84,10 +83,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
 @pytest.mark.parametrize(
     ("sequential", "after", "again"), [(False, 0, [6] * 5), (False, 3, [2, 2, 2, 6, 6]), (True, 3, None)]
 )
-def test_the_same_bytes_after_a_crash(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequential: bool, after: int,
-    again: list[int] | None,
-) -> None:  # fmt: skip
+def test_the_same_bytes_after_a_crash(work, tmp_path, monkeypatch, sequential, after, again):
     """Of five batches three are done: the statistics, of one dual and of both, see two more, the KL fits
     all five again."""
     calibrate(work, tmp_path / "whole", SMALL, sequential=sequential)
@@ -105,9 +101,7 @@ def test_the_same_bytes_after_a_crash(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_ctrl_c_keeps_what_was_taken_in(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_what_was_taken_in(work, tmp_path, monkeypatch):
     """It is pressed in the midst of the third batch, which is finished first."""
     true_take_in, batches = stream.take_in, list[int]()
 
@@ -126,9 +120,7 @@ def test_ctrl_c_keeps_what_was_taken_in(
     assert batches[3:] == [2, 2, 2, 6, 6]
 
 
-def test_finished_fits_are_not_made_again(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_fits_are_not_made_again(work, tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "STEPS", 2)
     recipe = {"operator": "lot", "pivots": 2, "max_examples": 16}
     calibrate(work, tmp_path / "whole", recipe)
@@ -149,7 +141,7 @@ def test_finished_fits_are_not_made_again(
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_shared_coefficients_are_fitted_together_again(work: Path, tmp_path: Path) -> None:
+def test_shared_coefficients_are_fitted_together_again(work, tmp_path):
     """Killed after the first site's fit was kept: the others must not be fitted among themselves."""
     shared = {"coefficients": "shared", "features": ["norm"]}
     recipe = {**SMALL, "candidates": [shared, {**shared, "c_transforms": 3}]}
@@ -168,9 +160,7 @@ def test_shared_coefficients_are_fitted_together_again(work: Path, tmp_path: Pat
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_other_work_is_not_gone_on_with(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_work_is_not_gone_on_with(work, tmp_path, monkeypatch):
     with monkeypatch.context() as crash:
         cut_short(crash, 2)
         with pytest.raises(Killed):
@@ -236,9 +226,7 @@ def earlier_too(ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(("mended", "again"), [(replaced, False), (removed, False), (earlier_too, True)])
-def test_mended_data_is_gone_on_with(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: Any, again: bool
-) -> None:
+def test_mended_data_is_gone_on_with(work, tmp_path, monkeypatch, mended, again):
     """From the batch of the fault on, or from the beginning where something before it has changed."""
     ended_by_a_fault(work, tmp_path / "data.npz", tmp_path / "out")
     data = write(tmp_path / "data.npz", mended(tokens()))
@@ -301,9 +289,7 @@ def test_a_later_pass_depends_on_all_that_the_layers_before_were_fitted_on(
     assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
 
 
-def test_other_data_is_refused_where_no_example_was_to_blame(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_data_is_refused_where_no_example_was_to_blame(work, tmp_path, monkeypatch):
     data = write(tmp_path / "data.npz", tokens())
     with monkeypatch.context() as crash:
         cut_short(crash, 6)
@@ -313,7 +299,7 @@ def test_other_data_is_refused_where_no_example_was_to_blame(
         calibrate_file(work, write(data, replaced(tokens())), tmp_path / "out")
 
 
-def test_a_second_fault_keeps_what_comes_before_it(work: Path, tmp_path: Path) -> None:
+def test_a_second_fault_keeps_what_comes_before_it(work, tmp_path):
     data = tmp_path / "data.npz"
     ended_by_a_fault(work, data, tmp_path / "out")
     ids = replaced(tokens())
@@ -325,7 +311,7 @@ def test_a_second_fault_keeps_what_comes_before_it(work: Path, tmp_path: Path) -
     assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
 
 
-def test_a_reading_is_of_these_batches_alone() -> None:
+def test_a_reading_is_of_these_batches_alone():
     def batch(*hashes: int, flag: bool = True) -> Batch:
         return Batch((torch.zeros(len(hashes), 1), flag), {}, None, list(hashes))
 
@@ -350,12 +336,11 @@ def test_a_reading_is_of_these_batches_alone() -> None:
      {"done": math.inf, "read": None, "taken": None}, {"done": True, "read": "a", "taken": 1}],
     ids=str,
 )  # fmt: skip
-def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[str, Any]) -> None:
+def test_parts_of_strangers_are_dropped(work, tmp_path, facts):
     with Shards(tmp_path / "parts", {}) as aside:
         for key in ("statistics.s.0", "fit.s.0"):
             aside.put(key, {"x": torch.ones(2)}, facts)
         collector = site_collector("s", Convention(4, "row", 1.0), Recipe.from_dict({}))
-        assert isinstance(collector, SiteStatistics)
         pending = [stream.Pending(0, "s", 0, collector)]
         batch = Batch((torch.zeros(2, 1),), {}, None, [1, 2])
         examples = Examples(lambda: [batch], lambda: [batch])

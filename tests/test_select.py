@@ -56,7 +56,7 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+def ground(tmp_path_factory):
     folder = tmp_path_factory.mktemp("select")
     data = write_data(folder / "data.npz")
     teacher = load_teacher(str(write_teacher(folder / "teacher")))
@@ -87,7 +87,7 @@ CHEAP = {"teacher": 100.0, "sinkhorn": 30.0, FINE: 12.0, ROUGH: 5.0}
 
 
 @pytest.fixture(autouse=True)
-def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap(monkeypatch):
     priced(monkeypatch, CHEAP)
 
 
@@ -111,7 +111,7 @@ def labels(trail: Mapping[str, Any]) -> list[str]:
     return [own[0] for own in picked]
 
 
-def test_every_candidate_is_fitted_once(ground: Ground) -> None:
+def test_every_candidate_is_fitted_once(ground):
     assert len(ground.calibration.sites) == 3
     for fits in ground.calibration.sites.values():
         assert [(fit.amortised.plan.side, fit.amortised.plan.c_transforms) for fit in fits] == [  # type: ignore[union-attr]
@@ -120,9 +120,7 @@ def test_every_candidate_is_fitted_once(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.045, 0.2, 1e-6])
-def test_attention_error_is_kept_at_every_site(
-    ground: Ground, limit: float
-) -> None:
+def test_attention_error_is_kept_at_every_site(ground, limit):
     """Without a budget of the whole model, each site takes the cheapest that keeps the limit."""
     made = chosen(ground, {"budget": {"attention_rel_l2": limit}})
     for site, entry in zip(made.trail["sites"], made.choices, strict=True):
@@ -136,9 +134,7 @@ def test_attention_error_is_kept_at_every_site(
 
 
 @pytest.mark.parametrize("metric", ["logit_kl", "prediction_agreement"])
-def test_the_cheapest_set_inside_a_budget_of_the_model(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch, metric: str
-) -> None:
+def test_the_cheapest_set_inside_a_budget_of_the_model(ground, monkeypatch, metric):
     """Against every set by brute force on the damages that the trail lists, and measured as a whole."""
     monkeypatch.setattr(select.Search, "cheapest_everywhere", lambda *_: None)
     free = chosen(ground, {"budget": {metric: 0.0 if metric.startswith("pred") else 9.0}}).trail
@@ -188,9 +184,7 @@ def outputs(out: Path, stage: Any, batch: Batch) -> torch.Tensor:
     return found[0]  # type: ignore[no-any-return]
 
 
-def test_a_set_that_nobody_measured_is_not_said_to_exceed(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_nobody_measured_is_not_said_to_exceed(ground, monkeypatch):
     monkeypatch.setattr(select.WholeModel, "measure", lambda self, own: {"logit_kl": 0.6 * len(own)})
     made = chosen(ground, {"budget": {"logit_kl": 1.0}})
     assert len(made.trail["rounds"]) == 2
@@ -199,9 +193,7 @@ def test_a_set_that_nobody_measured_is_not_said_to_exceed(
     assert all("had no room for it" in own and "exceeded" not in own for own in reasons)
 
 
-def test_a_set_that_exceeds_the_budget_together_is_tightened(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_exceeds_the_budget_together_is_tightened(ground, monkeypatch):
     """Damages that add up to more than their sum: the next rounds solve for less."""
     monkeypatch.setattr(select.Search, "cheapest_everywhere", lambda *_: None)
     true_measure = select.WholeModel.measure
@@ -223,9 +215,7 @@ def test_a_set_that_exceeds_the_budget_together_is_tightened(
     assert trail["rounds"][-1]["measured"]["logit_kl"] <= 2 * sum(alone)
 
 
-def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(ground, monkeypatch):
     """A model that is broken by any approximation, although none does harm alone."""
 
     def treacherous(self: Any, own: Any) -> dict[str, float]:
@@ -247,9 +237,7 @@ def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(
     assert all(choice.replacement is None and choice.fit is None for choice in made.choices)
 
 
-def test_what_is_slower_than_the_teacher_is_never_chosen(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_slower_than_the_teacher_is_never_chosen(ground, tmp_path, monkeypatch):
     """Down to an artefact that is the teacher, which report and bench can measure."""
     priced(monkeypatch, {"teacher": 4.0, "sinkhorn": 30.0, FINE: 12.0, ROUGH: 5.0})
     loose = {"budget": {"attention_rel_l2": 9.0}}
@@ -271,9 +259,7 @@ def test_what_is_slower_than_the_teacher_is_never_chosen(
     assert [site["operator"] for site in timed["sites"]] == ["teacher"] * 3
 
 
-def test_one_site_may_stay_with_the_teacher(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_site_may_stay_with_the_teacher(ground, tmp_path, monkeypatch):
     """The sites behind it keep their places."""
     true_opened = select._opened
 
@@ -293,9 +279,7 @@ def test_one_site_may_stay_with_the_teacher(
     assert last and [own["reason"] != site["reason"] for own, site in both] == [False, False, True]
 
 
-def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(ground, monkeypatch):
     whole = {"teacher": 1.0, "compiled": 2.0}
     monkeypatch.setattr(select, "interleaved_medians", lambda calls, **_: {
         name: dict.fromkeys(("median_ms", "q1", "q3"), whole[name]) for name in calls
@@ -308,9 +292,7 @@ def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(
     assert amortised["whole_model"] == exact["whole_model"] == {"teacher_ms": 1.0, "compiled_ms": 2.0}
 
 
-def test_an_approximation_must_gain_something(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_approximation_must_gain_something(ground, monkeypatch):
     priced(monkeypatch, {"teacher": 100.0, "sinkhorn": 10.0, FINE: 9.5, ROUGH: 9.2})
     trail = chosen(ground, {"budget": {"attention_rel_l2": 9.0}}).trail
     assert labels(trail) == ["sinkhorn"] * 3
@@ -318,9 +300,7 @@ def test_an_approximation_must_gain_something(
     assert "1.05 x as fast as the exact operator" in verdicts[FINE]
 
 
-def test_required_shapes_and_memory_are_asked_for(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_required_shapes_and_memory_are_asked_for(ground, monkeypatch):
     asked = priced(monkeypatch, CHEAP)
     shapes = {"shapes": [128, [2, 300]], "objective": "memory", "budget": {"attention_rel_l2": 9.0}}
     trail = chosen(ground, shapes).trail
@@ -329,7 +309,7 @@ def test_required_shapes_and_memory_are_asked_for(
     assert trail["rounds"][0]["predicted_mib"] == 3 * CHEAP[ROUGH]
 
 
-def test_a_site_may_have_a_budget_of_its_own(ground: Ground) -> None:
+def test_a_site_may_have_a_budget_of_its_own(ground):
     own = {"layers.1.*": {"budget": {"logit_kl": 1e-12}}, "layers.2.*": {"operator": "lossless"}}
     made = chosen(ground, {"budget": {"logit_kl": 9.0}, "sites": own})
     trail = made.trail
@@ -339,9 +319,7 @@ def test_a_site_may_have_a_budget_of_its_own(ground: Ground) -> None:
     assert "with this site alone logit_kl" in trail["sites"][1]["candidates"][1]["verdict"]
 
 
-def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(ground, monkeypatch):
     """The default budget asks for nothing that a model does not have; the recipe's and a site's do."""
     unlabelled = [replace(batch, labels=None) for batch in ground.batches]
     recipe = Recipe.from_dict({**SMALL, "budget": {"accuracy_drop": 0.01}})
@@ -355,7 +333,7 @@ def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(
         chosen(ground, {"sites": own})
 
 
-def test_exact_operators_come_before_the_teacher(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_operators_come_before_the_teacher(ground, monkeypatch):
     """The whole model is slower than the teacher with approximations, and faster with exact operators."""
     found = iter([2.0, 0.5])
     compiled = 0.0
@@ -372,7 +350,7 @@ def test_exact_operators_come_before_the_teacher(ground: Ground, monkeypatch: py
     assert labels(made.trail) == ["sinkhorn"] * 3
 
 
-def test_a_bias_by_position_has_one_length(ground: Ground) -> None:
+def test_a_bias_by_position_has_one_length(ground):
     site = ground.analysis.sites[0]
     fit = SimpleNamespace(features=("norm", "token_bias"))
     tried = [select.Tried(select.Candidate("asap", "asap", None, fit))]  # type: ignore[arg-type]
@@ -383,7 +361,7 @@ def test_a_bias_by_position_has_one_length(ground: Ground) -> None:
         select._check_one_length(own, t, [(4, 12), (4, 13)])
 
 
-def test_prices_are_measured_at_other_shapes() -> None:
+def test_prices_are_measured_at_other_shapes():
     """Sizes of what the calls see, and medians that are times."""
     seen: list[tuple[int, ...]] = []
     keep = torch.arange(7)[None] < torch.tensor([[7], [3]])
@@ -403,7 +381,7 @@ def test_prices_are_measured_at_other_shapes() -> None:
     assert slow.slower_than(fast) == (2, 5) and fast.slower_than(slow) is None
 
 
-def test_memory_of_a_call_is_what_it_holds_at_its_peak() -> None:
+def test_memory_of_a_call_is_what_it_holds_at_its_peak():
     from asapc.measure.timing import extra_bytes
 
     def call() -> torch.Tensor:
@@ -415,7 +393,7 @@ def test_memory_of_a_call_is_what_it_holds_at_its_peak() -> None:
     assert 180 * 2**20 < found < 260 * 2**20
 
 
-def test_a_shape_that_memory_does_not_hold_is_bad_input() -> None:
+def test_a_shape_that_memory_does_not_hold_is_bad_input():
     t = SiteTensors(*(torch.ones(1, 1, 2, 4) for _ in range(2)), None, v=torch.ones(1, 1, 2, 4))
     with pytest.raises(InputError, match="1048576x1048576"):
         price.prices({"own": lambda t, v: v}, t, [(2**20, 2**20)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_text import write_data, write_teacher
+from steps import compiled as written
 from test_processes import in_processes
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import asapc
 from asapc.calibration import distill
-from asapc.cli import main
 from asapc.errors import InputError
 from asapc.operators import asap as asap_reference
 from asapc.operators import sinkhorn as sinkhorn_reference
@@ -195,10 +195,12 @@ def test_what_models_do_to_tokens() -> None:
 
 
 TOKENS = 160
-RECIPES = {  # a layer of each dual, and one of an operator that is not shared
-    "mixed": "operator: asap\nfeatures: [coarse:4, gaussian, norm]\nsites: {layers.2.*: {operator: lot}, "
-             "layers.1.*: {side: source, c_transforms: 3, features: [coarse:4, sliced:2]}}\n",
-    "lossless": "operator: lossless\ndrop_attention_maps: true\n",
+# A layer of each dual, and one of an operator that is not shared.
+RECIPES: dict[str, dict[str, Any]] = {
+    "mixed": {"operator": "asap", "features": ["coarse:4", "gaussian", "norm"], "sites": {
+        "layers.2.*": {"operator": "lot"},
+        "layers.1.*": {"side": "source", "c_transforms": 3, "features": ["coarse:4", "sliced:2"]}}},
+    "lossless": {"operator": "lossless", "drop_attention_maps": True},
 }  # fmt: skip
 
 
@@ -206,18 +208,13 @@ RECIPES = {  # a layer of each dual, and one of an operator that is not shared
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """Folders of compiled models, by the name of their recipe."""
     folder = tmp_path_factory.mktemp("sequence")
-    teacher = str(write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=3))
+    teacher = write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=3)
     data = write_data(folder / "data.npz", 64)
     made: dict[str, Path] = {}
 
     def out(name: str) -> Path:
         if name not in made:
-            (folder / f"{name}.yaml").write_text(RECIPES[name])
-            calibration, made[name] = folder / f"{name}-calibration", folder / name
-            recipe = ["--data", data, "--recipe", str(folder / f"{name}.yaml"), "-o", str(calibration)]
-            assert main(["calibrate", teacher, *recipe]) == 0
-            fitted = ["--calibration", str(calibration)]
-            assert main(["compile", teacher, *fitted, "-o", str(made[name])]) == 0
+            made[name] = written(folder, teacher, data, RECIPES[name], name=name)
         return made[name]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -60,8 +60,7 @@ class Encoder(nn.Module):
         for layer, (made, out) in enumerate(zip(self.made, self.out, strict=True)):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
             x = x + out(self.attend(layer, q, k, v, keep).transpose(1, 2).flatten(2))
-        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
-        return pooled
+        return self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
 
 
 def teacher(**given: Any) -> Encoder:
@@ -145,8 +144,7 @@ class OfTorch(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         padding = inputs == 0 if self.masked else None
-        found: Tensor = self.head(self.encoder(self.embed(inputs), src_key_padding_mask=padding)[:, 0])
-        return found
+        return self.head(self.encoder(self.embed(inputs), src_key_padding_mask=padding)[:, 0])
 
 
 def compiled(model: nn.Module, data: dict[str, np.ndarray], out: Path, **recipe: Any) -> nn.Module:

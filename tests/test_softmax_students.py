@@ -64,7 +64,6 @@ def softmax(t: SiteTensors, multiplier: float = 0.5) -> Tensor:
     scores = scores if t.bias is None else scores + t.bias
     if t.keep is not None:
         scores = scores.masked_fill(~t.keep[:, None, None, :], -torch.inf)
-    assert t.v is not None
     return scores.softmax(-1) @ t.v
 
 
@@ -99,9 +98,8 @@ def others(t: SiteTensors, count: int) -> SiteTensors:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.dtype) -> None:
+def test_a_fitted_loop_has_an_epsilon_for_each_head(masked, dtype):
     t = seen(masked=masked, biased=True)
-    assert t.bias is not None
     own = torch.tensor([0.5, 2.0])
     alone = [
         ops.sinkhorn(t.q[:, h : h + 1], t.k[:, h : h + 1], t.v[:, h : h + 1], t.keep,
@@ -123,9 +121,7 @@ def test_a_fitted_loop_has_an_epsilon_for_each_head(masked: bool, dtype: torch.d
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 @pytest.mark.parametrize(("count", "masked"), [(1, False), (2, True), (TOKENS, False), (9, True)])
-def test_summary_tokens_keep_softmax_and_the_others_are_among_themselves(
-    kind: str, masked: bool, count: int
-) -> None:
+def test_summary_tokens_keep_softmax_and_the_others_are_among_themselves(kind, masked, count):
     t = seen(masked=masked, biased=kind == "fitted_sinkhorn")
     student = hybrid_of(fitted(kind), count, 0.5, None)
     found, exact = apply_distilled(student, t, t.v), softmax(t)
@@ -143,7 +139,7 @@ def test_summary_tokens_keep_softmax_and_the_others_are_among_themselves(
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 1), (1, 2), (2, 4)], ids=str)
-def test_hostile_shapes(kind: str, shape: tuple[int, int]) -> None:
+def test_hostile_shapes(kind, shape):
     """No example, no other token, one; values at masked keys are anything."""
     t = seen(*shape, masked=True)
     assert t.v is not None and t.keep is not None
@@ -156,11 +152,10 @@ def test_hostile_shapes(kind: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind: str) -> None:
+def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind):
     t, kernel = seen(masked=True), normal(HEADS, WIDTH, 3, seed=4)
     with_it, without = (hybrid_of(fitted(kind), 1, 0.5, x) for x in (kernel, None))
     rest = others(t, 1)
-    assert rest.v is not None
     added = depthwise_values(rest.v, kernel.flatten(0, 1)[:, None], None, rest.keep)
     found = apply_distilled(with_it, t, t.v) - apply_distilled(without, t, t.v)
     torch.testing.assert_close(found, functional.pad(added, (0, 0, 1, 0)))
@@ -178,12 +173,11 @@ def pieces(count: int, target: Any) -> list[distill._Piece]:
     return found
 
 
-def test_a_planted_multiplier_is_found() -> None:
+def test_a_planted_multiplier_is_found():
     own = torch.tensor([0.6, 2.5])
 
     def target(t: SiteTensors) -> Tensor:
-        found: Tensor = ops.fitted_sinkhorn(t.q, t.k, t.v, t.keep, None, own, 0.5, 3, True, ROWS)
-        return found
+        return ops.fitted_sinkhorn(t.q, t.k, t.v, t.keep, None, own, 0.5, 3, True, ROWS)
 
     given = pieces(24, target)
     fit = fit_loop(given, given, loop_maker(SOFTMAX, 3))
@@ -193,7 +187,7 @@ def test_a_planted_multiplier_is_found() -> None:
     assert same.distilled.settings["head_multiplier"].tolist() == [1, 1]  # the layer itself
 
 
-def test_a_planted_convolution_is_found() -> None:
+def test_a_planted_convolution_is_found():
     kernel, inner = normal(HEADS, WIDTH, 3).float(), fitted("fitted_sinkhorn")
 
     def target(t: SiteTensors) -> Tensor:
@@ -208,7 +202,7 @@ def distiller(convention: Convention = SOFTMAX, **recipe: Any) -> Distiller:
     return Distiller("site", convention, Recipe.from_dict({"operator": "fitted_sinkhorn", **recipe}))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     loop = Convention(6, "row", 0.5, OutputFactor(queries=1))
     with pytest.raises(InputError, match=r"half_steps must be odd.* rows.*got half_steps: 4"):
         distiller(half_steps=4)
@@ -246,9 +240,7 @@ def forged(**recipe: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("operator", ["fitted_sinkhorn", "lot", "esp_hard"])
 @pytest.mark.parametrize("beside", [{}, {"summary_tokens": 1, "depthwise": 3}], ids=["alone", "hybrid"])
-def test_a_forged_fit_is_no_other_operator(
-    operator: str, beside: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forged_fit_is_no_other_operator(operator, beside, monkeypatch):
     """Whatever does not follow from the convention and the settings is one message."""
     monkeypatch.setattr(distill, "STEPS", 2)
     document, tensors = forged(operator=operator, **beside)
@@ -281,7 +273,7 @@ def test_a_forged_fit_is_no_other_operator(
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_convolution_is_as_wide_as_was_asked_for(width: int) -> None:
+def test_a_convolution_is_as_wide_as_was_asked_for(width):
     document, tensors = forged(summary_tokens=1, depthwise=3)
     document["arguments"]["depthwise"], name = "tensor", "site.hybrid_fitted_sinkhorn.depthwise"
     with pytest.raises(InputError, match=rf"float32 \[2, any, 3\], got float32 \[2, 5, {width}\]"):
@@ -291,7 +283,7 @@ def test_a_convolution_is_as_wide_as_was_asked_for(width: int) -> None:
         check_fit("site", fit.replacement, HEADS, DIM, WIDTH)
 
 
-def test_labels_tell_candidates_apart() -> None:
+def test_labels_tell_candidates_apart():
     block = {"operator": ["lot", "fitted_sinkhorn"], "summary_tokens": [0, 1], "depthwise": [0, 3]}
     labels = [one.label() for one in Recipe.from_dict({"candidates": [block]}).alternatives()]
     assert len({*labels}) == 8
@@ -308,9 +300,7 @@ def build():
 """
 
 
-def test_from_calibrate_to_a_refreshed_onnx_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_calibrate_to_a_refreshed_onnx_file(tmp_path, monkeypatch):
     """One layer, by the command line; what is read back from the artefact is what was fitted."""
     pytest.importorskip("onnxruntime")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -337,7 +327,6 @@ def test_from_calibrate_to_a_refreshed_onnx_file(
     t = SiteTensors(*(x.float() for x in (t.q, t.k)), t.keep, None, None, t.v.float()[..., :DIM])
     t = replace(t, q=torch.cat([t.q, t.q], -1), k=torch.cat([t.k, t.k], -1), v=torch.cat([t.v, t.v], -1))
     replacement = fits[0].replacement
-    assert isinstance(replacement, Distilled)
     for values in (t.v, None):
         back = site_function(artifact.programs["graph"], name)(t, values)
         torch.testing.assert_close(back, apply_distilled(replacement, t, values))
@@ -362,7 +351,7 @@ def test_from_calibrate_to_a_refreshed_onnx_file(
 
 
 @pytest.mark.parametrize("key", ["summary_tokens", "depthwise"])
-def test_a_key_that_nothing_would_read_is_refused(key: str) -> None:
+def test_a_key_that_nothing_would_read_is_refused(key):
     for operator in ("auto", "asap", "lossless"):
         with pytest.raises(InputError, match=f"{key} is for lot, esp_hard, fitted_sinkhorn"):
             Recipe.from_dict({"operator": operator, key: 3})
@@ -370,7 +359,7 @@ def test_a_key_that_nothing_would_read_is_refused(key: str) -> None:
     Recipe.from_dict({"operator": "lossless", "sites": {"*": {"operator": "lot", key: 3}}})
 
 
-def test_candidates_that_a_layer_cannot_become_are_left_out() -> None:
+def test_candidates_that_a_layer_cannot_become_are_left_out():
     """In a model of several kinds of layers; what is forced is refused."""
     loop, softmax = (Convention(half_steps, "row", 1.0) for half_steps in (8, 1))
     lot = {"operator": "lot"}

@@ -36,7 +36,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
+def test_a_block_is_the_product_of_its_lists(tmp_path):
     blocks = load_grid(write(tmp_path / "grid.yaml", GRID))
     assert [len(block) for block in blocks] == [2, 8, 4, 4, 2]
     assert blocks[0] == [Row(None, 2), Row(None, 8)]
@@ -72,13 +72,13 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("seed: 3\nblocks: [{half_steps: 3}]", "unknown key 'seed'"),
     ],
 )
-def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> None:
+def test_a_bad_grid_names_the_place(tmp_path, text, named):
     with pytest.raises(InputError, match=named):
         load_grid(write(tmp_path / "grid.yaml", text))
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
     write_data(folder / "data.npz", 160)
@@ -92,16 +92,15 @@ def run(work: Path, grid: Path, out: Path, *options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def result(work: Path) -> dict[str, Any]:
+def result(work):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "STEPS", 20)
         patch.setattr(distill, "CANDIDATES", 32)
         assert run(work, work / "grid.yaml", work / "out", "--batch-size", "16") == 0
-    loaded: dict[str, Any] = json.loads((work / "out" / "study.json").read_text())
-    return loaded
+    return json.loads((work / "out" / "study.json").read_text())
 
 
-def test_every_row_is_measured(result: dict[str, Any]) -> None:
+def test_every_row_is_measured(result):
     rows = result["rows"]
     assert len(rows) == 20
     short, whole = rows[:2]
@@ -118,7 +117,7 @@ def test_every_row_is_measured(result: dict[str, Any]) -> None:
         assert 0 < row["output_rel_l2"] < 3 and row["site_ms"] > 0
 
 
-def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) -> None:
+def test_calibration_sizes_and_sharing_are_kept_apart(result):
     assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
     fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:14]}
     assert len(fitted) == 4
@@ -126,7 +125,7 @@ def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) ->
     assert len(errors) == 4  # four different fits
 
 
-def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result: dict[str, Any]) -> None:
+def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result):
     rows = {(row["points"], row["c_transforms"]): row for row in result["rows"][14:18]}
     assert result["output_values"] == "own" and len(rows) == 4
     for points in ("all", "active"):
@@ -137,7 +136,7 @@ def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result: dict
     assert rows["all", 1]["r2"] != rows["active", 1]["r2"]
 
 
-def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_on_other_data(work, tmp_path, monkeypatch):
     """None of the examples that a fit uses, or stops by, is measured on, where the files are the same."""
     monkeypatch.setattr(distill, "STEPS", 2)
     data = str(work / "data.npz")
@@ -155,18 +154,14 @@ def test_measuring_on_other_data(work: Path, tmp_path: Path, monkeypatch: pytest
     ("block", "named"),
     [("{half_steps: [3, 9]}", "loop of 8 half-steps"), ("{side: source, c_transforms: 0}", "both")],
 )
-def test_an_impossible_row_is_refused_before_any_work(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], block: str, named: str
-) -> None:
+def test_an_impossible_row_is_refused_before_any_work(work, tmp_path, capsys, block, named):
     grid = write(tmp_path / "grid.yaml", f"blocks: [{block}]")
     assert run(work, grid, tmp_path / "out") == EXIT_BAD_INPUT
     assert named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_finished_blocks_survive_a_failure(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_blocks_survive_a_failure(work, tmp_path, monkeypatch):
     from asapc import study as module
 
     grid = write(tmp_path / "grid.yaml", "blocks: [{half_steps: 2}, {features: [norm]}]")

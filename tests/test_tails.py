@@ -10,41 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import compiled, run
+from test_refresh import ATTENTION
 from torch import Tensor, nn
 
 import asapc
-from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.kernels.library.gradients import depths
 from asapc.training.tails import parsed_tail
 
 NET = """
-import torch
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        log_a = 3 * self.q(x) @ self.k(x).transpose(1, 2)
-        for step in range(8):
-            log_a = log_a - log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
-        return self.out(log_a.exp() @ self.v(x))
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.norm = Attention(), Attention(), nn.LayerNorm(8)
+        self.first, self.second, self.norm = Attention(3, 8), Attention(3, 8), nn.LayerNorm(8)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x):
-        x = x + self.first(x)
-        return 5 * self.head(self.norm(x + self.second(x)).mean(1))
+        x = x + self.first(x)[0]
+        return 5 * self.head(self.norm(x + self.second(x)[0]).mean(1))
 """
 
 
@@ -53,26 +40,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tails")
     x = np.random.default_rng(0).standard_normal((96, 6, 8)).astype(np.float32)
     np.savez(folder / "data.npz", x=x, labels=(x[:, :, 0].mean(1) > 0).astype(int))
-    (folder / "net.py").write_text(NET)
-    for name, recipe in (
-        ("exact", "operator: lossless"),
-        ("amortised", "operator: asap\nside: target\nc_transforms: 1\nfeatures: [norm]"),
-    ):
-        (folder / f"{name}.yaml").write_text(f"{recipe}\nbatch_size: 16\nmax_examples: 32\n")
-        for command in (
-            ["calibrate", f"{folder / 'net.py'}:Net", "--data", str(folder / "data.npz"),
-             "-o", str(folder / f"{name}-calib"), "--recipe", str(folder / f"{name}.yaml")],
-            ["compile", f"{folder / 'net.py'}:Net", "--calibration", str(folder / f"{name}-calib"),
-             "-o", str(folder / name)],
-        ):  # fmt: skip
-            assert main([*command, "--quiet"]) == 0
+    (folder / "net.py").write_text(ATTENTION + NET)
+    amortised = {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["norm"]}
+    for name, recipe in {"exact": {"operator": "lossless"}, "amortised": amortised}.items():
+        recipe |= {"batch_size": 16, "max_examples": 32}
+        compiled(folder, f"{folder / 'net.py'}:Net", folder / "data.npz", recipe, name=name)
     return folder
 
 
 def gradient(model: nn.Module, x: Tensor) -> Tensor:
     leaf = x.clone().requires_grad_()
     model(leaf).square().sum().backward()
-    assert leaf.grad is not None
     return leaf.grad
 
 
@@ -99,8 +77,8 @@ def test_a_tail_under_torch_compile(work: Path) -> None:
     torch._dynamo.reset()  # what another test could not compile is left out from then on
     model = asapc.tail_gradients(asapc.load(work / "exact"), 3)
     x = torch.from_numpy(np.load(work / "data.npz")["x"][:4])
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(gradient(compiled, x), gradient(model, x), rtol=1e-5, atol=1e-6)
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradient(traced, x), gradient(model, x), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_tail(work: Path) -> None:
@@ -120,11 +98,9 @@ def test_what_is_no_tail(work: Path) -> None:
 
 def refreshed(work: Path, out: Path, *arguments: str) -> dict[str, Any]:
     shutil.copytree(work / "exact", out)
-    data = str(work / "data.npz")
-    assert main(["refresh", str(out), "--data", data, "--labels", "--quiet", "--epochs", "2",
-                 "--learning-rate", "1e-2", *arguments]) == 0  # fmt: skip
-    entry: dict[str, Any] = json.loads((out / "manifest.json").read_text())["refresh"]
-    return entry
+    assert run("refresh", out, "--data", work / "data.npz", "--labels", "--quiet", "--epochs", 2,
+               "--learning-rate", "1e-2", *arguments) == 0  # fmt: skip
+    return json.loads((out / "manifest.json").read_text())["refresh"]
 
 
 def test_refresh_trains_through_tails(work: Path, tmp_path: Path) -> None:
@@ -147,7 +123,6 @@ def test_refresh_refuses_what_is_no_tail(
 ) -> None:
     shutil.copytree(work / "exact", tmp_path / "out")
     for arguments in (["--tail", "all"], ["--tail", "certified", "--tolerance", "0"]):
-        status = main(["refresh", str(tmp_path / "out"), "--data", str(work / "data.npz"), "--labels",
-                       *arguments])  # fmt: skip
-        assert status == EXIT_BAD_INPUT
+        command = ("refresh", tmp_path / "out", "--data", work / "data.npz", "--labels")
+        assert run(*command, *arguments) == EXIT_BAD_INPUT
         assert "half-steps" in (told := capsys.readouterr().err) or "tolerance" in told

@@ -33,7 +33,7 @@ N = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> None:
+def _registered():
     """As a user registers an attention."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -75,34 +75,32 @@ def analysed(model: nn.Module, **arguments: torch.Tensor) -> Analysis:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     place = tmp_path_factory.mktemp("bert") / "out"
     asapc.compile(bert(), tokens(), recipe={"operator": "sinkhorn"}, out=place, examples=16)
     return place
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     bert().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_outputs_are_the_librarys_own(out: Path) -> None:
+def test_outputs_are_the_librarys_own(out):
     given, expected = batch(7, 20), bert()(**batch(7, 20))
     found = asapc.load(out)(**given)
     assert type(found) is type(expected) and list(found) == ["logits"] and found.loss is None
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-4)
 
 
-def test_without_the_library_they_are_a_mapping(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_they_are_a_mapping(out, monkeypatch):
     monkeypatch.setattr(compiled_model, "types_at_hand", lambda tree: {})
     found = asapc.load(out)(**batch())
     assert type(found) is dict and list(found) == ["logits"]
 
 
-def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out: Path, tmp_path: Path) -> None:
+def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[PAD]": 0, "[UNK]": 1, "word": 2, "another": 3}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -116,8 +114,7 @@ def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out: Path, tmp_path: 
         run = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, **options)
         return [entry["score"] for entry in run(texts)]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", compiled_model.OwnCodeWarning)
+    with warnings.catch_warnings(action="error", category=compiled_model.OwnCodeWarning):
         # One text at a time has no padding: transformers passes no mask at all.
         for options in ({}, {"batch_size": 2}):
             assert said(live, **options) == pytest.approx(said(bert(), **options), abs=1e-5)
@@ -128,12 +125,11 @@ def test_a_patched_model_is_saved_and_goes_into_a_pipeline(out: Path, tmp_path: 
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_patched_model_trains_and_gives_its_maps(out: Path) -> None:
+def test_a_patched_model_trains_and_gives_its_maps(out):
     live, exact = asapc.load(out, model=bert()), bert()(**batch(), output_attentions=True)
     patched = [name for name, layer in live.named_modules() if "forward" in vars(layer)]
     assert patched == ["bert.encoder.layer.0.attention.self"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", compiled_model.OwnCodeWarning)
+    with warnings.catch_warnings(action="error", category=compiled_model.OwnCodeWarning):
         live.gradient_checkpointing_enable()  # type: ignore[operator]
         live.train()(**batch(), labels=torch.zeros(5).long()).loss.backward()
     found = live.eval()(**batch(), output_attentions=True)
@@ -141,7 +137,7 @@ def test_a_patched_model_trains_and_gives_its_maps(out: Path) -> None:
     torch.testing.assert_close(found.attentions, exact.attentions, atol=1e-5, rtol=1e-4)
 
 
-def test_a_folder_is_a_model_and_its_attention_is_named(folder: Path) -> None:
+def test_a_folder_is_a_model_and_its_attention_is_named(folder):
     teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
     assert type(teacher.model) is transformers.BertForSequenceClassification
     assert teacher.model is not None and not teacher.model.training and not teacher.builtin
@@ -149,7 +145,7 @@ def test_a_folder_is_a_model_and_its_attention_is_named(folder: Path) -> None:
     assert teacher.fingerprint == load_teacher(str(folder)).fingerprint
 
 
-def test_a_folder_may_hold_its_weights_in_parts(folder: Path) -> None:
+def test_a_folder_may_hold_its_weights_in_parts(folder):
     bert().save_pretrained(folder, max_shard_size="4KB")
     (folder / "model.safetensors").unlink()
     model = load_teacher(str(folder), kwargs={"attention": ATTENTION}).model
@@ -180,23 +176,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_folder_that_does_not_fit_is_one_message(folder: Path, case: str) -> None:
+def test_a_folder_that_does_not_fit_is_one_message(folder, case):
     damage, message = REFUSED[case]
     damage(folder)
     with pytest.raises(InputError, match=message):
         load_teacher(str(folder))
 
 
-def test_a_folder_takes_an_attention_and_nothing_else(folder: Path) -> None:
+def test_a_folder_takes_an_attention_and_nothing_else(folder):
     with pytest.raises(InputError, match="attention alone, got depth"):
         load_teacher(str(folder), kwargs={"depth": 3})
     with pytest.raises(InputError, match="no such file"):
         load_teacher(str(folder), kwargs={"attention": "nowhere.py:sinkhorn"})
 
 
-def test_code_in_a_folder_runs_only_if_it_is_trusted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_a_folder_runs_only_if_it_is_trusted(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "cache"))
     marker = tmp_path / "ran"
@@ -216,9 +210,7 @@ def test_code_in_a_folder_runs_only_if_it_is_trusted(
         load_teacher(str(folder), remote_code=True)
 
 
-def test_a_configuration_names_no_code_of_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_names_no_code_of_others(folder, monkeypatch):
     """transformers would fetch a kernel from the hub, and run it."""
     tried: list[Any] = []
     monkeypatch.setattr("socket.socket.connect", lambda self, place: tried.append(place))
@@ -235,7 +227,7 @@ def test_a_configuration_names_no_code_of_others(
         load_teacher(str(folder))
 
 
-def test_grouped_queries_with_an_additive_mask_match() -> None:
+def test_grouped_queries_with_an_additive_mask_match():
     config = transformers.EuroBertConfig(**{
         **SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "mask_token_id": 3,
@@ -246,24 +238,23 @@ def test_grouped_queries_with_an_additive_mask_match() -> None:
     assert site.loop.half_steps == 9 and found.replayed.output_error < 1e-5
 
 
-def test_pictures_match() -> None:
+def test_pictures_match():
     config = transformers.ViTConfig(**{**SIZES, "image_size": 16, "patch_size": 4})
     model = sharp(transformers.ViTForImageClassification(config))
     found = analysed(model, pixel_values=torch.randn(4, 3, 16, 16))
     assert [site.loop.half_steps for site in found.sites] == [9] and found.capture.kind == "whole"
 
 
-def test_a_causal_mask_made_by_the_library_stays_refused() -> None:
+def test_a_causal_mask_made_by_the_library_stays_refused():
     config = transformers.BertConfig(**{**SIZES, "is_decoder": True, "use_cache": False})
     found = analysed(sharp(transformers.BertModel(config)), **batch(4))
     assert not found.sites and "differs between queries" in found.left_alone[0].reason
 
 
-def test_a_folder_for_those_with_asapc_and_those_without(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_for_those_with_asapc_and_those_without(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     out, saved = tmp_path / "out", tmp_path / "saved"
     teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
-    assert teacher.model is not None
     asapc.compile(teacher.model, tokens(), recipe={"operator": "sinkhorn"}, out=out, examples=16)
     with pytest.raises(InputError, match="its original must be a folder of transformers"):
         asapc.save_pretrained(out, saved)

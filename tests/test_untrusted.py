@@ -21,6 +21,7 @@ import pytest
 import test_onnx_in as by_hand
 import torch
 from small_text import write_teacher
+from steps import run
 
 from asapc import cli
 from asapc.errors import InputError
@@ -72,7 +73,7 @@ def model(*nodes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", ATTACK.values(), ids=ATTACK.keys())
-def test_an_operator_that_is_not_listed_is_named(target: str) -> None:
+def test_an_operator_that_is_not_listed_is_named(target):
     with pytest.raises(UnlistedCallError, match=target.removeprefix("torch.ops.").replace(".", r"\.")):
         check_calls(model(node(target)))
     check_calls(model(node(target)), trust=True)
@@ -80,12 +81,12 @@ def test_an_operator_that_is_not_listed_is_named(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["torch.ops.aten.from_file.default", "torch.ops.aten._print.default",
                                     "torch.ops.aten.save.default", "torch.os.system"])  # fmt: skip
-def test_trust_is_not_for_files_and_code(target: str) -> None:
+def test_trust_is_not_for_files_and_code(target):
     with pytest.raises(UnsafeCallError):
         check_calls(model(node(target)), trust=True)
 
 
-def test_what_is_listed_is_forward_and_writes_where_its_name_says() -> None:
+def test_what_is_listed_is_forward_and_writes_where_its_name_says():
     for full in allowed_operators():
         library, name, overload = full.split(".")
         schema = torch._C._get_schema(f"{library}::{name}", "" if overload == "default" else overload)
@@ -95,7 +96,7 @@ def test_what_is_listed_is_forward_and_writes_where_its_name_says() -> None:
         assert len(written) <= name.endswith("_")
 
 
-def test_every_name_of_the_list_is_an_operator() -> None:
+def test_every_name_of_the_list_is_an_operator():
     known = {full.split(".")[1] for full in allowed_operators()}
     assert {name for names in GROUPS.values() for name in names.split()} | OWN <= known
 
@@ -111,7 +112,7 @@ class Several(torch.nn.Module):
         return [model(*own) for model, own in zip(self.models, inputs, strict=True)]
 
 
-def test_models_of_attention_need_nothing_else() -> None:
+def test_models_of_attention_need_nothing_else():
     """Some of the zoo, as torch.export takes them, functional and decomposed."""
     torch.manual_seed(0)
     glued = attention_zoo.Glued()
@@ -121,8 +122,7 @@ def test_models_of_attention_need_nothing_else() -> None:
         image_size=4, patch_size=2, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8, max_iter=2
     )
     inputs = [*map(attention_zoo.inputs_for, zoo), tuple(vit.example_inputs(3).values())]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         program = torch.export.export(Several([*zoo, vit]).eval(), tuple(inputs))
         for form in (program, program.run_decompositions({}), program.run_decompositions()):
             assert unlisted(form.graph_module) == set()
@@ -138,7 +138,7 @@ class Normed(torch.nn.Module):
         return self.norm(x).relu_()
 
 
-def test_statistics_of_fewer_channels_are_not_read_beyond_their_end(tmp_path: Path) -> None:
+def test_statistics_of_fewer_channels_are_not_read_beyond_their_end(tmp_path):
     """The operator that decompositions write reads on; the file's program runs the one that checks."""
     program = torch.export.export(Normed().eval(), (torch.ones(2, 4),)).run_decompositions({})
     assert unlisted(program.graph_module) == set()
@@ -152,7 +152,7 @@ def test_statistics_of_fewer_channels_are_not_read_beyond_their_end(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def crashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crashing(tmp_path_factory):
     """A program that writes where an entry of its buffer says."""
 
     class Net(torch.nn.Module):
@@ -171,9 +171,7 @@ def crashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_program_that_would_write_outside_is_one_message(
-    crashing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_that_would_write_outside_is_one_message(crashing, tmp_path, capsys):
     np.savez(tmp_path / "x.npz", x=np.ones((1, 1, 4, 4), np.float32))
     assert cli.main(["inspect", str(crashing), "--data", str(tmp_path / "x.npz")]) == 2
     message = capsys.readouterr().err
@@ -204,14 +202,14 @@ GROWING_NUMBERS = {
 
 
 @pytest.mark.parametrize("nodes", GROWING_NUMBERS.values(), ids=GROWING_NUMBERS.keys())
-def test_arguments_are_looked_at(nodes: list[dict[str, Any]]) -> None:
+def test_arguments_are_looked_at(nodes):
     for number, own in enumerate(nodes):
         own["outputs"] = [{"as_sym_int": {"as_name": f"n{number + 1}"}}]
     with pytest.raises(UnsafeCallError):
         check_calls(model(*nodes))
 
 
-def test_the_sizes_that_torch_writes_stay_small_enough() -> None:
+def test_the_sizes_that_torch_writes_stay_small_enough():
     numbers = [
         node("_operator.mul", a={"as_sym_int": {"as_name": "n"}}, b={"as_sym_int": {"as_name": "m"}}),
         node("_operator.pow", a={"as_sym_int": {"as_name": "n"}}, b={"as_int": 3}),
@@ -243,7 +241,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("text", SLOW.values(), ids=SLOW.keys())
-def test_a_size_that_takes_long_is_refused_at_once(text: str) -> None:
+def test_a_size_that_takes_long_is_refused_at_once(text):
     start = time.process_time()
     assert not is_size_expression(text)
     assert time.process_time() - start < 0.05
@@ -257,7 +255,7 @@ def test_a_size_that_takes_long_is_refused_at_once(text: str) -> None:
     "s77", "u0", "4", "Integer(4)", "true", f"GreaterThan({S[0]}, Integer(2))",
     "Max(Integer(1), Add(FloorDiv(Add(" * 12 + S[0] + ", Integer(-3)), Integer(2)), Integer(1)))" * 12,
 ])  # fmt: skip
-def test_a_size_that_torch_writes_is_read(text: str) -> None:
+def test_a_size_that_torch_writes_is_read(text):
     import sympy
     from torch.utils._sympy import functions
 
@@ -313,13 +311,10 @@ def memory_from_here() -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in CHAINS if name != "Pad"])
-def test_growth_is_stopped_before_the_memory_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_growth_is_stopped_before_the_memory_is_taken(tmp_path, monkeypatch, name):
     limit = 1 << 27
     monkeypatch.setattr(growth, "LEAST", limit)  # to fill a GiB takes seconds
     own = load_teacher(str(CHAINS[name](tmp_path / "m.onnx"))).model
-    assert own is not None
     before = memory_from_here()
     told = r"at once|are no shape|outputs"
     with pytest.raises((InputError, RuntimeError), match=told), torch.no_grad():
@@ -327,14 +322,13 @@ def test_growth_is_stopped_before_the_memory_is_taken(
     assert peak() - before < 1.3 * limit
 
 
-def test_what_does_not_grow_much_is_run(tmp_path: Path) -> None:
+def test_what_does_not_grow_much_is_run(tmp_path):
     own = load_teacher(str(CHAINS["Pad"](tmp_path / "m.onnx"))).model
-    assert own is not None
     with torch.no_grad():
         assert own(torch.ones(2, 4)).shape == (2, 4 * 2**12)
 
 
-def test_the_least_integer_divided_by_minus_one_ends_nothing() -> None:
+def test_the_least_integer_divided_by_minus_one_ends_nothing():
     least, minus = torch.tensor([-(2**63), 7, -7]), torch.tensor([-1, -2, 2])
     assert OPERATORS["Div"](least, minus).tolist() == [-(2**63), -3, -3]
     exact = torch.tensor([7, -7, 6, 0]), torch.tensor([2, 2, -4, 3])
@@ -342,7 +336,7 @@ def test_the_least_integer_divided_by_minus_one_ends_nothing() -> None:
     assert torch.equal(OPERATORS["Div"](*exact), expected)
 
 
-def test_shapes_stay_short() -> None:
+def test_shapes_stay_short():
     with pytest.raises(ValueError, match="no shape"):
         OPERATORS["Concat"]([1] * MOST_NUMBERS, [1], axis=0)
 
@@ -358,7 +352,7 @@ def of_functions(body: list[onnx.NodeProto], calls: int) -> onnx.ModelProto:
     )
 
 
-def test_functions_do_not_copy_a_weight_many_times(tmp_path: Path) -> None:
+def test_functions_do_not_copy_a_weight_many_times(tmp_path):
     weight = onnx.numpy_helper.from_array(np.ones(1 << 18, np.float32), "w")
     body = [onnx.helper.make_node("Constant", [], ["w"], value=weight), by_hand.node("Neg", ["a"], "b")]
     with pytest.raises(InputError, match="much larger"):
@@ -368,7 +362,7 @@ def test_functions_do_not_copy_a_weight_many_times(tmp_path: Path) -> None:
 EXTRA = ("onnx_ir", "onnxscript", "onnxruntime")
 
 
-def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
+def test_functions_are_read_without_the_extra(tmp_path):
     path = by_hand.saved(of_functions([by_hand.node("Add", ["a", "a"], "b")], 1), tmp_path)
     child = os.fork()
     if child == 0:
@@ -393,9 +387,7 @@ def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
 EVIL = "a\x1b]0;title\x07\x1b[2J\u202eb\x9b31m"
 
 
-def test_names_of_a_file_reach_no_terminal_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_a_file_reach_no_terminal_as_they_are(tmp_path, capsys):
     odd = onnx.helper.make_node("NonZero", ["x"], ["y"], name=EVIL)
     by_hand.saved(by_hand.model_of([odd]), tmp_path)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 1), np.float32))
@@ -404,7 +396,7 @@ def test_names_of_a_file_reach_no_terminal_as_they_are(
     assert "NonZero" in shown.err and escaped(shown.err) == shown.err and "\\u001b" in shown.err
 
 
-def test_tables_notes_json_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_notes_json_and_errors_are_escaped(capsys):
     from asapc import session
     from asapc.report.tables import Table
 
@@ -418,8 +410,7 @@ def test_tables_notes_json_and_errors_are_escaped(capsys: pytest.CaptureFixture[
         raise InputError(EVIL, got=EVIL + "\nasapc: all is well", help=EVIL)
 
     for json_output, verbose in ((False, False), (False, True), (True, False)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="always"):
             assert session.run(
                 body, json=json_output, quiet=False, debug=json_output, verbose=verbose
             ) == 2  # fmt: skip
@@ -433,7 +424,7 @@ def test_tables_notes_json_and_errors_are_escaped(capsys: pytest.CaptureFixture[
     assert escaped(stream.getvalue()) == stream.getvalue()
 
 
-def test_plain_text_stays() -> None:
+def test_plain_text_stays():
     text = "layers.0\tééé 日本 → ✓\n"
     assert escaped(text) == text
 
@@ -441,25 +432,20 @@ def test_plain_text_stays() -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["deep", "pipe", "device", "large"])
-def test_json_of_others(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["device", "large"])
+def test_json_of_others(tmp_path, kind):
     path = tmp_path / "some.json"
-    match kind:
-        case "deep":
-            path.write_text("[" * 100_000)
-        case "pipe":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "large":
-            path.write_text("[" + "1, " * 10**6 + "1]")
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("[" + "1, " * 10**6 + "1]")
     before, start = memory_from_here(), time.monotonic()
     with pytest.raises((OSError, ValueError)):
         read_json(path, 1 << 20)
     assert peak() - before < 200 << 20 and time.monotonic() - start < 20
 
 
-def test_json_has_a_size(tmp_path: Path) -> None:
+def test_json_has_a_size(tmp_path):
     (tmp_path / "x.json").write_text("[1, 2, 3]")
     with pytest.raises(ValueError, match="more than 4 bytes"):
         read_json(tmp_path / "x.json", 4)
@@ -470,7 +456,7 @@ def test_json_has_a_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("default", [{"tensor": 0}, {"size": "s0"}, {"kind": "list", "items": [{
     "tensor": 3}]}, {"kind": "list", "items": [{"default": "x"}]}], ids=str)  # fmt: skip
-def test_a_default_in_a_manifest_is_plain_data(default: dict[str, Any]) -> None:
+def test_a_default_in_a_manifest_is_plain_data(default):
     x = {"name": "x", "kind": "KEYWORD_ONLY", "default": default, "captured": {"tensor": 0}}
     call = {"parameters": [x], "output": {"tensor": 0}, "tensors": [{"kind": "float", "sizes": [2]}]}
     with pytest.raises(InputError, match="a default is plain data"):
@@ -480,11 +466,10 @@ def test_a_default_in_a_manifest_is_plain_data(default: dict[str, Any]) -> None:
 # --- data -----------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     write_teacher(folder / "teacher", n_layers=1, max_iter=2)
-    recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], batch_size: 8}"
-    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "recipe.yaml").write_text("{operator: asap, features: [norm], batch_size: 8}")
     return folder
 
 
@@ -493,13 +478,11 @@ def tokens() -> np.ndarray[Any, Any]:
 
 
 def calibrate(work: Path, data: str, out: str = "calibration") -> int:
-    return cli.main([
-        "calibrate", str(work / "teacher"), "--data", str(work / data), "-o", str(work / out),
-        "--recipe", str(work / "recipe.yaml"), "--quiet",
-    ])  # fmt: skip
+    where = ("--data", work / data, "-o", work / out, "--recipe", work / "recipe.yaml")
+    return run("calibrate", work / "teacher", *where, "--quiet")
 
 
-def test_an_id_that_no_table_has(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_that_no_table_has(work, capsys):
     for example, column, value in [(1, 5, 99), (100, 0, 2**62), (90, 7, -5)]:
         ids = tokens()
         ids[example, column] = value
@@ -512,7 +495,7 @@ def test_an_id_that_no_table_has(work: Path, capsys: pytest.CaptureFixture[str])
     assert "example 0 (counted from 0): inputs[" in capsys.readouterr().err
 
 
-def test_all_files_of_a_calibration_can_be_read_by_the_same_people(work: Path) -> None:
+def test_all_files_of_a_calibration_can_be_read_by_the_same_people(work):
     np.savez(work / "good.npz", inputs=tokens())
     assert calibrate(work, "good.npz") == 0
     modes = {path.name: path.stat().st_mode & 0o777 for path in (work / "calibration").iterdir()}

@@ -93,8 +93,7 @@ def example_inputs(teacher: Teacher) -> dict[str, Tensor] | None:
     """A small deterministic batch by argument name for a built-in architecture, None otherwise."""
     if not teacher.builtin or teacher.model is None:
         return None
-    inputs: dict[str, Tensor] = teacher.model.example_inputs(EXAMPLE_BATCH)  # type: ignore[operator]
-    return inputs
+    return teacher.model.example_inputs(EXAMPLE_BATCH)  # type: ignore[operator]
 
 
 def _not_for(model: str | Path, option: str) -> InputError:

@@ -85,8 +85,7 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
     try:
         exported._state_dict = {name: _emptied(tensor) for name, tensor in weights.items()}
         exported._example_inputs = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             torch.export.save(exported, path)
     finally:
         exported._state_dict = weights
@@ -151,8 +150,7 @@ def load_program(
     log = logging.getLogger("torch.export")  # shows tracebacks of what is reported below
     silent, log.disabled = log.disabled, True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             exported = torch.export.load(io.BytesIO(harmless))
             if not trust:
                 replace_unchecked(exported)

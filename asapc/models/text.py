@@ -64,8 +64,7 @@ class PositionWiseFeedForward(nn.Module):
         self.linear2 = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear2(torch.relu(self.linear1(x)))
-        return out
+        return self.linear2(torch.relu(self.linear1(x)))
 
 
 class EncoderLayer(nn.Module):
@@ -87,8 +86,7 @@ class EncoderLayer(nn.Module):
     def updated(self, x: Tensor, update: Tensor) -> Tensor:
         """x after attention, which gives `update`."""
         x = self.layernorm1(x + self.dropout1(update))
-        out: Tensor = self.layernorm2(x + self.dropout2(self.ffn(x)))
-        return out
+        return self.layernorm2(x + self.dropout2(self.ffn(x)))
 
 
 class TokenClassifier(nn.Module):

@@ -38,8 +38,7 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
     try:
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, verbose=False, optimize=True,
                 custom_translation_table=table,

@@ -409,8 +409,7 @@ def keys_of_empty(
 
 
 def _named(name: str) -> Callable[..., Tensor]:
-    twin: Callable[..., Tensor] = globals()[name]
-    return twin
+    return globals()[name]
 
 
 hybrid_esp_hard = hybrid("esp_hard", _named)

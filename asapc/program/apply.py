@@ -22,10 +22,9 @@ def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> 
 
 def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) -> Tensor:
     """One predicted dual on a site's tensors."""
-    dual: Tensor = torch.ops.asapc.dual(
+    return torch.ops.asapc.dual(
         q=t.q, k=t.k, keep=t.keep, bias=t.bias, **predictor.arguments(convention.score_multiplier)
     )
-    return dual
 
 
 def apply_replacement(

@@ -58,8 +58,7 @@ class GraphCode:
         if wanted is not None and wanted != place:
             function = self._made(wanted)
             self._current = (wanted, function)
-        result: tuple[Any, ...] = function(module, *flat)
-        return result
+        return function(module, *flat)
 
     @property
     def code(self) -> str:
@@ -225,8 +224,7 @@ def _function(graph: Graph) -> Callable[..., Any]:
     source = graph.python_code("self")
     names: dict[str, Any] = dict(source.globals)
     exec(compile(source.src, f"<asapc graph {next(_numbers)}>", "exec", dont_inherit=True), names)
-    function: Callable[..., Any] = names["forward"]
-    return function
+    return names["forward"]
 
 
 class _Ref:

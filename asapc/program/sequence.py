@@ -243,27 +243,24 @@ def _joined_mean(x: Shard, own: Tensor) -> Tensor:
 
 
 def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
-    found: Tensor = getattr(x.group.all_of(own), name)(0)
-    return found
+    return getattr(x.group.all_of(own), name)(0)
 
 
-def _transposed(target: Any, bound: Bound) -> Any:
-    x = _first(bound)
-    order = list(range(len(x.shape)))
-    if "dims" in bound:
-        order = [d % len(order) for d in bound["dims"]]
-    elif "dim0" in bound:
-        one, other = bound["dim0"], bound["dim1"]
-        order[one], order[other] = order[other], order[one]
-    else:
-        order.reverse()  # aten.t
-    return x.like(_on_local(target, bound), order.index(x.axis))
+def _seen(target: Any, bound: Bound) -> Any:
+    """A view, through which the tokens' axis is the one that keeps its stride where all others have none.
 
-
-def _unsqueezed(target: Any, bound: Bound) -> Any:
-    x = _first(bound)
-    at = bound["dim"] % (len(x.shape) + 1)
-    return x.like(_on_local(target, bound), x.axis + (at <= x.axis))
+    transpose, unsqueeze; select, slice, split, chunk, unbind along other axes, or of all tokens.
+    """
+    x, name = _first(bound), next(iter(bound))
+    strides = [int(axis == x.axis) for axis in range(len(x.shape))]
+    probe = torch.empty_strided(x.shape, strides, device="meta")
+    parts, spec = pytree.tree_flatten(_call(target, {**bound, name: probe}))
+    places = [[a for a, size in enumerate(p.shape) if p.stride(a) == 1 and size == x.size] for p in parts]
+    if any(len(axes) != 1 for axes in places):
+        return NotImplemented
+    own = pytree.tree_leaves(_on_local(target, bound))
+    shards = [x.like(part, axes[0]) for part, axes in zip(own, places, strict=True)]
+    return pytree.tree_unflatten(shards, spec)
 
 
 def _squeezed(target: Any, bound: Bound) -> Any:
@@ -282,33 +279,12 @@ def _selected(target: Any, bound: Bound) -> Any:
     x = _first(bound)
     dim = bound["dim"] % len(x.shape)
     if dim != x.axis:
-        return x.like(_on_local(target, bound), x.axis - (dim < x.axis))
+        return _seen(target, bound)
     index, share = bound["index"] % x.size, x.group.share(x.size)
     owner = next(r for r in range(x.group.processes) if index < x.group.share(x.size, r).stop)
     shape = [size for axis, size in enumerate(x.shape) if axis != dim]
     own = x.local.select(dim, index - share.start) if owner == x.group.rank else x.local.new_empty(shape)
     return x.group.all_of(own)[owner]
-
-
-def _sliced(target: Any, bound: Bound) -> Any:
-    x = _first(bound)
-    dim, size = bound.get("dim", 0) % len(x.shape), x.size
-    if dim == x.axis:
-        start, end = (bound.get(name) for name in ("start", "end"))
-        if bound.get("step", 1) != 1 or start not in (None, 0) or (end is not None and end < size):
-            return NotImplemented
-        return x
-    return x.like(_on_local(target, bound))
-
-
-def _divided(target: Any, bound: Bound) -> Any:
-    """split, chunk, unbind along another axis than the tokens'."""
-    x = _first(bound)
-    dim = bound.get("dim", 0) % len(x.shape)
-    if dim == x.axis:
-        return NotImplemented
-    axis = x.axis - (target._schema.name == "aten::unbind" and dim < x.axis)
-    return [x.like(part, axis) for part in _on_local(target, bound)]
 
 
 def _concatenated(target: Any, bound: Bound) -> Any:
@@ -378,8 +354,7 @@ def _multiplied(target: Any, bound: Bound) -> Any:
 
 
 def _with(target: Any, bound: Bound, *factors: Tensor) -> Tensor:
-    found: Tensor = _call(target, dict(zip(bound, factors, strict=True)))
-    return found
+    return _call(target, dict(zip(bound, factors, strict=True)))
 
 
 def _attended(target: Any, bound: Bound) -> Any:
@@ -417,12 +392,10 @@ RULES: dict[str, Rule] = dict((
     *((name, _reduction(partial(_joined_by, name))) for name in ("amax", "amin", "any", "all")),
     *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
             "linalg_vector_norm", "norm"),
-    *_named(_transposed, "transpose", "permute", "t"),
-    *_named(_unsqueezed, "unsqueeze"),
+    *_named(_seen, "transpose", "permute", "t", "unsqueeze", "slice", "split", "split_with_sizes",
+            "chunk", "unbind"),
     *_named(_squeezed, "squeeze"),
     *_named(_selected, "select"),
-    *_named(_sliced, "slice"),
-    *_named(_divided, "split", "split_with_sizes", "chunk", "unbind"),
     *_named(_concatenated, "cat", "concat", "stack"),
     *_named(_expanded, "expand"),
     *_named(_expanded_as, "expand_as"),

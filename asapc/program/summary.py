@@ -30,10 +30,9 @@ class Summary:
         if self.measured is not None:
             return self.measured
         # By name: reports are made of models, and are in a layer above them.
-        shown: str = pkgutil.resolve_name("asapc.report.notebook:model_html")(
+        return pkgutil.resolve_name("asapc.report.notebook:model_html")(
             self.title, self.lines, self.folder
         )
-        return shown
 
 
 def shown_by(model: nn.Module, summary: Summary | None) -> None:

@@ -103,8 +103,7 @@ class Objective:
     probabilities: bool
 
     def scores(self, output: Any) -> Tensor:
-        found: Tensor = pytree.tree_leaves(output)[self.leaf]
-        return found
+        return pytree.tree_leaves(output)[self.leaf]
 
     def log(self, scores: Tensor) -> Tensor:
         return log_probabilities(scores, self.probabilities)

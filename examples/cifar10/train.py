@@ -11,21 +11,18 @@ test.npz with the test images and their labels.  Fixed seeds, some twenty minute
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerViT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainable_loop import set_loop, trainable_sinkhorn_attention
+from training import accuracy, arguments, one_cycle, write_data, write_teacher
 
 CONFIG = {
     "image_size": 32,
@@ -39,6 +36,7 @@ CONFIG = {
     "mlp_dim": 256,
     "max_iter": 10,
 }
+DATA = "cifar10_jpeg_subset.npz"
 BATCH = 64
 SHIFT = 4  # pixels, at most, that an image is moved
 
@@ -46,13 +44,6 @@ SHIFT = 4  # pixels, at most, that an image is moved
 def images(pixels: np.ndarray) -> Tensor:
     """[n, 32, 32, 3] uint8 -> [n, 3, 32, 32], about mean 0 and standard deviation 1."""
     return (torch.from_numpy(pixels).float().permute(0, 3, 1, 2) / 255 - 0.47) / 0.25
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, img: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in img.split(250)])
-    return (predictions == labels).double().mean().item()
 
 
 def varied(img: Tensor, generator: torch.Generator) -> Tensor:
@@ -69,42 +60,19 @@ def varied(img: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
-    """AdamW on one cycle."""
     generator = torch.Generator().manual_seed(1)
-    steps = -(-len(img) // BATCH)
-    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, max_lr=1e-3, total_steps=epochs * steps
-    )
-    model.train()
-    for epoch in range(epochs):
-        start, total = time.perf_counter(), 0.0
-        for index in torch.randperm(len(img), generator=generator).split(BATCH):
-            logits = model(varied(img[index], generator))[0]
-            loss = nn.functional.cross_entropy(logits, labels[index])
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            total += loss.item()
-        seconds = time.perf_counter() - start
-        print(f"epoch {epoch + 1}/{epochs}  loss {total / steps:.4f}  {seconds:.0f} s", flush=True)
+    cycle = one_cycle(model, len(img), BATCH, epochs, rate=1e-3, decay=0.05, generator=generator)
+    for _, index, step in cycle:
+        logits = model(varied(img[index], generator))[0]
+        step(nn.functional.cross_entropy(logits, labels[index]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--epochs", type=int, default=30)
-    options = parser.parse_args()
-    name = "cifar10_jpeg_subset.npz"
-    if not (options.data / name).is_file():
-        parser.error(f"--data is a folder with {name}, got {options.data}")
+    options = arguments(__doc__, 30, DATA).parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with np.load(options.data / name) as data:
+    with np.load(options.data / DATA) as data:
         img, test_img = images(data["x_train"]), images(data["x_test"])
         labels, test_labels = (
             torch.from_numpy(data[key].astype(np.int64)) for key in ("y_train", "y_test")
@@ -112,14 +80,8 @@ def main() -> None:
     model = SinkformerViT(**CONFIG)
     set_loop(model, trainable_sinkhorn_attention)
     train(model, img, labels, options.epochs)
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = {"architecture": "sinkformer-vit", **CONFIG}
-    (options.out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    save_file(model.half().state_dict(), options.out / "model.safetensors")
-    np.savez_compressed(options.out / "calibration.npz", img=img.numpy())
-    np.savez_compressed(
-        options.out / "test.npz", img=test_img.numpy(), labels=test_labels.numpy()
-    )
+    write_teacher(options.out, model.half(), "sinkformer-vit", CONFIG)
+    write_data(options.out, "img", img, test_img, test_labels)
     model.float()  # as the file holds it, in half precision; the loop is the same map
     print(f"test accuracy {accuracy(model, test_img, test_labels):.4f}")
 

@@ -17,18 +17,17 @@ import re
 import sys
 import sysconfig
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerText
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainable_loop import set_loop, trainable_sinkhorn_attention
+from training import accuracy, descend, most_frequent, write_teacher
 
 OUT = Path(__file__).resolve().parents[2] / "asapc" / "demo_data" / "code"
 PACKAGES = ("asyncio", "distutils", "email", "idlelib", "lib2to3", "multiprocessing", "tkinter", "xml")
@@ -135,10 +134,7 @@ def train(model: SinkformerText, draw: Draw, phases: tuple[tuple[int, int, int],
             tokens, labels = draw(count, length)
             probabilities, _ = model(tokens)
             loss = nn.functional.nll_loss(probabilities.clamp_min(1e-9).log(), labels)
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
+            descend(model, optimiser, loss)
             schedule.step()
             loss_sum += loss.item()
             right += (probabilities.argmax(-1) == labels).double().mean().item()
@@ -150,13 +146,6 @@ def train(model: SinkformerText, draw: Draw, phases: tuple[tuple[int, int, int],
                     flush=True,
                 )
                 loss_sum = right = 0.0
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, tokens: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in tokens.split(8)])
-    return (predictions == labels).double().mean().item()
 
 
 def logistic_regression(
@@ -201,11 +190,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     files = [files_of(package) for package in PACKAGES]
-    words = Counter(
-        word for training, _ in files for lines in training for line in lines for word in line
-    )
-    common = [word for word, _ in words.most_common(CONFIG["vocab_size"] - 2)]
-    vocabulary = {word: index + 2 for index, word in enumerate(common)}
+    lines = [line for training, _ in files for its in training for line in its]
+    vocabulary = most_frequent(lines, CONFIG["vocab_size"])
     texts, labels = labelled([windows(training) for training, _ in files])
     random = np.random.default_rng(0)
     cut = [windows(its) for _, its in files]
@@ -221,18 +207,14 @@ def main() -> None:
     model = SinkformerText(**CONFIG, dropout=0.1)
     set_loop(model, trainable_sinkhorn_attention)
     train(model, Draw([training for training, _ in files], vocabulary), PHASES)
-    teacher = options.out / "teacher"
-    teacher.mkdir(parents=True, exist_ok=True)
-    config = {"architecture": "sinkformer-text", **CONFIG}
-    (teacher / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(model.half().state_dict(), teacher / "model.safetensors")
+    write_teacher(options.out / "teacher", model.half(), "sinkformer-text", CONFIG)
     np.savez_compressed(options.out / "code.npz", inputs=tokens.numpy(), labels=shuffled.numpy())
     listed = ["[PAD]", "[UNK]", *(json.dumps(word)[1:-1] for word in vocabulary)]
     (options.out / "vocabulary.txt").write_text("\n".join(listed) + "\n")
     for path in sorted(options.out.rglob("*.*")):
         print(f"{path}  {path.stat().st_size} bytes")
     model.float()  # as the file holds it, in half precision; the loop is the same map
-    print(f"held-out windows  accuracy {accuracy(model, tokens, shuffled):.4f}")
+    print(f"held-out windows  accuracy {accuracy(model, tokens, shuffled, 8):.4f}")
 
 
 if __name__ == "__main__":

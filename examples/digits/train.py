@@ -10,18 +10,18 @@ scikit-learn on the same kind of processor write the same files.  About ten minu
 from __future__ import annotations
 
 import argparse
-import json
-import time
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from asapc.models import SinkformerViT
 from asapc.models.vit import SinkhornAttention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from training import accuracy, digits, one_cycle, write_teacher
 
 OUT = Path(__file__).resolve().parents[2] / "asapc" / "demo_data" / "digits"
 CONFIG = {
@@ -48,13 +48,6 @@ def shifted(img: Tensor, generator: torch.Generator) -> Tensor:
     return padded[batch, 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, img: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in img.split(64)])
-    return (predictions == labels).double().mean().item()
-
-
 def set_half_steps(model: SinkformerViT, half_steps: int) -> None:
     for module in model.modules():
         if isinstance(module, SinkhornAttention):
@@ -62,28 +55,15 @@ def set_half_steps(model: SinkformerViT, half_steps: int) -> None:
 
 
 def train(model: SinkformerViT, img: Tensor, labels: Tensor, epochs: int, batch_size: int) -> None:
-    """AdamW on one cycle; two thirds of the epochs run a shorter loop, to save time."""
+    """Two thirds of the epochs run a shorter loop, to save time."""
     generator = torch.Generator().manual_seed(1)
-    steps = len(img) // batch_size
-    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, max_lr=3e-3, total_steps=epochs * steps
+    cycle = one_cycle(
+        model, len(img), batch_size, epochs, rate=3e-3, decay=0.05, generator=generator
     )
-    model.train()
-    for epoch in range(epochs):
+    for epoch, index, step in cycle:
         set_half_steps(model, WARM_UP_HALF_STEPS if epoch < 2 * epochs // 3 else CONFIG["max_iter"])
-        start, total = time.perf_counter(), 0.0
-        for index in torch.randperm(len(img), generator=generator).split(batch_size)[:steps]:
-            logits, _ = model(shifted(img[index], generator))
-            loss = nn.functional.cross_entropy(logits, labels[index], label_smoothing=0.02)
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            total += loss.item()
-        seconds = time.perf_counter() - start
-        print(f"epoch {epoch + 1}/{epochs}  loss {total / steps:.3f}  {seconds:.1f} s", flush=True)
+        logits, _ = model(shifted(img[index], generator))
+        step(nn.functional.cross_entropy(logits, labels[index], label_smoothing=0.02))
 
 
 def main() -> None:
@@ -94,10 +74,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.images))
-    pixels = (digits.images[order] / 16).astype(np.float32)[:, None]  # [n, 1, 8, 8] in [0, 1]
-    classes = digits.target[order].astype(np.int64)
+    pixels, classes = digits()
     img, labels = torch.from_numpy(pixels), torch.from_numpy(classes)
     training, held_out = slice(None, TRAINING_IMAGES), slice(TRAINING_IMAGES, None)
 
@@ -107,10 +84,7 @@ def main() -> None:
     print(f"held-out images  accuracy {accuracy(model, img[held_out], labels[held_out]):.4f}")
 
     teacher = options.out / "teacher"
-    teacher.mkdir(parents=True, exist_ok=True)
-    config = {"architecture": "sinkformer-vit", **CONFIG}
-    (teacher / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(model.state_dict(), teacher / "model.safetensors")
+    write_teacher(teacher, model, "sinkformer-vit", CONFIG)
     np.savez_compressed(options.out / "digits.npz", img=pixels[held_out], labels=classes[held_out])
     for path in (teacher / "model.safetensors", options.out / "digits.npz"):
         print(f"{path}  {path.stat().st_size} bytes")

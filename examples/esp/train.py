@@ -10,18 +10,18 @@ and fixed seeds; a few minutes on one core.
 from __future__ import annotations
 
 import argparse
-import json
-import time
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from asapc.models import ESPFormerViT
 from asapc.models.esp import ESPAttention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from training import accuracy, digits, one_cycle, write_teacher
 
 CONFIG = {
     "image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "dim": 64, "depth": 2,
@@ -31,40 +31,15 @@ TRAINING_IMAGES = 900
 TEST_IMAGES = 300
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, img: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch).argmax(-1) for batch in img.split(100)])
-    return (predictions == labels).double().mean().item()
-
-
 def train(
     model: ESPFormerViT, img: Tensor, labels: Tensor, epochs: int, temperatures: list[float]
 ) -> None:
-    """AdamW on one cycle; temperatures: of SoftSort, one for each epoch."""
-    generator = torch.Generator().manual_seed(1)
-    batch_size = 60
-    steps = len(img) // batch_size
-    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, max_lr=3e-3, total_steps=epochs * steps
-    )
-    model.train()
-    for epoch in range(epochs):
+    """temperatures: of SoftSort, one for each epoch."""
+    for epoch, index, step in one_cycle(model, len(img), 60, epochs, rate=3e-3, decay=0.05):
         for module in model.modules():
             if isinstance(module, ESPAttention):
                 module.softsort_temperature = temperatures[epoch]
-        start, total = time.perf_counter(), 0.0
-        for index in torch.randperm(len(img), generator=generator).split(batch_size)[:steps]:
-            loss = nn.functional.cross_entropy(model(img[index]), labels[index], label_smoothing=0.02)
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            total += loss.item()
-        seconds = time.perf_counter() - start
-        print(f"epoch {epoch + 1}/{epochs}  loss {total / steps:.3f}  {seconds:.1f} s", flush=True)
+        step(nn.functional.cross_entropy(model(img[index]), labels[index], label_smoothing=0.02))
 
 
 def main() -> None:
@@ -77,10 +52,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.images))
-    pixels = (digits.images[order] / 16).astype(np.float32)[:, None]  # [n, 1, 8, 8] in [0, 1]
-    classes = digits.target[order].astype(np.int64)
+    pixels, classes = digits()
     img, labels = torch.from_numpy(pixels), torch.from_numpy(classes)
     training, held_out = slice(None, TRAINING_IMAGES), slice(TRAINING_IMAGES, None)
 
@@ -92,10 +64,7 @@ def main() -> None:
     print(f"training images  accuracy {accuracy(model, img[training], labels[training]):.4f}")
     print(f"held-out images  accuracy {accuracy(model, img[held_out], labels[held_out]):.4f}")
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    document = {"architecture": "espformer-vit", **config}
-    (options.out / "config.json").write_text(json.dumps(document, indent=2) + "\n")
-    save_file(model.state_dict(), options.out / "model.safetensors")
+    write_teacher(options.out, model, "espformer-vit", config)
     # Images the teacher never saw: most to choose operators on, the last to test.
     for name, part in (
         ("calibration", slice(TRAINING_IMAGES, -TEST_IMAGES)), ("test", slice(-TEST_IMAGES, None)),

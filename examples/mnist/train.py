@@ -12,21 +12,19 @@ and test.npz with the 10000 test images and their labels.  Fixed seeds, some ten
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerViT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainable_loop import set_loop, trainable_sinkhorn_attention
+from training import accuracy, arguments, descend, write_data, write_teacher
 
 CONFIG = {
     "image_size": 28,
@@ -48,13 +46,6 @@ def images(pixels: np.ndarray) -> Tensor:
     return (torch.from_numpy(pixels).float().unsqueeze(1) / 255 - 0.1307) / 0.3081
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, img: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in img.split(500)])
-    return (predictions == labels).double().mean().item()
-
-
 def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
     generator = torch.Generator().manual_seed(1)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -66,10 +57,7 @@ def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
         order = torch.randperm(len(img), generator=generator).split(BATCH)
         for index in order:
             loss = nn.functional.cross_entropy(model(img[index])[0], labels[index])
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
+            descend(model, optimiser, loss)
             total += loss.item()
         schedule.step()
         seconds = time.perf_counter() - start
@@ -77,14 +65,9 @@ def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser = arguments(__doc__, 20, "mnist.npz")
     parser.add_argument("--patch", type=int, choices=(2, 4, 7, 14), default=7)
-    parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args()
-    if not (options.data / "mnist.npz").is_file():
-        parser.error(f"--data is a folder with mnist.npz, got {options.data}")
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -97,14 +80,8 @@ def main() -> None:
     model = SinkformerViT(**config)
     set_loop(model, trainable_sinkhorn_attention)
     train(model, img, labels, options.epochs)
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = {"architecture": "sinkformer-vit", **config}
-    (options.out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    save_file(model.half().state_dict(), options.out / "model.safetensors")
-    np.savez_compressed(options.out / "calibration.npz", img=img[:CALIBRATION].numpy())
-    np.savez_compressed(
-        options.out / "test.npz", img=test_img.numpy(), labels=test_labels.numpy()
-    )
+    write_teacher(options.out, model.half(), "sinkformer-vit", config)
+    write_data(options.out, "img", img[:CALIBRATION], test_img, test_labels)
     model.float()  # as the file holds it, in half precision; the loop is the same map
     print(f"test accuracy {accuracy(model, test_img, test_labels):.4f}")
 

@@ -13,19 +13,15 @@ run 4 half-steps to save time.  Some twenty minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
 import re
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerText
@@ -33,6 +29,7 @@ from asapc.models.text import MultiHeadAttention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainable_loop import set_loop, trainable_sinkhorn_attention
+from training import accuracy, arguments, most_frequent, one_cycle, write_data, write_teacher
 
 PAD, UNKNOWN = 0, 1
 COMMON = {
@@ -95,70 +92,29 @@ def encode(texts: list[list[str]], vocabulary: dict[str, int], length: int) -> T
     return tokens
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, tokens: Tensor, labels: Tensor) -> float:
-    model.eval()
-    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in tokens.split(64)])
-    return (predictions == labels).double().mean().item()
-
-
 def set_half_steps(model: nn.Module, half_steps: int) -> None:
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             module.max_iter = half_steps
 
 
-def train(
-    model: nn.Module, tokens: Tensor, labels: Tensor, epochs: int, half_steps: int
-) -> None:
-    """AdamW on one cycle."""
-    generator = torch.Generator().manual_seed(1)
-    steps = len(tokens) // BATCH
-    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, max_lr=1e-3, total_steps=epochs * steps
-    )
-    model.train()
-    for epoch in range(epochs):
+def train(model: nn.Module, tokens: Tensor, labels: Tensor, epochs: int, half_steps: int) -> None:
+    for epoch, index, step in one_cycle(model, len(tokens), BATCH, epochs, rate=1e-3, decay=0.01):
         set_half_steps(model, WARM_UP_HALF_STEPS if epoch < 2 * epochs // 3 else half_steps)
-        start, total = time.perf_counter(), 0.0
-        order = torch.randperm(len(tokens), generator=generator).split(BATCH)[:steps]
-        for step, index in enumerate(order, 1):
-            probabilities, _ = model(tokens[index])
-            loss = nn.functional.nll_loss(probabilities.clamp_min(1e-9).log(), labels[index])
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            total += loss.item()
-            if step % 100 == 0 or step == steps:
-                seconds = time.perf_counter() - start
-                print(
-                    f"epoch {epoch + 1}/{epochs}  step {step}/{steps}  loss {total / step:.3f}  "
-                    f"{seconds:.0f} s",
-                    flush=True,
-                )
+        probabilities, _ = model(tokens[index])
+        step(nn.functional.nll_loss(probabilities.clamp_min(1e-9).log(), labels[index]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, 3)
     parser.add_argument("dataset", choices=sorted(TEACHERS))
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
-    if not options.data.is_dir():
-        parser.error(f"--data is a folder with the data files, got {options.data}")
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = TEACHERS[options.dataset]
     (texts, classes), (test_texts, test_classes) = read(options.dataset, options.data)
-    common = Counter(word for words in texts for word in words).most_common(
-        config["vocab_size"] - 2
-    )
-    vocabulary = {word: index + 2 for index, (word, _) in enumerate(common)}
+    vocabulary = most_frequent(texts, config["vocab_size"])
     tokens = encode(texts, vocabulary, config["seq_len"])
     test_tokens = encode(test_texts, vocabulary, config["seq_len"])
     labels, test_labels = torch.from_numpy(classes), torch.from_numpy(test_classes)
@@ -167,15 +123,9 @@ def main() -> None:
     model = SinkformerText(**config, dropout=0.1)
     set_loop(model, trainable_sinkhorn_attention)
     train(model, tokens, labels, options.epochs, config["max_iter"])
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = {"architecture": "sinkformer-text", **config}
-    (options.out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    write_teacher(options.out, model.half(), "sinkformer-text", config)
     (options.out / "vocabulary.txt").write_text("\n".join(["[PAD]", "[UNK]", *vocabulary]) + "\n")
-    save_file(model.half().state_dict(), options.out / "model.safetensors")
-    np.savez_compressed(options.out / "calibration.npz", inputs=tokens[:CALIBRATION].numpy())
-    np.savez_compressed(
-        options.out / "test.npz", inputs=test_tokens.numpy(), labels=test_labels.numpy()
-    )
+    write_data(options.out, "inputs", tokens[:CALIBRATION], test_tokens, test_labels)
     model.float()  # as the file holds it, in half precision; the loop is the same map
     print(f"test accuracy {accuracy(model, test_tokens, test_labels):.4f}")
 

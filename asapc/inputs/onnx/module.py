@@ -182,8 +182,7 @@ def onnx_module(
     """An OnnxModule of a new class, whose forward has the arguments of this graph."""
     names = _argument_names(inputs)
     kind = type("OnnxModule", (OnnxModule,), {"forward": _forward(names), "names": names})
-    module: OnnxModule = kind(graph, inputs, tensors)
-    return module
+    return kind(graph, inputs, tensors)
 
 
 def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
