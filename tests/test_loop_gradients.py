@@ -114,7 +114,8 @@ def test_rows_that_a_bias_hides(dtype: torch.dtype, first: Side) -> None:
     """As where padded queries are hidden: they have no gradient, and no part in the columns' sums."""
     some, all_but_one = slice(None, None, 3), slice(1, None)
     for spread, half_steps, started, rows in (
-        (1.0, 5, False, some), (1.0, 80, False, all_but_one), (60.0, 4, False, some), (1.0, 6, True, some),
+        (1.0, 5, False, some), (1.0, 80, False, all_but_one), (60.0, 4, False, some),
+        (1.0, 6, True, some),
     ):  # fmt: skip
         case = given(13, 17, dtype, first, spread=spread, masked=True, biased=True, started=started)
         case["bias"][..., rows, :] = -math.inf
