@@ -200,9 +200,10 @@ class SiteFidelity:
     def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
         """What the compiled site makes of it, with the teacher's map."""
         compiled = self.compiled_site(t, None)
-        self.attention.update(teacher, compiled, t.keep, t.query_keep)
+        query_keep = t.keep if self.convention.mask == "both" else t.query_keep
+        self.attention.update(teacher, compiled, t.keep, query_keep)
         if self.pictures is not None:
-            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
+            self.pictures.update(teacher, compiled, t.keep, query_keep)
         # Where the model returns the map itself, the keys stand in for the values.
         if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
             values = widen(clean_values(t.k if t.v is None else t.v, t.keep))
