@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from asapc.formats.records import OPTIONAL, Record
 
 Side = Literal["row", "column"]
-Mask = Literal["none", "key"]
+Mask = Literal["none", "key", "both"]
 Coupling = Literal["interpolated", "monotone"]  # of sorted clouds of different sizes
 Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token order of a stable sort
 
@@ -148,7 +148,8 @@ class Convention(FiniteLoop):
 
     score_multiplier: scale / epsilon, so that scores are score_multiplier * q k^T + bias.
     mask:             "key" if a key mask enters: padded keys get no attention, padded queries
-                      keep their mass.
+                      keep their mass. "both" if it hides queries, too: they get nothing and have no
+                      part in the columns' sums.
     bias:             an additive [B|1, H|1, N, M] score bias enters.
     early_stop:       the teacher's code stops early on a small residual; it has been tried on what the
                       stop leaves out, see passes.early_stop.

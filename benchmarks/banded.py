@@ -2,15 +2,18 @@
 
     python benchmarks/banded.py                                  # B1 H4 D64 W129 T10, N = 512 .. 4096
     python benchmarks/banded.py --tokens 1024 8192 --window 257 --half-steps 21 -o FOLDER
+    python benchmarks/banded.py --backward --heads 1 --head-dim 8 --window 33 --half-steps 8
 
-The teacher hides its scores outside the window and runs its log-domain loop on all of them; `plan` is
-given those scores; `sinkhorn` has no window and computes another map: what the loop costs on all keys.
+The teacher hides its scores outside the window and runs its log-domain loop on all of them, as it is and
+under torch.compile, fixed to each length; `plan` is given those scores; `sinkhorn` has no window and
+computes another map: what the loop costs on all keys.
 Speed is printed only after parity: in float64 the operator must reproduce the teacher, and in the timed
 dtype it may be at most twice as wrong as the teacher is. Candidates take turns; figures are medians. What
 would take longer than --max-seconds a call, by the time it took at the last shorter length, is left out
-and said so.
+and said so. With --backward a call is the gradient of mean(out^2) for q, k and v, forward included, and
+its peak memory stands beside it.
 
-With -o, banded.json is written there.
+With -o, banded.json or banded_backward.json is written there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +32,14 @@ from attention import environment, error
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
-from asapc.measure.timing import interleaved_medians
+from asapc.measure.timing import extra_bytes, interleaved_medians
 
 EXACT = 1e-9
 SLACK = 1e-6
 PARITY_TOKENS = 1024
 
-TEACHER, PLAN, DENSE, OURS = "teacher's loop", "plan", "sinkhorn, all keys", "banded_sinkhorn"
+TEACHER, COMPILED = "teacher's loop", "torch.compile of it"
+PLAN, DENSE, OURS = "plan", "sinkhorn, all keys", "banded_sinkhorn"
 UNIT = [1.0, 1.0, 0.0, 0.0]  # rows sum to 1
 
 
@@ -121,8 +126,15 @@ def ours(p: Problem) -> Tensor:
 
 
 CANDIDATES: dict[str, Callable[[Problem], Tensor]] = {
-    TEACHER: teacher, PLAN: plan, DENSE: dense, OURS: ours,
+    TEACHER: teacher, COMPILED: torch.compile(teacher, dynamic=False), PLAN: plan, DENSE: dense,
+    OURS: ours,
 }  # fmt: skip
+
+
+def backward(function: Callable[[Problem], Tensor], problem: Problem) -> tuple[Tensor, ...]:
+    """The gradients of mean(out^2)."""
+    q, k, v = (x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    return torch.autograd.grad(function(replace(problem, q=q, k=k, v=v)).square().mean(), (q, k, v))
 
 
 def check_parity(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, float]:
@@ -157,8 +169,12 @@ def measure(
         if expected is None or expected > options.max_seconds:
             skipped[name] = "too slow" if expected is None else f"about {expected:.0f} s a call"
         else:
-            kept[name] = lambda function=function: function(problem)  # type: ignore[misc]
+            call = partial(backward, function) if options.backward else function
+            kept[name] = partial(call, problem)
     times = interleaved_medians(kept, repeats=options.repeats, warmup=1)
+    if options.backward:
+        for name, call in kept.items():
+            times[name]["peak_bytes"] = extra_bytes(call)
     return {"shape": asdict(shape), "max_abs_error": errors, "rows": times, "skipped": skipped}
 
 
@@ -178,7 +194,8 @@ def table(shape: Shape, found: dict[str, Any]) -> str:
     lines = [f"{shape}: parity {errors['timed']:.1e}, the teacher itself {errors['teacher']:.1e}"]
     best = found["rows"][OURS]["median_ms"]
     for name, row in found["rows"].items():
-        lines.append(f"  {name:20} {row['median_ms']:10.2f} ms  {row['median_ms'] / best:7.2f}x")
+        memory = f"  {row['peak_bytes'] / 2**20:8.1f} MiB" if row.get("peak_bytes") is not None else ""
+        lines.append(f"  {name:20} {row['median_ms']:10.2f} ms  {row['median_ms'] / best:7.2f}x{memory}")
     lines += [f"  {name:20} left out: {why}" for name, why in found["skipped"].items()]
     return "\n".join(lines)
 
@@ -194,6 +211,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-seconds", type=float, default=20.0)
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
@@ -209,7 +227,8 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         document = {"environment": environment(cpu=True), "results": results}
-        (options.out / "banded.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        name = "banded_backward.json" if options.backward else "banded.json"
+        (options.out / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

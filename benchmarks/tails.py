@@ -7,6 +7,10 @@ Gaps: the block-wise paper's setting (Section 3.1: L = 512, d = 8, T = 15 stoppe
 half-steps, then R refined ones, three seeds, the worst entry of dQ, dK and dV), in float64, for the loss
 mean(out^2), which the paper does not state.  Sharpness: the same with scores times s; gaps are relative,
 |g_tail - g| / |g| over dQ and dK, and a certified tail of tolerance 1e-3 says how long it was.
+Certificates: Proposition 5 on the paper's Table 2 (L = 128): what a tail of R iterations leaves out of
+the scores' gradient, c_R = D_x z_T' eta_R, beside the bound on its L1 norm that a certified tail stops
+by, both as parts of the slopes of the plan with fixed scalings; and how far full - stopped - c_R is from
+0.
 Cost: time and peak memory of one gradient with respect to q, k and v, forward included: back-propagation
 through the loop, the kernel's whole gradient, a tail of four half-steps and a certified one.
 """
@@ -14,10 +18,11 @@ through the loop, the kernel's whole gradient, a tail of four half-steps and a c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +34,14 @@ from written import write_results
 import asapc.kernels.library
 from asapc.kernels.library.gradients import depths
 from asapc.measure.timing import extra_bytes, interleaved_medians
+from asapc.operators.c_transforms import log_marginals
+from asapc.operators.sinkhorn import alternate, attention_map, initial_duals
 from asapc.operators.sinkhorn import sinkhorn as loop
 
 assert asapc.kernels.library
 LENGTH, DIM, STOPPED = 512, 8, 15
+SHORT = 128  # of the paper's Table 2, whose selector takes the first R with max |c_R| <= SELECTED
+SELECTED = 1e-5
 REFINED = (0, 1, 2, 4)
 PAPER = {0: 1.49e-4, 1: 1.63e-5, 2: 1.42e-5, 4: 1.42e-5}
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -94,6 +103,47 @@ def sharpness(seeds: int) -> list[dict[str, Any]]:
                 row["half-steps"] = max(int(depth.max()) for depth in passed)
         rows.append(row)
     return rows
+
+
+def certificates(seeds: int) -> list[dict[str, float]]:
+    """The largest of all seeds, by sharpness and R."""
+    rows = []
+    for sharp, refined in itertools.product((1.0, 4.0), REFINED):
+        cases = [_certificate(seed, sharp, refined) for seed in range(seeds)]
+        worst = {name: max(case[name] for case in cases) for name in cases[0]}
+        rows.append({"sharpness": sharp, "refined": refined, **worst})
+    return rows
+
+
+def _certificate(seed: int, sharp: float, refined: int) -> dict[str, float]:
+    q, k, v = points(seed, 1, 1, SHORT, DIM)
+    base = (q @ k.mT * sharp * DIM**-0.5).requires_grad_()
+    tail = base.detach().requires_grad_()
+    masses = log_marginals(SHORT, SHORT, None, base)
+    end = alternate(base, *initial_duals(base, None), 2 * STOPPED, "row", *masses)
+
+    def loss(scores: Tensor, start: Sequence[Tensor]) -> Tensor:
+        duals = alternate(scores, *start, 2 * refined, "row", *masses)
+        return (attention_map(scores, *duals, [1.0, 1.0, 0.0, 0.0], None) @ v).square().mean()
+
+    (full,) = torch.autograd.grad(loss(base, end), base, retain_graph=True)
+    start = [dual.detach().requires_grad_() for dual in end]
+    of_tail = torch.autograd.grad(loss(tail, start), (tail, *start), allow_unused=True)
+    stopped, *eta = (torch.zeros_like(x) if y is None else y
+                     for x, y in zip((tail, *start), of_tail, strict=True))  # fmt: skip
+    (omitted,) = torch.autograd.grad(end, base, eta)
+    fixed = [dual.detach() for dual in alternate(base, *start, 2 * refined, "row", *masses)]
+    plan = attention_map(tail.detach(), *fixed, [1.0, 1.0, 0.0, 0.0], None)
+    out = plan @ v
+    products = (2 * out / out.numel()) @ v.mT
+    mean = (plan * products).sum(-1, keepdim=True) / plan.sum(-1, keepdim=True)
+    slopes = float((plan * (products - mean)).abs().sum())
+    exact = float(omitted.abs().sum())
+    bound = 2 * STOPPED * sum(float(x.abs().sum()) for x in eta)
+    return {
+        "largest": float(omitted.abs().max()), "exact": exact / slopes, "bound": bound / slopes,
+        "residual": float((full - stopped - omitted).abs().max()),
+    }  # fmt: skip
 
 
 def _relative(own: list[Tensor], full: list[Tensor]) -> float:
@@ -165,6 +215,15 @@ def text_of(document: dict[str, Any]) -> str:
         figures = " | ".join(f"{row[name]:.2g}" for name in [*names, "certified"])
         lines.append(f"| {row['sharpness']:g} | {figures} | {row['half-steps']} |")
     lines += [
+        "", f"What R iterations leave out of the scores' gradient (Proposition 5), L = {SHORT}.", "",
+        "| s | R | max of c_R | L1 of c_R over the slopes' | its bound | residual |",
+        "|---:|" + "---:|" * 5,
+    ]  # fmt: skip
+    for row in document["certificates"]:
+        names = ("largest", "exact", "bound", "residual")
+        figures = " | ".join(f"{row[name]:.2g}" for name in names)
+        lines.append(f"| {row['sharpness']:g} | {row['refined']} | {figures} |")
+    lines += [
         "", "Forward and gradient, float32: milliseconds, and MiB beyond the inputs.", "",
         "| B, H, N, D, T | " + " | ".join(WAYS) + " |", "|---|" + "---:|" * len(WAYS),
     ]  # fmt: skip
@@ -189,6 +248,7 @@ def main() -> int:
         "environment": environment(cpu=True),
         "gaps": gaps(options.seeds),
         "sharpness": sharpness(options.seeds),
+        "certificates": certificates(options.seeds),
         "costs": costs(options.repeats),
     }
     text = text_of(document)

@@ -76,7 +76,7 @@ def fits_needed(
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
     out: see why_no_fit. So are candidates of `auto` that it cannot become: see students.refusal.
     """
-    if not isinstance(convention, Convention):
+    if not isinstance(convention, Convention) or convention.mask == "both":
         return []
     if recipe.operator == "auto" and 1 < convention.half_steps <= FEW_HALF_STEPS:
         return []
@@ -102,7 +102,9 @@ def fits_needed(
 
 
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why transform_plan gives none: the parity of the ending, or too few half-steps."""
+    """Why nothing is fitted: hidden queries, the parity of the ending, or too few half-steps."""
+    if convention.mask == "both":
+        return "padded queries are hidden, and features of the tokens count them"
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
         f"{recipe.side} dual {recipe.c_transforms} or fewer c-transforms before its end"

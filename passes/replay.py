@@ -26,7 +26,7 @@ from asapc.device import settle
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
-from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW, hidden_queries
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.branches import spoken
 from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate
@@ -543,7 +543,9 @@ class _Beyond:
             return t
         only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
         only[:, active] = True
-        return replace(t, keep=self.site.opened(only), query_keep=None if t.query_keep is None else only)
+        keep = self.site.opened(only)
+        bias = hidden_queries(keep) if self.site.convention.mask == "both" else t.bias
+        return replace(t, keep=keep, bias=bias, query_keep=None if t.query_keep is None else only)
 
     def _inputs(self, sizes: dict[Any, int], change: Change) -> list[Tensor]:
         tensors = [self._input(node, sizes) for node in self.part.inputs]

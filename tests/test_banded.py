@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.ir import OutputFactor
-from asapc.kernels import native
+from asapc.kernels import dispatch, native
+from asapc.kernels.library.gradients import depths
 from asapc.operators import banded as reference
 from asapc.operators.banded import BandedConvention
 from asapc.operators.catalogue import convention_from_json
@@ -142,8 +144,66 @@ def test_memory_is_linear_in_the_tokens(spread: float) -> None:
     n, low, high = 250_000, -20, 20
     q, k, v = problem(1, 1, n, n, spread=spread)
     rest = (None, 0.3, 2, False, [1.0, 1.0, 0.0, 0.0], low, high)
-    found, few = op(q, k, v, *rest), op(*(x[:, :, :200] for x in (q, k, v)), *rest)
-    torch.testing.assert_close(found[:, :, :100], few[:, :, :100])
+    few = [x[:, :, :200] for x in (q, k, v)]
+    torch.testing.assert_close(op(q, k, v, *rest)[:, :, :100], op(*few, *rest)[:, :, :100])
+    every, some = gradients(op, (q, k, v), rest), gradients(op, few, rest)
+    for long, short in zip(every, some, strict=True):
+        torch.testing.assert_close(
+            long[:, :, :80], short[:, :, :80], rtol=0, atol=1e-3 * float(short.abs().max())
+        )
+
+
+def gradients(run: Any, tensors: Sequence[Tensor], rest: Sequence[Any]) -> list[Tensor]:
+    """Of q, k and v, for the same draw of the output's gradient at every position."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = run(*leaves, *rest)
+    grad = random(*out.shape[:2], 250_000, out.shape[3], seed=5)[:, :, : out.shape[2]].to(out.dtype)
+    return list(torch.autograd.grad(out, leaves, grad))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("name", SIZES)
+def test_gradients_are_those_of_the_reference(name: str, masked: bool) -> None:
+    """Of the whole loop and of tails, from smooth to sharp, wherever the window lies."""
+    for spread, (low, high), (half_steps, rows_first) in itertools.product((1.0, 60.0), BANDS, LOOPS):
+        q, k, v = (x.double() for x in problem(3, 2, *SIZES[name], spread=spread))
+        keep = keeps(3, SIZES[name][1], masked)
+        for tail in (None, half_steps - 1):
+            rest = (keep, 0.35, half_steps, rows_first, [1.0, 1.0, 0.0, 1.0], low, high, tail)
+            exact = gradients(reference.banded_sinkhorn, (q, k, v), rest)
+            assert all(bool(x.isfinite().all()) for x in exact)
+            largest = max(float(x.abs().max()) for x in exact)
+            for ours, theirs in zip(gradients(op, (q, k, v), rest), exact, strict=True):
+                assert float((ours - theirs).abs().max()) <= 1e-11 * (1 + largest) * (1 + spread)
+
+
+@pytest.mark.parametrize("spread", [0.3, 4.0, 60.0])
+def test_gradients_in_float32_and_certified_tails(spread: float) -> None:
+    q, k, v = problem(2, 2, 60, 60, spread=spread)
+    rest = (None, 0.35, 12, True, UNIT, -40, 30)
+    doubles = [x.double() for x in (q, k, v)]
+    exact = gradients(reference.banded_sinkhorn, doubles, rest)
+    rough = gradients(reference.banded_sinkhorn, (q, k, v), rest)
+    with depths() as passed:
+        short = gradients(op, doubles, (*rest, None, 1e-3))
+    depth, scores = int(passed[0].max()), 0.35 * float((q @ k.transpose(-1, -2)).abs().max())
+    assert 1 <= depth <= 12 and (spread > 0.3 or depth < 12)
+    every = zip(short, gradients(op, (q, k, v), rest), rough, exact, strict=True)
+    for found, ours, theirs, wanted in every:
+        largest = float(wanted.abs().max())
+        budget = 4 * float((theirs - wanted).abs().max()) + 2**-24 * (64 + scores) * largest
+        assert float((ours - wanted).abs().max()) <= budget
+        assert float((found - wanted).norm()) <= 2e-2 * float(wanted.norm())
+
+
+def test_without_the_engine_the_loop_keeps_to_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = problem(2, 2, 150, 150)
+    rest = (keeps(3, 150, True)[:2], 0.35, 5, False, UNIT, -3, 4)
+    expected = op(q, k, v, *rest)
+    monkeypatch.setattr(native, "missing", lambda: "no engine")
+    with dispatch.explained() as noted:
+        torch.testing.assert_close(op(q, k, v, *rest), expected, rtol=1e-4, atol=1e-5)
+    assert [(x.kernel, x.reason) for x in noted] == [("plain PyTorch, a band", "no engine")]
 
 
 def test_gradients_half_precision_and_empty_tensors() -> None:
@@ -231,5 +291,13 @@ def test_somebody_elses_layer_from_end_to_end(tmp_path: Path) -> None:
     loaded, x = asapc.load(tmp_path / "out"), 4 * random(3, 65, 16, seed=9)
     with torch.no_grad():
         assert torch.allclose(loaded(x), net(x), atol=1e-4)
+    leaf, grad = nn.Parameter(x), random(*net(x).shape, seed=4)
+    (theirs,) = torch.autograd.grad(net(leaf), leaf, grad)
+    with depths() as passed:
+        (full,) = torch.autograd.grad(loaded(leaf), leaf, grad)
+        (short,) = torch.autograd.grad(asapc.tail_gradients(loaded, 2)(leaf), leaf, grad)
+    assert [int(x.max()) for x in passed] == [site["convention"]["half_steps"], 2]
+    assert float((full - theirs).norm()) <= 1e-4 * float(theirs.norm())
+    assert 1e-4 < float((short - theirs).norm() / theirs.norm()) <= 0.5
     with pytest.raises(InputError, match="banded_sinkhorn"):
         asapc.compile(net, data, recipe=recipe | {"operator": "asap"}, out=tmp_path / "no", examples=16)

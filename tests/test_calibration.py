@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from collected import take
 
+import asapc
 from asapc.calibration import collect
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
@@ -24,8 +27,8 @@ from asapc.errors import InputError
 from asapc.features import feature_columns
 from asapc.features.clouds import clouds_of
 from asapc.features.predictor import transform_plan
-from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, SiteTensors
+from asapc.inputs.recipe import Recipe, load_recipe
+from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, sinkhorn_attention
 from asapc.program.apply import apply_amortised, predict
@@ -401,6 +404,97 @@ def test_c_transforms_go_on_from_the_last_dual(
     dual = TeacherDuals(tensors, rule).target(plan.half_steps, side) - cost_offset(tensors, side)
     f, g = (dual, None) if side == "source" else (None, dual)
     assert_closes(tensors, rule, f, g, c_transforms, last + c_transforms)
+
+
+def paper_row(q, k, theta):
+    """Eq. 12, sorted by hand, in the order of the queries and centred.  q, k: [n, D]; theta: [L, D]."""
+    columns = []
+    for direction in theta.double():
+        a, b = ((x @ direction / q.shape[1] ** 0.25).tolist() for x in (q, k))
+        order, b = sorted(range(len(a)), key=lambda i: a[i]), sorted(b)
+        phi, column = 0.0, [0.0] * len(a)
+        for r, i in enumerate(order):
+            if r > 0:
+                phi += b[r - 1] * (a[i] - a[order[r - 1]])
+            column[i] = a[i] ** 2 / 2 - phi
+        mean = sum(column) / len(column)
+        columns.append([x - mean for x in column])
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+def paper_loop(scores, f, steps, rows_next):
+    """Eqs. 8 and 15 with mass 1/N each; f [N] and g after so many half-steps.  scores: [N, n]."""
+    log_n, g = math.log(len(scores)), torch.zeros(scores.shape[1], dtype=torch.float64)
+    for _ in range(steps):
+        if rows_next:
+            f = -log_n - torch.logsumexp(scores + g, 1)
+        else:
+            g = -log_n - torch.logsumexp(scores + f[:, None], 0)
+        rows_next = not rows_next
+    return f, g
+
+
+def test_the_shipped_recipe_is_the_papers_protocol():
+    """Targets, features, fit and operator of examples/recipes/asap.yaml, from the paper's equations."""
+    recipe = load_recipe(Path(__file__).parents[1] / "examples/recipes/asap.yaml")
+    assert recipe.features == ("sliced:32:random",) and recipe.fit == "ls" and recipe.operator == "asap"
+    tensors = site_tensors(batch=6, n=24, m=24, masked=True)
+    rule = convention(20, output_factor=OutputFactor(queries=1))
+    fields = ("side", "c_transforms", "aim", "points", "features", "ridge", "ridge_mode", "coefficients")
+    site = fit([tensors], rule, **{field: getattr(recipe, field) for field in fields})
+    assert (site.amortised.plan.half_steps, site.amortised.plan.c_transforms) == (19, 3)
+    (theta,) = site.amortised.predictors[0].parameters
+    assert torch.allclose(theta.norm(dim=1), torch.ones(32))
+
+    cases = []
+    for example, head in itertools.product(range(6), range(2)):
+        q, k = (x[example, head].double() for x in (tensors.q, tensors.k))
+        keep = tensors.keep[example]
+        scores, rho = q @ k[keep].T * 0.5, q.square().sum(1) / 4  # 2 sqrt(D) = 4
+        f, _ = paper_loop(scores, torch.zeros(24, dtype=torch.float64), 19, True)
+        target = (f + rho)[keep]
+        cases.append((scores, rho, keep, paper_row(q[keep], k[keep], theta), target - target.mean()))
+    x, y = (torch.cat([case[place] for case in cases]) for place in (3, 4))
+    omega = torch.linalg.solve(x.T @ x + 1e-3 * torch.eye(32, dtype=torch.float64), x.T @ y)  # Eq. 20
+    found = coefficients_of(site).double().reshape(-1)
+    assert float((found - omega).norm()) <= 1e-4 * float(omega.norm())
+
+    maps = apply_amortised(rule, site.amortised, tensors, None).double()
+    for place, (scores, rho, keep, row, _) in enumerate(cases):
+        f = torch.zeros(24, dtype=torch.float64)
+        f[keep] = row @ omega - (row @ omega).mean()  # Eq. 13; queries without a row stay at 0
+        f, g = paper_loop(scores, f - rho, 3, False)  # Eq. 16
+        wanted = 24 * torch.exp(scores + f[:, None] + g)  # Eq. 17
+        ours = maps[place // 2, place % 2]
+        assert float((ours[:, keep] - wanted).abs().max()) <= 1e-3 * float(wanted.max())
+        assert not ours[:, ~keep].any()
+
+
+class Looped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        log_a = self.q(x) @ self.k(x).mT / 8**0.5
+        for step in range(20):
+            log_a = log_a - log_a.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return log_a.exp() @ self.v(x)
+
+
+def test_the_papers_bounds_may_be_gated_under_its_protocol():
+    """B.7 to B.16 stand in the report of the shipped recipe, and none is missing for a gate."""
+    recipe = load_recipe(Path(__file__).parents[1] / "examples/recipes/asap.yaml")
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(32, 12, 8, generator=generator)} for _ in range(8)]
+    _, report = asapc.compile(Looped().eval(), data, recipe=recipe)
+    (site,) = report.facts["sites"]
+    assert (site["operator"], site["aim"], site["c_transforms"]) == ("asap", "last", 3)
+    limits = {"row_bound": 1e9, "dual_stability": 1e9, "output_bound": 1e9, "divergence_bound": 1e9}
+    assert all(0 < site["metrics"][name] < 1e9 for name in limits)
+    sources = {certificate["source"] for certificate in site["certificates"]}
+    assert all(any(f"B.{number}" in source for source in sources) for number in (7, 9, 10, 12, 15, 16))
 
 
 def test_active_points_do_not_see_padding():

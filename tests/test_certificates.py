@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asapc.calibration.teacher import TeacherDuals
-from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
+from asapc.features.predictor import Aim, RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import finite_duals
 from asapc.report import bounds, certificates
@@ -249,10 +250,11 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "masked"), [(name, i % 2 == 1) for i, name in enumerate(PLANS)])
-def test_every_certificate_of_every_plan_holds(name, masked):
+@pytest.mark.parametrize("aim", ["aligned", "last"])
+def test_every_certificate_of_every_plan_holds(name, masked, aim):
     half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)
-    plan = transform_plan(convention, c_transforms, side)
+    plan = transform_plan(convention, c_transforms, side, aim)
     assert plan is not None and plan.c_transforms == c_transforms
     for size in (1e-6, 0.3, 5.0):
         found = site(activations(masked), convention, plan, normal(size))
@@ -274,6 +276,20 @@ def test_every_certificate_of_every_plan_holds(name, masked):
         assert entries["dual_stability"]["source"] == f"ASAP, Proposition {number}"
         if size == 0.3:  # nothing of it is as good as equal to zero
             assert min(entry["measured"] for entry in entries.values()) > 1e-6
+
+
+@pytest.mark.parametrize("c_transforms", [1, 3])
+def test_the_papers_last_dual_is_certified_against_the_teacher(c_transforms):
+    """With an exact dual, one c-transform is the teacher; three are off by what the loop still moves, and
+    the bound on outputs says so."""
+    t, convention = activations(False), Convention(4, "row", 5**-0.5)
+    plan = transform_plan(convention, c_transforms, "source", "last")
+    assert plan is not None and plan.half_steps == 3
+    entry = by_name(site(t, convention, plan, torch.zeros_like))["output_bound"]
+    plans = [TeacherDuals(t, replace(convention, half_steps=steps)).attention() for steps in (4, 6)]
+    apart = float((plans[1] - plans[0]).abs().sum(-1).amax()) if c_transforms == 3 else 0.0
+    assert entry["holds"] and entry["measured"] == pytest.approx(apart, abs=1e-6)
+    assert entry["bound"] == pytest.approx(apart, abs=1e-6)
 
 
 def test_measured_values_are_those_of_the_attention_maps():

@@ -109,6 +109,21 @@ def test_the_whole_loop(dtype: torch.dtype, first: Side, half_steps: int, shape:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("first", ["row", "column"])
+def test_rows_that_a_bias_hides(dtype: torch.dtype, first: Side) -> None:
+    """As where padded queries are hidden: they have no gradient, and no part in the columns' sums."""
+    some, all_but_one = slice(None, None, 3), slice(1, None)
+    for spread, half_steps, started, rows in (
+        (1.0, 5, False, some), (1.0, 80, False, all_but_one), (60.0, 4, False, some),
+        (1.0, 6, True, some),
+    ):  # fmt: skip
+        case = given(13, 17, dtype, first, spread=spread, masked=True, biased=True, started=started)
+        case["bias"][..., rows, :] = -math.inf
+        loop = Loop(0.5, half_steps, first, [1.0, 1.0, 0.0, 0.0])
+        assert_honest(by_kernel(case, loop), case, loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("spread", [12.0, 60.0, 400.0])
 @pytest.mark.parametrize("first", ["row", "column"])
 def test_scores_that_one_format_cannot_hold(dtype: torch.dtype, spread: float, first: Side) -> None:

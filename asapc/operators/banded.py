@@ -4,9 +4,9 @@
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
     A_ij = factor * exp(S_ij + f_i + g_j)
 
-A window of W = high - low + 1 keys takes O(T N W) in the C++ engine; this is the
-meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the block-wise Sinkhorn paper,
-Eqs. 1 and 2, with a band as support.
+A window of W = high - low + 1 keys takes O(T N W) in the C++ engine and in kernels.band, which has the
+gradients; this is the meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the
+block-wise Sinkhorn paper, Eqs. 1 and 2, with a band as support.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def in_band(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tenso
     return (j - i >= low) & (j - i <= high)
 
 
+def within(queries: int, keys: int, low: int, high: int) -> tuple[int, int]:
+    """The same window without what lies beyond all keys; low > high where no query sees one."""
+    return min(max(low, 1 - queries), keys), max(min(high, keys - 1), -queries)
+
+
 def seen_keys(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tensor:
     """[M] bool, True for keys in some query's window: all of them where N = M and low <= 0 <= high."""
     j = torch.arange(keys, device=like.device)
@@ -84,6 +89,7 @@ def banded_map(
     output_factor: Sequence[float],
     low: int,
     high: int,
+    tail: int | None = None,
 ) -> Tensor:
     """The map [B, H, N, M] of scores in units of epsilon, of which those outside the band do not count.
 
@@ -101,7 +107,7 @@ def banded_map(
     g = scores.new_zeros((*scores.shape[:-2], keys))
     g = torch.where(torch.isneginf(log_nu), -math.inf, g)
     side: Side = "row" if rows_first else "column"
-    f, g = alternate(scores, f, g, half_steps, side, log_mu, log_nu)
+    f, g = alternate(scores, f, g, half_steps, side, log_mu, log_nu, tail=tail)
     return attention_map(scores, f, g, output_factor, keep)
 
 
@@ -116,15 +122,18 @@ def _banded_sinkhorn(
     output_factor: Sequence[float],
     low: int,
     high: int,
+    tail: int | None = None,
+    tolerance: float = 0.0,
 ) -> Tensor:
     """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys.
+    tail, tolerance: see operators.sinkhorn.sinkhorn.
     """
     if 0 in (q.shape[2], k.shape[2]):
         return q.new_zeros(*q.shape[:3], k.shape[2] if v is None else v.shape[3])
     scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
-    attention = banded_map(scores, keep, half_steps, rows_first, output_factor, low, high)
+    attention = banded_map(scores, keep, half_steps, rows_first, output_factor, low, high, tail)
     return attention if v is None else attention @ widen(clean_values(v, keep))
 
 

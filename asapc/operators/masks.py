@@ -26,6 +26,11 @@ FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in fl
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
 
+def hidden_queries(keep: Tensor) -> Tensor:
+    """[B, 1, N, 1], what added to scores hides queries as keep [B, N] hides keys."""
+    return torch.where(keep[:, None, :, None], 0.0, -math.inf)
+
+
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps, in its shape.  hides: scores up to here hide a key.
 

@@ -73,11 +73,12 @@ def initial_duals(scores: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def run_half_steps(
-    scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, keep: Tensor | None,
+    tail: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`half_steps` alternating c-transforms from the duals (f, g), the first one on `first_side`."""
     marginals = log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
-    return alternate(scores, f, g, half_steps, first_side, *marginals)
+    return alternate(scores, f, g, half_steps, first_side, *marginals, tail=tail)
 
 
 def alternate(
@@ -89,18 +90,22 @@ def alternate(
     log_mu: Tensor,
     log_nu: Tensor,
     damping: Sequence[float] | None = None,
+    tail: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with marginals that are given, broadcastable to f [B, H, N] and g [B, H, M].
 
     damping: (of rows, of columns), by which every new dual is multiplied; see operators.plan.
+    tail: the scores' gradients pass through the last of the half-steps alone.
     """
     rows, columns = damping or (1.0, 1.0)
+    stopped = 0 if tail is None else half_steps - tail
     for step in range(half_steps):
+        here = scores.detach() if step < stopped else scores
         if (step % 2 == 0) == (first_side == "row"):
-            f = close_rows(scores, g, log_mu)
+            f = close_rows(here, g, log_mu)
             f = f if rows == 1.0 else f * rows
         else:
-            g = close_columns(scores, f, log_nu)
+            g = close_columns(here, f, log_nu)
             g = g if columns == 1.0 else g * columns
     return f, g
 
@@ -113,12 +118,7 @@ def finite_duals(
     Absolute duals, so the plan is exp(S + f + g).  tail: gradients pass through the last of them alone.
     Source: Sinkformers, Algorithm 1 (log domain); block-wise paper, Section 2.2, for the tail.
     """
-    f, g = initial_duals(scores, keep)
-    stopped = 0 if tail is None else max(0, half_steps - tail)
-    if stopped:
-        f, g = run_half_steps(scores.detach(), f, g, stopped, first_side, keep)
-    then = first_side if stopped % 2 == 0 else other_side(first_side)
-    return run_half_steps(scores, f, g, half_steps - stopped, then, keep)
+    return run_half_steps(scores, *initial_duals(scores, keep), half_steps, first_side, keep, tail)
 
 
 def other_side(side: Side) -> Side:

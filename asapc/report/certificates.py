@@ -9,6 +9,10 @@ are checked: all queries against the n active of M keys, no pair forbidden by a 
 has mass 1/N and every active key 1/M, so a plan has mass 1 after a row c-transform and n/M after a column
 c-transform; the papers' proofs need no more than that it is at most 1.
 
+The plan closed from the predicted dual is compared with the one closed from the dual that it is fitted
+to: the teacher's plan or, with `aim: last` and more than one c-transform, one that goes on beyond it, as
+in ASAP. The bound on outputs is one on the distance from the teacher's all the same.
+
 The papers predict the source dual and close columns first. Where the target dual is predicted, queries
 and keys of a block are exchanged: what the papers say of columns then holds of rows.
 """
@@ -153,6 +157,7 @@ class SiteCertificates:
         log_mu, log_nu = (-math.log(count) for count in teacher.scores.shape[-2:])
         g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
         duals = self._duals(teacher)
+        ends = teacher.after(half_steps) if self.plan is not None and self.plan.aim == "last" else None
         for rows, keys in _active_blocks(t.keep):
             block = Block(teacher.scores[rows][..., keys], log_mu, log_nu)
             self._loop(block, g[rows][..., keys], before[rows][..., keys])
@@ -160,7 +165,8 @@ class SiteCertificates:
                 points = keys if self._flipped else slice(None)
                 dual, true = (dual[rows][..., points] for dual in duals)
                 v = None if t.v is None else t.v.double()[rows][..., keys, :]
-                self._closed(block.flipped() if self._flipped else block, dual, true, v)
+                end = None if ends is None else Duals(ends[0][rows], ends[1][rows][..., keys])
+                self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
 
     @property
     def _flipped(self) -> bool:
@@ -205,10 +211,12 @@ class SiteCertificates:
             return bound
         return torch.minimum(bound, contraction_of(projective_diameter(block.scores)))
 
-    def _closed(self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None) -> None:
+    def _closed(
+        self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None, end: Duals | None
+    ) -> None:
         """The plans closed from the predicted dual of a block's rows and from the teacher's `true`.
 
-        v: [B, H, n, E], where the values are known.
+        v: [B, H, n, E], where the values are known.  end: of the teacher, where closing `true` goes on.
         """
         assert self.plan is not None
         # The metric is the paper's: a source dual and three c-transforms.
@@ -230,7 +238,7 @@ class SiteCertificates:
             closed, exact = ([Duals(g, f) for f, g in duals] for duals in (closed, exact))
         if last == "column" and len(closed) > 2:
             self._row_error(block, closed[-1], closed[-2])
-        self._output(block, closed[-1], exact[-1], alpha, v)
+        self._output(block, closed[-1], exact[-1], alpha, v, end)
         self._marginal_error(block, closed[-1], exact[-1], last)
 
     def _row_error(self, block: Block, duals: Duals, before: Duals) -> None:
@@ -264,12 +272,18 @@ class SiteCertificates:
         return alpha
 
     def _output(
-        self, block: Block, duals: Duals, exact: Duals, alpha: Tensor, v: Tensor | None
-    ) -> None:
-        """Proposition B.16, over the longest value; the rows' gaps in L1 where values are not known."""
+        self, block: Block, duals: Duals, exact: Duals, alpha: Tensor, v: Tensor | None,
+        end: Duals | None,
+    ) -> None:  # fmt: skip
+        """Proposition B.16, over the longest value; the rows' gaps in L1 where values are not known.
+
+        end: of the teacher where it is elsewhere than `exact`, whose distance from it is added.
+        """
         queries = block.scores.shape[-2]
-        plan, teacher = (block.log_plan(d).exp() * queries for d in (duals, exact))
-        bound = output_bound(alpha, teacher.sum(-1))
+        plan, closed, teacher = (
+            block.log_plan(d).exp() * queries for d in (duals, exact, exact if end is None else end)
+        )
+        bound = output_bound(alpha, closed.sum(-1)) + (closed - teacher).abs().sum(-1).amax(-1)
         gap = (plan - teacher).abs().sum(-1).amax(-1)
         measured = gap
         if v is not None and v.shape[-1]:

@@ -16,7 +16,7 @@ from asapc.artifact import Artifact, Stage
 from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
 from asapc.device import CPU, described
-from asapc.features.predictor import TransformPlan, transform_plan
+from asapc.features.predictor import Aim, transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, SiteTensors
@@ -173,16 +173,10 @@ class SiteFidelity:
             source, key = predicted_duals(*compiled)
             plan = None
             if source is not None or key is not None:
-                plan = self._plan()
+                aim: Aim = self.entry.get("aim") or "aligned"
+                count, side = self.entry["c_transforms"], self.entry["side"]
+                plan = transform_plan(self.convention, count, side, aim)
             self.certificates = SiteCertificates(self.convention, plan, source, key)
-
-    def _plan(self) -> TransformPlan | None:
-        """Of the site's c-transforms, where certificates can say what lies between it and its teacher: a
-        plan that goes on beyond the teacher is another one's."""
-        assert isinstance(self.convention, Convention)
-        if self.entry.get("aim") == "last":
-            return None
-        return transform_plan(self.convention, self.entry["c_transforms"], self.entry["side"])
 
     def update(self, t: SiteTensors) -> None:
         if _is_untouched(self.entry):
@@ -206,9 +200,10 @@ class SiteFidelity:
     def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
         """What the compiled site makes of it, with the teacher's map."""
         compiled = self.compiled_site(t, None)
-        self.attention.update(teacher, compiled, t.keep, t.query_keep)
+        query_keep = t.keep if self.convention.mask == "both" else t.query_keep
+        self.attention.update(teacher, compiled, t.keep, query_keep)
         if self.pictures is not None:
-            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
+            self.pictures.update(teacher, compiled, t.keep, query_keep)
         # Where the model returns the map itself, the keys stand in for the values.
         if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
             values = widen(clean_values(t.k if t.v is None else t.v, t.keep))

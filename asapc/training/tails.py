@@ -26,7 +26,8 @@ from asapc.program.compiled import Forward
 CERTIFIED = "certified"
 TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
 assert calls  # registers the operators
-TAILED = {OPERATORS["sinkhorn"].overload(dense) for dense in OPERATORS["sinkhorn"].forms}
+LOOPS = (OPERATORS["sinkhorn"], OPERATORS["banded_sinkhorn"])
+TAILED = {operator.overload(dense) for operator in LOOPS for dense in operator.forms}
 
 
 def tail_gradients(
@@ -40,9 +41,9 @@ def tail_gradients(
     tolerance: of a certified tail: what is left out of the gradient of a layer's scores is at most this
     part of it, in L1 and for every head, see `asapc.kernels.loop.Tail`.
 
-    Outputs stay what they were. Layers whose loop is banded, stabilised or on given scores keep their
-    full gradient, as do amortised ones, which have no loop. On a GPU a certified tail waits for it after
-    every half-step. Returns the model.
+    Outputs stay what they were. Layers whose loop is stabilised or on given scores keep their full
+    gradient, as do amortised ones, which have no loop. On a GPU a certified tail waits for it after every
+    half-step. Returns the model.
 
     Raises InputError for another tail or tolerance, and where no layer has such a loop.
     """
@@ -50,7 +51,7 @@ def tail_gradients(
     if not set_tail(_codes(model), most, allowed):
         raise InputError(
             "tail_gradients: a model with Sinkhorn layers is needed",
-            got=f"{type(model).__name__} without a call of asapc::sinkhorn",
+            got=f"{type(model).__name__} without a call of a finite loop",
             help="load a compiled model with asapc.load; amortised layers have no loop to shorten",
         )
     return model

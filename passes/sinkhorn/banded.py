@@ -114,6 +114,8 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
     fit, mask, bias, neutral = found
     if bias is not None:
         return f"{spoken(bias.node)} is added to its scores, for which there is no operator with a band"
+    if fit.convention.mask == "both":
+        return "a mask hides queries, too, for which there is no operator with a band"
     if fit.convention.stabiliser is not None:
         return "a constant in its divisions, for which there is no operator with a band"
     loop = fit.convention

@@ -36,7 +36,7 @@ from asapc.passes.experiment import (
     relative_error,
 )
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
+from asapc.passes.products import Canonical, KeyMask, merged_heads, same, site_name
 from asapc.passes.regions import Region
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
@@ -173,7 +173,7 @@ def _examine(
     heads = heads_of(region)
     convention = replace(
         convention,
-        mask="key" if mask is not None else "none",
+        mask="none" if mask is None else convention.mask,
         bias=bias is not None,
         early_stop=bool(stops),
     )
@@ -329,7 +329,11 @@ def run_experiments(
                 a = four(experiment.attention(s, hiding(neutral, index, active, polarity)))
                 if not overflown(a):
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
-            masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
+            every, mildest_of_all = [*samples, *seen], [*mildest, seen[0]]
+            masked = with_factor(fit.convention, every, mildest_of_all)
+            if isinstance(masked, NoFit) and same(*region.score.result.shape[-2:]):
+                both = with_factor(fit.convention, every, mildest_of_all, "both")
+                masked = masked if isinstance(both, NoFit) else both
             if isinstance(masked, NoFit):
                 return f"with {spoken(node)} as key mask: {masked}"
             fit = masked
@@ -347,6 +351,8 @@ def run_experiments(
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(node, polarity, merged or _merged(node, region), is_bias, empty, hides)
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
+            if fit.convention.mask == "both":
+                return f"{spoken(node)} is added to scores of which a mask hides queries, too"
             if bias is not None:
                 return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
             coefficient = _bias_coefficient(experiment, index, neutral, fit.convention)

@@ -299,13 +299,16 @@ def separated(
 
 
 def with_factor(
-    convention: Convention, samples: Sequence[Sample], mildest: Sequence[Sample]
+    convention: Convention, samples: Sequence[Sample], mildest: Sequence[Sample], masked: Mask = "key"
 ) -> Fit[Convention] | NoFit:
-    """The convention with the output factor that the mildest samples show, held against all of them."""
+    """The convention with the output factor that the mildest samples show, held against all of them.
+
+    masked: what a mask hides, where samples have one.
+    """
     factor = _output_factor(mildest, convention.last_side)
     if isinstance(factor, NoFit):
         return factor
-    mask: Mask = "none" if all(sample.keep is None for sample in samples) else "key"
+    mask: Mask = "none" if all(sample.keep is None for sample in samples) else masked
     convention = replace(convention, output_factor=factor, mask=mask)
     error = convention_error(convention, samples)
     if not error <= HELD:
@@ -325,6 +328,8 @@ def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) ->
     scores = convention.score_multiplier * scores
     if keep is not None:
         scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
+        if convention.mask == "both":
+            scores = scores.masked_fill(~keep[:, None, :, None], -math.inf)
     factor, rows_first = factor_terms(convention.output_factor), convention.first_side == "row"
     if convention.stabiliser is None:
         f, g = finite_duals(scores, convention.half_steps, convention.first_side, keep)
@@ -381,6 +386,7 @@ def _masses(sample: Sample, side: Side) -> Tensor:
         sums = sample.attention.sum(-1)
         if sample.keep is None:
             return sums.flatten(1)
+        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
         return sums[sample.keep.any(-1)].flatten(1)
     sums = sample.attention.sum(-2)
     if sample.keep is None:

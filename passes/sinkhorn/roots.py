@@ -1,6 +1,6 @@
 """Roots: the boolean key mask that everything else in a loop is made of.
 
-before: inputs (1 - keep) * -1e9, log(1 / n) and n, of keep [B, M]
+before: inputs (1 - keep) * -1e9, log(1 / n), n and keep[:, :, None] & keep[:, None], of keep [B, M]
 after:  keep is the only input, and how the others are made of it is inside the region
 
 Then an experiment that hides keys hides them as the code does, with the numbers that it has, whatever the
@@ -14,6 +14,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from asapc.passes.cut import depends_on_data, is_bool, is_tensor, mask_root
+from asapc.passes.masks import varies
 from asapc.passes.products import BARRIERS, rank_of, same
 from asapc.passes.regions import Region
 
@@ -50,7 +51,7 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
         current = stack.pop()
         if current in between or current in found or not is_tensor(current):
             continue
-        if is_bool(current) and depends_on_data(current) and mask_root(current) is current:
+        if _is_root(current):
             found.add(current)
         elif current.op != "call_function" or current.target in BARRIERS:
             return None
@@ -64,5 +65,15 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
     return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
 
 
+def _is_root(node: Node) -> bool:
+    """Whether a mask starts here: it is no view of another, and no pair of a query and a key."""
+    if not (is_bool(node) and depends_on_data(node) and mask_root(node) is node):
+        return False
+    return rank_of(node) <= 2 or not all(is_bool(x) for x in node.all_input_nodes if is_tensor(x))
+
+
 def _broadcasts(node: Node, region: Region) -> bool:
-    return is_bool(node) and rank_of(node) in (2, len(region.score.result.shape))
+    """Whether it hides keys alone, as it is."""
+    rank = rank_of(node)
+    of_keys = rank == 2 or (rank == len(region.score.result.shape) and not varies(node, -2))
+    return is_bool(node) and of_keys

@@ -97,6 +97,8 @@ class AttentionSite(LoopSite):
             q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
             keep = lifting.keep(self.mask, q, k)
             bias = None if self.bias is None else _bias(lifting, self.bias)
+            if self.convention.mask == "both":
+                bias = _hidden_queries(lifting, keep)
             share = lifting.share(self.mask, keep, q, k)
             if self.bias is not None and (self.bias.small or self.bias.all_or_nan):
                 kept = lifting.call(torch.ops.asapc.rows_kept.default, bias, self.bias.small)
@@ -104,6 +106,12 @@ class AttentionSite(LoopSite):
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
+
+
+def _hidden_queries(lifting: Lifting, keep: Node | None) -> Node:
+    """operators.masks.hidden_queries in the graph."""
+    shown = lifting.call(aten.unsqueeze.default, lifting.call(aten.unsqueeze.default, keep, 1), 3)
+    return lifting.call(aten.where.Scalar, shown, 0.0, -math.inf)
 
 
 def _bias(lifting: Lifting, bias: ScoreBias) -> Node:

@@ -200,8 +200,10 @@ class _Kernel:
             if self.masked is not None:
                 low = scores.masked_fill(self.masked, math.inf)
                 scores.masked_fill_(self.masked, -math.inf)
-            tops.append(scores.amax(-1, keepdim=True))
-            widest = max(widest, float((tops[-1] - low.amin(-1, keepdim=True)).max()))
+            top = scores.amax(-1, keepdim=True)
+            reach = top - low.amin(-1, keepdim=True)
+            widest = max(widest, float(reach.masked_fill(top.isneginf(), 0.0).max()))
+            tops.append(top.clamp_(min=torch.finfo(top.dtype).min))  # of a row that sees no key
         self.top = torch.cat(tops, 1)
         return widest
 
@@ -230,7 +232,8 @@ class _Chain:
     """The half-steps of some heads, forward with all their scalings kept, and back again.
 
     a: [G, N, 1] and b: [G, 1, M] are kept for every half-step. Rows are closed to 1 and columns to
-    N / n, the rows' total shared out, so that the scalings do not drift.
+    N / n, the rows' total shared out, so that the scalings do not drift; N counts the rows that a bias
+    leaves a key, and a is 0 on the others.
     """
 
     def __init__(self, inputs: _Heads, kernel: _Kernel, loop: Loop) -> None:
@@ -243,7 +246,12 @@ class _Chain:
         if inputs.keep is not None:
             active = inputs.keep.sum(-1, dtype=k.dtype)[:, None, None]
             self.absent = ~inputs.keep[:, None]
-        self.share = q.shape[1] / active
+        self.blank: Tensor | None = None
+        seen: Tensor | float = q.shape[1]
+        if kernel.top is not None:
+            self.blank = kernel.top == torch.finfo(q.dtype).min
+            seen = (q.shape[1] - self.blank.sum(1, keepdim=True)).clamp_(min=1)
+        self.active, self.share = active, seen / active
         mass = 1 / q.shape[1] if loop.ends_on_rows else 1 / (k.shape[1] * self.share)
         self.scale = inputs.factor * mass  # of a K b, to make the map
         log_a = q.new_zeros((len(q), q.shape[1], 1)) if kernel.top is None else kernel.top
@@ -283,7 +291,8 @@ class _Chain:
                     eta_a, eta_b = torch.zeros_like(eta_a), self._without_gauge(b[-1] * total)
                     depth += 1
                 else:
-                    eta_a = eta_a - eta_a.mean(1, keepdim=True)
+                    eta_a = eta_a - eta_a.sum(1, keepdim=True) / (self.active * self.share)
+                    eta_a = eta_a if self.blank is None else eta_a.masked_fill(self.blank, 0.0)
             if tail.tolerance > 0 and depth < most:
                 pending = eta_a.abs().sum((1, 2)) + eta_b.abs().sum((1, 2))
                 if bool(((half_steps - depth) * pending <= allowed).all()):
@@ -297,18 +306,24 @@ class _Chain:
     def _without_gauge(self, eta_b: Tensor) -> Tensor:
         """The keys' gradient without what rounding made of its sum, which is 0, as a constant that is
         added to a dual is taken from the next one: it would not fade along the chain as the rest does."""
-        off = eta_b.sum(2, keepdim=True) * self.share / self.inputs.q.shape[1]
+        off = eta_b.sum(2, keepdim=True) / self.active
         return eta_b - (off if self.absent is None else off.masked_fill(self.absent, 0.0))
+
+    def _closing(self, kernel: Tensor, rows: slice) -> Tensor:
+        """a of some rows."""
+        total = torch.bmm(kernel, self.b[-1].transpose(1, 2))
+        if self.blank is not None:
+            total.masked_fill_(self.blank[:, rows], math.inf)
+        return total.reciprocal_()
 
     def _visit_forward(self, step: int) -> int:
         """The half-step, and the one after it if that closes columns; the next one's number."""
         closes_rows = self.row_steps[step]
         a = torch.empty_like(self.a[-1]) if closes_rows else self.a[-1]
         total = torch.zeros_like(self.b[-1])
-        column = self.b[-1].transpose(1, 2)
         for rows, kernel in self.kernel.blocks():
             if closes_rows:
-                a[:, rows] = torch.bmm(kernel, column).reciprocal_()
+                a[:, rows] = self._closing(kernel, rows)
             total.baddbmm_(a[:, rows].transpose(1, 2), kernel)
         if closes_rows:
             self.a.append(a)
@@ -330,7 +345,7 @@ class _Chain:
         slopes, terms = (torch.zeros_like(self.scale[:, 0, 0]) for _ in range(2))
         for rows, kernel in self.kernel.blocks():
             if ends_on_rows:
-                a[:, rows] = torch.bmm(kernel, column).reciprocal_()
+                a[:, rows] = self._closing(kernel, rows)
             scaled = self.scale * a[:, rows]
             scaled_grad = scaled * grad[:, rows]
             eta_a[:, rows] = (torch.bmm(kernel, weighted) * scaled_grad).sum(-1, keepdim=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asapc.kernels import dispatch, native
+from asapc.kernels import band, dispatch, native
 from asapc.kernels.library.attention import attention
+from asapc.kernels.library.gradients import differentiate, from_zero
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop
 from asapc.operators.banded import in_band
@@ -27,17 +29,21 @@ def _banded(
     low: int,
     high: int,
     v: Tensor | None = None,
+    **_of_gradients: Any,
 ) -> Any:
     name = plain.func.__name__
     missing = native.missing() if q.device.type == "cpu" else f"no kernels for {q.device.type} devices"
-    if half_steps < 1 or missing is not None:
-        dispatch.note_plain(name, q, k, missing or "no half-step")
-        return plain()
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
-    if v is not None:
+    if v is not None and half_steps > 0:
+        if missing is not None:
+            dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing))
+            return band.banded(q, k, v, keep, loop, low, high)
         why = f"windows of {high - low + 1} keys; float64 and logarithms where they need them"
         dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}, a band", why))
         return native.banded(q, k, v, keep, loop, low, high)
+    if half_steps < 1 or missing is not None:
+        dispatch.note_plain(name, q, k, missing or "no half-step")
+        return plain()
     if keep is not None or q.shape[2] != k.shape[2] or not low <= 0 <= high:
         dispatch.note_plain(name, q, k, "some queries or keys are in no window")
         return plain()
@@ -48,4 +54,4 @@ def _banded(
     return out
 
 
-attention("banded_sinkhorn", _banded)
+attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))

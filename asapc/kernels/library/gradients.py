@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
-from asapc.kernels import dispatch
+from asapc.kernels import band, dispatch
 from asapc.kernels.cpu import gradients as cpu_gradients
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
@@ -36,11 +36,16 @@ def loop_gradients(
     output_factor: Sequence[float],
     tail: int,
     tolerance: float,
+    low: int | None = None,
+    high: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of A v with respect to q, k, v and start (empty without one), by the kernels, and the half-steps
-    that every head's gradient passed through [B, H]."""
+    that every head's gradient passed through [B, H].  low, high: of a loop on a band."""
     side: Side = "row" if rows_first else "column"
     loop, through = Loop(score_multiplier, half_steps, side, output_factor), Tail(tail, tolerance)
+    if low is not None and high is not None:
+        dq, dk, dv, _, depth = band.banded_backward(grad_out, q, k, v, keep, loop, low, high, through)
+        return dq, dk, dv, q.new_empty(0), depth
     opened = None if start is None else asap_reference.open_dual(start, keep)
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
     values = sinkhorn_reference.clean_values(v, open_keep)
@@ -70,6 +75,14 @@ register_fake(loop_gradients, _loop_gradients_fake)
 
 AsLoop = Callable[[Mapping[str, Any]], tuple[str | None, Loop]]
 """An operator's arguments as a loop: the name of the dual it starts from, None for zero, and the loop."""
+
+
+def from_zero(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
+    """Of an operator whose loop starts from zero duals."""
+    side: Side = "row" if arguments["rows_first"] else "column"
+    multiplier, factor = arguments["score_multiplier"], arguments["output_factor"]
+    return None, Loop(multiplier, arguments["half_steps"], side, factor)
+
 
 _listening: ContextVar[list[Tensor] | None] = ContextVar("asapc_depths", default=None)
 
@@ -105,10 +118,10 @@ def _by_kernels(
     start, loop = as_loop(arguments)
     q, k, v, keep, bias = (arguments.get(key) for key in ("q", "k", "v", "keep", "bias"))
     assert q is not None and k is not None
-    if v is None or loop.half_steps == 0 or needed["bias"]:
+    if v is None or loop.half_steps == 0 or needed.get("bias"):
         return None
-    on_gpu = not _on_cpu(q)
-    if on_gpu and (
+    low, high = arguments.get("low"), arguments.get("high")
+    if low is None and not _on_cpu(q) and (
         dispatch.attention_backend(name, q, k, v, bias, loop.half_steps) != "gpu"
     ):
         return None
@@ -117,6 +130,7 @@ def _by_kernels(
         grad, q, k, v, keep, bias, None if start is None else arguments[start], loop.score_multiplier,
         loop.half_steps, loop.first_side == "row", loop.output_factor,
         loop.half_steps if most is None else max(0, most), arguments.get("tolerance", 0.0),
+        low, high,
     )  # fmt: skip
     if told is not None:
         told.append(depth)

@@ -10,17 +10,11 @@ from torch import Tensor
 
 from asapc.kernels import dispatch, key_c_transform, native
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import AsLoop, differentiate
+from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_reference
 from asapc.operators import sinkhorn as sinkhorn_reference
-
-
-def _sinkhorn_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
-    side: Any = "row" if arguments["rows_first"] else "column"
-    multiplier, factor = arguments["score_multiplier"], arguments["output_factor"]
-    return None, Loop(multiplier, arguments["half_steps"], side, factor)
 
 
 def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
@@ -87,7 +81,7 @@ def _usual(
 
 
 for _name, _as_loop, _at_once in (
-    ("sinkhorn", _sinkhorn_loop, _usual), ("asap", _asap_loop, None)
+    ("sinkhorn", from_zero, _usual), ("asap", _asap_loop, None)
 ):  # fmt: skip
     gradient = partial(differentiate, as_loop=_as_loop)
     attention(_name, partial(_run, as_loop=_as_loop), gradient, _at_once)

@@ -26,7 +26,7 @@ from asapc.kernels.loop import Loop
 from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
-from asapc.operators.banded import seen_keys
+from asapc.operators.banded import seen_keys, within
 from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import factor_value
 
@@ -283,7 +283,7 @@ def banded(
     (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, width), dtype=dtype)
-    low, high = min(max(low, 1 - queries), keys), max(min(high, keys - 1), -queries)
+    low, high = within(queries, keys, low, high)
     if 0 in (out.numel(), keys) or low > high:
         return out.to(v.dtype)
     keep, _ = _masks(q, k, v, keep, None)

@@ -1,0 +1,135 @@
+"""Attention on an active support: one mask hides padded queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_banded import analysed, random
+from torch import Tensor, nn
+
+import asapc
+from asapc.inputs.data import Batch
+from asapc.ir import Convention
+from asapc.program.runner import Runner
+from asapc.report.tables import convention_text
+
+HALF_STEPS = 7
+
+
+def pairs(keep: Tensor) -> Tensor:
+    return keep[:, None, :, None] & keep[:, None, None, :]
+
+
+def kernel_loop(s: Tensor, keep: Tensor) -> Tensor:
+    """Scalings of a kernel that is 0 outside the support."""
+    kernel = torch.exp(s) * pairs(keep)
+    a, b = torch.ones_like(s[..., :1]), torch.ones_like(s[..., :1, :])
+    queries, keys = keep[:, None, :, None], keep[:, None, None]
+    for step in range(HALF_STEPS):
+        if step % 2 == 0:
+            a = queries / (kernel * b).sum(-1, keepdim=True).masked_fill(~queries, 1.0)
+        else:
+            b = keys / (kernel * a).sum(-2, keepdim=True).masked_fill(~keys, 1.0)
+    return a * kernel * b
+
+
+def subtracted(s: Tensor, keep: Tensor) -> Tensor:
+    s = s.masked_fill(~pairs(keep), -math.inf)
+    for step in range(HALF_STEPS):
+        s = s - s.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True).nan_to_num(neginf=0.0)
+    return s.exp()
+
+
+def no_mass(s: Tensor, keep: Tensor) -> Tensor:
+    """Marginals of 1/n on the active tokens, and of next to nothing; a mask of numbers, as in BERT."""
+    hide = (1.0 - keep.to(s.dtype)) * -1e9
+    log_mass = (hide - keep.sum(-1, keepdim=True).log())[:, None]
+    s = s + hide[:, None, None]
+    f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+    for step in range(HALF_STEPS):
+        if step % 2 == 0:
+            f = log_mass - torch.logsumexp(s + g[..., None, :], -1)
+        else:
+            g = log_mass - torch.logsumexp(s + f[..., None], -2)
+    return torch.exp(s + f[..., None] + g[..., None, :]) * keep.sum(-1)[:, None, None, None]
+
+
+SPELLINGS = [kernel_loop, subtracted, no_mass]
+
+
+class Padded(nn.Module):
+    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = attention
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = (x(hidden).unflatten(2, (2, 8)).transpose(1, 2) for x in (self.q, self.k, self.v))
+        a = self.attention(3 * q @ k.transpose(-1, -2) / 8**0.5, attention_mask.bool())
+        return self.out((a @ v).transpose(1, 2).flatten(2))
+
+
+def padding(*lengths: int, tokens: int) -> Tensor:
+    return (torch.arange(tokens) < torch.tensor(lengths)[:, None]).long()
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded data", "no padding"])
+@pytest.mark.parametrize("attention", SPELLINGS, ids=lambda x: x.__name__)
+def test_one_mask_of_queries_and_keys(attention: Any, padded: bool) -> None:
+    """However an example is padded: none hidden, some, all but one; all, where the original is finite."""
+    net = Padded(attention).eval()
+    mask = padding(12, 9, 4 if padded else 12, tokens=12) if padded else torch.ones(3, 12).long()
+    analysis = analysed(net, random(3, 12, 16), mask)
+    (site,) = analysis.sites
+    assert isinstance(site.convention, Convention) and site.convention.mask == "both"
+    assert (site.convention.half_steps, site.convention.last_side) == (HALF_STEPS, "row")
+    assert "queries and keys masked" in convention_text(site.convention.to_json())
+    for tokens in (12, 21):
+        x = random(4, tokens, 16, seed=tokens)
+        for lengths in ((tokens,) * 4, (tokens, 7, 2, 1), (tokens, 5, 1, 0)):
+            given = (x, padding(*lengths, tokens=tokens))
+            with torch.no_grad():
+                theirs, ours = net(*given), Runner(None, analysis.lifted)(Batch(given, {}, None, [0] * 4))
+            finite = theirs.isfinite()
+            assert bool(finite[:3].all())
+            assert float((ours - theirs)[finite].abs().max()) <= 2e-5
+
+
+def dilute(s: Tensor, keep: Tensor) -> Tensor:
+    """Hidden queries get nothing in the end, and take part in the columns' sums all the same."""
+    s = s.masked_fill(~keep[:, None, None], -1e9)
+    for step in range(HALF_STEPS):
+        s = s - s.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+    return s.exp() * keep[:, None, :, None]
+
+
+def test_queries_that_are_hidden_at_the_end_alone_are_no_such_site() -> None:
+    net = Padded(dilute).eval()
+    analysis = analysed(net, random(3, 12, 16), padding(12, 9, 4, tokens=12))
+    assert all(site.convention.mask != "both" for site in analysis.sites)
+    for found in analysis.left_alone:
+        assert found.reason
+
+
+def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:
+    net = Padded(kernel_loop).eval()
+    mask = padding(*range(1, 17), 16, 16, 16, 16, tokens=16)
+    data = [{"hidden": random(20, 16, 16, seed=seed), "attention_mask": mask} for seed in range(4)]
+    recipe = {"batch_size": 16, "max_examples": 32, "selection_examples": 16, "operator": "asap"}
+    _, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
+    (site,) = report.facts["sites"]
+    assert site["operator"] in ("sinkhorn", "stabilised_sinkhorn")
+    assert "padded queries are hidden" in site["reason"]
+    metrics = site["metrics"]
+    assert metrics["attention_rel_l2"] < 1e-5 and metrics["row_err_teacher"] < 1e-5  # it ends on rows
+    assert metrics["row_err"] == pytest.approx(metrics["row_err_teacher"], abs=1e-5)
+    loaded, mask = asapc.load(tmp_path / "out"), padding(20, 11, 1, tokens=20)
+    leaf, grad = nn.Parameter(random(3, 20, 16, seed=9)), random(3, 20, 16, seed=4)
+    (theirs,), (ours,) = (torch.autograd.grad(m(leaf, mask), leaf, grad) for m in (net, loaded))
+    assert float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
