@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from asapc.artifact import load as load
     from asapc.artifact.pretrained import from_pretrained as from_pretrained
     from asapc.artifact.pretrained import save_pretrained as save_pretrained
+    from asapc.backend import explain as explain
     from asapc.measure.own_metric import OwnMetric as OwnMetric
     from asapc.program.graphed import graphed as graphed
     from asapc.training.tails import tail_gradients as tail_gradients
 
 __all__ = [
-    "OwnMetric", "compile", "from_pretrained", "graphed", "load", "save_pretrained", "tail_gradients",
+    "OwnMetric", "compile", "explain", "from_pretrained", "graphed", "load", "save_pretrained",
+    "tail_gradients",
 ]  # fmt: skip
 
 
 _HOMES = {
-    "OwnMetric": "asapc.measure.own_metric", "compile": "asapc.api", "graphed": "asapc.program.graphed",
-    "from_pretrained": "asapc.artifact.pretrained", "load": "asapc.artifact",
-    "save_pretrained": "asapc.artifact.pretrained", "tail_gradients": "asapc.training.tails",
+    "OwnMetric": "asapc.measure.own_metric", "compile": "asapc.api", "explain": "asapc.backend",
+    "graphed": "asapc.program.graphed", "from_pretrained": "asapc.artifact.pretrained",
+    "load": "asapc.artifact", "save_pretrained": "asapc.artifact.pretrained",
+    "tail_gradients": "asapc.training.tails",
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from asapc.passes.gradients import held_by, no_gradient
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
-from asapc.passes.replay import TOLERANCE, Replayed, replay
+from asapc.passes.replay import TOLERANCE, Replay, Replayed, replay
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.code import traced_places
@@ -185,25 +185,12 @@ def analyse(
     for its_sites in matched:
         good.append([])
         for site in its_sites:
-            errors = known.sites[site.name]
-            tried, worst = errors.worst
-            facts = (site.convention, site.heads, site.head_dim)
-            if worst <= TOLERANCE:
+            outcome = judged(site, known.sites[site.name])
+            if isinstance(outcome, Site):
                 good[-1].append(site)
-                sites.append(Site(site.name, *facts, worst, errors.errors, site.value_dim))
+                sites.append(outcome)
             else:
-                reason = f"does not replay on {tried}: relative error {worst:.2g}"
-                if math.isinf(errors.rounding):
-                    reason = (
-                        f"its own code gives NaN or infinity on {tried}, as a softmax of -inf does for "
-                        "an example without active tokens"
-                    )
-                elif errors.rounding > TOLERANCE:
-                    reason += (
-                        f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
-                        "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
-                    )
-                left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
+                left.append(outcome)
     regions += [name for name, _ in captured.skipped]
     left += [LeftAlone(name, "refused", f"cannot be captured: {why}") for name, why in captured.skipped]
     lifted = [lift(*its, drop_maps) for its in zip(captured.programs, good, strict=True)]
@@ -224,6 +211,26 @@ def analyse(
     if sites:
         _note_gradients(found_all, batch, device)
     return found_all
+
+
+def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:
+    """What its replay says of a site that was matched."""
+    tried, worst = errors.worst
+    facts = (site.convention, site.heads, site.head_dim)
+    if worst <= TOLERANCE:
+        return Site(site.name, *facts, worst, errors.errors, site.value_dim)
+    reason = f"does not replay on {tried}: relative error {worst:.2g}"
+    if math.isinf(errors.rounding):
+        reason = (
+            f"its own code gives NaN or infinity on {tried}, as a softmax of -inf does for "
+            "an example without active tokens"
+        )
+    elif errors.rounding > TOLERANCE:
+        reason += (
+            f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
+            "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
+        )
+    return LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors)
 
 
 def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> None:

@@ -159,7 +159,7 @@ def _gradients(
     signs = torch.Generator().manual_seed(1)
 
     def widened(x: Tensor) -> Tensor:
-        return x.double() if sharper and x.is_floating_point() else x.clone()
+        return x.to(torch.float64, copy=True) if sharper and x.is_floating_point() else x.clone()
 
     def leaf_like(x: Tensor, fixed: bool = False) -> Tensor:
         leaf = widened(x.detach())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asapc.calibration.teacher import TeacherDuals
-from asapc.features.predictor import Aim, RecipeSide, TransformPlan, transform_plan
+from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import finite_duals
 from asapc.report import bounds, certificates

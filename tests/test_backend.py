@@ -1,0 +1,321 @@
+"""torch.compile(model, backend="asapc"): what becomes an operator, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_zoo import Gated
+from torch import Tensor, nn
+
+import asapc
+from asapc import backend as under_test
+
+WITHIN = 1e-6  # of outputs and gradients, relative to the largest
+
+
+class Attention(nn.Module):
+    """Sinkhorn attention as people write it.  changes: in place, where that is possible."""
+
+    def __init__(self, half_steps: int = 6, dropout: float = 0.0, changes: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.half_steps, self.changes, self.tau = half_steps, changes, 1.0
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) / (8**0.5 * self.tau)
+        if keep is not None:
+            scores = scores.masked_fill(~keep[:, None, None], -1e9)
+        for step in range(self.half_steps):
+            total = torch.logsumexp(scores, -1 - step % 2, keepdim=True)
+            if self.changes:
+                scores -= total
+            else:
+                scores = scores - total
+        mixed = self.dropout(scores.exp()) @ v
+        if self.changes:
+            mixed *= 2
+        return x + self.out(mixed.transpose(1, 2).reshape(b, n, 16))
+
+
+class Without(nn.Module):
+    """Its loop is not differentiated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        with torch.no_grad():
+            plan = scores
+            for axis in (-1, -2) * 3:
+                plan = plan - torch.logsumexp(plan, axis, keepdim=True)
+        return (scores * plan.exp()) @ x
+
+
+class Glue(nn.Module):
+    """A plan with dustbins, which are written into a buffer."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        b, n, m = scores.shape
+        z = scores.new_zeros(b, n + 1, m + 1)
+        z[:, :n, :m] = scores
+        for axis in (-1, -2) * 4:
+            z = z - torch.logsumexp(z, axis, keepdim=True)
+        return z
+
+
+class Counts(nn.Module):
+    """It keeps a mean of its inputs, and how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.attention(x - self.mean)
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.attention(x).float() * 2
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    under_test._SEEN.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any, inner: str = "aot_eager", **how: Any) -> Any:
+    return torch.compile(model, backend="asapc", options={"inner": inner}, **how)
+
+
+def tokens(batch: int = 3, length: int = 11) -> Tensor:
+    return torch.randn(batch, length, 16)
+
+
+def operators(model: Any = None) -> list[str]:
+    return [site.convention.operator for facts in asapc.explain(model).graphs for site in facts.sites]
+
+
+def reasons(model: Any = None) -> str:
+    facts = asapc.explain(model).graphs
+    return "; ".join(x.reason or "" for x in (*facts, *(left for each in facts for left in each.left)))
+
+
+def assert_same(ours: Tensor, theirs: Tensor, within: float = WITHIN) -> None:
+    assert ours.dtype == theirs.dtype
+    assert float((ours - theirs).abs().max()) <= within * max(1.0, float(theirs.abs().max()))
+
+
+def assert_trains_alike(model: nn.Module, x: Tensor, within: float = WITHIN, **how: Any) -> None:
+    """Outputs, gradients and state after two steps, dropout included."""
+    twin, fast = copy.deepcopy(model), compiled(model, **how)
+    for seed in range(2):
+        outputs = []
+        for call, net in ((fast, model), (twin, twin)):
+            torch.manual_seed(seed)
+            net.zero_grad()
+            outputs.append(call(x.clone().requires_grad_()))
+            outputs[-1].sin().sum().backward()
+        assert_same(*outputs, within)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            largest = max(float(p.grad.abs().max()) for p in twin.parameters())
+            assert float((ours.grad - theirs.grad).abs().max()) <= 10 * within * largest
+    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert_same(ours, theirs, within)
+
+
+def test_it_needs_no_import_and_inductor_is_its_default() -> None:
+    code = (
+        "import torch\n"
+        "@torch.compile(backend='asapc')\n"
+        "def plan(s):\n"
+        "    for axis in (-1, -2) * 5: s = s - s.logsumexp(axis, keepdim=True)\n"
+        "    return s.exp()\n"
+        "print(float(plan(torch.randn(4, 30, 30)).sum((-1, -2)).mean()))\n"
+        "import asapc; print(asapc.explain())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compiled by inductor" in done.stdout and "asapc::plan" in done.stdout
+    assert float(done.stdout.split()[0]) == pytest.approx(30, rel=1e-5)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(Exception, match=r"needs a C\+\+ compiler(.|\n)*inner"):
+        compiled(nn.Softmax(-1), "inductor")(torch.randn(5, 77).requires_grad_(False))
+
+
+@pytest.mark.parametrize("how", [{}, {"fullgraph": True}, {"dynamic": True}], ids=str)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_outputs_gradients_and_state_are_the_models(how: dict[str, bool], training: bool) -> None:
+    model = Attention(dropout=0.3 if training else 0.0).train(training)
+    assert_trains_alike(model, tokens(), **how)
+    assert operators(model) == ["plan" if training else "sinkhorn"]
+
+
+@pytest.mark.parametrize(
+    "model", [Counts(), nn.Sequential(Attention(), Attention(4))],
+    ids=["changes its buffers", "two layers"],
+)  # fmt: skip
+def test_the_rest_of_a_graph_stays_as_it_is(model: nn.Module) -> None:
+    assert_trains_alike(model, tokens())
+    assert set(operators(model)) == {"sinkhorn"}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_what_is_changed_in_place_is_replaced(inner: str) -> None:
+    model, x = Attention(changes=True), tokens()
+    with torch.no_grad():
+        assert_same(compiled(model, inner)(x), model(x))
+    assert operators(model) == ["sinkhorn"]
+
+
+def test_a_scores_buffer_is_filled_and_differentiated() -> None:
+    scores = torch.randn(2, 6, 7, requires_grad=True)
+    ours, theirs = compiled(Glue())(scores), Glue()(scores)
+    assert_same(ours, theirs)
+    assert_same(*(torch.autograd.grad(x.sin().sum(), scores)[0] for x in (ours, theirs)))
+    assert operators() == ["plan"]
+
+
+def test_another_gradient_leaves_the_site_while_it_is_asked_for() -> None:
+    x = tokens().requires_grad_()
+    model = Without()
+    fast = compiled(model)
+    assert_same(*(torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (fast, model)))
+    assert not operators() and "its own gradient is another" in reasons()
+    with torch.no_grad():
+        assert_same(fast(x), model(x))
+    assert operators() == ["sinkhorn"] or operators() == ["plan"]
+
+
+def test_masks_lengths_and_batches() -> None:
+    model = Attention().eval()
+    fast = compiled(model)
+    for batch, length in ((3, 11), (5, 11), (5, 17), (1, 9), (2, 2), (4, 70)):
+        x = tokens(batch, length)
+        keep = torch.rand(batch, length) > 0.3
+        keep[:, 0] = True
+        with torch.no_grad():
+            assert_same(fast(x, keep), model(x, keep))
+    assert set(operators(model)) <= {"sinkhorn", "plan"} and operators(model)
+
+
+def test_another_batch_is_not_identified_again() -> None:
+    fast = compiled(Attention().eval(), dynamic=False)
+    with torch.no_grad():
+        fast(tokens(6, 13))
+        known = len(under_test._KNOWN)
+        fast(tokens(9, 13))
+        fast(tokens(9, 15))
+    assert len(under_test._KNOWN) == known and len(asapc.explain().graphs) == 3
+
+
+def test_what_changes_between_calls_takes_effect() -> None:
+    model, x = Attention().eval(), tokens()
+    fast = compiled(model)
+    for change in ({}, {"half_steps": 9}, {"tau": 0.5}, {"tau": 0.7}, {"tau": 0.9}):
+        for name, value in change.items():
+            setattr(model, name, value)
+        assert_same(fast(x), model(x))
+    with torch.no_grad():
+        model.qkv.weight.mul_(2)
+    assert_same(fast(x), model(x))
+    assert set(operators(model)) == {"sinkhorn"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = Attention().to(dtype)
+    assert_trains_alike(model, tokens().to(dtype), 2e-2 if dtype is torch.bfloat16 else 1e-12)
+    assert operators(model) == ["sinkhorn"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(inside: bool) -> None:
+    model = Inside() if inside else Attention()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        assert_trains_alike(model, tokens(), 2e-2)
+    assert operators(model) == ["sinkhorn"]
+
+
+def test_inference_mode_then_gradients() -> None:
+    model, x = Attention(), tokens()
+    fast = compiled(model)
+    with torch.inference_mode():
+        assert_same(fast(x), model(x))
+    assert_same(fast(x), model(x))
+    assert operators(model) == ["sinkhorn", "sinkhorn"]
+
+
+def test_what_is_not_recognised_runs_as_it_is() -> None:
+    x = torch.randn(2, 7, 16)
+    model = Gated()
+    ours = compiled(model)(x)
+    assert torch.equal(ours, compiled(Gated(), "eager")(x)) or ours.shape == model(x).shape
+    assert not operators(model) and "the attention depends on" in reasons(model)
+
+
+def test_a_failure_is_logged_and_the_graph_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(under_test, "remove_dead", fail)
+    model, x = Attention(), tokens()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("asapc").addHandler(handler)
+    try:
+        assert_same(compiled(model)(x), model(x))
+    finally:
+        logging.getLogger("asapc").removeHandler(handler)
+    assert len(messages) == 1 and "KeyError" in messages[0] and "a bug" in reasons()
+
+
+def test_graphs_are_explained_by_model() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Attention(), Attention(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    model, other, plain = Broken(), Attention(), nn.Linear(16, 16)
+    calls = [compiled(each) for each in (model, other, plain)]
+    for call in calls:
+        call(tokens())
+    assert [len(facts.sites) for facts in asapc.explain(calls[0]).graphs] == [1, 1]
+    assert len(asapc.explain(other).graphs) == 1 and len(asapc.explain().graphs) == 4
+    text = str(asapc.explain(model))
+    assert "graph 2, compiled by aot_eager\n  second: asapc::sinkhorn, T=4, row first" in text
+    assert "no loop of rows and columns" in str(asapc.explain(plain))
+    (site,) = asapc.explain(other).to_dict()["graphs"][0]["sites"]
+    assert site["convention"]["half_steps"] == 6 and site["replay_error"] < 1e-5
+    assert "call it first" in str(asapc.explain(nn.Linear(3, 3)))
