@@ -43,7 +43,7 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
     loaded: set[str] = set()
     environ, imported, maybe, modes = set[str](), set[str](), set[str](), False
     for code in codes:
-        instructions = _instructions(code)
+        instructions = instructions_of(code)
         texts = {x for x in code.co_consts if isinstance(x, str)}
         own: set[str] = set()
         for before, step in itertools.pairwise((*instructions[:1], *instructions)):
@@ -85,7 +85,7 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     """The attributes that these functions set; and those that they only count, as self.calls += 1."""
     stored, counted = set[str](), set[str]()
     for code in codes:
-        for before, step in itertools.pairwise(_instructions(code)):
+        for before, step in itertools.pairwise(instructions_of(code)):
             if step.opname == "STORE_ATTR":
                 stored.add(str(step.argval))
             elif step.opname == "LOAD_ATTR" and before.opname == "COPY":
@@ -95,7 +95,7 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
 
 def writes(code: CodeType) -> bool:
     """Whether a function may write into a tensor: x.mul_(2), x += 1, x[0] = 1."""
-    steps = _instructions(code)
+    steps = instructions_of(code)
     called = [str(step.argval) for step in steps if step.opname in _OF_ATTRIBUTES]
     return any(step.opname == "STORE_SUBSCR" or step.argrepr.endswith("=") for step in steps) or any(
         name.endswith("_") and not name.startswith("_") for name in called
@@ -109,7 +109,7 @@ def questions_of(code: CodeType) -> set[str]:
     Its values are followed by the names that they were loaded under, from line to line; a dtype that is
     not followed counts as asked. Of a device, a comparison with what is none of another tensor does.
     """
-    instructions = _instructions(code)
+    instructions = instructions_of(code)
     loaded = {str(x.argval) for x in instructions if x.opname.startswith("LOAD_")}
     digits = loaded & {"element_size", "itemsize"} or ("finfo" in loaded and loaded & _OF_DIGITS)
     asked = ({PRECISION} if digits else set()) | ({SAME} if "id" in loaded else set())
@@ -203,7 +203,7 @@ def _is_single(value: Any) -> bool:
     return value is None or value is Ellipsis or isinstance(value, bool)
 
 
-def _instructions(code: CodeType) -> list[dis.Instruction]:
+def instructions_of(code: CodeType) -> list[dis.Instruction]:
     """What a function does, without what only helps Python to do it."""
     return [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
 

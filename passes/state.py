@@ -35,6 +35,7 @@ from asapc.inputs.data import Batch
 from asapc.measure.differences import largest_difference
 from asapc.passes.bytecode import loaded_names, questions_of, stored_names, writes
 from asapc.passes.observe import Leave, entering
+from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
     DEVICES,
     GONE,
@@ -222,7 +223,9 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     if copying and writing and _depends_on_layout(model, example, ran[0][1]):
         for name in copying:
             found.questions[name] |= {"layout"}
-    _note_memory(model, example, larger, found, ran)
+    codes = set[CodeType]().union(*profile.codes.values())
+    if not leaves_nothing(model, codes, found.spaces):
+        _note_memory(model, example, larger, found, ran)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()):

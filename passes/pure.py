@@ -1,0 +1,153 @@
+"""Pure: whether the code of a model surely leaves nothing behind for its next call.
+
+before: a model, and the functions of the user's that ran in it
+after:  True only where no line could keep anything
+
+A model that keeps something has to be called with longer and louder inputs, to see whether it then is
+another. Most keep nothing, and those calls take seconds. What is not known to be harmless is not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+from collections.abc import Collection, Iterable, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.passes.bytecode import instructions_of
+
+_STORES = (
+    "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "DELETE_", "SEND",
+    "IMPORT_", "LOAD_BUILD_CLASS", "BEFORE_ASYNC",
+)  # fmt: skip
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_BUILTINS = {
+    "AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError", "abs", "all",
+    "any", "bool", "dict", "divmod", "enumerate", "float", "int", "isinstance", "len", "list", "max",
+    "min", "pow", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super",
+    "tuple", "zip",
+}  # fmt: skip
+# Containers that outlive a call are not harmless, wherever they are kept, so that these change locals.
+_OF_LOCALS = {"append", "get", "indices", "items", "keys", "values"}
+_OF_CONTAINERS = {*dir(list), *dir(dict), *dir(set)} - {"sort", "index", "count", "copy", "union"}
+_IMPURE = {
+    "backward", "batch_norm", "compile", "embedding", "embedding_bag", "export", "initial_seed",
+    "instance_norm", "jit", "library", "load", "manual_seed", "numpy", "ops", "register_hook",
+    "retain_grad", "rrelu", "save", "seed", "serialization", "storage", "tolist", "untyped_storage",
+    "utils",
+}  # fmt: skip
+_OF_TORCH = {
+    name for name in {*dir(torch), *dir(Tensor), *dir(nn.functional), *dir(nn)}
+    if not name.startswith(("_", "set_", "register_", "use_")) and not name.endswith("_")
+}  # fmt: skip
+_CALLED = ((_OF_TORCH - _IMPURE - _OF_CONTAINERS) | _OF_LOCALS) | {*dir(math)}
+_MODULES = (torch, nn, nn.functional, math)
+_IN_PLACE = {"out", "inplace", "max_norm"}  # arguments that let torch's functions write
+_INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")  # their values go to what is around
+_SETTINGS = (
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, Tensor, nn.Module,
+)  # fmt: skip
+
+
+def leaves_nothing(
+    model: nn.Module, codes: Collection[CodeType], spaces: Iterable[Mapping[str, Any]]
+) -> bool:
+    """codes: of the functions that ran.  spaces: their globals."""
+    modules = list(model.modules())
+    if not all(map(_is_plain, modules)):
+        return False
+    own = {c: vars(c) for m in modules for c in type(m).__mro__ if not c.__module__.startswith("torch.")}
+    spaces = list(spaces)
+    functions = {
+        value.__code__: value
+        for home in (*spaces, *own.values()) for value in home.values() if isinstance(value, FunctionType)
+    }  # fmt: skip
+    # By name, whether what the modules have is harmless.
+    attributes = dict.fromkeys((code.co_name for code in codes), True)
+    for module in modules:
+        for home in (vars(module), *(own[c] for c in type(module).__mro__ if c in own)):
+            for name, value in home.items():
+                attributes[name] = attributes.get(name, True) and _is_harmless(value, codes)
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            attributes.setdefault(name, True)
+    return all(_is_pure(code, functions, attributes, spaces, codes) for code in codes)
+
+
+def _is_pure(
+    code: CodeType, functions: Mapping[CodeType, FunctionType], attributes: Mapping[str, bool],
+    spaces: Collection[Mapping[str, Any]], codes: Collection[CodeType],
+) -> bool:  # fmt: skip
+    function, inner = functions.get(code), code.co_name in _INNER
+    if function is None and not inner:
+        return False
+    if function is not None:
+        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        held += [value for value in cells if not isinstance(value, type)]  # those are for super()
+        if not all(_is_harmless(value, codes) for value in held):
+            return False
+    keywords = (x for x in code.co_consts if isinstance(x, tuple))
+    if any(text in _IN_PLACE for texts in keywords for text in texts if isinstance(text, str)):
+        return False
+    for step in instructions_of(code):
+        if _may_keep(step, code, inner):
+            return False
+        name = str(step.argval)
+        if step.opname in _ATTRIBUTES and not attributes.get(name, name in _CALLED):
+            return False
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            values = [space[name] for space in spaces if name in space]
+            if not values and (name not in _BUILTINS or not hasattr(builtins, name)):
+                return False
+            if not all(_is_harmless(value, codes) for value in values):
+                return False
+    return True
+
+
+def _may_keep(step: dis.Instruction, code: CodeType, inner: bool) -> bool:
+    """Whether an instruction stores in what is no local, or calls with arguments that cannot be seen."""
+    if step.opname.startswith(_STORES):
+        return True
+    if step.opname == "STORE_DEREF":
+        return step.argval in code.co_freevars
+    if step.opname == "CALL_FUNCTION_EX":
+        return step.arg != 0
+    if step.opname.startswith("BINARY_OP"):
+        return step.argrepr.endswith("=")
+    return step.opname.startswith("YIELD") and not inner
+
+
+def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
+    """Whether nothing can be kept in a value, and calling it keeps nothing but what its code shows."""
+    if isinstance(value, nn.ParameterList | nn.ParameterDict):
+        return False
+    if isinstance(value, _SETTINGS):
+        return True
+    if isinstance(value, tuple | frozenset):
+        return all(_is_harmless(part, codes) for part in value)
+    if isinstance(value, ModuleType):
+        return value in _MODULES
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, FunctionType) and value.__code__ in codes:
+        return True
+    home = str(getattr(value, "__module__", "")).partition(".")[0]
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return value.__name__ in _CALLED and home in ("torch", "math")
+    return isinstance(value, type) and home == "torch"
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing but its forward runs when it is called, in code that can be read, and torch's own
+    layers write into nothing."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    hidden = isinstance(module, torch.jit.ScriptModule) or nn.utils.parametrize.is_parametrized(module)
+    home = type(module).__module__
+    other = home.startswith("torch.") and not home.startswith("torch.nn.modules.")  # such as observers
+    writes = getattr(module, "inplace", False) or getattr(module, "max_norm", None) is not None
+    return not (hooked or hidden or other or writes or module.training)
