@@ -14,7 +14,7 @@ import dis
 import math
 from collections.abc import Collection, Iterable, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ _OF_TORCH = {
 _CALLED = ((_OF_TORCH - _IMPURE - _OF_CONTAINERS) | _OF_LOCALS) | {*dir(math)}
 _MODULES = (torch, nn, nn.functional, math)
 _IN_PLACE = {"out", "inplace", "max_norm"}  # arguments that let torch's functions write
-_INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")  # their values go to what is around
 _SETTINGS = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, Tensor, nn.Module,
 )  # fmt: skip
@@ -63,10 +62,8 @@ def leaves_nothing(
         return False
     own = {c: vars(c) for m in modules for c in type(m).__mro__ if not c.__module__.startswith("torch.")}
     spaces = list(spaces)
-    functions = {
-        value.__code__: value
-        for home in (*spaces, *own.values()) for value in home.values() if isinstance(value, FunctionType)
-    }  # fmt: skip
+    values = [_function(value) for home in (*spaces, *own.values()) for value in home.values()]
+    functions = {value.__code__: value for value in values if isinstance(value, FunctionType)}
     # By name, whether what the modules have is harmless.
     attributes = dict.fromkeys((code.co_name for code in codes), True)
     for module in modules:
@@ -82,9 +79,9 @@ def _is_pure(
     code: CodeType, functions: Mapping[CodeType, FunctionType], attributes: Mapping[str, bool],
     spaces: Collection[Mapping[str, Any]], codes: Collection[CodeType],
 ) -> bool:  # fmt: skip
-    function, inner = functions.get(code), code.co_name in _INNER
-    if function is None and not inner:
-        return False
+    function = functions.get(code)
+    if function is None and not any(code in outer.co_consts for outer in codes):
+        return False  # nobody knows what it holds; what is made inside another function holds its locals
     if function is not None:
         held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -95,7 +92,7 @@ def _is_pure(
     if any(text in _IN_PLACE for texts in keywords for text in texts if isinstance(text, str)):
         return False
     for step in instructions_of(code):
-        if _may_keep(step, code, inner):
+        if _may_keep(step, code):
             return False
         name = str(step.argval)
         if step.opname in _ATTRIBUTES and not attributes.get(name, name in _CALLED):
@@ -109,17 +106,17 @@ def _is_pure(
     return True
 
 
-def _may_keep(step: dis.Instruction, code: CodeType, inner: bool) -> bool:
+def _may_keep(step: dis.Instruction, code: CodeType) -> bool:
     """Whether an instruction stores in what is no local, or calls with arguments that cannot be seen."""
     if step.opname.startswith(_STORES):
         return True
     if step.opname == "STORE_DEREF":
-        return step.argval in code.co_freevars
+        return step.argval in code.co_freevars  # of a function around it
     if step.opname == "CALL_FUNCTION_EX":
         return step.arg != 0
     if step.opname.startswith("BINARY_OP"):
         return step.argrepr.endswith("=")
-    return step.opname.startswith("YIELD") and not inner
+    return step.opname.startswith("YIELD") and code.co_name != "<genexpr>"
 
 
 def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
@@ -132,14 +129,20 @@ def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
         return all(_is_harmless(part, codes) for part in value)
     if isinstance(value, ModuleType):
         return value in _MODULES
-    if isinstance(value, property):
-        value = value.fget
+    value = _function(value)
     if isinstance(value, FunctionType) and value.__code__ in codes:
         return True
     home = str(getattr(value, "__module__", "")).partition(".")[0]
     if isinstance(value, FunctionType | BuiltinFunctionType):
-        return value.__name__ in _CALLED and home in ("torch", "math")
+        return value is cast or (value.__name__ in _CALLED and home in ("torch", "math"))
     return isinstance(value, type) and home == "torch"
+
+
+def _function(value: Any) -> Any:
+    """What a static method, a class method or a property calls."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _is_plain(module: nn.Module) -> bool:
