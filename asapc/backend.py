@@ -21,6 +21,7 @@ import hashlib
 import logging
 import math
 import re
+import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ from asapc.program.calls import CALLS, copied
 from asapc.terminal.printed import reason
 
 LOG = logging.getLogger("asapc")
+SILENCE = 15.0  # seconds that nobody should wait without a word
 NUMBER = "asapc"  # in node.meta["custom"]: the place of the node of Dynamo's that it was traced from
 SAME, SAME_HALF = 1e-3, 4e-2  # relative difference up to which numbers are the same; of halves
 LENGTHS = {4: (0, 2)}  # the axes of data that are batch and length, by their number; the first two else
@@ -342,7 +344,14 @@ def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
         node.meta["nn_module_stack"] = {} if place is None else _modules(nodes[place])
     key = _key(program)
     if key not in _KNOWN:
-        _KNOWN[key] = _identify(program)
+        still = "asapc: still finding out what the loops of a graph compute; this is done once"
+        notice = threading.Timer(SILENCE, LOG.warning, [still])
+        notice.daemon = True
+        notice.start()
+        try:
+            _KNOWN[key] = _identify(program)
+        finally:
+            notice.cancel()
     return _KNOWN[key]
 
 

@@ -260,7 +260,7 @@ def run_all(
 
 def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
     if ":" in model and reading.weights is None:
-        run.note(f"no --weights: those that {model} returns are used, random ones unless it loads some")
+        run.note(f"no --weights: what {model} returns is used, untrained unless it loads weights")
     return reading.teacher(model)
 
 

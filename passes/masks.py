@@ -73,11 +73,17 @@ def spreads_entries(node: Node) -> bool:
     return _is_pointwise(node) or node.target in _PLACES
 
 
-def heads_vary(node: Node, heads: int) -> bool:
-    """Whether a mask may differ between heads, which have an axis or are merged with the batch."""
+def heads_vary(node: Node, heads: int, batch: Any | None) -> bool:
+    """Whether a mask may differ between heads, which have an axis or are merged with the batch.
+
+    batch: the number of examples where the heads have an axis.  A mask [B, 1, M] is then added to duals
+    [B, H, M], and is the same for all heads.
+    """
     value = node.meta["val"]
     if heads == 1 or value.dim() < 3:
         return False
+    if value.dim() == 3 and batch is not None and same(value.shape[0], batch):
+        return not _is_one(value.shape[1])
     if value.dim() == 4:
         return varies(node, -3)
     return _merged_varies(node, -3, heads)

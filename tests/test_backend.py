@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import subprocess
@@ -277,23 +278,36 @@ def test_what_is_not_recognised_runs_as_it_is() -> None:
     assert not operators(model) and "the attention depends on" in reasons(model)
 
 
-def test_a_failure_is_logged_and_the_graph_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(under_test, "remove_dead", fail)
-    model, x = Attention(), tokens()
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The messages of asapc's log."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("asapc").addHandler(handler)
     try:
-        assert_same(compiled(model)(x), model(x))
+        yield messages
     finally:
         logging.getLogger("asapc").removeHandler(handler)
+
+
+def test_a_failure_is_logged_and_the_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(under_test, "remove_dead", fail)
+    model, x = Attention(), tokens()
+    with logged() as messages:
+        assert_same(compiled(model)(x), model(x))
     assert len(messages) == 1 and "KeyError" in messages[0] and "a bug" in reasons()
+
+
+def test_a_long_first_call_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "SILENCE", 0.0)
+    monkeypatch.setattr(under_test, "_KNOWN", {})
+    with logged() as messages:
+        compiled(Attention())(tokens())
+    assert any("still finding out" in message for message in messages)
 
 
 def test_graphs_are_explained_by_model() -> None:

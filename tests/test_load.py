@@ -205,7 +205,7 @@ def test_a_factory_with_weights(factory, tmp_path, wrap, prefix):
     [
         ("nowhere", None, "no such model"), ("gone.pt2", None, "no such model"),
         ("teacher.onnx", None, "no such model"), ("gone.py:build", None, "no such file"),
-        ("w.safetensors", "", "file.py:factory --weights"), ("w.pt", "", "file.py:factory --weights"),
+        ("w.safetensors", "", "file.py:factory --weights"), ("w.pt", "", "is read for its weights only"),
         ("model.py", "", "model.py:NAME"), ("notes.txt", "", "is not a model"),
         ("folder/notes", "", "must hold config.json"),
         ("folder/config.json", "{}", "must hold model.safetensors"),

@@ -14,6 +14,7 @@ import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
+from asapc.passes.masks import heads_vary
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
@@ -234,3 +235,27 @@ def test_a_sum_of_zero_that_is_left_alone_is_another_loop() -> None:
     program = capture(Layer(plan).eval(), (torch.randn(B, N, D), KEEPS["padded"]), {}).programs[0]
     (found,) = match(program)
     assert isinstance(found, Refusal)
+
+
+class Duals(nn.Module):
+    """Log masses [B, 1, M] that are added to duals [B, H, M], and [B*H, 1, M] of merged heads."""
+
+    def forward(
+        self, duals: Tensor, merged: Tensor, keep: Tensor, other: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        masses = torch.where(keep, -keep.sum(-1, keepdim=True).log(), torch.tensor(-math.inf))[:, None]
+        return duals + masses, merged + other[:, None]
+
+
+def test_masses_added_to_duals_are_the_same_for_all_heads() -> None:
+    keep = KEEPS["padded"]
+    inputs = (torch.randn(B, HEADS, N), torch.randn(B * HEADS, 1, N), keep, torch.randn(B * HEADS, N))
+    program = capture(Duals(), inputs, {}).programs[0]
+    duals, merged, *_ = (n for n in program.graph.graph.nodes if n.op == "placeholder")
+    first, second = (
+        next(x for x in user.all_input_nodes if x is not node)
+        for node in (duals, merged) for user in node.users
+    )  # fmt: skip
+    batch = duals.meta["val"].shape[0]
+    assert not heads_vary(first, HEADS, batch) and heads_vary(first, HEADS, None)
+    assert heads_vary(second, HEADS, batch)

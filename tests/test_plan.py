@@ -26,6 +26,7 @@ from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.capture import capture
+from asapc.passes.plan import match
 from asapc.passes.plan.loops import find_loops
 from asapc.program.runner import Runner
 
@@ -363,6 +364,39 @@ def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
     analysis = analysed(net, *nets.inputs_for(net))
     (left,) = analysis.left_alone
     assert left.status == "refused" and REFUSED[name] in left.reason
+
+
+class Unknown(nn.Module):
+    """Layers that all run the same loop, which is none that is known."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.layers):
+            plan = (x @ x.transpose(-1, -2) / 4).exp()
+            for _ in range(3):
+                plan = plan / plan.sum(-1, keepdim=True)
+                plan = plan / plan.square().sum(-2, keepdim=True)
+            x = x * plan.amax(-1, keepdim=True)
+        return x
+
+
+def test_what_failed_in_one_layer_is_not_tried_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    identified, tried = match._identified, 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return identified(*given)
+
+    monkeypatch.setattr(match, "_identified", counted)
+    (alone,) = analysed(Unknown(1), random(3, 9, 8)).left_alone
+    of_one, tried = tried, 0
+    both = analysed(Unknown(2), random(3, 9, 8)).left_alone
+    assert of_one and tried == of_one
+    assert [left.reason for left in both] == 2 * [alone.reason]
 
 
 class Slack(nn.Module):

@@ -37,7 +37,7 @@ def check_model(model: str, weights: str | None = None) -> None:
         raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
     elif path.suffix in (".safetensors", ".pt", ".pth"):
         raise InputError(
-            f"{model} holds weights only, without the model they belong to",
+            f"{model} is read for its weights only, and does not say how the model is built",
             help=f"name the code that builds it: file.py:factory --weights {model}",
         )
     elif path.suffix == ".py":

@@ -159,7 +159,7 @@ def _interval(model: ModelReport, key: str) -> str:
 def report_brief(report: Report) -> list[str]:
     """Verdict, what to do, the figures behind it, and what would help."""
     gate, decided = report.gate, decide(report)
-    verdict = gate.verdict if gate.verdict is not None else "no gate set; by default limits"
+    verdict = gate.verdict if gate.verdict is not None else "no gate file; by the default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
         lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")

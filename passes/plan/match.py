@@ -78,11 +78,15 @@ TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are 
 
 def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
     """Every loop that is left, or why it is none."""
+    failed: dict[object, _Failure] = {}
     for loop in free.loops:
-        yield loop.at, _examine(program, loop)
+        yield loop.at, _examine(program, loop, failed)
 
 
-def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
+def _examine(
+    program: Program, loop: Loop, failed: dict[object, _Failure]
+) -> PlanSite | Unidentified:
+    """failed: why regions of earlier loops are no plans, by what they compute."""
     if loop.axes is None:
         return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
     found = borders(program.graph, loop)
@@ -92,7 +96,7 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
     nearest: _Failure | None = None
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
         sums = len(part.sums) if number < MOST_DAMPED else 0
-        result = outcome(partial(_site, program, part, start, end, kernel, sums))
+        result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
@@ -182,6 +186,13 @@ class _Region:
     def _cut(self, precision: torch.dtype | None) -> Cut:
         given, made = [self.start.tensor.node, *self.data], (self.end.tensor.node, *self.constants)
         return Cut(self.graph, given, made, self.inside, precision=precision)
+
+    def seen_by_experiments(self) -> object:
+        """All that decides what is found: the same of two regions where one says it of both."""
+        hide = [may_hide(node) for node in (self.start.tensor.node, *self.given)]
+        layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
+        entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
+        return self.cut.fingerprint(), self.kernel, tuple(hide), tuple(layouts), tuple(entering)
 
     @cached_property
     def as_it_is(self) -> Cut:
@@ -525,14 +536,20 @@ class _Trials:
 
 
 def _site(
-    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, sums: int
-) -> PlanSite | _Failure:
+    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, sums: int,
+    failed: dict[object, _Failure],
+) -> PlanSite | _Failure:  # fmt: skip
+    """The site between a start and an end, or why there is none; what failed in one layer of a model is
+    not tried again in the others."""
     region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
         return _Failure(0, "its plan has sizes that its scores do not show")
     roles = _roles(region)
     if isinstance(roles, str):
         return _Failure(1, roles)
+    alike = None if region.stops else (region.seen_by_experiments(), sums)
+    if alike in failed:
+        return failed[alike]
     lengths = region.lengths()
     failures = []
     for role in roles:
@@ -544,7 +561,10 @@ def _site(
         if changed is not None:
             return _Failure(KNOWN, changed.replace("the attention", "the plan"))
         return _made(program, region, *found)
-    return max(failures, key=lambda failure: failure.reached)
+    nearest = max(failures, key=lambda failure: failure.reached)
+    if alike is not None:
+        failed[alike] = nearest
+    return nearest
 
 
 def _identified(

@@ -585,7 +585,8 @@ def _neutral_inputs(
                     f"the mask {spoken(node)} differs between queries (causal or windowed), or may on "
                     "other data, which has no transport plan with these marginals"
                 )
-            if heads_vary(node, heads_of(region)):
+            sizes = region.score.result.shape
+            if heads_vary(node, heads_of(region), sizes[0] if len(sizes) == 4 else None):
                 return f"the mask {spoken(node)} differs between heads, or may on other data"
     for index, role in enumerate(roles):
         if role != "mask":
