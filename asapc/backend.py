@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from torch._guards import tracing
 from torch.export import Dim
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate
 from torch.fx.traceback import preserve_node_meta
 
 from asapc.errors import InputError
@@ -44,9 +42,21 @@ from asapc.passes.analyse import LeftAlone, Site, judged
 from asapc.passes.capture import export_graph, program_of
 from asapc.passes.cut import HALVES, evaluate
 from asapc.passes.differences import matched_program
-from asapc.passes.gradients import no_gradient
+from asapc.passes.dynamo import (
+    SAME,
+    SAME_HALF,
+    Exact,
+    Left,
+    Noting,
+    Plain,
+    alike,
+    example_of,
+    number_of,
+    storage_of,
+)
+from asapc.passes.gradients import lively, no_gradient
 from asapc.passes.lift import lift
-from asapc.passes.put_back import Left, autocast_to, example_of, put_back, storage_of
+from asapc.passes.put_back import put_back
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import replay
 from asapc.passes.site import Site as MatchedSite
@@ -55,15 +65,12 @@ from asapc.terminal.printed import reason
 
 LOG = logging.getLogger("asapc")
 NUMBER = "asapc"  # in node.meta["custom"]: the place of the node of Dynamo's that it was traced from
-SAME, SAME_HALF = 1e-3, 4e-2  # relative difference up to which numbers are the same; of halves
 LENGTHS = {4: (0, 2)}  # the axes of data that are batch and length, by their number; the first two else
 MOST_KNOWN = 64  # graphs that what was identified is kept of
 SMALL = 1 << 15  # updates of entries, below which Inductor's fused loop is faster than a call, measured
 FEW = 4  # up to which a number is no size
-FLIPPED = 0.2  # of a mask that is the same everywhere
 ROWS_ONLY = "not Sinkhorn: rows only"
-AUTOCAST = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
-SWITCHES = {torch._C._set_grad_enabled, *AUTOCAST}
+
 
 
 Judged = tuple[MatchedSite, Site]  # a site as it was matched, and as it was judged
@@ -76,76 +83,6 @@ class Identified:
     program: Program
     sites: tuple[Judged, ...]
     left: tuple[LeftAlone, ...]
-
-
-class Noting(Interpreter):
-    """Runs a graph, and notes numbers that tell the tensors of some nodes apart, and the nodes whose
-    tensors are changed in place."""
-
-    def __init__(self, graph: GraphModule, wanted: Collection[Node] = ()) -> None:
-        super().__init__(graph)
-        self.wanted = wanted
-        self.digests: dict[Node, tuple[Any, ...]] = {}
-        self.changed: set[Node] = set()
-
-    def run_node(self, n: Node) -> Any:
-        if not self.wanted:
-            return super().run_node(n)
-        given = {x: self.env[x]._version for x in n.all_input_nodes if isinstance(self.env[x], Tensor)}
-        result = super().run_node(n)
-        self.changed |= {x for x, version in given.items() if self.env[x]._version != version}
-        if n in self.wanted and isinstance(result, Tensor):
-            self.digests[n] = _digest(result)
-        return result
-
-
-class Plain(Noting):
-    """Runs Dynamo's graph without switching gradients or autocast.  Numbers that are no sizes are those
-    of the example.  sizes: what numbers of the graph are replaced by."""
-
-    sizes: Mapping[int, Any] = MappingProxyType({})
-
-    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
-        given = super().fetch_args_kwargs_from_env(n)
-        return map_aggregate(given, lambda x: self.sizes.get(x, x) if type(x) is int else x)
-
-    def run_node(self, n: Node) -> Any:
-        if n.target in SWITCHES:
-            return None
-        if isinstance(n.target, torch._ops.HigherOrderOperator):
-            raise Left(f"a part of it is a graph of its own ({n.target})")
-        return _number(example_of(n)) if n.target == "item" else super().run_node(n)
-
-
-def _digest(value: Tensor) -> tuple[Any, ...]:
-    flat = value.detach().flatten().double().nan_to_num(0.0, 0.0, 0.0).clamp(-1e6, 1e6)
-    sums = (float(flat.norm()), float(flat.sum()), float(flat[::3].sum()), float(flat[::7].sum()))
-    return (value.shape, value.dtype in HALVES, *sums)
-
-
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    if one[0] != other[0]:
-        return False
-    allowed = (SAME_HALF if one[1] or other[1] else SAME) * one[2] + 1e-12
-    return all(abs(x - y) <= allowed for x, y in zip(one[2:], other[2:], strict=True))
-
-
-def _lively(x: Tensor) -> Tensor:
-    """Other numbers where all are the same: nothing shows behind weights that begin at zero, or behind
-    a mask that hides nothing yet."""
-    if not x.numel() or not bool((x == x.flatten()[0]).all()):
-        return x
-    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
-    one = float(x.flatten()[0])
-    is_mask = x.dtype is torch.bool or (one == 1 and x.dim() > 1 and not isinstance(x, nn.Parameter))
-    if is_mask and x.dim():
-        flipped = noise < FLIPPED
-        flipped[..., 0] = False
-        return torch.where(flipped, 1 - one, x).to(x.dtype)
-    if not x.is_floating_point():
-        return x
-    made = x * (1 + noise / 4) if one else (2 * noise - 1) / math.sqrt(x.shape[-1] if x.dim() else 1)
-    return made.to(x.dtype)
 
 
 class Lowerable(nn.Module):
@@ -198,10 +135,10 @@ class Lowerable(nn.Module):
     def example(self, inputs: Mapping[Node, Any]) -> list[Tensor]:
         """Tensors that may be changed, apart from the weights."""
         given = [inputs[node] for node in self.places]
-        lively = [_lively(x.detach() if x.is_inference() else x).detach() for x in given]
+        changed = [lively(x.detach() if x.is_inference() else x).detach() for x in given]
         return [
             x if isinstance(own, nn.Parameter) and not own.is_inference() else x.clone()
-            for own, x in zip(given, lively, strict=True)
+            for own, x in zip(given, changed, strict=True)
         ]
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -220,11 +157,11 @@ class Lowerable(nn.Module):
     def _argument(self, node: Node, tensors: Sequence[Tensor], rest: Iterator[Tensor]) -> Any:
         value = example_of(node)
         if _read(node):
-            return torch.tensor(_number(example_of(next(iter(node.users)))), dtype=value.dtype)
+            return torch.tensor(number_of(example_of(next(iter(node.users)))), dtype=value.dtype)
         if isinstance(value, Tensor):
             return next(rest)
         place = self.sizes.get(value.node.expr) if isinstance(value, torch.SymInt) else None
-        return _number(value) if place is None else tensors[place[0]].shape[place[1]]
+        return number_of(value) if place is None else tensors[place[0]].shape[place[1]]
 
 
 def _inputs(module: GraphModule) -> list[Node]:
@@ -234,15 +171,6 @@ def _inputs(module: GraphModule) -> list[Node]:
 def _read(node: Node) -> bool:
     """Whether it is a number of the model's, such as an epsilon, which Dynamo has put into a tensor."""
     return bool(node.users) and all(user.target == "item" for user in node.users)
-
-
-class Exact(Interpreter):
-    """Runs a graph without what rounds its numbers."""
-
-    def run_node(self, n: Node) -> Any:
-        if n.target is autocast_to:
-            return self.env[n.all_input_nodes[0]]
-        return None if n.target in AUTOCAST else super().run_node(n)
 
 
 class Whole(nn.Module):
@@ -272,15 +200,6 @@ class Whole(nn.Module):
         given = [x.clone() if place in self.changed else x for place, x in sorted(tensors.items())]
         with torch.random.fork_rng(devices=[]):
             return (Exact if self.exact else Interpreter)(self.module).run(*lowerable.arguments(given))
-
-
-def _number(value: Any) -> Any:
-    """That of the example.  Raises Left where nobody knows it before the graph runs."""
-    if isinstance(value, int | float):
-        return value
-    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or not value.node.has_hint():
-        raise Left("it computes with what is no tensor, or with a number of its data")
-    return value.node.hint
 
 
 def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerable, Identified]:
@@ -468,7 +387,7 @@ def _stands(
     stands = {new: old for old, new in zip(lowerable.places, inputs, strict=True)}
     for old, new in last.items():
         digests = ours.digests.get(old), theirs.digests.get(new)
-        if digests[0] is not None and digests[1] is not None and _alike(digests[0], digests[1]):
+        if digests[0] is not None and digests[1] is not None and alike(digests[0], digests[1]):
             stands[new] = old
     return {new: old for new, old in stands.items() if old not in changed}, changed
 

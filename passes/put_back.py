@@ -16,27 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from asapc.passes.cut import ancestors, reached
+from asapc.passes.dynamo import Left, autocast_to, example_of, storage_of
 from asapc.program.calls import CALLS, copied
-
-
-class Left(Exception):
-    """Why a graph, or a site of it, stays the model's own code."""
-
-
-def example_of(node: Node) -> Any:
-    """What Dynamo traced at a node of its graph."""
-    return node.meta.get("example_value")
-
-
-def storage_of(node: Node) -> Any:
-    """The memory of the tensor that was traced at a node; None where that is no tensor."""
-    value = example_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def autocast_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype that autocast gives the model's own code there."""
-    return value.to(dtype)
 
 
 def put_back(
