@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from asapc.artifact import load as load
     from asapc.artifact.pretrained import from_pretrained as from_pretrained
     from asapc.artifact.pretrained import save_pretrained as save_pretrained
-    from asapc.backend import explain as explain
     from asapc.measure.own_metric import OwnMetric as OwnMetric
     from asapc.program.graphed import graphed as graphed
+    from asapc.report.explained import explain as explain
     from asapc.training.tails import tail_gradients as tail_gradients
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 
 
 _HOMES = {
-    "OwnMetric": "asapc.measure.own_metric", "compile": "asapc.api", "explain": "asapc.backend",
+    "OwnMetric": "asapc.measure.own_metric", "compile": "asapc.api", "explain": "asapc.report.explained",
     "graphed": "asapc.program.graphed", "from_pretrained": "asapc.artifact.pretrained",
     "load": "asapc.artifact", "save_pretrained": "asapc.artifact.pretrained",
     "tail_gradients": "asapc.training.tails",

@@ -38,6 +38,7 @@ SIZES = (1.0, 1e-3, 1e3)  # of the cotangent; in half precision, the first
 HALVES = 50.0  # times as much, of a model in half precision
 MOST_BYTES = 1 << 31  # that one backward pass may keep
 EXAMPLES = 2
+FLIPPED = 0.2  # of a mask that is the same everywhere
 Gradients = Mapping[str, Tensor | None]
 
 
@@ -108,6 +109,24 @@ def no_gradient(
     except Exception:  # code that takes no float64, or another way with such weights
         return None
     return _first_difference(theirs, ours, theirs, held) if len(theirs) == len(ours) else None
+
+
+def lively(x: Tensor) -> Tensor:
+    """Other numbers where all are the same: nothing shows behind weights that begin at zero, or behind
+    a mask that hides nothing yet."""
+    if not x.numel() or not bool((x == x.flatten()[0]).all()):
+        return x
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
+    one = float(x.flatten()[0])
+    is_mask = x.dtype is torch.bool or (one == 1 and x.dim() > 1 and not isinstance(x, nn.Parameter))
+    if is_mask and x.dim():
+        flipped = noise < FLIPPED
+        flipped[..., 0] = False
+        return torch.where(flipped, 1 - one, x).to(x.dtype)
+    if not x.is_floating_point():
+        return x
+    made = x * (1 + noise / 4) if one else (2 * noise - 1) / math.sqrt(x.shape[-1] if x.dim() else 1)
+    return made.to(x.dtype)
 
 
 def _few(batch: Batch) -> Batch:

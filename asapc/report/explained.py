@@ -1,0 +1,113 @@
+"""asapc.explain: what became of the graphs that torch.compile(model, backend="asapc") was given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._guards import CompileContext
+from torch.fx import GraphModule
+
+from asapc.inputs.teacher import uncompiled
+from asapc.passes.analyse import LeftAlone, Site
+from asapc.report.tables import convention_text
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What became of one of Dynamo's graphs.
+
+    sites: operators now, by the modules that they are in; left: loops that stay the model's own code.
+    reason: why all of it does.
+    """
+
+    inner: str
+    sites: tuple[Site, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner,
+            "sites": [
+                {"name": x.name, "replay_error": x.replay_error, "convention": x.convention.to_json()}
+                for x in self.sites
+            ],
+            "left": [{"name": x.name, "reason": x.reason} for x in self.left],
+            "reason": self.reason,
+        }
+
+    def lines(self) -> Iterator[str]:
+        for site in self.sites:
+            convention = site.convention.to_json()
+            yield f"  {site.name}: asapc::{convention['operator']}, {convention_text(convention)}"
+        for left in self.left:
+            yield f"  {left.name}: left as it is: {left.reason}"
+        if self.reason is not None:
+            yield f"  all of it is left as it is: {self.reason}"
+        elif not self.sites and not self.left:
+            yield "  no loop of rows and columns, and no attention"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend did with every graph that Dynamo has given it, in the order of the calls."""
+
+    graphs: tuple[Facts, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"graphs": [facts.to_dict() for facts in self.graphs]}
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return 'no graph: compile with torch.compile(model, backend="asapc") and call it first'
+        blocks = [
+            "\n".join([f"graph {number}, compiled by {facts.inner}", *facts.lines()])
+            for number, facts in enumerate(self.graphs, 1)
+        ]
+        return "\n".join(blocks)
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """tensors: that the graph was given; kinds: of the modules that its code is in."""
+
+    facts: Facts
+    tensors: tuple[weakref.ref[Tensor], ...]
+    kinds: frozenset[type]
+
+    def belongs_to(self, model: nn.Module) -> bool:
+        """Whether a graph is of the model: by its weights, or by its modules where there are none."""
+        weights = {id(x) for x in (*model.parameters(), *model.buffers())}
+        alive = [x for x in (ref() for ref in self.tensors) if x is not None]
+        if weights or any(isinstance(x, nn.Parameter) for x in alive):
+            return any(id(x) in weights for x in alive)
+        return bool(self.kinds & {type(module) for module in model.modules()})
+
+
+_SEEN: dict[Any, _Seen] = {}  # by Dynamo's number of the compilation, which it may begin anew
+
+
+def note(facts: Facts, graph: GraphModule, inputs: Sequence[Any]) -> None:
+    """Keep what became of a graph, for explain."""
+    stacks = [(node.meta.get("nn_module_stack") or {}).values() for node in graph.graph.nodes]
+    kinds = frozenset(kind for stack in stacks for _, kind in stack if isinstance(kind, type))
+    tensors = tuple(weakref.ref(x) for x in inputs if isinstance(x, Tensor))
+    number = CompileContext.current_compile_id() or object()
+    _SEEN.pop(number, None)
+    _SEEN[number] = _Seen(facts, tensors, kinds)
+
+
+def explain(model: nn.Module | None = None) -> Explanation:
+    """What torch.compile(model, backend="asapc") made of a model that was called, or of all models.
+
+    model: the module, or what torch.compile returned. Print it, or take its to_dict().
+    """
+    module = None if model is None else uncompiled(model)
+    seen = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]
+    return Explanation(tuple(x.facts for x in seen))
