@@ -178,8 +178,9 @@ def test_a_map_that_follows_the_masks_of_other_examples_is_no_such_site() -> Non
     assert all(site.convention.mask != "both" for site in analysis.sites)
 
 
-def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:
-    net = Padded(kernel_loop).eval()
+@pytest.mark.parametrize("kind", [Padded, Apart])
+def test_compiled_trained_and_never_amortised(tmp_path: Path, kind: type[Padded]) -> None:
+    net = kind(kernel_loop).eval()
     mask = padding(*range(1, 17), 16, 16, 16, 16, tokens=16)
     data = [{"hidden": random(20, 16, 16, seed=seed), "attention_mask": mask} for seed in range(4)]
     recipe = {"batch_size": 16, "max_examples": 32, "selection_examples": 16, "operator": "asap"}
