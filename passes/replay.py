@@ -544,8 +544,22 @@ class _Beyond:
         only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
         only[:, active] = True
         keep = self.site.opened(only)
-        bias = hidden_queries(keep) if self.site.convention.mask == "both" else t.bias
+        bias = t.bias
+        if self.site.convention.mask == "both":
+            own, hidden = self._own_bias(t), hidden_queries(keep)
+            bias = hidden if own is None else own + hidden
         return replace(t, keep=keep, bias=bias, query_keep=None if t.query_keep is None else only)
+
+    def _own_bias(self, t: SiteTensors) -> Tensor | None:
+        """What the code adds to the scores in units of epsilon, before any query is hidden."""
+        bias = getattr(self.site, "bias", None)
+        if bias is None:
+            return None
+        value = self.values[bias.node]
+        if bias.merged and value.dim() == 3:
+            value = value.unflatten(0, (-1, t.q.shape[1]))
+        sizes = (*t.q.shape[:3], t.k.shape[2])[4 - value.dim():]
+        return bias.coefficient * value[tuple(slice(0, size) for size in sizes)].to(t.q.dtype)
 
     def _inputs(self, sizes: dict[Any, int], change: Change) -> list[Tensor]:
         tensors = [self._input(node, sizes) for node in self.part.inputs]

@@ -13,8 +13,11 @@ from test_banded import analysed, random
 from torch import Tensor, nn
 
 import asapc
+import asapc.kernels.library
 from asapc.inputs.data import Batch
 from asapc.ir import Convention
+from asapc.operators.masks import hidden_queries
+from asapc.operators.stabilised import stabilised_sinkhorn
 from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 
@@ -101,6 +104,18 @@ def test_one_mask_of_queries_and_keys(attention: Any, padded: bool) -> None:
             assert float((ours - theirs)[finite].abs().max()) <= 2e-5
 
 
+@pytest.mark.parametrize("start", ["softmax", "row"])
+@pytest.mark.parametrize("form", ["plan", "scaling"])
+def test_divisions_with_a_constant_beside_an_example_without_a_token(form: str, start: str) -> None:
+    """Rows without a score in one example, then an example of which every score counts."""
+    keep = padding(12, 5, 1, 0, tokens=12).bool()
+    q, k, v = (random(4, 2, 12, 8, seed=seed) for seed in range(3))
+    settings = (0.4, 9, True, form, "add", 1e-6, start, False, False, [1.0, 1.0, 0.0, 0.0])
+    given = (q, k, v, keep, hidden_queries(keep), *settings)
+    ours, theirs = torch.ops.asapc.stabilised_sinkhorn(*given), stabilised_sinkhorn(*given)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
 def dilute(s: Tensor, keep: Tensor) -> Tensor:
     """Hidden queries get nothing in the end, and take part in the columns' sums all the same."""
     s = s.masked_fill(~keep[:, None, None], -1e9)
@@ -117,8 +132,55 @@ def test_queries_that_are_hidden_at_the_end_alone_are_no_such_site() -> None:
         assert found.reason
 
 
-def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:
-    net = Padded(kernel_loop).eval()
+class Apart(Padded):
+    """Scores with a bias that the data makes; more of it, if told, where tokens are hidden."""
+
+    more = False
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = (x(hidden).unflatten(2, (2, 8)).transpose(1, 2) for x in (self.q, self.k, self.v))
+        apart = (hidden[:, :, None, :2] - hidden[:, None, :, :2]).square().sum(-1)[:, None]
+        keep = attention_mask.bool()
+        share = keep.float().mean(-1)[:, None, None, None] if self.more else 1.0
+        s = (3 * q @ k.transpose(-1, -2) / 8**0.5 * share - apart) / share
+        return self.out((self.attention(s, keep) @ v).transpose(1, 2).flatten(2))
+
+
+def test_scores_have_a_bias() -> None:
+    net = Apart(kernel_loop).eval()
+    analysis = analysed(net, random(3, 12, 16), padding(12, 9, 4, tokens=12))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, Convention)
+    assert site.convention.mask == "both" and site.convention.bias
+    leaf, mask = nn.Parameter(random(3, 15, 16, seed=9)), padding(15, 8, 1, tokens=15)
+    ours = Runner(None, analysis.lifted, gradients=True)(Batch((leaf, mask), {}, None, [0] * 3))
+    theirs = net(leaf, mask)
+    assert float((ours - theirs).detach().abs().max()) <= 2e-5
+    (wanted,), (found,) = (torch.autograd.grad(x, leaf, random(3, 15, 16)) for x in (theirs, ours))
+    assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
+
+
+def test_a_bias_that_the_mask_scales_is_no_such_site() -> None:
+    """Without either of the two it is not seen."""
+    net = Apart(kernel_loop).eval()
+    net.more = True
+    analysis = analysed(net, random(3, 12, 16), torch.ones(3, 12).long())
+    assert all(site.convention.mask != "both" for site in analysis.sites)
+
+
+def by_all_examples(s: Tensor, keep: Tensor) -> Tensor:
+    return subtracted(s, keep) * (keep.sum() / keep.numel())
+
+
+def test_a_map_that_follows_the_masks_of_other_examples_is_no_such_site() -> None:
+    """Data without padding does not show it."""
+    analysis = analysed(Padded(by_all_examples).eval(), random(3, 12, 16), torch.ones(3, 12).long())
+    assert all(site.convention.mask != "both" for site in analysis.sites)
+
+
+@pytest.mark.parametrize("kind", [Padded, Apart])
+def test_compiled_trained_and_never_amortised(tmp_path: Path, kind: type[Padded]) -> None:
+    net = kind(kernel_loop).eval()
     mask = padding(*range(1, 17), 16, 16, 16, 16, tokens=16)
     data = [{"hidden": random(20, 16, 16, seed=seed), "attention_mask": mask} for seed in range(4)]
     recipe = {"batch_size": 16, "max_examples": 32, "selection_examples": 16, "operator": "asap"}

@@ -30,6 +30,7 @@ from asapc.operators.sinkhorn import clean_values, factor_value
 
 FEWEST = 16  # queries of a block
 GROUP_ENTRIES = 1 << 18  # of the scores of the heads that go together on a CPU: they stay in cache
+SHORT_ENTRIES = 1 << 20  # of the scores of a head, up to which threads do not share its operators
 
 
 def banded(
@@ -79,9 +80,10 @@ def _for_heads(
     factors = torch.as_tensor(factor, dtype=dtype, device=q.device).expand(batch, heads, 1, 1)
     every = (q, clean_values(k, keep), clean_values(v, keep), factors)
     flat = [x.flatten(0, 1) for x in (*every, active[:, None].expand(batch, heads, keys))]
-    count = batch * heads
+    count, serially = batch * heads, False
     if not q.is_cuda:
         entries = 1.5 * queries * (high - low + FEWEST)
+        serially = entries <= SHORT_ENTRIES
         count = max(1, min(int(GROUP_ENTRIES / entries), count // torch.get_num_threads()))
 
     def some(starts: Iterator[int]) -> None:
@@ -90,7 +92,7 @@ def _for_heads(
             *tensors, here = (x[part] for x in flat)
             work(part, _Band([x.to(dtype) for x in tensors], here, loop, low, high))
 
-    each_worker(some, range(0, batch * heads, count))
+    each_worker(some, range(0, batch * heads, count), serially)
 
 
 class _Band:

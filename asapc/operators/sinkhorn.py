@@ -121,10 +121,6 @@ def finite_duals(
     return run_half_steps(scores, *initial_duals(scores, keep), half_steps, first_side, keep, tail)
 
 
-def other_side(side: Side) -> Side:
-    return "column" if side == "row" else "row"
-
-
 def factor_value(
     output_factor: Sequence[float], num_queries: int, num_keys: int, keep: Tensor | None
 ) -> float | Tensor:

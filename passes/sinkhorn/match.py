@@ -329,6 +329,8 @@ def run_experiments(
                 a = four(experiment.attention(s, hiding(neutral, index, active, polarity)))
                 if not overflown(a):
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
+            if node is region.root:
+                seen.append(_unlike_examples(experiment, index, neutral, 1.0 / rough))
             every, mildest_of_all = [*samples, *seen], [*mildest, seen[0]]
             masked = with_factor(fit.convention, every, mildest_of_all)
             if isinstance(masked, NoFit) and same(*region.score.result.shape[-2:]):
@@ -351,8 +353,6 @@ def run_experiments(
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(node, polarity, merged or _merged(node, region), is_bias, empty, hides)
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
-            if fit.convention.mask == "both":
-                return f"{spoken(node)} is added to scores of which a mask hides queries, too"
             if bias is not None:
                 return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
             coefficient = _bias_coefficient(experiment, index, neutral, fit.convention)
@@ -364,7 +364,47 @@ def run_experiments(
                 if isinstance(checked, str):
                     return checked
                 bias = checked
+    if mask is not None and bias is not None and mask.node is not bias.node:
+        error = _error_together(experiment, fit.convention, mask, bias, neutral)
+        if not error <= HELD:
+            names = f"{spoken(mask.node)} and {spoken(bias.node)}"
+            return f"with {names} at once: another loop; relative error {error:.2g}"
     return fit, mask, bias, neutral
+
+
+def _unlike_examples(
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], spread: float
+) -> Sample:
+    """With a mask [B, M] that hides other keys in every example: what is made of a mask may be made of
+    other examples' too."""
+    mask = neutral[index].clone()
+    generator = torch.Generator().manual_seed(7)
+    active = torch.rand(mask.shape, generator=generator) < 0.5
+    active[:, 0] = active[0] = True
+    active[-1, 1:3] = False
+    mask[~active] = ~mask[~active]
+    s = spread * torch.randn(experiment.size(), generator=generator, dtype=torch.float64)
+    a = four(experiment.attention(s, [*neutral[:index], mask, *neutral[index + 1 :]]))
+    return Sample(four(s), a, active.repeat_interleave(len(a) // len(active), 0))
+
+
+def _error_together(
+    experiment: RegionExperiment, convention: Convention, mask: KeyMask, bias: ScoreBias,
+    neutral: Sequence[Tensor],
+) -> float:  # fmt: skip
+    """Of the convention where keys are hidden and scores have a bias."""
+    inputs, dims = experiment.region.inputs, experiment.size()
+    generator = torch.Generator().manual_seed(8)
+    active = torch.arange(dims[-1]) % 3 != 1
+    given = hiding(neutral, inputs.index(mask.node), active, mask.true_means_masked)
+    place = inputs.index(bias.node)
+    noise = torch.randn(given[place].shape, generator=generator, dtype=torch.float64)
+    given[place] = noise / abs(bias.coefficient)
+    s = torch.randn(dims, generator=generator, dtype=torch.float64) / abs(convention.score_multiplier)
+    dense = given[place] if noise.dim() <= len(dims) else given[place].flatten(0, -3)
+    added = dense.expand(dims) * bias.coefficient / convention.score_multiplier
+    a = four(experiment.attention(s, given))
+    return convention_error(convention, [Sample(four(s + added), a, active.expand(len(a), -1))])
 
 
 def _bias_coefficient(

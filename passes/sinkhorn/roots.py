@@ -21,8 +21,8 @@ from asapc.passes.regions import Region
 
 def rooted(region: Region, heads: int) -> Region:
     """The region with the mask as its input in place of all that is made of it; as it is where there are
-    several, one boolean tensor is made of it that broadcasts to the scores, or the scores [B * H, N, M]
-    do not tell what of them are heads."""
+    several, one boolean tensor is made of it that broadcasts to the scores, it has not one row for every
+    example, or the scores [B * H, N, M] do not tell what of them are heads."""
     roots: dict[Node, Node] = {}
     made: set[Node] = set()
     for node in region.inputs:
@@ -34,7 +34,7 @@ def rooted(region: Region, heads: int) -> Region:
         return region
     (root,) = set(roots.values())
     shape = region.score.result.shape
-    if len(shape) == 3 and heads == 1 and not same(root.meta["val"].shape[0], shape[0]):
+    if (len(shape) == 4 or heads == 1) and not same(root.meta["val"].shape[0], shape[0]):
         return region
     inside = sorted({*region.inside, *made})
     inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)

@@ -97,12 +97,13 @@ class AttentionSite(LoopSite):
             q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
             keep = lifting.keep(self.mask, q, k)
             bias = None if self.bias is None else _bias(lifting, self.bias)
-            if self.convention.mask == "both":
-                bias = _hidden_queries(lifting, keep)
             share = lifting.share(self.mask, keep, q, k)
             if self.bias is not None and (self.bias.small or self.bias.all_or_nan):
                 kept = lifting.call(torch.ops.asapc.rows_kept.default, bias, self.bias.small)
                 q = lifting.call(aten.where.ScalarOther, kept, q, math.nan)
+            if self.convention.mask == "both":
+                hidden = _hidden_queries(lifting, keep)
+                bias = hidden if bias is None else lifting.call(aten.add.Tensor, bias, hidden)
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)

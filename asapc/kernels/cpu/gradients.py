@@ -27,7 +27,7 @@ from torch import Tensor
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.thresholds import Thresholds, thresholds
-from asapc.operators.sinkhorn import factor_value, initial_duals, other_side, run_half_steps
+from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
 
 
 class Gradients(NamedTuple):
@@ -103,30 +103,27 @@ def sinkhorn_backward(
     rounds = math.ceil(batch * heads / (per_group * torch.get_num_threads()))
     per_group = math.ceil(batch * heads / (rounds * torch.get_num_threads()))
 
-    def group(first: int) -> None:
-        part = slice(first, min(first + per_group, batch * heads))
-        numbers = torch.arange(part.start, part.stop)
-        inputs = _Heads(
-            scaled_q[part],
-            flat_k[part],
-            flat_v[part],
-            flat_grad[part],
-            None if keep is None else keep[numbers // heads],
-            None if full_bias is None else full_bias[numbers // heads, numbers % heads].to(work),
-            None if start is None else start[part],
-            factors[part],
-        )
-        found = _group(inputs, loop, tail, limits, bound)
-        for out, gradient in zip(outs, found[:3], strict=True):
-            out[part] = gradient
-        outs[0][part] *= loop.score_multiplier
-        if out_dual is not None and found.dual is not None:
-            out_dual[part] = found.dual
-        out_depth[part] = found.depth
-
     def work_on(starts: Iterator[int]) -> None:
         for first in starts:
-            group(first)
+            part = slice(first, min(first + per_group, batch * heads))
+            numbers = torch.arange(part.start, part.stop)
+            inputs = _Heads(
+                scaled_q[part],
+                flat_k[part],
+                flat_v[part],
+                flat_grad[part],
+                None if keep is None else keep[numbers // heads],
+                None if full_bias is None else full_bias[numbers // heads, numbers % heads].to(work),
+                None if start is None else start[part],
+                factors[part],
+            )
+            found = _group(inputs, loop, tail, limits, bound)
+            for out, gradient in zip(outs, found[:3], strict=True):
+                out[part] = gradient
+            outs[0][part] *= loop.score_multiplier
+            if out_dual is not None and found.dual is not None:
+                out_dual[part] = found.dual
+            out_depth[part] = found.depth
 
     each_worker(work_on, range(0, batch * heads, per_group))
     return _as(Gradients(dq, dk, dv, d_dual, depth), q, k, v, dual)
@@ -406,15 +403,13 @@ def _by_autograd(inputs: _Heads, loop: Loop, tail: Tail) -> Gradients:
             scores = scores.masked_fill(~inputs.keep[:, None], -math.inf)
         scores, v = scores.detach().requires_grad_(), inputs.v.detach().requires_grad_()
         f, g = initial_duals(scores[:, None], inputs.keep)
-        if inputs.start is not None and not rows_first:
-            f = inputs.start[:, None].detach().requires_grad_()
-        start = f
         stopped = max(0, loop.half_steps - tail.most)
-        f, g = run_half_steps(scores[:, None].detach(), f, g, stopped, loop.first_side, inputs.keep)
-        side = loop.first_side if stopped % 2 == 0 else other_side(loop.first_side)
-        if stopped:
-            f, g = f.detach(), g.detach()
-        f, g = run_half_steps(scores[:, None], f, g, loop.half_steps - stopped, side, inputs.keep)
+        if inputs.start is not None and not rows_first:
+            f = inputs.start[:, None].detach().requires_grad_(not stopped)
+        start = f
+        f, g = run_half_steps(
+            scores[:, None], f, g, loop.half_steps, loop.first_side, inputs.keep, tail.most
+        )
         plan = torch.exp(scores + f[:, 0, :, None] + g[:, 0, None])
         out = torch.bmm(plan * inputs.factor, v)
         wanted = (scores, v, start) if start.requires_grad else (scores, v)

@@ -18,10 +18,14 @@ TILE_BYTES = 1 << 19  # the size of a tile: half of a 1 MiB private cache
 SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
 
 
-def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) -> None:
+def each_worker(
+    work: Callable[[Iterator[int]], None], starts: Sequence[int], serially: bool = False
+) -> None:
     """Call work(starts to do) once per thread that torch would use here, without gradients.
 
     Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
+    serially: a single start goes to a worker, too. Its operators are so short that threads would wait for
+    each other longer than they compute, the more so on busy cores.
     """
     count = min(torch.get_num_threads(), len(starts))
     waiting = deque(starts)
@@ -40,7 +44,7 @@ def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) ->
         with torch.inference_mode(inference), torch.no_grad():  # both are per thread
             work(taken())
 
-    if count <= 1:
+    if count < 1 or (count == 1 and not (serially and torch.get_num_threads() > 1)):
         run(0)
         return
     for _ in _workers(os.getpid(), torch.get_num_threads()).map(run, range(count)):

@@ -394,7 +394,8 @@ template <class S, class W> class Head {
   }
 
   // In the linear domain.  Returns the widest range of a row's scores, and what small masses take of that of
-  // a format, or the first that is too wide: what is written then means nothing.
+  // a format, or the first that is too wide, infinity of a row without scores: what is written then means
+  // nothing.
   double linear() {
     widest_ = 0;
     highest_ = -kInfinity;
@@ -403,7 +404,7 @@ template <class S, class W> class Head {
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
     const auto finite = [](W x) { return std::isfinite(x); };
     const bool held = std::all_of(a_, a_ + count_, finite) && std::all_of(b_, b_ + size_, finite);
-    return stabilised_ && !held ? kInfinity : widest_;
+    return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
   }
 
   // With running logarithms of the plan, whose largest entries keep their digits.
