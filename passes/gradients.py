@@ -117,7 +117,7 @@ def lively(x: Tensor) -> Tensor:
     if not x.numel() or not bool((x == x.flatten()[0]).all()):
         return x
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
-    one = float(x.flatten()[0])
+    one = float(x.detach().flatten()[0])
     is_mask = x.dtype is torch.bool or (one == 1 and x.dim() > 1 and not isinstance(x, nn.Parameter))
     if is_mask and x.dim():
         flipped = noise < FLIPPED
@@ -174,7 +174,8 @@ def _gradients(
     """Of a random combination of the outputs, by weight and number of the input, for cotangents of each
     of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
     put in place of its modules.  nudge: whether weights and inputs are first rounded elsewhere.  sharper:
-    whether inputs, and matrices among the weights that are not held, are first multiplied by SHARPER."""
+    whether inputs, and matrices among the weights that are not held, are first multiplied by SHARPER, and
+    weights that are all the same made lively."""
     signs = torch.Generator().manual_seed(1)
 
     def widened(x: Tensor) -> Tensor:
@@ -195,7 +196,8 @@ def _gradients(
         names: dict[str, Tensor] = {}
         for name, weight in caller.named_parameters(remove_duplicate=False):
             if id(weight) not in leaves:
-                leaves[id(weight)] = leaf_like(weight, fixed=weight.dim() < 2 or name in held)
+                known = weight if not sharper or name in held else lively(weight)
+                leaves[id(weight)] = leaf_like(known, fixed=weight.dim() < 2 or name in held)
             names[name] = leaves[id(weight)]
         for name, buffer in caller.named_buffers(remove_duplicate=False):
             names[name] = widened(buffer)

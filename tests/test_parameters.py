@@ -176,6 +176,16 @@ def test_other_gradients_are_found(kind):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["without duals", "no parameter"])
+def test_weights_of_zero_hide_no_gradient(kind):
+    model = net(kind)
+    torch.nn.init.zeros_(model.get_parameter("0.out.weight"))
+    _, lifted, _ = lossless(model)
+    reason = no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ())
+    assert (reason is None) == (kind == "no parameter")
+    assert not bool(model.get_parameter("0.out.weight").any())
+
+
 # Compiled models
 
 
