@@ -15,13 +15,14 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "sm90.py"
 
 
-def built_of(only: str, folder: Path) -> list[dict[str, Any]]:
+def built_of(only: str, folder: Path, spills: bool = False) -> list[dict[str, Any]]:
+    """spills: whether some may, which the script's exit code tells."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--only", only, "-o", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "CUOBJDUMP" in done.stderr:
         pytest.skip("Triton ships no cuobjdump here")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode <= spills, done.stdout + done.stderr
     built: list[dict[str, Any]] = json.loads((folder / "sm90.json").read_text())["built"]
     assert not [own for own in built if own["unset"]]
     return built
@@ -39,6 +40,6 @@ def test_loops_are_short_and_spill_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [65, 197])
 def test_the_resident_loop_reads_no_register_unset(tokens: int, tmp_path: Path) -> None:
     """As it did with one warp group."""
-    built = built_of(f"resident bfloat16 N{tokens} D64", tmp_path)
+    built = built_of(f"resident bfloat16 N{tokens} D64", tmp_path, spills=True)
     assert {own["kernel"] for own in built} == {"_resident", "_by_products"}
     assert all(own["shared"] < 160 << 10 and own["spilled"] < 1 << 9 for own in built)

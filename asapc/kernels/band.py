@@ -77,7 +77,7 @@ def _for_heads(
     active = seen_keys(queries, keys, low, high, q).expand(batch, keys)
     active = active if keep is None else active & keep
     factor = factor_value(loop.output_factor, queries, keys, keep)
-    factors = torch.as_tensor(factor, dtype=dtype, device=q.device).expand(batch, heads, 1, 1)
+    factors = (q.new_ones((batch, heads, 1, 1), dtype=torch.float64) * factor).to(dtype)
     every = (q, clean_values(k, keep), clean_values(v, keep), factors)
     flat = [x.flatten(0, 1) for x in (*every, active[:, None].expand(batch, heads, keys))]
     count, serially = batch * heads, False

@@ -188,7 +188,7 @@ def convention_text(convention: Result | None) -> str:
         return "-"
     parts = _CONVENTIONS.get(convention.get("operator", "sinkhorn"), _settings)(convention)
     if convention.get("mask", "none") != "none":
-        parts.append({"both": "queries and keys masked"}.get(convention["mask"], "key mask"))
+        parts.append("queries and keys masked" if convention["mask"] == "both" else "key mask")
     parts += [key.replace("_", " ") for key in ("bias", "early_stop") if convention.get(key)]
     return ", ".join(parts)
 
