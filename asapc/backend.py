@@ -69,7 +69,9 @@ SILENCE = 15.0  # seconds that nobody should wait without a word
 NUMBER = "asapc"  # in node.meta["custom"]: the place of the node of Dynamo's that it was traced from
 LENGTHS = {4: (0, 2)}  # the axes of data that are batch and length, by their number; the first two else
 MOST_KNOWN = 64  # graphs that what was identified is kept of
-SMALL = 1 << 15  # updates of entries, below which Inductor's fused loop is faster than a call, measured
+# Updates of entries, below which Inductor's fused loop is faster than a call, as measured: of attention,
+# with its products, and of loops over given scores.
+SMALL, SMALL_PLAN = 1 << 16, 1 << 15
 FEW = 4  # up to which a number is no size
 ROWS_ONLY = "not Sinkhorn: rows only"
 
@@ -321,7 +323,8 @@ def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], 
     for matched, site in known.sites:
         part, steps = matched.part(), getattr(matched.convention, "half_steps", None)
         entries = math.prod(evaluate(size, sizes) for size in (part.batch, part.queries, part.keys))
-        if steps is None or (count := steps * matched.heads * entries) >= SMALL:
+        least = SMALL if matched.takes_values else SMALL_PLAN
+        if steps is None or (count := steps * matched.heads * entries) >= least:
             wanted.append((matched, site))
         else:
             why = f"so small that Inductor's own code is faster: {count} updates"
