@@ -265,9 +265,7 @@ _KNOWN: dict[str, Identified] = {}
 
 def _key(program: Program) -> str:
     """Of all that a lowered graph computes."""
-    constants = dict(program.graph.named_buffers())
-    constants |= {name: x for name, x in vars(program.graph).items() if isinstance(x, Tensor)}
-    lines = [fingerprint(constants)]
+    lines = [fingerprint(program.constants)]
     for node in program.graph.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
         if isinstance(value, Tensor):

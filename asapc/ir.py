@@ -415,6 +415,13 @@ class Program:
     softmax: bool = False
 
     @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that its graph holds and does not train, by name."""
+        attributes = vars(self.graph).items()
+        own = {name: value for name, value in attributes if isinstance(value, torch.Tensor)}
+        return dict(self.graph.named_buffers()) | own
+
+    @property
     def untouched(self) -> Program:
         """As it was captured."""
         return self.captured or self

@@ -269,9 +269,7 @@ def _digest(
         reading.add(batch)
     digest.update(reading.digest.encode())
     for program in captured.programs:
-        constants = dict(program.graph.named_buffers())
-        constants |= {name: x for name, x in vars(program.graph).items() if isinstance(x, Tensor)}
-        text = json.dumps([program.name, program.graph.code, fingerprint(constants)])
+        text = json.dumps([program.name, program.graph.code, fingerprint(program.constants)])
         digest.update(text.encode(errors="backslashreplace"))
     return digest.hexdigest()
 
@@ -297,10 +295,11 @@ def _identified(
         if reason is not None:
             with progress.phase("tracing its modules"):
                 alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
-            matched = _matched(alone, progress, softmax)
-            # A program for one number of examples is of use where that is what it is called with.
-            if alone.programs and (not count or _sites(matched[1]) >= _sites(outcomes)):
-                return matched
+            if alone.programs:
+                matched = _matched(alone, progress, softmax)
+                # A program for one number of examples is of use where that is what it is called with.
+                if not count or _sites(matched[1]) >= _sites(outcomes):
+                    return matched
     return captured, outcomes
 
 

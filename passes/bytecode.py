@@ -25,8 +25,8 @@ _ANY_NAME = {
 }  # fmt: skip
 _LOOKUPS = ("__getattribute__", "__getattr__", "__setattr__", "__delattr__")
 _SILENT = {"CACHE", "KW_NAMES", "NOP", "RESUME", "EXTENDED_ARG", "NOT_TAKEN"}
-_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _INTEGERS = {"uint8", "int8", "int16", "short", "int32", "int", "int64", "long"}
 _FLOATS = {"half", "float16", "bfloat16", "float", "float32", "double", "float64"}
 _OF_DIGITS = {"eps", "tiny", "smallest_normal", "resolution"}  # of torch.finfo, beside the limits
@@ -47,11 +47,11 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
         texts = {x for x in code.co_consts if isinstance(x, str)}
         own: set[str] = set()
         for before, step in itertools.pairwise((*instructions[:1], *instructions)):
-            if step.opname in _OF_ATTRIBUTES and before.opname != "COPY":
+            if step.opname in OF_ATTRIBUTES and before.opname != "COPY":
                 own.add(str(step.argval))
                 names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
                 modes |= step.argval == "training" and names[-1] not in code.co_varnames[:1]
-            elif step.opname in _OF_GLOBALS:
+            elif step.opname in OF_GLOBALS:
                 loaded.add(str(step.argval))
             elif step.opname == "IMPORT_NAME":
                 imported.add(str(step.argval))
@@ -96,7 +96,7 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
 def writes(code: CodeType) -> bool:
     """Whether a function may write into a tensor: x.mul_(2), x += 1, x[0] = 1."""
     steps = instructions_of(code)
-    called = [str(step.argval) for step in steps if step.opname in _OF_ATTRIBUTES]
+    called = [str(step.argval) for step in steps if step.opname in OF_ATTRIBUTES]
     return any(step.opname == "STORE_SUBSCR" or step.argrepr.endswith("=") for step in steps) or any(
         name.endswith("_") and not name.startswith("_") for name in called
     )
@@ -212,7 +212,7 @@ def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
     """The names that getattr and hasattr are called with; None where one is made while the code runs."""
     names: set[str] = set()
     for place, start in enumerate(instructions):
-        if start.opname in _OF_GLOBALS and start.argval in ("getattr", "hasattr"):
+        if start.opname in OF_GLOBALS and start.argval in ("getattr", "hasattr"):
             name = _second_argument(instructions[place + 1 :])
             if name is None:
                 return None

@@ -19,13 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from asapc.passes.bytecode import instructions_of
+from asapc.passes.bytecode import OF_ATTRIBUTES, OF_GLOBALS, instructions_of
 
 _STORES = (
     "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "DELETE_", "SEND",
     "IMPORT_", "LOAD_BUILD_CLASS", "BEFORE_ASYNC",
 )  # fmt: skip
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _BUILTINS = {
     "AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError", "abs", "all",
     "any", "bool", "dict", "divmod", "enumerate", "float", "int", "isinstance", "len", "list", "max",
@@ -95,9 +94,9 @@ def _is_pure(
         if _may_keep(step, code):
             return False
         name = str(step.argval)
-        if step.opname in _ATTRIBUTES and not attributes.get(name, name in _CALLED):
+        if step.opname in OF_ATTRIBUTES and not attributes.get(name, name in _CALLED):
             return False
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in OF_GLOBALS:
             values = [space[name] for space in spaces if name in space]
             if not values and (name not in _BUILTINS or not hasattr(builtins, name)):
                 return False

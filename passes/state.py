@@ -219,12 +219,12 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     ran = [_entries(model, batch, found) for batch in batches]
     runs = [entries for entries, _ in ran]
     copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
-    writing = any(writes(code) for codes in profile.codes.values() for code in codes)
+    every_code = set[CodeType]().union(*profile.codes.values())
+    writing = any(map(writes, every_code))
     if copying and writing and _depends_on_layout(model, example, ran[0][1]):
         for name in copying:
             found.questions[name] |= {"layout"}
-    codes = set[CodeType]().union(*profile.codes.values())
-    if not leaves_nothing(model, codes, found.spaces):
+    if not leaves_nothing(model, every_code, found.spaces):
         _note_memory(model, example, larger, found, ran)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)

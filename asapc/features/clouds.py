@@ -17,6 +17,7 @@ from asapc.ir import SiteTensors
 
 PredictedSide = Literal["source", "target"]
 Points = Literal["all", "active"]
+WIDE = (torch.float32, torch.float64)  # dtypes that features are computed in
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ def active_share(clouds: Clouds) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return tensor if tensor.dtype in WIDE else tensor.float()
 
 
 def _widened_times(tensor: Tensor, factor: float) -> Tensor:
     """widen(tensor) * factor, in one pass."""
-    if tensor.dtype in (torch.float32, torch.float64):
+    if tensor.dtype in WIDE:
         return tensor * factor
     return tensor * tensor.new_full((1,), factor, dtype=torch.float32)
 

@@ -188,7 +188,8 @@ def convention_text(convention: Result | None) -> str:
         return "-"
     parts = _CONVENTIONS.get(convention.get("operator", "sinkhorn"), _settings)(convention)
     if convention.get("mask", "none") != "none":
-        parts.append("queries and keys masked" if convention["mask"] == "both" else "key mask")
+        hides_both = convention["mask"] == "both"
+        parts.append("queries and keys masked" if hides_both else f"{convention['mask']} mask")
     parts += [key.replace("_", " ") for key in ("bias", "early_stop") if convention.get(key)]
     return ", ".join(parts)
 

@@ -401,10 +401,14 @@ def _error_together(
     noise = torch.randn(given[place].shape, generator=generator, dtype=torch.float64)
     given[place] = noise / abs(bias.coefficient)
     s = torch.randn(dims, generator=generator, dtype=torch.float64) / abs(convention.score_multiplier)
-    dense = given[place] if noise.dim() <= len(dims) else given[place].flatten(0, -3)
-    added = dense.expand(dims) * bias.coefficient / convention.score_multiplier
+    added = _spread(given[place], dims) * bias.coefficient / convention.score_multiplier
     a = four(experiment.attention(s, given))
     return convention_error(convention, [Sample(four(s + added), a, active.expand(len(a), -1))])
+
+
+def _spread(bias: Tensor, dims: Sequence[int]) -> Tensor:
+    """Over the scores, whose heads may be merged with the batch."""
+    return (bias if bias.dim() <= len(dims) else bias.flatten(0, -3)).expand(dims)
 
 
 def _bias_coefficient(
@@ -418,7 +422,7 @@ def _bias_coefficient(
     dims, multiplier = experiment.size(), convention.score_multiplier
     generator = torch.Generator().manual_seed(6)
     probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
-    dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
+    dense = _spread(probe, dims)
 
     def attention(scores: Tensor, strength: float) -> Tensor:
         inputs = list(neutral)

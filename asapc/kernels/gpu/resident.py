@@ -1,4 +1,4 @@
-"""The whole finite loop in one launch, for heads whose matrix the cache of a processor holds.
+"""The whole finite loop in one launch or two, for heads whose matrix the cache of a processor holds.
 
 A program forms K = exp(S - rowmax) once and keeps it in a scratch of its own, which stays in the L1
 cache. In the linear domain a pair of half-steps is one pass over K and two multiply-adds an entry: a
@@ -8,7 +8,7 @@ block of rows finds its sums and at once adds itself, scaled, to those of the co
 
 In bfloat16 and without a bias K stays in shared memory, rounded to bfloat16 as any weights are for their
 product with values, and both sums are products on the tensor cores: a and b are three columns of bfloat16
-each, which have the bits of float32.
+each, which have the bits of float32. Heads that leave the range then go through the launch below.
 
 Where the scores of a row spread too far for float32, the scratch holds S, and the same passes are in the
 log domain. So they are where b leaves float32's range, which a start dual or a bias that hides keys from
