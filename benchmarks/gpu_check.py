@@ -102,10 +102,15 @@ def installed(into: Path) -> dict[str, str]:
                 archive.extractall(into)
     for source, place in PARTS.items():
         shutil.copytree(ROOT / source, into / place, ignore=shutil.ignore_patterns("__pycache__"))
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    told = into / f"asapc-{version}.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: asapc\nVersion: {version}\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = into / f"asapc-{project['version']}.dist-info"
+    metadata.mkdir()
+    version = project["version"]
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: asapc\nVersion: {version}\n")
+    with (metadata / "entry_points.txt").open("w") as listing:  # torch.compile finds its backends there
+        for group, points in project["entry-points"].items():
+            lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+            listing.write("\n".join(lines) + "\n")
     path = [str(into), str(ROOT / "tests"), str(ROOT / "benchmarks")]
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # its pool outlives a step that is cut off
     return {**os.environ, **threads, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path)}
