@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from written import write_results
 
-from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
+from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn, stored
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
@@ -175,6 +175,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                     for what, given in given_to.items():
                         yield f"resident {name}{what}", partial(
                             resident.resident_loop, q, k, v, *given, None, loop
+                        )
+                else:
+                    for what, given in given_to.items():
+                        yield f"stored {name}{what}", partial(
+                            stored.stored_loop, q, k, v, *given, None, loop
                         )
                 yield f"gradients {name}", partial(
                     backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop,

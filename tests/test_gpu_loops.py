@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from asapc.kernels import dispatch
-from asapc.kernels.gpu import backward, half_step, resident, sinkhorn
+from asapc.kernels.gpu import backward, half_step, resident, sinkhorn, stored
 from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_meaning
@@ -130,7 +130,16 @@ def in_one_launch(*given: Any) -> Tensor:
     return (resident.resident_loop if closes_rows else sinkhorn.streaming_loop)(*given)
 
 
-RUNNERS = {"resident": in_one_launch, "streaming": sinkhorn.streaming_loop}
+def with_its_matrix(*given: Any) -> Tensor:
+    """Where a column is closed after a row."""
+    least = 2 if given[-1].first_side == "row" else 3
+    closes_both = given[-1].half_steps - given[-1].ends_on_rows >= least
+    return (stored.stored_loop if closes_both else sinkhorn.streaming_loop)(*given)
+
+
+RUNNERS = {
+    "resident": in_one_launch, "stored": with_its_matrix, "streaming": sinkhorn.streaming_loop,
+}  # fmt: skip
 
 
 def assert_honest(own: Tensor, exact: Tensor, rough: Tensor, rounding: float) -> None:
@@ -349,20 +358,23 @@ def test_a_nan_is_not_hidden(runner: str) -> None:
     assert bool(RUNNERS[runner](q, k, v, keep, bias, None, loop).isnan().all())
 
 
-def test_longer_heads_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     def noted(name: str, run: Any, *given: Any) -> Any:
         taken.append(name)
         return run(*given)
 
-    for name in ("resident_loop", "streaming_loop"):
-        monkeypatch.setattr(sinkhorn, name, partial(noted, name, getattr(sinkhorn, name)))
+    ways = ((resident, "resident_loop"), (stored, "stored_loop"), (sinkhorn, "streaming_loop"))
+    for module, name in ways:
+        monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     monkeypatch.setattr(resident, "_processors", lambda q: (1, 5 * 32 * 4))
-    for keys in (32, 33):
+    monkeypatch.setattr(stored, "MOST_BYTES", 5 * 48 * 4)
+    for keys in (32, 33, 49):
         assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (6, "column", False))
-    assert_loop(Case((1, 1, 5, 5, 8, 8)), sinkhorn.sinkhorn_loop, (3, "row", False))  # few half-steps
-    assert taken == ["resident_loop", "streaming_loop", "streaming_loop"]
+    for keys in (5, 33):  # few half-steps
+        assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (3, "row", False))
+    assert taken == ["resident_loop", "stored_loop", *["streaming_loop"] * 3]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 2, 5, 0, 8, 8), (2, 2, 0, 7, 8, 8)], ids=str)

@@ -21,7 +21,7 @@ from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
 from asapc.kernels.gpu.tiles import FLOAT32_PRECISION, LN_2, LOG2_E, finite_or_zero
 
 MAX_PIVOTS = 128
-TILE = 4096  # entries of S that a program reads at once
+TILE, WARPS = 4096, 4  # entries of S that a program reads at once
 ALONE = 16384  # entries of a head's S that one program runs through fast enough
 PROGRAMS = 264  # two for each processor of the largest GPUs
 MOST_PARTS = 64  # of a head: every program reads what all of them have left
@@ -119,7 +119,7 @@ def _duals(
             "WIDTH": width, "BLOCK_X": block, "PARTS": triton.next_power_of_2(parts),
         }  # fmt: skip
         key = (given is None, first, last)
-        launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=4)
+        launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=WARPS)
         given = given if last and parts > 1 else left
     return u, given if budget.half_steps > 1 else None, ends
 

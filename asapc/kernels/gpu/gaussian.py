@@ -21,6 +21,7 @@ from torch import Tensor
 from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.gpu.launch import padded
+from asapc.kernels.gpu.tiles import FLOAT32_PRECISION
 
 MAX_DIM = 64
 STEPS = 13
@@ -43,7 +44,7 @@ def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
         deep = padded(dim)
         _brenier_matrix[(out[..., 0, 0].numel(),)](
             spread_x.contiguous(), spread_y.contiguous(), out, dim, gaussian.JITTER,
-            torch.finfo(out.dtype).tiny ** 0.5, STEPS=STEPS, DEEP=deep, PRECISION="ieee",
+            torch.finfo(out.dtype).tiny ** 0.5, STEPS=STEPS, DEEP=deep, PRECISION=FLOAT32_PRECISION,
             num_warps=8 if deep == 64 else 4,
         )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
-"""GPU twin of kernels.native: the finite loop without the N x M scores in memory.
+"""GPU twin of kernels.native: the finite loop, which keeps at most a few heads' matrices.
 
-Small heads run in one launch, and larger ones stream the tiles once a half-step. A row c-transform at
-the end is fused with the product by v, so T half-steps of a stream cost T passes when the loop ends on
-rows and T + 1 when it ends on columns.
+Small heads run in one launch. Of larger ones the matrix is kept, some heads at a time; the largest, and
+short loops, stream the tiles once a half-step. A row c-transform at the end is fused with the product by
+v, so T half-steps of a stream cost T passes when the loop ends on rows and T + 1 when it ends on columns.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asapc.kernels.gpu import resident, stored
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.launch import Launches
-from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
 from asapc.kernels.gpu.tiles import LOG2_E, supported
 from asapc.kernels.loop import Loop
 
-__all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported"]
+__all__ = ["sinkhorn_loop", "streaming_loop", "supported"]
 
 
 def sinkhorn_loop(
@@ -34,7 +34,11 @@ def sinkhorn_loop(
     dual: where the loop starts, None for zero: the source dual [B, H, N] where columns are closed
     first, the target dual [B, H, M] where rows are.
     """
-    run = resident_loop if fits(q, k, v, bias, loop) else streaming_loop
+    run = streaming_loop
+    if resident.fits(q, k, v, bias, loop):
+        run = resident.resident_loop
+    elif stored.fits(q, k, loop):
+        run = stored.stored_loop
     return run(q, k, v, keep, bias, dual, loop)
 
 

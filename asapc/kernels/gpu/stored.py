@@ -1,0 +1,324 @@
+"""The finite loop of heads that are too large for `resident`: the matrix is formed once and read again.
+
+After a row c-transform f of the start, a launch forms K of some heads at a time, and every pair of
+half-steps is one pass over it: a block of rows finds its sums and at once adds itself, scaled, to those
+of the columns, which a second launch joins in a fixed order.
+
+    K_ij = N exp(S_ij + f_i)    a_i = 1 / sum_j K_ij b_j    b_j = (N / M) / sum_i a_i K_ij
+
+The output is formed from S and the duals, so that a K in bfloat16 rounds the duals alone, a little of
+each of many terms. All entries of K lie between 2^-60 and 2^20, and so all ratios of scalings below 2^80;
+where some do not, the head keeps log K in float32, and the same passes are in the log domain.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asapc.kernels.gpu.apply import attend
+from asapc.kernels.gpu.half_step import close_columns, close_rows, tile_for
+from asapc.kernels.gpu.launch import Launches, padded
+from asapc.kernels.gpu.tiles import (
+    FLOAT32_PRECISION,
+    LOG2_E,
+    finite_or_zero,
+    is_half,
+    load_dual,
+    load_rows,
+    logit_tile,
+    spread_bias,
+    strides_of,
+)
+from asapc.kernels.loop import Loop
+
+MOST_KEYS = 4096
+MOST_BYTES = 1 << 26  # of a head's matrix in float32
+FEWEST = 5  # half-steps
+CACHE = 50 << 20  # bytes, an H100's, where there is no GPU to ask
+ROWS = 32  # of a program
+ENTRIES, WARPS = 8192, 8  # of a block of rows
+LEAST, MOST = tl.constexpr(-60.0), tl.constexpr(20.0)  # log2 of the entries of a K that is kept
+
+
+def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
+    """Whether `stored_loop` is the faster way, and its matrix is small enough."""
+    return (
+        loop.half_steps >= FEWEST
+        and k.shape[2] <= MOST_KEYS
+        and 4 * q.shape[2] * _pitch(k) <= MOST_BYTES
+    )
+
+
+def _pitch(k: Tensor) -> int:
+    """Entries between two rows of K, a multiple of 16, which the compiler counts on."""
+    return triton.cdiv(k.shape[2], 16) * 16
+
+
+def _together(q: Tensor, head_bytes: int) -> int:
+    """How many heads are run at once: what the cache holds, more where the host makes the launches."""
+    cache = torch.cuda.get_device_properties(q.device).L2_cache_size if q.is_cuda else CACHE
+    captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    limit = cache * 2 // 3 * (1 if captured else 4)
+    return max(1, min(q.shape[0] * q.shape[1], limit // head_bytes))
+
+
+def stored_loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+) -> Tensor:
+    """A v [B, H, N, E] in v's dtype, for loops with a row and a later column c-transform.
+
+    Arguments as in `streaming_loop`.
+    """
+    scale, bias = loop.score_multiplier, spread_bias(bias, q, k)
+    dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
+    rows_first = loop.first_side == "row"
+    if not rows_first:
+        dual = close_columns(q, k, keep, bias, dual, scale, natural=False)
+    f_first = close_rows(q, k, keep, bias, dual, scale, natural=False)
+    pairs = (loop.half_steps - loop.ends_on_rows - (1 if rows_first else 2) - 1) // 2
+    f, g = _run(q, k, keep, bias, f_first, dual is not None, scale, pairs)
+    closes = loop.ends_on_rows
+    return attend(q, k, v, keep, bias, f, g, scale, loop.output_factor, closes, natural=False)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    f_first: Tensor,
+    has_dual: bool,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    """f [B, H, N], g [B, H, M] after a column half-step from f_first and `pairs` of row and column."""
+    batch, heads, queries, dim = q.shape
+    keys, pitch = k.shape[2], _pitch(k)
+    f, g = torch.empty_like(f_first), torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
+    if f.numel() == 0 or keys == 0:
+        return f_first, g
+    narrow = q.dtype == torch.bfloat16 and is_half(q, k)
+    group = _together(q, queries * pitch * (2 if narrow else 4))
+    tile = tile_for(q, k, bias is not None)
+    blocks, parts = triton.cdiv(queries, tile.x), triton.cdiv(queries, ROWS)
+    width = padded(pitch)
+    block_j = 64 if keys > 1024 else 32
+
+    def scratch(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=q.device)
+
+    kernel, b = scratch(group, queries, pitch), scratch(group, pitch)
+    sums = scratch(group, max(parts, blocks), pitch)
+    wide = torch.zeros(batch * heads, dtype=torch.int32, device=q.device)
+    launches = Launches()
+    for first in range(0, batch * heads, group):
+        count = min(group, batch * heads - first)
+        for linear in (True, False):
+            launches(
+                ("form", linear), _form, (count * blocks,),
+                (
+                    q, k, keep, bias, f_first, wide, kernel, sums, first, heads, queries, keys, dim,
+                    pitch, *q.stride(), *k.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
+                    scale * LOG2_E.value, math.log2(queries),
+                ),
+                {
+                    "LINEAR": linear, "NARROW": narrow, "HAS_KEEP": keep is not None,
+                    "HAS_BIAS": bias is not None, "HAS_DUAL": has_dual, "AS_FLOAT32": not is_half(q, k),
+                    "PRECISION": FLOAT32_PRECISION, "BLOCK_X": tile.x, "BLOCK_Y": tile.y,
+                    "BLOCK_D": tile.d, "CHUNKED": dim > tile.d, "ALL_D": dim == tile.d,
+                },
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+        for step in range(pairs + 1):
+            if step > 0:
+                launches(
+                    "sweep", _sweep, (count * parts,),
+                    (kernel, wide, b, f_first, f, sums, first, queries, pitch),
+                    {"NARROW": narrow, "WIDTH": width, "BLOCK_X": max(1, ENTRIES // width), "ROWS": ROWS},
+                    num_warps=WARPS, num_stages=1,
+                )  # fmt: skip
+            joined = blocks if step == 0 else parts
+            launches(
+                ("join", joined), _join, (count * triton.cdiv(pitch, block_j),),
+                (sums, wide, b, g, first, keys, pitch, joined, math.log2(queries / keys)),
+                {"PARTS": triton.next_power_of_2(joined), "BLOCK_Y": block_j}, num_warps=4,
+            )  # fmt: skip
+    return (f if pairs else f_first), g
+
+
+@triton.jit(do_not_specialize=["first"])
+def _form(
+    p_q, p_k, p_keep, p_bias, p_f, p_wide, p_kernel, p_sums, first, heads, queries, keys, dim, pitch,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_keep_b, stride_keep_n, stride_bias_b, stride_bias_h, stride_bias_x, stride_bias_y,
+    scale, log_queries,
+    LINEAR: tl.constexpr, NARROW: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DUAL: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, ALL_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of K, or of log2 K in heads of which K is too wide; and their sums for a = 1, as `_sweep`.
+
+    p_wide [B H]: set where K is too wide, and read if not LINEAR.
+    """
+    blocks = tl.cdiv(queries, BLOCK_X)
+    local = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    i_bh = first + local
+    if not LINEAR:  # noqa: SIM102 -- a constant
+        if tl.load(p_wide + i_bh) == 0:
+            return
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    o_x = block * BLOCK_X + tl.arange(0, BLOCK_X)
+    m_x = o_x < queries
+    p_q += i_b * stride_qb + i_h * stride_qh
+    p_k += i_b * stride_kb + i_h * stride_kh
+    if HAS_KEEP:
+        p_keep += i_b * stride_keep_b
+    if HAS_BIAS:
+        p_bias += i_b * stride_bias_b + i_h * stride_bias_h
+    p_kernel += local * queries * pitch
+    p_sums += (local * blocks + block) * pitch
+    b_q = load_rows(p_q, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_qn, stride_qd, AS_FLOAT32)
+    b_f = load_dual(p_f + i_bh * queries, o_x, m_x, 1) + log_queries
+    b_f = tl.where(m_x, b_f, float("-inf"))
+    whole = keys // BLOCK_Y * BLOCK_Y  # tiles of which all keys exist
+    least = tl.zeros([BLOCK_X], tl.float32)
+    most = tl.zeros([BLOCK_X], tl.float32)
+    for part in tl.static_range(2):
+        for start in range(0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y):
+            logits, o_y, m_y = logit_tile(
+                b_q, p_q, p_k, p_keep, p_bias, p_f, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
+                stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, 1, scale, HAS_KEEP,
+                HAS_BIAS, False, False, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+                part == 0, ALL_D,
+            )  # fmt: skip
+            logits += b_f[:, None]
+            places = o_x[:, None] * pitch + o_y[None, :]
+            m_place = m_x[:, None] & (o_y < pitch)[None, :]
+            if LINEAR:
+                seen = logits
+                if HAS_KEEP or part == 1:
+                    seen = tl.where(m_y[None, :], logits, 0.0)
+                least = tl.minimum(least, tl.min(seen, 1))
+                if HAS_DUAL:  # else a row of K adds up to 1
+                    most = tl.maximum(most, tl.max(seen, 1))
+                entries = tl.exp2(logits)
+                if NARROW:
+                    p_entries = p_kernel.to(tl.pointer_type(tl.bfloat16))
+                    tl.store(p_entries + places, entries.to(tl.bfloat16), mask=m_place)
+                else:
+                    tl.store(p_kernel + places, entries, mask=m_place)
+                total = tl.sum(entries, 0)
+            else:
+                tl.store(p_kernel + places, logits, mask=m_place)
+                top = finite_or_zero(tl.max(logits, 0))
+                total = top + tl.log2(tl.sum(tl.exp2(logits - top[None, :]), 0))
+            tl.store(p_sums + o_y, total, mask=o_y < pitch)
+    if LINEAR:
+        least = tl.where(m_x, least, 0.0)
+        if (tl.min(least, 0) < LEAST) | (tl.max(most, 0) > MOST):
+            tl.store(p_wide + i_bh, 1)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sweep(
+    p_kernel, p_wide, p_b, p_f_first, p_f, p_sums, first, queries, pitch,
+    NARROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A row half-step, f [B H, N], of ROWS rows from b [heads, M]; and their sum_i a_i K_ij.
+
+    p_sums: [heads, parts, M]. b and sums are log2 in wide heads.
+    """
+    parts = tl.cdiv(queries, ROWS)
+    local = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    i_bh = first + local
+    o_y = tl.arange(0, WIDTH)
+    m_y = o_y < pitch
+    b = tl.load(p_b + local * pitch + o_y, mask=m_y, other=0.0)
+    p_kernel += local * queries * pitch
+    p_sums += (local * parts + part) * pitch
+    p_f_first += i_bh * queries
+    p_f += i_bh * queries
+    start = part * ROWS
+    end = tl.minimum(start + ROWS, queries)
+    if tl.load(p_wide + i_bh) == 0:
+        sums = tl.zeros([WIDTH], tl.float32)
+        for row in range(start, end, BLOCK_X):
+            o_x = row + tl.arange(0, BLOCK_X)
+            m_x = o_x < end
+            places = o_x[:, None] * pitch + o_y[None, :]
+            m_place = m_x[:, None] & m_y[None, :]
+            if NARROW:
+                p_entries = p_kernel.to(tl.pointer_type(tl.bfloat16)) + places
+                entries = tl.load(p_entries, mask=m_place, other=0.0).to(tl.float32)
+            else:
+                entries = tl.load(p_kernel + places, mask=m_place, other=0.0)
+            total = tl.sum(entries * b[None, :], 1)
+            sums += tl.sum(entries * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None], 0)
+            b_f = tl.load(p_f_first + o_x, mask=m_x, other=0.0)
+            tl.store(p_f + o_x, tl.where(total == 0.0, 0.0, b_f - tl.log2(total)), mask=m_x)
+        tl.store(p_sums + o_y, sums, mask=m_y)
+    else:
+        top = tl.full([WIDTH], float("-inf"), tl.float32)
+        sums = tl.zeros([WIDTH], tl.float32)
+        for row in range(start, end, BLOCK_X):
+            o_x = row + tl.arange(0, BLOCK_X)
+            m_x = o_x < end
+            places = o_x[:, None] * pitch + o_y[None, :]
+            logits = tl.load(p_kernel + places, mask=m_x[:, None] & m_y[None, :], other=float("-inf"))
+            raised = logits + b[None, :]
+            most = finite_or_zero(tl.max(raised, 1))
+            total = tl.sum(tl.exp2(raised - most[:, None]), 1)
+            log_total = tl.where(total == 0.0, 0.0, most + tl.log2(total))
+            logits -= log_total[:, None]
+            new_top = tl.maximum(top, tl.max(logits, 0))
+            shift = finite_or_zero(new_top)
+            sums = sums * tl.exp2(top - shift) + tl.sum(tl.exp2(logits - shift[None, :]), 0)
+            top = new_top
+            b_f = tl.load(p_f_first + o_x, mask=m_x, other=0.0)
+            tl.store(p_f + o_x, tl.where(total == 0.0, 0.0, b_f - log_total), mask=m_x)
+        tl.store(p_sums + o_y, top + tl.log2(sums), mask=m_y)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _join(
+    p_sums, p_wide, p_b, p_g, first, keys, pitch, parts, log_ratio, PARTS: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """b [heads, M] and g = log2 b [B H, M] of a column half-step, from the sums of all parts of the rows.
+
+    What no query sees has b = 1.
+    """
+    blocks = tl.cdiv(pitch, BLOCK_Y)
+    local = (tl.program_id(0) // blocks).to(tl.int64)
+    i_bh = first + local
+    o_y = tl.program_id(0) % blocks * BLOCK_Y + tl.arange(0, BLOCK_Y)
+    o_p = tl.arange(0, PARTS)
+    places = p_sums + (local * parts + o_p)[:, None] * pitch + o_y[None, :]
+    mask = (o_p < parts)[:, None] & (o_y < pitch)[None, :]
+    if tl.load(p_wide + i_bh) == 0:
+        total = tl.sum(tl.load(places, mask=mask, other=0.0), 0)
+        b = tl.where(total == 0.0, 1.0, tl.exp2(log_ratio + tl.zeros_like(total)) / total)
+        g = tl.log2(b)
+    else:
+        logs = tl.load(places, mask=mask, other=float("-inf"))
+        top = finite_or_zero(tl.max(logs, 0))
+        total = tl.sum(tl.exp2(logs - top[None, :]), 0)
+        g = tl.where(total == 0.0, 0.0, log_ratio - top - tl.log2(total))
+        b = g
+    tl.store(p_b + local * pitch + o_y, b, mask=o_y < pitch)
+    tl.store(p_g + i_bh * keys + o_y, g, mask=o_y < keys)
