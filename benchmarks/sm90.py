@@ -47,6 +47,8 @@ class Built:
     """case: of the call.  kernel: its name.  spilled: bytes of a thread's stack.  an_entry: instructions
     of a thread for an entry of a tile, in the shortest loop with exponentials; 0 where there is none.
     unset: an instruction that reads a uniform register which none has written, "" where there is none.
+    waits: how many times products of a warp group are waited for, for each of them; about 1 where ptxas
+    has too few registers to let them overlap.
     """
 
     case: str
@@ -57,6 +59,7 @@ class Built:
     shared: int
     an_entry: float
     unset: str
+    waits: float
 
 
 class Sm90:
@@ -124,6 +127,12 @@ def reads_unset(cubin: bytes) -> str:
     return ""
 
 
+def waits(cubin: bytes) -> float:
+    """Waits for products of a warp group for each of them, 0 without any."""
+    code = told(cubin, "-sass")
+    return round(code.count("WARPGROUP.DEPBAR") / max(1, code.count("HGMMA")), 2)
+
+
 class Compiling:
     """In place of launches: compiles, and keeps what came of it."""
 
@@ -144,7 +153,7 @@ class Compiling:
             an_entry = shortest_loop(made.asm["cubin"]) / entries if entries else 0.0
             self.built.append(
                 Built(self.case, made.metadata.name, warps, registers, spilled, made.metadata.shared,
-                      round(an_entry, 2), reads_unset(made.asm["cubin"]))
+                      round(an_entry, 2), reads_unset(made.asm["cubin"]), waits(made.asm["cubin"]))
             )  # fmt: skip
 
         return compiled

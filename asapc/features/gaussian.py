@@ -26,6 +26,7 @@ from asapc.features.clouds import Budget, Clouds
 MatrixOf = Callable[[Tensor, Tensor], Tensor]  # two covariances to A
 
 JITTER = 1e-6  # share of the trace added to Sy, which may be singular
+PARTS = 16  # of a cloud on a GPU
 STEPS = 30  # Newton-Schulz steps at most; scaled ones take 7 to 12
 BLIND_STEPS = {torch.float32: 14, torch.float64: 18}  # always taken where values are not looked at
 CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y - I
@@ -61,12 +62,22 @@ def moments(points: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     if keep is None:
         mean = points.mean(2, keepdim=True)
         shifted = points - mean
-        return mean, shifted.transpose(-1, -2) @ shifted / max(1, points.shape[2])
+        return mean, _gram(shifted) / max(1, points.shape[2])
     weights = keep[:, None, :, None]
     count = weights.sum(2, keepdim=True).clamp(min=1).to(points.dtype)
     mean = points.masked_fill(~weights, 0.0).sum(2, keepdim=True) / count
     shifted = (points - mean).masked_fill(~weights, 0.0)
-    return mean, shifted.transpose(-1, -2) @ shifted / count
+    return mean, _gram(shifted) / count
+
+
+def _gram(shifted: Tensor) -> Tensor:
+    """x' x [B, H, D, D] of points [B, H, N, D]; on a GPU, of which a product would use one processor a
+    head, as the sum of PARTS products."""
+    if not shifted.is_cuda:
+        return shifted.transpose(-1, -2) @ shifted
+    padded = torch.nn.functional.pad(shifted, (0, 0, 0, -shifted.shape[2] % PARTS))
+    parts = padded.unflatten(2, (PARTS, -1))
+    return (parts.transpose(-1, -2) @ parts).sum(2)
 
 
 def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, shifted: bool) -> 
         limit_x, limit_y, limit_d = (64 if has_bias or wide else 128), (32 if wide else 64), 256
         warps, stages = (4, 3) if shifted and dim <= 64 and not has_bias else (8, 2)
     else:
-        limit_x, limit_y, limit_d, warps, stages = 64, 32, 32, 8, 2
+        limit_x, limit_y, limit_d, warps, stages = 64, (32 if wide else 64), (32 if wide else 64), 4, 2
     blocks = block_of(q.shape[2], limit_x), block_of(k.shape[2], limit_y), block_of(q.shape[3], limit_d)
     return Tile(*blocks, num_warps=warps, num_stages=stages)
 
@@ -149,6 +149,8 @@ def _launch(
         ALL_D=dim == tile.d,
         ALL_E=v.shape[3] == block_e,
         STAGES=tile.num_stages if bias is None else None,
+        FIRST_PART=int(k.shape[2] < tile.y),
+        LAST_PART=1 + (k.shape[2] % tile.y > 0),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
@@ -167,7 +169,8 @@ def _attend(
     CLOSES: tl.constexpr, SHIFTED: tl.constexpr, NATURAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
     STORE_F: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
-    ALL_D: tl.constexpr, ALL_E: tl.constexpr, STAGES: tl.constexpr,
+    ALL_D: tl.constexpr, ALL_E: tl.constexpr, STAGES: tl.constexpr, FIRST_PART: tl.constexpr,
+    LAST_PART: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, BLOCK_X)
     i_bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -196,7 +199,8 @@ def _attend(
     sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
     again = True
     if SHIFTED:
-        for part in tl.static_range(2):
+        for part in tl.static_range(FIRST_PART, LAST_PART):
+            tl.assume((whole if part == 0 else keys - whole) > 0)
             for start in tl.range(
                 0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
             ):
@@ -222,7 +226,8 @@ def _attend(
         maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_X], tl.float32)
         sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
-        for part in tl.static_range(2):
+        for part in tl.static_range(FIRST_PART, LAST_PART):
+            tl.assume((whole if part == 0 else keys - whole) > 0)
             for start in tl.range(
                 0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
             ):

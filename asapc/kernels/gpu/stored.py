@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows, tile_for
-from asapc.kernels.gpu.launch import Launches, padded
+from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     LOG2_E,
@@ -40,9 +40,8 @@ from asapc.kernels.loop import Loop
 MOST_KEYS = 4096
 MOST_BYTES = 1 << 26  # of a head's matrix in float32
 FEWEST = 5  # half-steps
-CACHE = 50 << 20  # bytes, an H100's, where there is no GPU to ask
-ROWS = 32  # of a program
-ENTRIES, WARPS = 8192, 8  # of a block of rows
+TOGETHER = 1 << 27  # bytes of the matrices that are kept at once
+ROWS, CHUNK, STAGES = 16, 256, 1  # of K that a program of `_sweep` reads at once
 LEAST, MOST = tl.constexpr(-60.0), tl.constexpr(20.0)  # log2 of the entries of a K that is kept
 
 
@@ -61,11 +60,8 @@ def _pitch(k: Tensor) -> int:
 
 
 def _together(q: Tensor, head_bytes: int) -> int:
-    """How many heads are run at once: what the cache holds, more where the host makes the launches."""
-    cache = torch.cuda.get_device_properties(q.device).L2_cache_size if q.is_cuda else CACHE
-    captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    limit = cache * 2 // 3 * (1 if captured else 4)
-    return max(1, min(q.shape[0] * q.shape[1], limit // head_bytes))
+    """How many heads are run at once."""
+    return max(1, min(q.shape[0] * q.shape[1], TOGETHER // head_bytes))
 
 
 def stored_loop(
@@ -113,8 +109,6 @@ def _run(
     group = _together(q, queries * pitch * (2 if narrow else 4))
     tile = tile_for(q, k, bias is not None)
     blocks, parts = triton.cdiv(queries, tile.x), triton.cdiv(queries, ROWS)
-    width = padded(pitch)
-    block_j = 64 if keys > 1024 else 32
 
     def scratch(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=q.device)
@@ -146,10 +140,10 @@ def _run(
                 launches(
                     "sweep", _sweep, (count * parts,),
                     (kernel, wide, b, f_first, f, sums, first, queries, pitch),
-                    {"NARROW": narrow, "WIDTH": width, "BLOCK_X": max(1, ENTRIES // width), "ROWS": ROWS},
-                    num_warps=WARPS, num_stages=1,
+                    {"NARROW": narrow, "ROWS": ROWS, "CHUNK": CHUNK}, num_warps=4, num_stages=STAGES,
                 )  # fmt: skip
             joined = blocks if step == 0 else parts
+            block_j = max(16, min(64, 4096 // triton.next_power_of_2(joined)))
             launches(
                 ("join", joined), _join, (count * triton.cdiv(pitch, block_j),),
                 (sums, wide, b, g, first, keys, pitch, joined, math.log2(queries / keys)),
@@ -233,65 +227,73 @@ def _form(
             tl.store(p_wide + i_bh, 1)
 
 
+@triton.jit
+def _entries(p_kernel, o_x, o_y, m_x, pitch, NARROW: tl.constexpr, other: tl.constexpr):
+    """Of K, or of log2 K, in float32 [ROWS, CHUNK]."""
+    places = o_x * pitch + o_y
+    mask = m_x & (o_y < pitch)
+    if NARROW:
+        p_narrow = p_kernel.to(tl.pointer_type(tl.bfloat16))
+        return tl.load(p_narrow + places, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(p_kernel + places, mask=mask, other=other)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _sweep(
     p_kernel, p_wide, p_b, p_f_first, p_f, p_sums, first, queries, pitch,
-    NARROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr,
+    NARROW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A row half-step, f [B H, N], of ROWS rows from b [heads, M]; and their sum_i a_i K_ij.
 
-    p_sums: [heads, parts, M]. b and sums are log2 in wide heads.
+    p_sums: [heads, parts, M]. b and sums are log2 in wide heads. The rows are read again for the second,
+    from the cache.
     """
     parts = tl.cdiv(queries, ROWS)
     local = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    part = (tl.program_id(0) % parts).to(tl.int64)
     i_bh = first + local
-    o_y = tl.arange(0, WIDTH)
-    m_y = o_y < pitch
-    b = tl.load(p_b + local * pitch + o_y, mask=m_y, other=0.0)
     p_kernel += local * queries * pitch
+    p_b += local * pitch
     p_sums += (local * parts + part) * pitch
-    p_f_first += i_bh * queries
-    p_f += i_bh * queries
-    start = part * ROWS
-    end = tl.minimum(start + ROWS, queries)
+    o_x = part * ROWS + tl.arange(0, ROWS)[:, None]
+    o_c = tl.arange(0, CHUNK)[None, :]
+    m_x = o_x < queries
+    b_f = tl.load(p_f_first + i_bh * queries + o_x, mask=m_x, other=0.0)
     if tl.load(p_wide + i_bh) == 0:
-        sums = tl.zeros([WIDTH], tl.float32)
-        for row in range(start, end, BLOCK_X):
-            o_x = row + tl.arange(0, BLOCK_X)
-            m_x = o_x < end
-            places = o_x[:, None] * pitch + o_y[None, :]
-            m_place = m_x[:, None] & m_y[None, :]
-            if NARROW:
-                p_entries = p_kernel.to(tl.pointer_type(tl.bfloat16)) + places
-                entries = tl.load(p_entries, mask=m_place, other=0.0).to(tl.float32)
-            else:
-                entries = tl.load(p_kernel + places, mask=m_place, other=0.0)
-            total = tl.sum(entries * b[None, :], 1)
-            sums += tl.sum(entries * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None], 0)
-            b_f = tl.load(p_f_first + o_x, mask=m_x, other=0.0)
-            tl.store(p_f + o_x, tl.where(total == 0.0, 0.0, b_f - tl.log2(total)), mask=m_x)
-        tl.store(p_sums + o_y, sums, mask=m_y)
+        terms = tl.zeros([ROWS, CHUNK], tl.float32)
+        for start in range(0, pitch, CHUNK):
+            o_y = start + o_c
+            b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
+            terms += b * _entries(p_kernel, o_x, o_y, m_x, pitch, NARROW, 0.0)
+        total = tl.sum(terms, 1, keep_dims=True)
+        a = tl.where(total == 0.0, 0.0, 1.0 / total)
+        for start in range(0, pitch, CHUNK):
+            o_y = start + o_c
+            sums = tl.sum(a * _entries(p_kernel, o_x, o_y, m_x, pitch, NARROW, 0.0), 0, keep_dims=True)
+            tl.store(p_sums + o_y, sums, mask=o_y < pitch)
+        log_total = tl.log2(total)
     else:
-        top = tl.full([WIDTH], float("-inf"), tl.float32)
-        sums = tl.zeros([WIDTH], tl.float32)
-        for row in range(start, end, BLOCK_X):
-            o_x = row + tl.arange(0, BLOCK_X)
-            m_x = o_x < end
-            places = o_x[:, None] * pitch + o_y[None, :]
-            logits = tl.load(p_kernel + places, mask=m_x[:, None] & m_y[None, :], other=float("-inf"))
-            raised = logits + b[None, :]
-            most = finite_or_zero(tl.max(raised, 1))
-            total = tl.sum(tl.exp2(raised - most[:, None]), 1)
-            log_total = tl.where(total == 0.0, 0.0, most + tl.log2(total))
-            logits -= log_total[:, None]
-            new_top = tl.maximum(top, tl.max(logits, 0))
-            shift = finite_or_zero(new_top)
-            sums = sums * tl.exp2(top - shift) + tl.sum(tl.exp2(logits - shift[None, :]), 0)
-            top = new_top
-            b_f = tl.load(p_f_first + o_x, mask=m_x, other=0.0)
-            tl.store(p_f + o_x, tl.where(total == 0.0, 0.0, b_f - log_total), mask=m_x)
-        tl.store(p_sums + o_y, top + tl.log2(sums), mask=m_y)
+        tops = tl.full([ROWS, CHUNK], float("-inf"), tl.float32)
+        for start in range(0, pitch, CHUNK):
+            o_y = start + o_c
+            b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
+            tops = tl.maximum(tops, b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")))
+        top = finite_or_zero(tl.max(tops, 1, keep_dims=True))
+        terms = tl.zeros([ROWS, CHUNK], tl.float32)
+        for start in range(0, pitch, CHUNK):
+            o_y = start + o_c
+            b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
+            terms += tl.exp2(b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - top)
+        total = tl.sum(terms, 1, keep_dims=True)
+        log_total = tl.where(total == 0.0, 0.0, top + tl.log2(total))
+        for start in range(0, pitch, CHUNK):
+            o_y = start + o_c
+            logs = _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - log_total
+            most = finite_or_zero(tl.max(logs, 0, keep_dims=True))
+            sums = most + tl.log2(tl.sum(tl.exp2(logs - most), 0, keep_dims=True))
+            tl.store(p_sums + o_y, sums, mask=o_y < pitch)
+    f = tl.where(total == 0.0, 0.0, b_f - log_total)
+    tl.store(p_f + i_bh * queries + o_x, f, mask=m_x)
 
 
 @triton.jit(do_not_specialize=["first"])
