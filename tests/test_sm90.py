@@ -35,12 +35,12 @@ def test_loops_are_short_and_spill_nothing(tmp_path: Path) -> None:
     assert {own["kernel"] for own in built} == set(most)
     assert all(0 < own["an_entry"] <= most[own["kernel"]] for own in built)
     assert min(own["an_entry"] for own in built if own["kernel"] == "_half_step") <= 6.5
+    assert all(own["waits"] <= 0.25 for own in built)  # products of a tile overlap
 
 
 @pytest.mark.parametrize("tokens", [65, 197])
-def test_products_of_the_resident_loop(tokens: int, tmp_path: Path) -> None:
-    """They overlap; and no register is read unset, as with one warp group."""
+def test_the_resident_loop_reads_no_register_unset(tokens: int, tmp_path: Path) -> None:
+    """As it did with one warp group."""
     built = built_of(f"resident bfloat16 N{tokens} D64", tmp_path, spills=True)
     assert {own["kernel"] for own in built} == {"_resident", "_by_products"}
-    assert all(own["shared"] < 160 << 10 and own["spilled"] < 1 << 10 for own in built)
-    assert all(own["waits"] < 0.25 for own in built if own["kernel"] == "_by_products")
+    assert all(own["shared"] < 160 << 10 and own["spilled"] < 1 << 9 for own in built)

@@ -81,18 +81,16 @@ def attend_and_dual(
     return out, f
 
 
-def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, shifted: bool) -> Tile:
-    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py), the fastest of an H100.
-
-    shifted: a row c-transform with an older dual.
-    """
+def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool) -> Tile:
+    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py), the fastest of an H100."""
     dim = max(q.shape[3], v.shape[3])
     wide = dim > (64 if has_bias else 128)
     if is_half(q, k) and is_half(v):
         limit_x, limit_y, limit_d = (64 if has_bias or wide else 128), (32 if wide else 64), 256
-        warps, stages = (4, 3) if shifted and dim <= 64 and not has_bias else (8, 2)
+        warps, stages = (4, 3) if dim <= 64 and not has_bias else (8, 2)
     else:
-        limit_x, limit_y, limit_d, warps, stages = 64, (32 if wide else 64), (32 if wide else 64), 4, 2
+        limit_x, limit_y, limit_d = (64, 32, 32) if dim > 64 else (64, 64, 64)
+        warps, stages = 4, 2
     blocks = block_of(q.shape[2], limit_x), block_of(k.shape[2], limit_y), block_of(q.shape[3], limit_d)
     return Tile(*blocks, num_warps=warps, num_stages=stages)
 
@@ -121,7 +119,7 @@ def _launch(
 
     # In float16 a weight of 1 / M, or of the square of that, is among the smallest numbers.
     shifted = f is not None and v.dtype != torch.float16
-    tile, block_e = tile_for(q, k, v, bias is not None, shifted and closes), block_of(v.shape[3], 256)
+    tile, block_e = tile_for(q, k, v, bias is not None), block_of(v.shape[3], 256)
     _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
         q, k, v, keep, bias, f, g, factors, out, new_f,
         heads, queries, k.shape[2], dim, v.shape[3],
@@ -200,6 +198,7 @@ def _attend(
     again = True
     if SHIFTED:
         for part in tl.static_range(FIRST_PART, LAST_PART):
+            # Else, for a loop that might not run, ptxas lets no two products overlap.
             tl.assume((whole if part == 0 else keys - whole) > 0)
             for start in tl.range(
                 0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES

@@ -383,7 +383,6 @@ def _slope_sums(
     if WANT_VALUES:
         b_du = tl.zeros([BLOCK_X, ALL_E], tl.float32)
     b_sums = tl.zeros([BLOCK_X], tl.float32)
-    tl.assume(count_y > 0)  # as in `apply`
     for start in range(0, count_y, BLOCK_Y):
         o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
         m_y = o_y < count_y

@@ -21,11 +21,10 @@ from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
 from asapc.kernels.gpu.tiles import FLOAT32_PRECISION, LN_2, LOG2_E, finite_or_zero
 
 MAX_PIVOTS = 128
-TILE, WARPS = 4096, 4  # entries of S that a program reads at once
+TILE = 4096  # entries of S that a program reads at once
 ALONE = 2048  # entries of a head's S that one program runs through fast enough
 PROGRAMS = 264  # two for each processor of the largest GPUs
 MOST_PARTS = 64  # of a head: every program reads what all of them have left
-MORE = 4  # times as many where no program reads what the others have left
 
 
 def dual_and_mass(
@@ -44,12 +43,12 @@ def dual_and_mass(
     return u + half_norms, _masses_of(problem, given, ends, clouds.x_keep) if want_mass else None
 
 
-def _parts(heads: int, count: int, entries: int, block: int, more: int = 1) -> tuple[int, int]:
+def _parts(heads: int, count: int, entries: int, block: int) -> tuple[int, int]:
     """How many programs share a head's `count` rows, and the rows of each, a multiple of `block`.
 
-    entries: of all rows.  more: times as many programs.
+    entries: of all rows.
     """
-    parts = min(more * MOST_PARTS, max(1, more * PROGRAMS // heads)) if entries > ALONE else 1
+    parts = min(MOST_PARTS, max(1, PROGRAMS // heads)) if entries > ALONE else 1
     rows = triton.cdiv(triton.cdiv(count, parts), block) * block
     return triton.cdiv(count, rows), rows
 
@@ -70,7 +69,7 @@ def _problem(clouds: Clouds, pivots: Tensor) -> tuple[CoarseProblem, Tensor]:
     width, deep = padded(count), padded(dim)
     # Products hold whole rows of both factors in registers: few dimensions at a time.
     block = 32 if width <= 64 and deep <= 128 else 16
-    parts, rows = _parts(batch * heads, num_y, num_y * width, block, MORE)
+    parts, rows = _parts(batch * heads, num_y, num_y * width, block)
     moments = y.new_empty(batch, heads, parts, count, dim + 2)
     _clusters[(batch * heads, parts)](
         y, *y.stride(), *keep_arguments(clouds.y_keep, y), pivots, *pivots.stride(), centre,
@@ -120,7 +119,7 @@ def _duals(
             "WIDTH": width, "BLOCK_X": block, "PARTS": triton.next_power_of_2(parts),
         }  # fmt: skip
         key = (given is None, first, last)
-        launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=WARPS)
+        launches(key, _passes, (batch * heads, parts), arguments, constants, num_warps=4)
         given = given if last and parts > 1 else left
     return u, given if budget.half_steps > 1 else None, ends
 

@@ -82,15 +82,18 @@ def close_columns(
 def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
     """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py); a bias costs some, too.
 
-    Others were no faster on an H100, in bfloat16 at D = 64.
+    At D = 64 others were no faster on an H100.
     """
     dim = x.shape[3]
     if is_half(x, y):
         limit_x, limit_y, limit_d, stages = (64 if has_bias else 128), (32 if has_bias else 64), 256, 3
-    else:
+    elif has_bias or dim > 64:
         limit_x, limit_y, limit_d, stages = 64, (32 if has_bias else 64), 32, 2
+    else:
+        limit_x, limit_y, limit_d, stages = 128, 64, 64, 2
     blocks = block_of(x.shape[2], limit_x), block_of(y.shape[2], limit_y), block_of(dim, limit_d)
-    return Tile(*blocks, num_warps=4, num_stages=stages)
+    warps = 8 if blocks[0] == 128 and not is_half(x, y) else 4
+    return Tile(*blocks, num_warps=warps, num_stages=stages)
 
 
 def _close(

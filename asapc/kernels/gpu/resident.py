@@ -51,6 +51,7 @@ PROCESSORS = 132  # of a GPU; both are an H100's, where there is none to ask
 FEWEST = 5  # half-steps; a row c-transform must be among them
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 STRIPE = tl.constexpr(32)  # columns
+LEAST_TOKENS = 33  # of which the sums are products, for tiles of 128 x 128
 CHUNK = 128  # columns of K in bfloat16 that are one tensor
 LEAST_B = tl.constexpr(2.0**-60)
 # log2 of the widest row that float32 holds with its scalings.
@@ -65,10 +66,12 @@ def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, loop: Loop) -> bo
 
 
 def as_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the sums are products of bfloat16; other heads leave too few registers."""
+    """Whether the sums are products of bfloat16; larger heads leave too few registers, smaller ones are
+    faster without."""
     half = all(t.dtype == torch.bfloat16 for t in (q, k, v))
-    small = max(q.shape[2], k.shape[2]) <= RESIDENT_LIMIT and max(q.shape[3], v.shape[3]) <= 64
-    return half and small and bias is None
+    count = max(q.shape[2], k.shape[2])
+    fit = LEAST_TOKENS <= count <= RESIDENT_LIMIT and max(q.shape[3], v.shape[3]) <= 64
+    return half and fit and bias is None
 
 
 def _processors(q: Tensor) -> tuple[int, int]:
@@ -326,46 +329,19 @@ def _in_three(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _few_scores(
-    b_q, p_k, p_keep, o_y, keys, dim, stride_kn, stride_kd, stride_keep_n, scale,
-    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, HEIGHT: tl.constexpr, FEW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """S [HEIGHT, FEW] of the keys o_y, -inf where they are masked."""
-    m_y = o_y < keys
-    if HAS_KEEP:
-        m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    b_k = load_rows(p_k, o_y, m_y, tl.arange(0, BLOCK_D), dim, stride_kn, stride_kd, False)
-    scores = scale * product(b_q, tl.trans(b_k), tl.zeros([HEIGHT, FEW], tl.float32), PRECISION)
-    return tl.where(m_y[None, :], scores, float("-inf"))
-
-
-@triton.jit
-def _chunk(
-    b_q, p_k, p_keep, start, keys, dim, shift, stride_kn, stride_kd, stride_keep_n, scale,
+def _chunk_scores(
+    b_q, p_k, p_keep, start, keys, dim, stride_kn, stride_kd, stride_keep_n, scale,
     HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, HEIGHT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """K [HEIGHT, CHUNK] in bfloat16 of the keys from `start` on, and which are active.
-
-    Even keys and odd ones in turn: with fewer registers the compiler lets products overlap.
-    """
-    o_half = start + 2 * tl.arange(0, CHUNK // 2).to(tl.int64)
-    even = _few_scores(
-        b_q, p_k, p_keep, o_half, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
-        PRECISION, HEIGHT, CHUNK // 2, BLOCK_D,
-    )  # fmt: skip
-    even = tl.exp2(even - shift[:, None]).to(tl.bfloat16)
-    odd = _few_scores(
-        b_q, p_k, p_keep, o_half + 1, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
-        PRECISION, HEIGHT, CHUNK // 2, BLOCK_D,
-    )  # fmt: skip
-    odd = tl.exp2(odd - shift[:, None]).to(tl.bfloat16)
+    """S [HEIGHT, CHUNK] of the keys from `start` on, -inf where they are masked, and which are active."""
     o_y = start + tl.arange(0, CHUNK).to(tl.int64)
     m_y = o_y < keys
     if HAS_KEEP:
         m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    return tl.reshape(tl.join(even, odd), [HEIGHT, CHUNK]), m_y
+    b_k = load_rows(p_k, o_y, m_y, tl.arange(0, BLOCK_D), dim, stride_kn, stride_kd, False)
+    scores = scale * product(b_q, tl.trans(b_k), tl.zeros([HEIGHT, CHUNK], tl.float32), PRECISION)
+    return tl.where(m_y[None, :], scores, float("-inf")), m_y
 
 
 @triton.jit
@@ -435,26 +411,27 @@ def _by_products(
     b_q = load_rows(p_q, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_qn, stride_qd, False)
     most = tl.full([HEIGHT], float("-inf"), tl.float32)
     least = tl.full([HEIGHT], float("inf"), tl.float32)
-    for start in range(0, keys, CHUNK // 2):
-        o_y = start + tl.arange(0, CHUNK // 2).to(tl.int64)
-        scores = _few_scores(
-            b_q, p_k, p_keep, o_y, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
-            PRECISION, HEIGHT, CHUNK // 2, BLOCK_D,
+    for chunk in range(CHUNKS):
+        scores, _ = _chunk_scores(
+            b_q, p_k, p_keep, chunk * CHUNK, keys, dim, stride_kn, stride_kd, stride_keep_n, scale,
+            HAS_KEEP, PRECISION, HEIGHT, CHUNK, BLOCK_D,
         )  # fmt: skip
         most = tl.maximum(most, tl.max(scores, 1))
         least = tl.minimum(least, tl.min(tl.where(scores == float("-inf"), float("inf"), scores), 1))
     in_range = tl.max(tl.where(m_x, most - least, 0.0), 0) <= SAFE_RANGE
     shift = tl.where(m_x, finite_or_zero(most), float("inf"))  # rows that do not exist are empty
-    first, m_first = _chunk(
-        b_q, p_k, p_keep, 0, keys, dim, shift, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
-        PRECISION, HEIGHT, CHUNK, BLOCK_D,
+    scores, m_first = _chunk_scores(
+        b_q, p_k, p_keep, 0, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP, PRECISION,
+        HEIGHT, CHUNK, BLOCK_D,
     )  # fmt: skip
+    first = tl.exp2(scores - shift[:, None]).to(tl.bfloat16)
     second, m_second = first, m_first
     if CHUNKS > 1:
-        second, m_second = _chunk(
-            b_q, p_k, p_keep, CHUNK, keys, dim, shift, stride_kn, stride_kd, stride_keep_n, scale,
-            HAS_KEEP, PRECISION, HEIGHT, CHUNK, BLOCK_D,
+        scores, m_second = _chunk_scores(
+            b_q, p_k, p_keep, CHUNK, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
+            PRECISION, HEIGHT, CHUNK, BLOCK_D,
         )  # fmt: skip
+        second = tl.exp2(scores - shift[:, None]).to(tl.bfloat16)
     ratio = keys * 1.0 / queries
     if ROWS_FIRST:
         top = tl.full([], 0.0, tl.float32)

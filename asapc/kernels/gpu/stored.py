@@ -37,11 +37,11 @@ from asapc.kernels.gpu.tiles import (
 )
 from asapc.kernels.loop import Loop
 
-MOST_KEYS = 4096
+MOST_KEYS = {torch.float32: 4096, torch.float16: 512, torch.bfloat16: 512}  # more are faster formed again
 MOST_BYTES = 1 << 26  # of a head's matrix in float32
 FEWEST = 5  # half-steps
 TOGETHER = 1 << 27  # bytes of the matrices that are kept at once
-ROWS, CHUNK, STAGES = 16, 256, 1  # of K that a program of `_sweep` reads at once
+ROWS, CHUNK = 16, 512  # of K that a program of `_sweep` reads at once
 LEAST, MOST = tl.constexpr(-60.0), tl.constexpr(20.0)  # log2 of the entries of a K that is kept
 
 
@@ -49,7 +49,7 @@ def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     """Whether `stored_loop` is the faster way, and its matrix is small enough."""
     return (
         loop.half_steps >= FEWEST
-        and k.shape[2] <= MOST_KEYS
+        and k.shape[2] <= MOST_KEYS[q.dtype]
         and 4 * q.shape[2] * _pitch(k) <= MOST_BYTES
     )
 
@@ -140,7 +140,7 @@ def _run(
                 launches(
                     "sweep", _sweep, (count * parts,),
                     (kernel, wide, b, f_first, f, sums, first, queries, pitch),
-                    {"NARROW": narrow, "ROWS": ROWS, "CHUNK": CHUNK}, num_warps=4, num_stages=STAGES,
+                    {"NARROW": narrow, "ROWS": ROWS, "CHUNK": CHUNK}, num_warps=4, num_stages=1,
                 )  # fmt: skip
             joined = blocks if step == 0 else parts
             block_j = max(16, min(64, 4096 // triton.next_power_of_2(joined)))

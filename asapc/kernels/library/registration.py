@@ -72,28 +72,28 @@ def operator(
     schema = torch.library.infer_schema(prototype, mutates_args=())
     name = f"asapc::{reference.__name__}"
     registered = torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
-    _shorten(registered, on_cpu)
+    _shorten(registered, "CPU", on_cpu)
+    _shorten(registered, "CUDA", at_own_precision)
     return registered
 
 
-_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.DispatchKey.AutogradCPU)
-
-
-def _shorten(registered: CustomOpDef, run: Callable[..., Any]) -> None:
-    """A call on a CPU that records no gradient and that nothing traces goes to `run` at once.
+def _shorten(registered: CustomOpDef, device: Literal["CPU", "CUDA"], run: Callable[..., Any]) -> None:
+    """A call on such a device that records no gradient and that nothing traces goes to `run` at once.
 
     custom_op's wrappers and a second pass through torch's dispatcher take longer than a short loop does.
     """
     record = make_autograd_impl(registered._opoverload, registered)
+    own, autograd = (getattr(torch._C.DispatchKey, name) for name in (device, f"Autograd{device}"))
+    plain = torch._C.DispatchKeySet(own).add(autograd)
 
     def call(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-        if keys != _PLAIN or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        if keys != plain or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return record(keys, *inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*inputs)
 
-    registered._lib.impl(registered._name, run, "CPU")
-    registered._lib.impl(registered._name, call, "AutogradCPU", with_keyset=True)
+    registered._lib.impl(registered._name, run, device)
+    registered._lib.impl(registered._name, call, f"Autograd{device}", with_keyset=True)
 
 
 def packed(results: Any) -> Any:
