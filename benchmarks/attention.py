@@ -320,7 +320,7 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
         functions |= other_closures(t, with_compile)
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             functions[f"softmax, {backend.name}"] = partial(softmax_by, backend, t)
-    if t.q.is_cuda and find_spec("flash_sinkhorn") is not None:
+    if with_compile and t.q.is_cuda and find_spec("flash_sinkhorn") is not None:  # it tunes for long
         functions["FlashSinkhorn, head by head"] = lambda: flash_sinkhorn(t)
     if with_compile:
         compiled = torch.compile(usual_loop, dynamic=False)
@@ -549,7 +549,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="also the usual loop under torch.compile")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile's loop, FlashSinkhorn's")
     parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
     parser.add_argument("--once", action="store_true", help="every form once, which compiles kernels")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")

@@ -144,14 +144,16 @@ def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path,
 
 
 def compile_kernels(timed: Sequence[Step], seconds: float, environment: Mapping[str, str]) -> Done:
-    """Runs every attention step once, all at the same time: a kernel takes seconds of a CPU to compile,
-    and Triton keeps it for the steps that time it."""
+    """Runs every shape of the attention steps once, all at the same time: a kernel takes seconds of a CPU
+    to compile, and Triton keeps it for the steps that time it."""
     start = time.monotonic()
+    steps = [step for step in timed if "attention.py" in step.arguments[0]]
+    shapes = [shape for step in steps for shape in each_shape(step)]
     running = [
         subprocess.Popen(
-            [sys.executable, *step.arguments, "--once"], env=dict(environment),
+            [sys.executable, *shape, "--once"], env=dict(environment),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        ) for step in timed if "attention.py" in step.arguments[0]
+        ) for shape in shapes
     ]  # fmt: skip
     late = 0
     for process in running:
@@ -163,6 +165,20 @@ def compile_kernels(timed: Sequence[Step], seconds: float, environment: Mapping[
             late += 1
     spent = time.monotonic() - start
     return Done("kernels", spent, f"{late} of {len(running)} not done" if late else "done", "")
+
+
+def each_shape(step: Step) -> list[list[str]]:
+    """Its arguments with one number of tokens and one of features a head."""
+    before, rest = list(step.arguments), {}
+    for option in ("--tokens", "--head-dim"):
+        place = before.index(option)
+        stop = next((i for i in range(place + 1, len(before)) if before[i].startswith("-")), len(before))
+        rest[option] = before[place + 1 : stop]
+        del before[place:stop]
+    return [
+        [*before, "--tokens", tokens, "--head-dim", dim]
+        for dim in rest["--head-dim"] for tokens in rest["--tokens"]
+    ]  # fmt: skip
 
 
 def gathered(out: Path, done: Sequence[Done], device: str) -> None:
