@@ -549,7 +549,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="also torch.compile's loop, FlashSinkhorn's")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, FlashSinkhorn")
     parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
     parser.add_argument("--once", action="store_true", help="every form once, which compiles kernels")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
