@@ -59,11 +59,6 @@ def _pitch(k: Tensor) -> int:
     return triton.cdiv(k.shape[2], 16) * 16
 
 
-def _together(q: Tensor, head_bytes: int) -> int:
-    """How many heads are run at once."""
-    return max(1, min(q.shape[0] * q.shape[1], TOGETHER // head_bytes))
-
-
 def stored_loop(
     q: Tensor,
     k: Tensor,
@@ -106,7 +101,7 @@ def _run(
     if f.numel() == 0 or keys == 0:
         return f_first, g
     narrow = q.dtype == torch.bfloat16 and is_half(q, k)
-    group = _together(q, queries * pitch * (2 if narrow else 4))
+    group = max(1, min(batch * heads, TOGETHER // (4 * queries * pitch)))
     tile = tile_for(q, k, bias is not None)
     blocks, parts = triton.cdiv(queries, tile.x), triton.cdiv(queries, ROWS)
 
