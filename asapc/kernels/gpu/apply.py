@@ -81,15 +81,19 @@ def attend_and_dual(
     return out, f
 
 
-def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool) -> Tile:
-    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py), the fastest of an H100."""
+def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, has_keep: bool) -> Tile:
+    """Sizes that spill few registers or none for sm_90 (benchmarks/sm90.py), the fastest of an H100.
+
+    What is masked, tokens or features that are no power of two, takes registers.
+    """
     dim = max(q.shape[3], v.shape[3])
+    plain = dim in (16, 32, 64) and not (has_bias or has_keep)
     wide = dim > (64 if has_bias else 128)
     if is_half(q, k) and is_half(v):
         limit_x, limit_y, limit_d = (64 if has_bias or wide else 128), (32 if wide else 64), 256
-        warps, stages = (4, 3) if dim <= 64 and not has_bias else (8, 2)
+        warps, stages = (4, 3) if plain else (8, 2)
     else:
-        limit_x, limit_y, limit_d = (64, 32, 32) if dim > 64 else (64, 64, 64)
+        limit_x, limit_y, limit_d = 64, (32 if dim > 64 else 64), (64 if plain else 32)
         warps, stages = 4, 2
     blocks = block_of(q.shape[2], limit_x), block_of(k.shape[2], limit_y), block_of(q.shape[3], limit_d)
     return Tile(*blocks, num_warps=warps, num_stages=stages)
@@ -119,7 +123,8 @@ def _launch(
 
     # In float16 a weight of 1 / M, or of the square of that, is among the smallest numbers.
     shifted = f is not None and v.dtype != torch.float16
-    tile, block_e = tile_for(q, k, v, bias is not None), block_of(v.shape[3], 256)
+    tile = tile_for(q, k, v, bias is not None, keep is not None)
+    block_e = block_of(v.shape[3], 256)
     _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
         q, k, v, keep, bias, f, g, factors, out, new_f,
         heads, queries, k.shape[2], dim, v.shape[3],
