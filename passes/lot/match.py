@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import LotConvention, OutputFactor, Program
-from asapc.operators.lot import by_example
+from asapc.operators.lot import by_example, pivot_plan
 from asapc.operators.lot import lot as lot_reference
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, ancestors, data_dependent, descendants, is_tensor, separate
+from asapc.passes.early_stop import Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import (
     EXACT,
     STABILISED,
@@ -39,7 +40,6 @@ from asapc.passes.lot.half import Half
 from asapc.passes.lot.parameters import candidates, per_head
 from asapc.passes.lot.probe import HalfFit, Masses, identify_half
 from asapc.passes.lot.site import LotSite, ends_in_one
-from asapc.passes.lot.stops import changed_by_stops
 from asapc.passes.products import (
     BARRIERS,
     NORMALISERS,
@@ -236,11 +236,42 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
         if len(found) < 2:
             continue
         for half, its_fit in found:
-            changed = changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
+            changed = _changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
             if changed is not None:
                 return changed
         return _glued(program, candidate, found, hidden)
     return reason
+
+
+def _changed_by_stops(
+    program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int], hidden: bool
+) -> str | None:
+    """Why the plan may be another than that of the full budget; None where no stop changes it."""
+    stops = [
+        stop for stop in program.stops
+        if ancestors(stop.residual, until=BARRIERS) & half.between
+    ]  # fmt: skip
+    if not stops:
+        return None
+    # The product of the scores is no sum of a half-step.
+    inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
+    unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
+
+    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        points = units / unit
+        raw = half.experiment.raw(half.points, points, at)
+        scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
+        return [raw, *half.experiment.masks(at, hidden)], scores.transpose(-1, -2)
+
+    def plan(scores: Tensor, half_steps: int) -> Tensor:
+        mass = by_example(fit.mass, len(scores)) if fit.interleaved else fit.mass
+        return pivot_plan(scores, None, mass, half_steps, fit.half.tokens_first, False)
+
+    entering = [half.points.node, *half.masks]
+    steps = fit.half.half_steps
+    loop = Stopping(program, stops, entering, inside, steps, half.shape, feed, plan)
+    examples = assigned([(half.points.shape[0], 1)])
+    return what_a_stop_changes(loop, [Crowd(lengths), *of_many(lengths, examples)])
 
 
 def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:

@@ -8,8 +8,6 @@ The region is cut out, promoted to float64 and run on synthetic scores, masks an
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +23,14 @@ from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
-from asapc.passes.early_stop import Trial, dilution, residuals_cut, residuals_of, what_a_stop_changes
+from asapc.passes.early_stop import (
+    MANY_EXAMPLES,
+    Crowd,
+    Stopping,
+    of_many,
+    residuals_cut,
+    what_a_stop_changes,
+)
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
@@ -61,10 +66,7 @@ from asapc.passes.site import Found, Place, Site, Unidentified
 aten = torch.ops.aten
 
 LARGE = 64 * 64
-# Where loops converge soon, or late: a stop changes most where it has just become due.
-STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
-FEW_STOPPED = STOPPED_SPREADS[::4]
-MANY_EXAMPLES, MANY_TOKENS = 32, 100
+MANY_TOKENS = 100
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
@@ -460,67 +462,34 @@ def _stopping(
     mask: KeyMask | None,
     neutral: Sequence[Tensor],
 ) -> str | None:
-    """What an early stop would change, None if nothing.
-
-    A residual is often a mean: one sharp example of many, or a few tokens of many, hardly move it. How
-    much less they do in a far larger batch is measured on one that is twice as large.
-    """
-    region = experiment.region
-    generator = torch.Generator().manual_seed(4)
+    """What an early stop would change, None if nothing."""
+    region, few = experiment.region, experiment.few
     shape = region.score.result.shape
     many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
     long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
-    large = math.prod(experiment.size()[-2:]) > LARGE
-
-    residuals = residuals_of(program, stops, [region.score.node, *region.inputs])
-
-    def trials(
-        grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
-    ) -> Iterator[Trial]:
-        """only: where the scores are not 0; active: the keys that are not masked."""
-        at = {**experiment.few, **grown}
-        inputs, keep = experiment.resized(neutral, at), None
-        dims = experiment.size(at)
-        if mask is not None and active is not None:
-            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
-        noise = torch.randn(dims, generator=generator, dtype=torch.float64)
-        part = torch.zeros(dims, dtype=torch.float64)
-        part[only] = noise[only]
-        smaller = diluted(part, at, grown) if only else 1.0
-        for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
-            s = part * spread / abs(convention.score_multiplier)
-            if mask is not None and active is not None:
-                keep = active.expand(len(four(s)), -1)
-            tensors = [experiment.raw(region.score.result, s, at), *inputs]
-            yield Trial(tensors, at, four(s), keep, smaller)
-
-    def diluted(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
-        twice = {**at, **{symbol: 2 * size for symbol, size in grown.items()}}
-        padded = torch.zeros(experiment.size(twice), dtype=torch.float64)
-        padded[tuple(slice(0, size) for size in part.shape)] = part
-        return dilution(*(
-            residuals([experiment.raw(region.score.result, s / abs(convention.score_multiplier), sizes),
-                       *experiment.resized(neutral, sizes)], sizes)[0]
-            for s, sizes in ((part, at), (padded, twice))
-        ))  # fmt: skip
-
-    few, keys = slice(0, 8), experiment.size()[-1]
-    some: list[Iterator[Trial]] = [trials({})]
-    some += [trials(many, only=(one,)) for one in (slice(0, 1), slice(-1, None))]
-    if long:
-        some.append(trials(many | long, only=(slice(-1, None), ..., few, few)))  # type: ignore[arg-type]
-    if mask is not None:
-        some.append(trials({}, active=torch.arange(keys) % 3 != 1))
-        some.append(trials(many, active=torch.arange(keys) < 2))
     convention = replace(convention, mask="none" if mask is None else convention.mask)
 
-    def attention(trial: Trial, half_steps: int) -> Tensor:
-        shorter = replace(convention, half_steps=half_steps)
-        return attention_of(shorter, trial.scores, trial.keep)
+    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
+        s, inputs = units / abs(convention.score_multiplier), experiment.resized(neutral, at)
+        keep: Tensor | None = None
+        if mask is not None and active is not None:
+            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
+            keep = active.expand(len(four(s)), -1)
+        return [experiment.raw(region.score.result, s, at), *inputs], (four(s), keep)
 
-    return what_a_stop_changes(
-        stops, residuals, region.inside, convention.half_steps, attention, itertools.chain(*some)
-    )
+    def attention(observed: tuple[Tensor, Tensor | None], half_steps: int) -> Tensor:
+        return attention_of(replace(convention, half_steps=half_steps), *observed)
+
+    entering = [region.score.node, *region.inputs]
+    steps = convention.half_steps
+    loop = Stopping(program, stops, entering, region.inside, steps, experiment.size, feed, attention)
+    tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
+    crowds = [Crowd(few), *of_many(few, many)]
+    if long:
+        crowds.append(Crowd(few, many | long, (slice(-1, None), ..., tokens, tokens)))
+    if mask is not None:
+        crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
+    return what_a_stop_changes(loop, crowds)
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:
