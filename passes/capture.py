@@ -42,6 +42,7 @@ from asapc.passes.branches import (
     Trace,
     asking_for_types,
     check_branches,
+    first_line,
     plain_types,
     quiet_torch,
     reason_of,
@@ -174,7 +175,7 @@ def capture_modules(
 
 
 def program_of(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
+    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
@@ -185,7 +186,7 @@ def program_of(
     one_spelling(graph)
     split_einsums(graph)
     shapes = _bounded(_dynamic_shapes(args, kwargs), exported)
-    return Program(name, graph, args, kwargs, shapes)
+    return Program("", graph, args, kwargs, shapes)
 
 
 def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +202,7 @@ def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         call = lambda given: model(*given.args, **given.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
         raise fault or InputError(
-            RULE, got=f"{type(error).__name__}: {_first_line(error)}", help=HELP
+            RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
         ) from error
 
 
@@ -690,8 +691,3 @@ def _detached(values: Any) -> Any:
     return pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.device import settle
+from asapc.formats.json_text import plain
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
@@ -33,6 +34,7 @@ from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate
 from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides, makes_up_for
 from asapc.passes.lift import beside
 from asapc.passes.plan.hidden import may_hide
+from asapc.passes.price import selected
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, site_function
 from asapc.program.runner import Tap
@@ -92,10 +94,8 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite as None."""
-        sites = {name: _plain(found) for name, found in self.sites.items()}
-        return {
-            "of": self.of, "sites": sites, "output_error": self.output_error, "gradient": self.gradient
-        }  # fmt: skip
+        document: dict[str, Any] = plain(asdict(self))
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
@@ -116,16 +116,6 @@ class Replayed:
             )  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
-
-
-def _plain(found: Replay) -> dict[str, Any]:
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    return {
-        "errors": {tried: number(error) for tried, error in found.errors.items()},
-        "rounding": number(found.rounding), "gradient": number(found.gradient),
-    }  # fmt: skip
 
 
 def _number(value: Any) -> float:
@@ -586,38 +576,14 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        width = m if t.scored else t.q.shape[3]  # scores have keys where queries have axes
-        q, k = _double(t.q[:batch, :, :n, :width]), _double(t.k[:batch, :, :m, :width])
+        t = _double(selected(t, *map(torch.arange, (batch, n, m))))
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
-        return SiteTensors(
-            q=q * of_q.scale + of_q.shift,
-            k=k * of_k.scale + of_k.shift,
-            keep=None if t.keep is None else t.keep[:batch, :m],
-            bias=None if t.bias is None else _double(_bias(t.bias, batch, n, m)),
-            query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
-            v=None if t.v is None else _double(t.v[:batch, :, :m]),
-            log_mu=_marginal(t.log_mu, batch, n),
-            log_nu=_marginal(t.log_nu, batch, m),
-            scored=t.scored,
-        )
+        return replace(t, q=t.q * of_q.scale + of_q.shift, k=t.k * of_k.scale + of_k.shift)
 
 
 def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
     """Those whose product with the map is the site's part; its call may have more columns."""
     return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
-
-
-def _marginal(logs: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """The part of a marginal broadcastable to [B, H, N] that fewer examples and tokens have."""
-    if logs is None:
-        return None
-    return _double(logs[:tokens] if logs.dim() == 1 else logs[:batch, ..., :tokens])
-
-
-def _bias(bias: Tensor, batch: int, n: int, m: int) -> Tensor:
-    """The part of a bias broadcastable to [B, H, N, M] that fewer examples and tokens see."""
-    sizes = (batch, None, n, m)[4 - bias.dim() :]
-    return bias[tuple(slice(0, size) for size in sizes)]
 
 
 def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, int]:
@@ -684,15 +650,16 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
 
 def _single(t: SiteTensors, others: tuple[torch.dtype, ...] = HALVES) -> SiteTensors:
     """Single precision in place of others."""
-    given = {field.name: getattr(t, field.name) for field in fields(SiteTensors)}
-    wide: dict[str, Any] = {
-        name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in others
-    }
-    return replace(t, **wide)
+    return _mapped(t, lambda x: x.float() if x.dtype in others else x)
 
 
-def _double(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+def _double(t: SiteTensors) -> SiteTensors:
+    return _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def _mapped(t: SiteTensors, change: Callable[[Tensor], Tensor]) -> SiteTensors:
+    tensors = {name: change(x) for name, x in vars(t).items() if isinstance(x, Tensor)}
+    return replace(t, **tensors)  # type: ignore[arg-type]
 
 
 def _difference(site: Site, ours: Tensor, expected: Tensor) -> float:
