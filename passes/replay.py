@@ -30,7 +30,7 @@ from asapc.operators.banded import BandedConvention, in_band
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW, hidden_queries
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.branches import spoken
-from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate
+from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate, line_of
 from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides, makes_up_for
 from asapc.passes.lift import beside
 from asapc.passes.plan.hidden import may_hide
@@ -474,15 +474,10 @@ class _Beyond:
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
         """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""
-        if not isinstance(size, torch.SymInt):
-            return sizes
-        symbols = size.node.expr.free_symbols
-        if len(symbols) != 1:
-            return sizes
-        (symbol,) = symbols
-        if not size.node.expr.is_Symbol and (size is not self.part.batch or not _multiples(size)):
+        line = line_of(size)
+        if line is None or line.more or (line.factor != 1 and size is not self.part.batch):
             return sizes  # a length that is computed from another: what becomes of it is not known
-        return {**sizes, symbol: min(to, sizes[symbol])}
+        return {**sizes, line.symbol: min(to, sizes[line.symbol])}
 
     def _error(
         self, sizes: dict[Any, int], change: Change = AS_GIVEN, active: list[int] | None = None
@@ -591,27 +586,10 @@ def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, in
     found: dict[Any, int] = {}
     for node in nodes:
         for size, length in zip(node.meta["val"].shape, values[node].shape, strict=True):
-            if not isinstance(size, torch.SymInt):
-                continue
-            expr = size.node.expr
-            if expr.is_Symbol:
-                found[expr] = int(length)
-            elif len(expr.free_symbols) == 1:
-                (symbol,) = expr.free_symbols
-                unit = _multiples(size)
-                if unit:  # batch times heads
-                    found.setdefault(symbol, int(length) // unit)
-                elif (expr - symbol).is_number:  # tokens, and a dustbin
-                    found.setdefault(symbol, int(length) - int(expr - symbol))
+            line = line_of(size)
+            if line is not None:  # also of batch times heads, and of tokens and a dustbin
+                found.setdefault(line.symbol, (int(length) - line.more) // line.factor)
     return found
-
-
-def _multiples(size: torch.SymInt) -> int:
-    """How many times the size is its only symbol; 0 where it is no multiple of it."""
-    expr = size.node.expr
-    (symbol,) = expr.free_symbols
-    unit = expr.diff(symbol)
-    return int(unit) if unit.is_number and expr == unit * symbol else 0
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -33,6 +33,7 @@ from asapc.passes.cut import (
     data_dependent,
     holds_tensors,
     is_tensor,
+    line_of,
     reached,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
@@ -231,7 +232,7 @@ class _Region:
         examples where their number is."""
         found = self.cut.lengths()
         *leads, rows, columns = self.start.tensor.shape
-        wanted = [*((size, PROBE_BATCH) for size in leads if _is_symbol(size)),
+        wanted = [*((size, PROBE_BATCH) for size in leads if (line_of(size) or [])[1:] == (1, 0)),
                   *zip((rows, columns), (length + shift for length in PROBE_LENGTHS), strict=True)]
         set_: set[Any] = set()
         for size, length in wanted:
@@ -251,19 +252,10 @@ def _made_of(start: Node) -> set[Node]:
     return reached(onward(start), onward)
 
 
-def _is_symbol(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
-
-
 def _free(size: Any) -> Any:
     """The symbol of a size that is one, or one and a few more; None for others."""
-    if not isinstance(size, torch.SymInt):
-        return None
-    symbols = size.node.expr.free_symbols
-    if len(symbols) != 1:
-        return None
-    (symbol,) = symbols
-    return symbol if (size.node.expr - symbol).is_number else None
+    line = line_of(size)
+    return line.symbol if line is not None and line.factor == 1 else None
 
 
 def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> dict[Node, bool]:

@@ -22,7 +22,14 @@ from torch.utils import _pytree as pytree
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
+from asapc.passes.cut import (
+    PROBE_BATCH,
+    PROBE_LENGTHS,
+    descendants,
+    is_tensor,
+    made_alike,
+    moved_nodes,
+)
 from asapc.passes.early_stop import (
     MANY_EXAMPLES,
     Crowd,
@@ -188,8 +195,8 @@ def _examine(
 Outcome = tuple[Fit[Convention], KeyMask | None, ScoreBias | None, list[Tensor]] | str
 
 
-Known = tuple[Region, Outcome]
-"""What was found in a region."""
+Known = tuple[tuple[Node, ...], Outcome]
+"""What was found in a region with these inputs."""
 
 
 def _identified(
@@ -200,17 +207,10 @@ def _identified(
     experiment = RegionExperiment(program, region)
     alike = _seen_by_experiments(program, experiment, stops)
     if alike not in known:
-        known[alike] = region, _examined(program, experiment, stops)
-    other, found = known[alike]
-    if isinstance(found, str):
-        return found
-    fit, mask, bias, neutral = found
-    places = {node: place for place, node in enumerate(other.inputs)}
-    if mask is not None:
-        mask = replace(mask, node=region.inputs[places[mask.node]])
-    if bias is not None:
-        bias = replace(bias, node=region.inputs[places[bias.node]])
-    return fit, mask, bias, neutral
+        known[alike] = region.inputs, _examined(program, experiment, stops)
+    inputs, found = known[alike]
+    outcome: Outcome = moved_nodes(found, dict(zip(inputs, region.inputs, strict=True)))
+    return outcome
 
 
 def _seen_by_experiments(
