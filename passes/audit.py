@@ -25,15 +25,14 @@ from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.passes.candidates import Choice
-from asapc.passes.rewrite import Hardened, rewritten_programs
-from asapc.program.calls import SiteFunction, operator_calls, site_function
+from asapc.passes.rewrite import Hardened, rewritten_programs, soft_calls
+from asapc.program.calls import SiteFunction, site_function
 from asapc.program.runner import Runner, Tap
 
 
 def soft_sites(programs: Sequence[Program]) -> list[str]:
     """The names of the sites that sort softly."""
-    calls = [o for program in programs for o in operator_calls(program.graph)]
-    return [o.site for o in calls if o.operator.name == "esp_soft"]
+    return [o.site for program in programs for o in soft_calls(program.graph)]
 
 
 def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) -> list[Program]:
