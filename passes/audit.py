@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,17 @@ from asapc.inputs.data import Batch
 from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
 from asapc.ir import Program
 from asapc.measure.differences import comparable
-from asapc.measure.fidelity import OutputFidelity
+from asapc.measure.fidelity import AttentionFidelity, OutputFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.passes.candidates import Choice
-from asapc.passes.rewrite import Hardened, rewritten_programs
-from asapc.program.calls import SiteFunction, operator_calls, site_function
+from asapc.passes.rewrite import Hardened, rewritten_programs, soft_calls
+from asapc.program.calls import SiteFunction, site_function
 from asapc.program.runner import Runner, Tap
 
 
 def soft_sites(programs: Sequence[Program]) -> list[str]:
     """The names of the sites that sort softly."""
-    calls = [o for program in programs for o in operator_calls(program.graph)]
-    return [o.site for o in calls if o.operator.name == "esp_soft"]
+    return [o.site for program in programs for o in soft_calls(program.graph)]
 
 
 def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) -> list[Program]:
@@ -41,7 +40,6 @@ def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) 
     return rewritten_programs(programs, dict.fromkeys(sites, hard))
 
 
-@dataclass
 class Balance:
     """Streams maps [B, H, N, M] whose rows should sum to 1: errors of the sums, and entropy.
 
@@ -50,41 +48,24 @@ class Balance:
     entropy:  mean -sum_j p_ij log p_ij over active queries, p = A / its row sums, in nats.
     """
 
-    rows: int = 0
-    columns: int = 0
-    _row: float = 0.0
-    _column: float = 0.0
-    _entropy: float = 0.0
+    def __init__(self) -> None:
+        self._sums, self._entropy = AttentionFidelity(), 0.0
 
     def update(self, attention: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> None:
         """Examples without an active query or key are passed over; masks as in SiteTensors."""
         a = attention.detach().double()
-        batch, heads, num_queries, num_keys = a.shape
-        queries = a.new_ones(batch, num_queries) if query_keep is None else query_keep.to(a)
-        keys = a.new_ones(batch, num_keys) if keep is None else keep.to(a)
-        n, m = queries.sum(-1, keepdim=True), keys.sum(-1, keepdim=True)
-        queries, keys = queries * (m > 0), keys * (n > 0)
-        row_sums, column_sums = a.sum(-1), a.sum(-2) * (m / n.clamp(min=1))[:, None]
-        p = a / torch.where(row_sums > 0, row_sums, 1.0)[..., None]
-        self._row += _total((row_sums - 1).abs(), queries)
-        self._column += _total((column_sums - 1).abs(), keys)
-        self._entropy += _total(torch.special.entr(p).sum(-1), queries)
-        self.rows += heads * int(queries.sum())
-        self.columns += heads * int(keys.sum())
+        queries = a.new_ones(len(a), a.shape[2]).bool() if query_keep is None else query_keep
+        self._sums.update(a, a, keep, queries)
+        if keep is not None:
+            queries = queries & keep.any(-1, keepdim=True)
+        sums = a.sum(-1, keepdim=True)
+        entropy = torch.special.entr(a / torch.where(sums > 0, sums, 1.0)).sum(-1)
+        self._entropy += float((entropy * queries[:, None]).sum())
 
     def metrics(self) -> dict[str, float | None]:
-        if not self.rows:
-            return {"row_err": None, "col_err": None, "entropy": None}
-        return {
-            "row_err": self._row / self.rows,
-            "col_err": self._column / self.columns,
-            "entropy": self._entropy / self.rows,
-        }
-
-
-def _total(values: Tensor, weights: Tensor) -> float:
-    """Sum of [B, H, N] values where the [B, N] weights are 1."""
-    return float((values * weights[:, None]).sum())
+        sums = self._sums.metrics()
+        entropy = self._entropy / self._sums.rows if sums else None
+        return {"row_err": sums.get("row_err"), "col_err": sums.get("col_err"), "entropy": entropy}
 
 
 class Variant:

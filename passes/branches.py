@@ -412,10 +412,14 @@ def spoken(node: Node) -> str:
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0][:300] if lines else type(error).__name__
+    said = first_line(error)
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a number of the data"
     elif "unhashable type: non-nested SymInt" in said:

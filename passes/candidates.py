@@ -178,15 +178,10 @@ def _problem(
     return f"was {verb} with `{differing}: {then.settings.get(str(differing))}`"
 
 
-def lossless_operator(convention: AnyConvention) -> str:
-    """The lossless operator of a site."""
-    return convention.operator
-
-
 def proposed(convention: AnyConvention, recipe: Recipe) -> Choice | None:
     """What needs no measurement: a named lossless operator, or exact instead of soft sorting, which is
     settled for the whole model afterwards; None where the selection decides."""
-    exact = lossless_operator(convention)
+    exact = convention.operator
     if recipe.operator in ("lossless", exact):
         return Choice(exact, "the recipe asks for it")
     if exact == "esp_soft":

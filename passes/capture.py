@@ -42,6 +42,7 @@ from asapc.passes.branches import (
     Trace,
     asking_for_types,
     check_branches,
+    first_line,
     plain_types,
     quiet_torch,
     reason_of,
@@ -119,7 +120,7 @@ def capture(
         return Capture("whole", [program])
     with _undisturbed(model):
         example = Batch(args, kwargs, None, [])
-        larger = _larger(args, kwargs, model.forward)
+        larger = _larger(args, kwargs)
         try:
             state = observed(model, [example, *more[:1], example], larger)
         except Exception:
@@ -174,7 +175,7 @@ def capture_modules(
 
 
 def program_of(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
+    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
@@ -184,8 +185,8 @@ def program_of(
     assert isinstance(graph, GraphModule)
     one_spelling(graph)
     split_einsums(graph)
-    shapes = _bounded(_dynamic_shapes(args, kwargs), exported)
-    return Program(name, graph, args, kwargs, shapes)
+    shapes = _nested(_bounded(_free_axes(args, kwargs), exported), args, kwargs)
+    return Program("", graph, args, kwargs, shapes)
 
 
 def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +202,7 @@ def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         call = lambda given: model(*given.args, **given.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
         raise fault or InputError(
-            RULE, got=f"{type(error).__name__}: {_first_line(error)}", help=HELP
+            RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
         ) from error
 
 
@@ -290,8 +291,7 @@ def _traced(
     """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
     that are alike are traced once.  functions: whether those of sizes are computed by the program."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
-    shapes = _dynamic_shapes(args, kwargs, module.forward)
-    observer = Observer()
+    axes, observer = _free_axes(args, kwargs), Observer()
     answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
@@ -303,7 +303,9 @@ def _traced(
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
             with once, watching, noting_questions() as questions, free, remembered:
-                exported = export_graph(module, args, kwargs, shapes)
+                exported = export_graph(
+                    module, args, kwargs, _nested(axes, args, kwargs, module.forward)
+                )
     except Exception:
         if not used:
             raise
@@ -320,7 +322,7 @@ def _traced(
         copies = copies and bool(used)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
     _check_sizes(module, graph, args, kwargs, budget.widened)
-    shapes = _bounded(shapes, exported)
+    shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
     return Program(name, graph, args, kwargs, shapes, stops, layers)
@@ -471,9 +473,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _dynamic_shapes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
-) -> Any:
+Axes = list[dict[int, Any] | None]
+"""For torch.export, by axis: of each leaf of the arguments, None of what is no tensor."""
+
+
+def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
     """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
     of a picture are what its first layer takes. Pixels are not. Of queries, keys and values
     [B, H, N, D] heads are not, and the length is the third axis; of a mask beside them the fourth too.
@@ -481,11 +485,12 @@ def _dynamic_shapes(
 
     A size of 1 cannot be traced as dynamic.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     of_heads = _of_heads(tensors)
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
 
-    def dims(value: Any) -> Any:
+    def dims(value: Any) -> dict[int, Any] | None:
         if not isinstance(value, torch.Tensor):
             return None
         free = {0, 1}
@@ -498,26 +503,32 @@ def _dynamic_shapes(
             for axis in range(value.dim())
         }
 
+    return [*map(dims, leaves)]
+
+
+def _nested(
+    axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """As torch.export takes them, for a call of `forward`."""
+    of_args, of_kwargs = pytree.tree_unflatten(axes, pytree.tree_structure((args, kwargs)))
     if not kwargs:
-        return pytree.tree_map(dims, args)
+        return of_args
     if forward is None:
-        return {**pytree.tree_map(dims, kwargs)} if not args else None
+        return None if args else of_kwargs
     try:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+        return dict(inspect.signature(forward).bind(*of_args, **of_kwargs).arguments)
     except TypeError:
         return None  # the model itself will say what is wrong with the call
-    return pytree.tree_map(dims, dict(bound.arguments))
 
 
-def _larger(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]) -> list[Batch]:
+def _larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
     """One example with more tokens, and more examples; both with larger numbers."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    axes = pytree.tree_leaves(_dynamic_shapes(args, kwargs, forward), is_leaf=_are_axes)
-    if len(axes) != len(leaves):
-        return []
+    axes = _free_axes(args, kwargs)
 
-    def larger(leaf: Any, free: dict[int, Any], longer: bool) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+    def larger(leaf: Any, free: dict[int, Any] | None, longer: bool) -> Any:
+        if free is None:
             return leaf
         for axis in (axis for axis, size in free.items() if size is not Dim.STATIC):
             most = max(LONGEST, leaf.shape[axis] + MANY) if longer and axis else MANY if not axis else 1
@@ -534,46 +545,29 @@ def _larger(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[...
     return made
 
 
-def _of_heads(leaves: Sequence[Any]) -> int | None:
+def _of_heads(tensors: Sequence[torch.Tensor]) -> int | None:
     """D, where the first three tensors with four axes are [B, H, N, D], [B, H, M, D] and [B, H, M, E]."""
-    four = [x.shape for x in leaves
-            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point()][:3]  # fmt: skip
+    four = [x.shape for x in tensors if x.dim() == 4 and x.is_floating_point()][:3]
     if len(four) < 3 or len({shape[:2] for shape in four}) > 1:
         return None
     q, k, v = four
     return int(q[3]) if q[3] == k[3] and k[2] == v[2] else None
 
 
-def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
-    """Dynamic shapes with the sizes that the trace holds for.
+def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
+    """With the sizes that the trace holds for.
 
     A branch on a length is traced on one side only: a program that is made from the graph refuses the
     lengths of the other side, as torch.export has it, where it would compute something else.
     """
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in names}
-
-    def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
-        return {
-            axis: size_hint(size) or free
-            for (axis, free), size in zip(axes.items(), value.shape, strict=True)
-        }
-
-    if isinstance(shapes, dict):
-        return {name: bound(axes, values[name]) if _are_axes(axes) and name in values else axes
-                for name, axes in shapes.items()}  # fmt: skip
-    leaves, spec = pytree.tree_flatten(shapes, is_leaf=_are_axes)
-    given = [values.get(name) for name in names]
-    if len(given) != len(leaves):
-        return shapes
-    return pytree.tree_unflatten(
-        [bound(axes, value) if _are_axes(axes) and isinstance(value, torch.Tensor) else axes
-         for axes, value in zip(leaves, given, strict=True)], spec,
-    )  # fmt: skip
-
-
-def _are_axes(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(axis, int) for axis in value)
+    if len(names) != len(axes):
+        return axes
+    return [
+        free and {axis: size_hint(values[name].shape[axis]) or free[axis] for axis in free}
+        for name, free in zip(names, axes, strict=True)
+    ]
 
 
 def size_hint(size: int | torch.SymInt) -> Any:
@@ -690,8 +684,3 @@ def _detached(values: Any) -> Any:
     return pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

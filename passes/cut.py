@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,14 +261,19 @@ def ancestors(*nodes: Node, until: Container[Any] = ()) -> set[Node]:
 
 def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """The nodes, and all that going onward from any of them leads to."""
+    return {*walked(starts, onward)}
+
+
+def walked(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """The same, one by one."""
     found: set[Node] = set()
     stack = [*starts]
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
+            yield node
             stack.extend(onward(node))
-    return found
 
 
 def depends_on_data(node: Node) -> bool:
@@ -289,18 +294,10 @@ def data_dependent(graph: GraphModule) -> set[Node]:
 
 def reaches(node: Node, wanted: Any) -> bool:
     """Whether the node is computed from the values of a wanted one."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in seen or not holds_tensors(current):
-            continue
-        seen.add(current)
-        if wanted(current):
-            return True
-        if current.target not in SHAPE_ONLY:
-            stack.extend(current.all_input_nodes)
-    return False
+    def onward(node: Node) -> Iterable[Node]:
+        return node.all_input_nodes if holds_tensors(node) and node.target not in SHAPE_ONLY else ()
+
+    return any(holds_tensors(current) and wanted(current) for current in walked([node], onward))
 
 
 def operator_name(node: Node) -> str:
@@ -448,6 +445,20 @@ def recorded(graph: GraphModule, wanted: Container[Node], inputs: Any) -> dict[N
     return values
 
 
+def moved_nodes(value: Any, nodes: Mapping[Node, Node]) -> Any:
+    """What names nodes, such as a site, with other nodes; those inside of it where they are known."""
+    if isinstance(value, Node):
+        return nodes[value]
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(moved_nodes(item, nodes) for item in value)
+    if isinstance(value, set | frozenset):
+        return type(value)(nodes.get(item, item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: moved_nodes(getattr(value, f.name), nodes) for f in fields(value) if f.init}
+        return replace(value, **values)
+    return value
+
+
 def symbol_hints(graph: GraphModule) -> dict[Any, int]:
     """What every dynamic size was in the captured example."""
     hints: dict[Any, int] = {}
@@ -458,6 +469,25 @@ def symbol_hints(graph: GraphModule) -> dict[Any, int]:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 hints[size.node.expr] = int(size.node.hint)
     return hints
+
+
+class Line(NamedTuple):
+    """A size: factor * symbol + more."""
+
+    symbol: Any
+    factor: int
+    more: int
+
+
+def line_of(size: Any) -> Line | None:
+    """None of a number, and of a size that depends on its symbols in another way."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    if expression is None or len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    factor, more = expression.diff(symbol), expression.subs(symbol, 0)
+    is_line = factor.is_integer and more.is_integer and expression.expand() == factor * symbol + more
+    return Line(symbol, int(factor), int(more)) if is_line else None
 
 
 def evaluate(size: Any, lengths: dict[Any, int]) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
 
 aten = torch.ops.aten
-SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
+# Of the scores, in units of epsilon: close to each other, since a stop changes most where it has just
+# become due; every second of more scores of a head than MANY, every fourth of more than MOST.
+SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(51)))
+MANY, MOST = 1 << 13, 1 << 16
+MANY_EXAMPLES = 32
 FAR = 16.0  # times as many examples, or as many tokens, of which all but a few are flat
 SUMS = {  # a half-step has one of them, or as many as every other
     aten.logsumexp.default, aten.softmax.int, aten._softmax.default, aten.log_softmax.int,
@@ -59,21 +64,6 @@ def stops_by_scores(program: Program, scores: Iterable[Node]) -> dict[Node | Non
     return found
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Scores on which a stop is tried.
-
-    tensors: what is fed to the region's inputs; lengths: the sizes; scores: raw products [B, H, N, M];
-    keep: [B, M]; smaller: how many times smaller the residual is where far more of the batch is flat.
-    """
-
-    tensors: Sequence[Tensor]
-    lengths: dict[Any, int]
-    scores: Tensor
-    keep: Tensor | None = None
-    smaller: float = 1.0
-
-
 def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Node]) -> str | None:
     """Why a program is not the model: a stop that belongs to no loop in which it changes nothing.
 
@@ -86,67 +76,124 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
     return None
 
 
-Residuals = Callable[[Sequence[Tensor], dict[Any, int]], list[float]]
-"""Of a region's inputs and its sizes, what the code compares with each threshold."""
+Lengths = dict[Any, int]
 
 
-def residuals_of(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Residuals:
-    """inputs: the scores and what else enters the region."""
-    cut = residuals_cut(program, stops, inputs)
-    return lambda tensors, lengths: [float(value) for value in cut.run_all(tensors, lengths)]
+@dataclass(frozen=True)
+class Stopping:
+    """A loop, and the stops in it.
 
-
-def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
-    residuals = tuple(stop.residual for stop in stops)
-    return Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
-
-
-def dilution(here: float, among_twice: float) -> float:
-    """How many times smaller a residual is among FAR times as many, most of them flat.
-
-    among_twice: what it is among twice as many.
+    inputs: of its region, the scores first.  inside: the region, in order.  half_steps: the full budget.
+    size: of what stands for the scores, at some lengths.  feed: of these in units of epsilon, at lengths,
+    with the keys that are active (None: all), what is fed to the inputs, and what was observed.  plan: of
+    what was observed, after so many half-steps.
     """
-    doublings = math.log2(here / among_twice) if here > 0 and among_twice > 0 else 0.0
-    return float(FAR ** min(max(doublings, 0.0), 2.0))
+
+    program: Program
+    stops: Sequence[Stop]
+    inputs: Sequence[Node]
+    inside: Sequence[Node]
+    half_steps: int
+    size: Callable[[Lengths], Sequence[int]]
+    feed: Callable[[Tensor, Lengths, Tensor | None], tuple[Sequence[Tensor], Any]]
+    plan: Callable[[Any, int], Tensor]
+
+    @cached_property
+    def _residuals(self) -> Cut:
+        return residuals_cut(self.program, self.stops, self.inputs)
+
+    def due(self, tensors: Sequence[Tensor], lengths: Lengths, smaller: float) -> Stop | None:
+        """The first stop that is due.  smaller: how many times smaller the residuals are elsewhere."""
+        values = self._residuals.run_all(tensors, lengths)
+        ended = (
+            stop for stop, value in zip(self.stops, values, strict=True)
+            if stop.threshold is not None and float(value) / smaller <= stop.threshold
+        )  # fmt: skip
+        return next(ended, None)
+
+    def dilution(self, noise: Tensor, lengths: Lengths, twice: Lengths) -> float:
+        """How many times smaller the first residual is among FAR times as many, most of them flat, by
+        what it is among twice as many."""
+        padded = torch.zeros(tuple(self.size(twice)), dtype=torch.float64)
+        padded[tuple(slice(0, size) for size in noise.shape)] = noise
+        here, there = (
+            float(self._residuals.run_all(self.feed(x, at, None)[0], at)[0])
+            for x, at in ((noise, lengths), (padded, twice))
+        )
+        doublings = math.log2(here / there) if here > 0 and there > 0 else 0.0
+        return float(FAR ** min(max(doublings, 0.0), 2.0))
 
 
-def what_a_stop_changes(
-    stops: Sequence[Stop],
-    residuals: Residuals,
-    inside: Sequence[Node],
-    half_steps: int,
-    attention: Callable[[Trial, int], Tensor],
-    trials: Iterable[Trial],
-) -> str | None:
+@dataclass(frozen=True)
+class Crowd:
+    """Where stops are tried.
+
+    few: lengths; grown: those that are larger here.  only: where scores are not 0.  active: the keys that
+    are not masked.  smaller: by how much residuals are diluted where most of a crowd is flat, measured
+    unless told: one sharp example of many, or a few tokens of many, hardly move a mean.
+    """
+
+    few: Lengths
+    grown: Lengths = field(default_factory=dict)
+    only: tuple[Any, ...] = ()
+    active: Tensor | None = None
+    smaller: float | None = None
+
+    @property
+    def lengths(self) -> Lengths:
+        return {**self.few, **self.grown}
+
+    def diluted(self, loop: Stopping, noise: Tensor) -> float:
+        if not self.only:
+            return 1.0
+        twice = {symbol: 2 * size for symbol, size in self.grown.items()}
+        return self.smaller or loop.dilution(noise, self.lengths, {**self.lengths, **twice})
+
+
+def of_many(few: Lengths, examples: Iterable[Any], smaller: float | None = None) -> list[Crowd]:
+    """Many examples, where their number is free, of which the first alone, or the last, is not flat."""
+    grown = dict.fromkeys(examples, MANY_EXAMPLES)
+    return [Crowd(few, grown, (one,), smaller=smaller) for one in (slice(0, 1), slice(-1, None))]
+
+
+def what_a_stop_changes(loop: Stopping, crowds: Iterable[Crowd]) -> str | None:
     """Why the full budget is not what the teacher computes, at the first scores that show it; None where
-    stopping changes nothing.
-
-    inside: the region, in order.  half_steps: the full budget.  attention: after so many half-steps.
-    trials: spreads close to each other, for a stop changes most where it has just become due.
-    """
-    if any(stop.threshold is None for stop in stops):
+    stopping changes nothing."""
+    if any(stop.threshold is None for stop in loop.stops):
         return (
             "its loop ends early on a residual that is compared with an unknown number: compare "
             "`residual.item()` or the tensor itself with the threshold"
         )
-    if any(not _sums_before(stop.residual, inside) for stop in stops):
+    if any(not _sums_before(stop.residual, loop.inside) for stop in loop.stops):
         return "it branches on its scores before its loop begins"
-    for trial in trials:
-        values = residuals(trial.tensors, trial.lengths)
-        ended = (stop for stop, value in zip(stops, values, strict=True)
-                 if stop.threshold is not None and value / trial.smaller <= stop.threshold)  # fmt: skip
-        first = next(ended, None)
-        if first is None:
-            continue
-        full = attention(trial, half_steps)
-        for done in _half_steps_before(first.residual, inside, half_steps):
-            error = relative_error(attention(trial, done), full)
-            if error > HELD:
-                return (
-                    f"its loop ends early where a residual is at most {first.threshold:g}, which changes "
-                    f"the attention by {error:.2g} of its largest entry"
-                )
+    generator = torch.Generator().manual_seed(4)
+    for crowd in crowds:
+        lengths = crowd.lengths
+        noise = torch.randn(tuple(loop.size(lengths)), generator=generator, dtype=torch.float64)
+        only = torch.zeros_like(noise)
+        only[crowd.only] = noise[crowd.only]
+        smaller = crowd.diluted(loop, only)
+        scores = only[:, 0].numel()
+        for spread in SPREADS[:: 1 + (scores > MANY) + 2 * (scores > MOST)]:
+            tensors, observed = loop.feed(only * spread, lengths, crowd.active)
+            first = loop.due(tensors, lengths, smaller)
+            if first is None:
+                continue
+            full = loop.plan(observed, loop.half_steps)
+            for done in _half_steps_before(first.residual, loop.inside, loop.half_steps):
+                error = relative_error(loop.plan(observed, done), full)
+                if error > HELD:
+                    return (
+                        f"its loop ends early where a residual is at most {first.threshold:g}, which "
+                        f"changes the attention by {error:.2g} of its largest entry"
+                    )
     return None
+
+
+def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
+    """What the code compares with each threshold, of the scores and what else enters the region."""
+    residuals = tuple(stop.residual for stop in stops)
+    return Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
 
 
 def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) -> list[int]:

@@ -122,6 +122,15 @@ class Experiment:
             made.append(mask)
         return made
 
+    def observe(
+        self, values: Sequence[Tensor], lengths: dict[Any, int], hidden: bool,
+        padded: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """The output [B, H, X, Y], with these tokens padded; None where it is not finite."""
+        result = self.run(values, lengths, self.masks(lengths, hidden, padded))
+        finite = bool(result.isfinite().all())
+        return result.reshape(self.shape(self.output, lengths)) if finite else None
+
     def lengths(self, clouds: Sequence[Canonical], shift: int = 0) -> dict[Any, int]:
         """Small lengths for every dynamic size of queries and keys; `shift` more tokens."""
         sizes = [

@@ -29,7 +29,7 @@ from asapc.ir import ModuleCall, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
-from asapc.passes.cut import ancestors, holds_tensors, recorded
+from asapc.passes.cut import ancestors, holds_tensors, moved_nodes, recorded
 from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
 from asapc.passes.site import Site
@@ -282,12 +282,12 @@ class _Reader:
             name, made, tuple(values[node] for node in traced.inputs), {},
             tuple(_axes(node) for node in traced.inputs),
         )  # fmt: skip
-        rewritten = lift(program, [_moved(site, nodes) for site in sites.values()])
+        rewritten = lift(program, [moved_nodes(site, nodes) for site in sites.values()])
         kept = {node.name for node in rewritten.graph.graph.nodes}
         children = tuple(self._mark_layers(inside, nodes, kept))
         made.recompile()
         check_graph(made, "module_programs", [name])
-        moved = {index: _moved(site, nodes) for index, site in sites.items()}
+        moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
         return ModuleProgram(program, moved, call, children, tuple(constants))
 
     def _attribute(self, node: Node, module: nn.Module) -> tuple[str | None, Tensor]:
@@ -456,19 +456,3 @@ def _nodes_of(value: Any) -> Iterator[Node]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
             yield from _nodes_of(getattr(value, entry.name))
-
-
-def _moved(value: Any, nodes: Mapping[Node, Node]) -> Any:
-    """A site with other nodes."""
-    if isinstance(value, Node):
-        return nodes[value]
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_moved(item, nodes) for item in value)
-    if isinstance(value, set | frozenset):
-        return type(value)(nodes.get(item, item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {
-            f.name: _moved(getattr(value, f.name), nodes) for f in dataclasses.fields(value) if f.init
-        }
-        return dataclasses.replace(value, **values)
-    return value

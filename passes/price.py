@@ -19,6 +19,7 @@ from asapc.operators.catalogue import TEACHER
 
 LONG = 500.0  # milliseconds: a call as long is timed once where it is clearly slower than all others
 CLEARLY = 0.5  # of its time is the most that the others take
+REPEATS = 6  # the fewest that give an interval
 Shape = tuple[int, int]  # examples, tokens
 Apply = Callable[[SiteTensors, Tensor | None], Any]
 
@@ -64,53 +65,49 @@ def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
     num_keys = max(1, round(tokens * t.k.shape[2] / max(1, t.q.shape[2])))
     rows = torch.arange(examples) % max(1, t.q.shape[0])
     queries, keys = torch.arange(tokens) % t.q.shape[2], torch.arange(num_keys) % t.k.shape[2]
+    return selected(t, rows, queries, keys)
 
-    def at(x: Tensor | None, positions: Tensor) -> Tensor | None:
+
+def selected(t: SiteTensors, rows: Tensor, queries: Tensor, keys: Tensor) -> SiteTensors:
+    """The activations of these examples, queries and keys, by their numbers."""
+    if t.scored:
+        seen = SiteTensors.of_scores(_at(t.q, {-4: rows, -2: queries, -1: keys}))
+    else:
+        of_keys, of_queries = {-4: rows, -2: keys}, {-4: rows, -2: queries}
+        seen = SiteTensors(
+            _at(t.q, of_queries), _at(t.k, of_keys), v=None if t.v is None else _at(t.v, of_keys)
+        )
+
+    def masked(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        return None if mask is None else _at(mask, {-2: rows, -1: tokens})
+
+    def spread(x: Tensor | None, places: dict[int, Tensor]) -> Tensor | None:
+        """Of what broadcasts: an axis that is there, and longer than 1."""
         if x is None:
             return None
-        axis = 2 if x.dim() == 4 else 1
-        return x.index_select(0, rows.to(x.device)).index_select(axis, positions.to(x.device))
+        return _at(x, {at: n for at, n in places.items() if x.dim() >= -at and x.shape[at] > 1})
 
-    q, k = at(t.q, queries), at(t.k, keys)
-    assert q is not None and k is not None
-    if t.scored:
-        return replace(
-            SiteTensors.of_scores(q.index_select(3, keys.to(q.device))),
-            log_mu=_marginal(t.log_mu, rows, queries), log_nu=_marginal(t.log_nu, rows, keys),
-        )  # fmt: skip
-    return SiteTensors(
-        q, k, at(t.keep, keys), _bias(t.bias, rows, queries, keys),
-        at(t.query_keep, queries), at(t.v, keys),
+    return replace(
+        seen, keep=masked(t.keep, keys), query_keep=masked(t.query_keep, queries),
+        bias=spread(t.bias, {-1: keys, -2: queries, -4: rows}),
+        log_mu=spread(t.log_mu, {-1: queries, -3: rows}), log_nu=spread(t.log_nu, {-1: keys, -3: rows}),
     )  # fmt: skip
 
 
-def _marginal(logs: Tensor | None, rows: Tensor, tokens: Tensor) -> Tensor | None:
-    """[X], or broadcastable to [B, H, X]."""
-    if logs is None:
-        return None
-    if logs.dim() > 1 and logs.shape[0] > 1:
-        logs = logs.index_select(0, rows.to(logs.device))
-    return logs.index_select(-1, tokens.to(logs.device))
-
-
-def _bias(bias: Tensor | None, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor | None:
-    if bias is None:
-        return None
-    for axis, positions in ((-1, keys), (-2, queries), (-4, rows)):
-        if bias.dim() >= -axis and bias.shape[axis] > 1:
-            bias = bias.index_select(bias.dim() + axis, positions.to(bias.device))
-    return bias
+def _at(x: Tensor, places: Mapping[int, Tensor]) -> Tensor:
+    """The entries at these places of axes from the end."""
+    for axis, positions in places.items():
+        x = x.index_select(x.dim() + axis, positions.to(x.device))
+    return x
 
 
 def prices(
     calls: Mapping[str, Apply],
     t: SiteTensors,
     shapes: Sequence[Shape],
-    repeats: int = 6,
     memory: bool = False,
 ) -> dict[str, Price]:
-    """Every call's price; the calls take turns. memory: also what a call holds at its peak.  repeats: six
-    are the fewest that give an interval.
+    """Every call's price; the calls take turns. memory: also what a call holds at its peak.
 
     Where the model returns the attention map, the calls compute the map, as they will in it.
     """
@@ -124,7 +121,7 @@ def prices(
             with _fitting(shape):
                 tensors = resized(t, shape)
                 bound = {name: partial(f, tensors, tensors.v) for name, f in calls.items()}
-                times = _timed(bound, repeats)
+                times = timed(bound, REPEATS)
             for name, rounds in times.items():
                 found = quartiles(rounds)
                 for key, into in taken[name].items():
@@ -143,7 +140,7 @@ def prices(
     }
 
 
-def _timed(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def timed(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """As interleaved_times has it, but a long call that is clearly the slowest is made once only: what
     its first call takes beyond another is no part of such a difference."""
     times = interleaved_times(calls, repeats=1, warmup=0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,16 +23,18 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.device import settle
+from asapc.formats.json_text import plain
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW, hidden_queries
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.branches import spoken
-from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate
+from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate, line_of
 from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides, makes_up_for
 from asapc.passes.lift import beside
 from asapc.passes.plan.hidden import may_hide
+from asapc.passes.price import selected
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, site_function
 from asapc.program.runner import Tap
@@ -92,10 +94,8 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite as None."""
-        sites = {name: _plain(found) for name, found in self.sites.items()}
-        return {
-            "of": self.of, "sites": sites, "output_error": self.output_error, "gradient": self.gradient
-        }  # fmt: skip
+        document: dict[str, Any] = plain(asdict(self))
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
@@ -116,16 +116,6 @@ class Replayed:
             )  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
-
-
-def _plain(found: Replay) -> dict[str, Any]:
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    return {
-        "errors": {tried: number(error) for tried, error in found.errors.items()},
-        "rounding": number(found.rounding), "gradient": number(found.gradient),
-    }  # fmt: skip
 
 
 def _number(value: Any) -> float:
@@ -484,15 +474,10 @@ class _Beyond:
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
         """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""
-        if not isinstance(size, torch.SymInt):
-            return sizes
-        symbols = size.node.expr.free_symbols
-        if len(symbols) != 1:
-            return sizes
-        (symbol,) = symbols
-        if not size.node.expr.is_Symbol and (size is not self.part.batch or not _multiples(size)):
+        line = line_of(size)
+        if line is None or line.more or (line.factor != 1 and size is not self.part.batch):
             return sizes  # a length that is computed from another: what becomes of it is not known
-        return {**sizes, symbol: min(to, sizes[symbol])}
+        return {**sizes, line.symbol: min(to, sizes[line.symbol])}
 
     def _error(
         self, sizes: dict[Any, int], change: Change = AS_GIVEN, active: list[int] | None = None
@@ -586,20 +571,9 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        width = m if t.scored else t.q.shape[3]  # scores have keys where queries have axes
-        q, k = _double(t.q[:batch, :, :n, :width]), _double(t.k[:batch, :, :m, :width])
+        t = _double(selected(t, *map(torch.arange, (batch, n, m))))
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
-        return SiteTensors(
-            q=q * of_q.scale + of_q.shift,
-            k=k * of_k.scale + of_k.shift,
-            keep=None if t.keep is None else t.keep[:batch, :m],
-            bias=None if t.bias is None else _double(_bias(t.bias, batch, n, m)),
-            query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
-            v=None if t.v is None else _double(t.v[:batch, :, :m]),
-            log_mu=_marginal(t.log_mu, batch, n),
-            log_nu=_marginal(t.log_nu, batch, m),
-            scored=t.scored,
-        )
+        return replace(t, q=t.q * of_q.scale + of_q.shift, k=t.k * of_k.scale + of_k.shift)
 
 
 def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
@@ -607,45 +581,15 @@ def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
     return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
 
 
-def _marginal(logs: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """The part of a marginal broadcastable to [B, H, N] that fewer examples and tokens have."""
-    if logs is None:
-        return None
-    return _double(logs[:tokens] if logs.dim() == 1 else logs[:batch, ..., :tokens])
-
-
-def _bias(bias: Tensor, batch: int, n: int, m: int) -> Tensor:
-    """The part of a bias broadcastable to [B, H, N, M] that fewer examples and tokens see."""
-    sizes = (batch, None, n, m)[4 - bias.dim() :]
-    return bias[tuple(slice(0, size) for size in sizes)]
-
-
 def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, int]:
     """What the dynamic sizes of the nodes are on a batch."""
     found: dict[Any, int] = {}
     for node in nodes:
         for size, length in zip(node.meta["val"].shape, values[node].shape, strict=True):
-            if not isinstance(size, torch.SymInt):
-                continue
-            expr = size.node.expr
-            if expr.is_Symbol:
-                found[expr] = int(length)
-            elif len(expr.free_symbols) == 1:
-                (symbol,) = expr.free_symbols
-                unit = _multiples(size)
-                if unit:  # batch times heads
-                    found.setdefault(symbol, int(length) // unit)
-                elif (expr - symbol).is_number:  # tokens, and a dustbin
-                    found.setdefault(symbol, int(length) - int(expr - symbol))
+            line = line_of(size)
+            if line is not None:  # also of batch times heads, and of tokens and a dustbin
+                found.setdefault(line.symbol, (int(length) - line.more) // line.factor)
     return found
-
-
-def _multiples(size: torch.SymInt) -> int:
-    """How many times the size is its only symbol; 0 where it is no multiple of it."""
-    expr = size.node.expr
-    (symbol,) = expr.free_symbols
-    unit = expr.diff(symbol)
-    return int(unit) if unit.is_number and expr == unit * symbol else 0
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -684,15 +628,16 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
 
 def _single(t: SiteTensors, others: tuple[torch.dtype, ...] = HALVES) -> SiteTensors:
     """Single precision in place of others."""
-    given = {field.name: getattr(t, field.name) for field in fields(SiteTensors)}
-    wide: dict[str, Any] = {
-        name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in others
-    }
-    return replace(t, **wide)
+    return _mapped(t, lambda x: x.float() if x.dtype in others else x)
 
 
-def _double(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+def _double(t: SiteTensors) -> SiteTensors:
+    return _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def _mapped(t: SiteTensors, change: Callable[[Tensor], Tensor]) -> SiteTensors:
+    tensors = {name: change(x) for name, x in vars(t).items() if isinstance(x, Tensor)}
+    return replace(t, **tensors)  # type: ignore[arg-type]
 
 
 def _difference(site: Site, ours: Tensor, expected: Tensor) -> float:

@@ -36,7 +36,7 @@ from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
 from asapc.ir import Convention, Distilled, Program, SiteTensors
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
-from asapc.measure.timing import ENOUGH, interleaved_medians
+from asapc.measure.timing import quartiles
 from asapc.metrics import BUDGET_BOUNDS, MAP_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.operators.sinkhorn import clean_values
@@ -48,11 +48,10 @@ from asapc.passes.candidates import (
     candidates_of,
     check_operator,
     fits_needed,
-    lossless_operator,
     proposed,
     why_no_fit,
 )
-from asapc.passes.price import LONG, Apply, Price, Shape, prices, shapes_of
+from asapc.passes.price import Apply, Price, Shape, prices, shapes_of, timed
 from asapc.passes.rewrite import Replacement
 from asapc.passes.solve import Option, cheapest
 from asapc.program.apply import apply_lossless, apply_replacement, beyond_map
@@ -62,7 +61,6 @@ from asapc.terminal.progress import Progress
 
 WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
-CLEARLY = 0.8  # of another's time: a long call is timed once where it is as fast
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
 EXCEEDS = "exceeds the budget"
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
@@ -113,12 +111,10 @@ def select(
     calibration: Calibration,
     batches: Sequence[Batch],
     progress: Progress,
-    teacher_ms: float | None = None,
 ) -> Selection:
     """The choice for every site, and the trail of the decision.
 
-    batches: the selection split.  teacher_ms: of the untouched model on the first of them, where that
-    is known.  Raises InputError where a site cannot become what the recipe names,
+    batches: the selection split.  Raises InputError where a site cannot become what the recipe names,
     where calibration lacks a fit, and where a metric of the budget cannot be measured.
     """
     start = time.perf_counter()
@@ -142,9 +138,8 @@ def select(
         search.measure_alone(progress)
         picked = search.solved()
     if largest is not None and picked and not all(opened.forced for opened in sites):
-        known = teacher_ms if largest is batches[0] else None
         with progress.phase("timing the whole model"):
-            picked = search.not_slower(picked, largest, known)
+            picked = search.not_slower(picked, largest)
     chosen = {opened.index: _choice(opened, t) for opened, t in zip(sites, picked, strict=True)}
     held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
@@ -163,7 +158,7 @@ def select(
 def _opened(
     index: int, site: Site, site_recipe: Recipe, recipe: Recipe, calibration: Calibration
 ) -> OpenSite:
-    exact = lossless_operator(site.convention)
+    exact = site.convention.operator
     fitted = [Tried(c) for c in candidates_of(site, site_recipe, calibration)]
     if site_recipe.operator != "auto":
         if not fitted:
@@ -550,10 +545,10 @@ class Search:
         })  # fmt: skip
         return not beyond
 
-    def not_slower(self, picked: list[Tried], batch: Batch, teacher_ms: float | None) -> list[Tried]:
+    def not_slower(self, picked: list[Tried], batch: Batch) -> list[Tried]:
         """The set; exact operators at the free sites where the whole model is slower with it than with
         the teacher's code there, and the teacher's code where the exact operators are slower too."""
-        if self._faster_than_teacher(picked, batch, teacher_ms):
+        if self._faster_than_teacher(picked, batch):
             return picked
         exact = [*picked]
         for i in self._free_to_turn(picked):
@@ -561,7 +556,7 @@ class Search:
             exact[i] = self.sites[i].tried[0]
         if exact != picked:
             self._verified(exact, self.room)  # a round of its own, with its own times
-            if self._faster_than_teacher(exact, batch, teacher_ms):
+            if self._faster_than_teacher(exact, batch):
                 return exact
         if self.model.analysis.drop_maps:
             return exact
@@ -572,14 +567,11 @@ class Search:
                 opened.tried.insert(0, exact[i])
         return exact
 
-    def _faster_than_teacher(
-        self, picked: Sequence[Tried], batch: Batch, teacher_ms: float | None
-    ) -> bool:
+    def _faster_than_teacher(self, picked: Sequence[Tried], batch: Batch) -> bool:
         """Whether it is slower on one batch by at most the measurement's spread; noted in the last round.
 
         The teacher here has its own code at every site that is free to choose, and what was asked for at
-        the others.  teacher_ms: of one call of the untouched model, enough where it is long and twice
-        that of the compiled one.
+        the others.
         """
         analysis = self.model.analysis
         replacements = self._replacements(picked)
@@ -596,16 +588,7 @@ class Search:
             name: partial(Runner(analysis.model, analysis.rewritten(what)), batch)
             for name, what in becomes.items()
         }
-        if teacher_ms is not None and {*free} == {*analysis.names}:
-            times = interleaved_medians({"compiled": calls["compiled"]}, repeats=1, warmup=0)
-            compiled = times["compiled"]["median_ms"]
-            if teacher_ms >= LONG and compiled <= teacher_ms / 2:
-                self.rounds[-1]["whole_model"] = {"teacher_ms": teacher_ms, "compiled_ms": compiled}
-                return True
-        times = interleaved_medians(calls, repeats=1, warmup=0)
-        teacher, compiled = times["teacher"]["median_ms"], times["compiled"]["median_ms"]
-        if compiled < LONG or compiled > CLEARLY * teacher:
-            times = interleaved_medians(calls, repeats=5, warmup=1, enough=ENOUGH)
+        times = {name: quartiles(rounds) for name, rounds in timed(calls, repeats=5).items()}
         self.rounds[-1]["whole_model"] = {f"{name}_ms": time["median_ms"] for name, time in times.items()}
         slower = times["compiled"]["q1"] > times["teacher"]["q3"]
         if slower:

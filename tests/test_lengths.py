@@ -143,3 +143,14 @@ def test_what_begins_at_a_size_that_the_data_does_not_have(what: str) -> None:
     for batch, tokens in ((1, 680), (12, 40)):
         x = 2 * torch.randn(batch, tokens, width)
         assert largest_difference(model(x), lifted(x)) < 1e-4
+
+
+def test_keywords_in_another_order_than_the_signatures_have_axes_of_their_own() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (x @ x.mT + mask[:, 0]).softmax(-1) @ x
+
+    given = {"mask": torch.zeros(4, 1, 1, 9), "x": torch.randn(4, 9, 6)}
+    (program,) = capture(Masked(), (), given).programs
+    longer = {"mask": torch.zeros(2, 1, 1, 15), "x": torch.randn(2, 15, 6)}
+    assert torch.allclose(program.graph(**longer), Masked()(**longer), atol=1e-6)

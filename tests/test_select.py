@@ -77,9 +77,7 @@ def priced(monkeypatch: pytest.MonkeyPatch, by_label: Mapping[str, float]) -> li
         return {label: Price(own, own, own, by_label[label]) for label, own in times.items()}
 
     monkeypatch.setattr(select, "prices", fake)
-    monkeypatch.setattr(select, "interleaved_medians", lambda calls, **_: {
-        name: {"median_ms": 1.0, "q1": 1.0, "q3": 1.0} for name in calls
-    })  # fmt: skip
+    monkeypatch.setattr(select, "timed", lambda calls, **_: {name: [1.0] for name in calls})
     return asked
 
 
@@ -281,9 +279,7 @@ def test_one_site_may_stay_with_the_teacher(ground, tmp_path, monkeypatch):
 
 def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(ground, monkeypatch):
     whole = {"teacher": 1.0, "compiled": 2.0}
-    monkeypatch.setattr(select, "interleaved_medians", lambda calls, **_: {
-        name: dict.fromkeys(("median_ms", "q1", "q3"), whole[name]) for name in calls
-    })  # fmt: skip
+    monkeypatch.setattr(select, "timed", lambda calls, **_: {name: [whole[name]] for name in calls})
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
     assert {choice.operator for choice in made.choices} == {"teacher"}
     assert made.trail["rounds"][-1]["verdict"] == select.SLOWER_MODEL
@@ -335,16 +331,10 @@ def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(ground, monk
 
 def test_exact_operators_come_before_the_teacher(ground, monkeypatch):
     """The whole model is slower than the teacher with approximations, and faster with exact operators."""
-    found = iter([2.0, 0.5])
-    compiled = 0.0
-
-    def medians(calls: Any, *, warmup: int, **_: Any) -> Any:
-        nonlocal compiled
-        compiled = compiled if warmup else next(found)  # a short call is timed again, after a warm-up
-        whole = {"teacher": 1.0, "compiled": compiled}
-        return {name: dict.fromkeys(("median_ms", "q1", "q3"), whole[name]) for name in calls}
-
-    monkeypatch.setattr(select, "interleaved_medians", medians)
+    compiled = iter([2.0, 0.5])
+    monkeypatch.setattr(
+        select, "timed", lambda calls, **_: {"teacher": [1.0], "compiled": [next(compiled)]}
+    )
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
     assert {choice.operator for choice in made.choices} == {"sinkhorn"}
     assert labels(made.trail) == ["sinkhorn"] * 3
@@ -372,7 +362,7 @@ def test_prices_are_measured_at_other_shapes():
         assert own.keep is not None and own.bias is not None and v is None
         seen.append((*own.q.shape[:3], own.k.shape[2], *own.keep.shape, *own.bias.shape))
 
-    found = price.prices({"a": call}, t, [(2, 5), (3, 10)], repeats=2)["a"]
+    found = price.prices({"a": call}, t, [(2, 5), (3, 10)])["a"]
     assert set(seen) == {(2, 2, 5, 7, 2, 7, 1, 2, 5, 7), (3, 2, 10, 14, 3, 14, 1, 2, 10, 14)}
     assert set(found.median) == {(2, 5), (3, 10)} and found.milliseconds > 0
     assert found.slower_than(found) is None

@@ -59,7 +59,7 @@ class AttentionFidelity:
         if query_keep is not None:
             queries = query_keep
             active = queries.sum(-1).clamp(min=1)
-            ratio = (keep.sum(-1) / active)[:, None, None].to(teacher.dtype)
+            ratio = (keep.sum(-1).to(teacher.dtype) / active)[:, None, None]
         counted = keep.any(-1) & queries.any(-1)
         teacher, compiled, keep = teacher[counted], compiled[counted], keep[counted]
         queries, ratio = queries[counted], ratio[counted]

@@ -14,7 +14,6 @@ from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention
 from asapc.measure.differences import comparable, largest_difference
-from asapc.measure.timing import interleaved_medians
 from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, own_rounding
 from asapc.passes.audit import settle_exact_sorting
@@ -68,13 +67,12 @@ def choose(
     if limit is not None:
         recipe = replace(recipe, batch_size=_within(limit, analysis, source, recipe.batch_size))
     batches = list(selection_batches(source, recipe.batch_size, recipe.selection_examples))
-    teacher_ms = None
     if batches:
         with progress.phase("verifying the lossless model"):
-            teacher_ms = _verify_lossless(analysis, batches[0])
+            _verify_lossless(analysis, batches[0])
     elif any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites):
         raise empty_split(source, "selection")
-    selection = select(analysis, recipe, calibration, batches, progress, teacher_ms)
+    selection = select(analysis, recipe, calibration, batches, progress)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
     hashes = [content for batch in batches for content in batch.hashes]
     if limit is not None:
@@ -126,18 +124,15 @@ def _settled(
     return soft, {**switch, "switched": any(choice.operator == "esp_hard" for choice in soft)}
 
 
-def _verify_lossless(analysis: Analysis, batch: Batch) -> float:
+def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
     """The lossless rewrite against the untouched model on a full batch of other examples.
 
     Padding, branches and early stops that the few examples of the capture did not show would show
-    here.  Returns the milliseconds that the untouched model took.
+    here.
     """
     untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
-    outputs: list[Any] = []
-    times = interleaved_medians({"teacher": lambda: outputs.append(untouched(batch))}, 1, warmup=0)
-    error = largest_difference(
-        comparable(outputs[0]), comparable(Runner(analysis.model, analysis.lifted)(batch))
-    )
+    lossless = Runner(analysis.model, analysis.lifted)
+    error = largest_difference(*(comparable(run(batch)) for run in (untouched, lossless)))
     if not error <= OUTPUT_TOLERANCE + own_rounding(analysis.model, batch):
         raise VerificationError(
             f"the lossless rewrite reproduces the untouched model on {len(batch)} more examples",
@@ -145,4 +140,3 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> float:
             help="the model treats these examples in a way the captured ones did not show, such as "
             "a mask that differs between queries or an early stop",
         )
-    return times["teacher"]["median_ms"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -33,6 +33,8 @@ from asapc.passes.esp.probe import (
     NO_TEMPERATURE,
     EspFit,
     EspSample,
+    Trial,
+    apart,
     error_of,
     identify_esp,
     tied_points,
@@ -138,20 +140,18 @@ def _examine(
     sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
     if sizes[0] == sizes[1]:
         sizes = sizes[:1]
-    fits: list[tuple[float, EspFit, _Trial]] = []
+    fits: list[tuple[float, EspFit, Trial]] = []
     reasons: list[str] = []
     for swapped in (False, True):
         for hidden in (True, False) if masks else (True,):
-            trial = _Trial(experiment, swapped, hidden)
-            shapes = [trial.shapes(lengths) for lengths in sizes]
-            maps = [experiment.dims(value.map, lengths) for lengths in sizes]
-            if any(queries[2] != m[-2] for (queries, _), m in zip(shapes, maps, strict=True)):
+            trial = Trial(experiment, swapped, hidden)
+            if any(trial.shapes(at)[0][2] != experiment.dims(value.map, at)[-2] for at in sizes):
                 continue
-            if max(shapes[0][0][2], shapes[0][1][2]) > LARGEST_LENGTH:
-                return f"a fixed length of {shapes[0][0][2]} is too long to be probed"
-            observe, slices = trial.observer(sizes, shapes), _slices(program.graph, pair, between)
+            few = [shape[2] for shape in trial.shapes(sizes[0])]
+            if max(few) > LARGEST_LENGTH:
+                return f"a fixed length of {few[0]} is too long to be probed"
             unmasked = [replace(other, mask="none") for other in likely]
-            fit = identify_esp(observe, shapes, slices, unmasked)
+            fit = identify_esp(trial, sizes, _slices(program.graph, pair, between), unmasked)
             if isinstance(fit, NoFit):
                 reasons.append(str(fit))
             else:
@@ -179,7 +179,7 @@ def _examine(
     error = fit.error
     convention = fit.convention
     if masks:
-        seen = [trial.masked(sizes[0], tied) for tied in (False, True)]
+        seen = [_masked(trial, sizes[0], tied) for tied in (False, True)]
         convention = replace(convention, mask="key")
         error = max(error, error_of(convention, fit.slices, seen, fit.weights))
         if not error <= STABILISED:
@@ -188,7 +188,7 @@ def _examine(
                 f"relative error {error:.2g}"
             )
         far = error_of(
-            convention, fit.slices, [trial.masked(sizes[0], False, scale) for scale in FAR], fit.weights
+            convention, fit.slices, [_masked(trial, sizes[0], False, scale) for scale in FAR], fit.weights
         )
         if not far <= STABILISED:
             return (
@@ -213,57 +213,22 @@ def _leaves_order_open(node: Node) -> bool:
     return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M] under one polarity of the mask.
-
-    swapped: the experiment's inputs are (k, q).  hidden: True in the mask means masked.
-    """
-
-    experiment: Experiment
-    swapped: bool
-    hidden: bool
-
-    def shapes(self, lengths: dict[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        first, second = (self.experiment.shape(cloud, lengths) for cloud in self.experiment.inputs)
-        return (second, first) if self.swapped else (first, second)
-
-    def observer(self, sizes: Sequence[dict[Any, int]], shapes: Sequence[Any]) -> Any:
-        """(q, k) -> map with nothing masked, None where it is not finite."""
-        by_shape = {(*q, *k): lengths for lengths, (q, k) in zip(sizes, shapes, strict=True)}
-
-        def observe(q: Tensor, k: Tensor) -> Tensor | None:
-            return self._run(q, k, by_shape[(*q.shape, *k.shape)], None)
-
-        return observe
-
-    def masked(self, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
-        """One observation with a third of the tokens masked.  tied: of points that tie.  scale: of points
-        all of which are below 0."""
-        generator = torch.Generator().manual_seed(1)
-        q, k = (
-            tied_points(s, generator) if tied
-            else torch.randn(s, generator=generator, dtype=torch.float64) for s in self.shapes(lengths)
-        )  # fmt: skip
-        if scale != 1.0:
-            q, k = -scale * q.abs(), -scale * k.abs()
-        active = torch.arange(k.shape[2]) % 3 != 1
-        result = self._run(q, k, lengths, ~active)
-        if result is None:
-            result = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=torch.float64)
-        return EspSample(q, k, result, active.expand(q.shape[0], -1))
-
-    def _run(
-        self, q: Tensor, k: Tensor, lengths: dict[Any, int], padded: Tensor | None
-    ) -> Tensor | None:
-        masks = self.experiment.masks(lengths, self.hidden, padded)
-        result = self.experiment.run((k, q) if self.swapped else (q, k), lengths, masks)
-        finite = bool(result.isfinite().all())
-        return result.reshape(*q.shape[:3], k.shape[2]) if finite else None
+def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
+    """One observation with a third of the tokens masked.  tied: of points that tie.  scale: of points all
+    of which are below 0."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = ((tied_points if tied else apart)(shape, generator) for shape in trial.shapes(lengths))
+    if scale != 1.0:
+        q, k = -scale * q.abs(), -scale * k.abs()
+    active = torch.arange(k.shape[2]) % 3 != 1
+    result = trial.observe(q, k, lengths, ~active)
+    if result is None:
+        result = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=torch.float64)
+    return EspSample(q, k, result, active.expand(q.shape[0], -1))
 
 
 def _at_larger_sizes(
-    trial: _Trial, clouds: Sequence[Canonical], lengths: dict[Any, int], fit: EspFit
+    trial: Trial, clouds: Sequence[Canonical], lengths: dict[Any, int], fit: EspFit
 ) -> str | None:
     """What is wrong with a convention where there are many tokens or examples, None if nothing."""
     generator = torch.Generator().manual_seed(3)
@@ -271,9 +236,8 @@ def _at_larger_sizes(
     q, _ = trial.shapes(lengths)
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
     for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
-        shapes = trial.shapes(at)
-        x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        result = trial.observer([at], [shapes])(x, y)
+        x, y = (apart(shape, generator) for shape in trial.shapes(at))
+        result = trial.observe(x, y, at)
         sample = [] if result is None else [EspSample(x, y, result)]
         error = error_of(fit.convention, fit.slices, sample, fit.weights) if sample else math.inf
         if not error <= STABILISED:

@@ -10,9 +10,11 @@ ties shows on points that tie, and how ranks are coupled on unequal numbers of q
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -30,7 +32,7 @@ from asapc.operators.esp import (
 )
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error, snapped
+from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, relative_error, snapped
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
@@ -63,25 +65,45 @@ class EspFit:
     weights: Tensor | None = None
 
 
-def identify_esp(
-    observe: Callable[[Tensor, Tensor], Tensor | None],
-    shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    candidates: Sequence[Tensor | None],
-    likely: Sequence[EspConvention] = (),
-) -> EspFit | NoFit:
-    """The sliced-plan convention that reproduces `observe` to 1e-6, or why none does.
+@dataclass(frozen=True)
+class Trial:
+    """q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M] under one polarity of the mask.
 
-    observe: (q, k) -> map, None where it is not finite.  shapes: of q and k, one pair for each legal
-    size.  candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
+    swapped: the experiment's inputs are (k, q).  hidden: True in the mask means masked.
+    """
+
+    experiment: Experiment
+    swapped: bool
+    hidden: bool
+
+    def shapes(self, lengths: dict[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        first, second = (self.experiment.shape(cloud, lengths) for cloud in self.experiment.inputs)
+        return (second, first) if self.swapped else (first, second)
+
+    def observe(
+        self, q: Tensor, k: Tensor, lengths: dict[Any, int], padded: Tensor | None = None
+    ) -> Tensor | None:
+        """The map, None where it is not finite."""
+        points = (k, q) if self.swapped else (q, k)
+        return self.experiment.observe(points, lengths, self.hidden, padded)
+
+
+def identify_esp(
+    trial: Trial, sizes: Sequence[dict[Any, int]], candidates: Sequence[Tensor | None],
+    likely: Sequence[EspConvention],
+) -> EspFit | NoFit:  # fmt: skip
+    """The sliced-plan convention that reproduces the code to 1e-6, or why none does.
+
+    candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
     likely: conventions of other layers, tried before anything is searched for.
     """
     generator = torch.Generator().manual_seed(0)
     seen: dict[str, list[EspSample]] = {"apart": [], "tied": []}
     kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0)]
     for kind, spread in kinds:
-        for pair in shapes:
-            q, k = (spread * _POINTS[kind](shape, generator) for shape in pair)
-            attention = observe(q, k)
+        for at in sizes:
+            q, k = (spread * _POINTS[kind](shape, generator) for shape in trial.shapes(at))
+            attention = trial.observe(q, k, at)
             if attention is None:
                 return NoFit("the region gives NaN or infinity on random queries and keys")
             seen[kind].append(EspSample(q, k, attention))
@@ -91,7 +113,7 @@ def identify_esp(
     factor, powers = found
     lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
     seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}
-    fit = _of_one_factor(seen, factor, shapes, candidates, likely)
+    fit = _of_one_factor(seen, factor, candidates, likely)
     return fit if isinstance(fit, NoFit) else replace(fit, convention=replace(fit.convention, **lengths))
 
 
@@ -118,13 +140,12 @@ def _without(s: EspSample, powers: tuple[int, int]) -> EspSample:
 def _of_one_factor(
     seen: Mapping[str, Sequence[EspSample]],
     factor: float,
-    shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
     candidates: Sequence[Tensor | None],
     likely: Sequence[EspConvention],
 ) -> EspFit | NoFit:
     """identify_esp of maps whose rows have the mass `factor` at every length."""
     samples = seen["apart"]
-    square = all(q[2] == k[2] for q, k in shapes)
+    square = all(s.q.shape[2] == s.k.shape[2] for s in samples)
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
     plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
     tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
@@ -135,24 +156,19 @@ def _of_one_factor(
             error = error_of(convention, slices, samples)
             if error <= EXACT:
                 return _with_ties(EspFit(convention, slices, error), seen)
-    best: tuple[float, float | None, Tensor | None, Coupling | None] | None = None
-    for slices in candidates:
-        for coupling in couplings:
-            temperature, residual = _temperature(samples, slices, factor, coupling)
-            if best is None or residual < best[0]:
-                best = (residual, temperature, slices, coupling)
-    if best is None or not best[0] <= DISTINCT:
-        return NoFit(
-            NO_TEMPERATURE,
-            None if best is None else best[0],
-        )
-    _, temperature, slices, coupling = best
+    mixtures = [
+        _temperature(samples, _Mixture(slices, coupling, factor))
+        for slices in candidates for coupling in couplings
+    ]  # fmt: skip
+    mixture, residual = min(mixtures, key=lambda pair: pair[1])
+    if not residual <= DISTINCT:
+        return NoFit(NO_TEMPERATURE, residual)
     fits = [
-        EspFit(convention, slices, error_of(convention, slices, samples))
-        for convention in _weighted(samples, temperature, slices, factor, coupling)
+        EspFit(convention, mixture.slices, error_of(convention, mixture.slices, samples))
+        for convention in _weighted(samples, mixture)
     ]
     if not any(fit.error <= STABILISED for fit in fits):
-        fits += _with_weights(samples, temperature, slices, factor, coupling)
+        fits += _with_weights(samples, mixture)
     if not fits:
         return NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
     least = min(one.error for one in fits)
@@ -232,54 +248,65 @@ def reference(
     return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared, *rest)
 
 
-def slice_plans(
-    q: Tensor,
-    k: Tensor,
-    slices: Tensor | None,
-    temperature: float | None,
-    coupling: Coupling | None = None,
-) -> Tensor:
-    """P_l of one head: [L, N, M].  q: [N, D]; k: [M, D]; slices: [L, D]; no temperature: exact sorts."""
-    clouds = clouds_of(q[None, None], k[None, None], None, None, slices)
-    coupling = coupling or "interpolated"
-    if temperature is None:
-        return lifted_plan(clouds.x[0], clouds.y[0], None, None, coupling, "shared")[0]
+@dataclass(frozen=True)
+class _Mixture:
+    """Slices whose plans are mixed into maps of the mass `factor`; no temperature: by exact sorts."""
 
-    def sort(x: Tensor, keep: Tensor | None) -> Tensor:
-        return soft_sort(x, keep, temperature)
+    slices: Tensor | None
+    coupling: Coupling | None
+    factor: float
+    temperature: float | None = None
 
-    return soft_plan(clouds.x[0], clouds.y[0], None, None, rank_matrix(clouds, coupling), sort)[0]
+    def plans(self, s: EspSample, head: int = 0) -> Tensor:
+        """P_l of one head of the first example: [L, N, M]."""
+        slices = self.slices
+        directions = slices[head] if slices is not None and slices.dim() == 3 else slices
+        q, k = (x[0, head][None, None] for x in (s.q, s.k))
+        clouds, coupling = clouds_of(q, k, None, None, directions), self.coupling or "interpolated"
+        t = self.temperature
+        if t is None:
+            return lifted_plan(clouds.x[0], clouds.y[0], None, None, coupling, "shared")[0]
+        ranks, sort = rank_matrix(clouds, coupling), partial(soft_sort, temperature=t)
+        return soft_plan(clouds.x[0], clouds.y[0], None, None, ranks, sort)[0]
+
+    def target(self, s: EspSample, head: int = 0) -> Tensor:
+        """What the plans are mixed into, [N M, 1]."""
+        return s.attention[0, head].flatten()[:, None] / self.factor
+
+    def weights(self, s: EspSample, squared: bool, head: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """The plans as columns, what each weighs, w_l, and its transport cost D_l."""
+        plans = self.plans(s, head)
+        table = plans.flatten(1).T
+        solved = torch.linalg.lstsq(table, self.target(s, head), driver="gelsd").solution[:, 0]
+        cost = cost_matrix(s.q[0, head], s.k[0, head], squared)
+        return table, solved, (plans * cost).sum((-1, -2))
+
+    def convention(self, tau: float, squared: bool, mean: bool, weighted: bool) -> EspConvention:
+        count = None if self.slices is None else self.slices.shape[-2]
+        return EspConvention(
+            self.temperature, tau, squared, mean, count, self.factor, coupling=self.coupling,
+            slice_weights=weighted,
+        )  # fmt: skip
 
 
-def _head(
-    sample: EspSample, slices: Tensor | None, head: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    directions = slices[head] if slices is not None and slices.dim() == 3 else slices
-    return sample.q[0, head], sample.k[0, head], sample.attention[0, head], directions
-
-
-def _temperature(
-    samples: Sequence[EspSample], slices: Tensor | None, factor: float, coupling: Coupling | None
-) -> tuple[float | None, float]:
-    """The t for which the slices' plans span the maps, and the relative residual that is left."""
+def _temperature(samples: Sequence[EspSample], mixture: _Mixture) -> tuple[_Mixture, float]:
+    """With the t for which the slices' plans span the maps, and the relative residual that is left."""
 
     # One sample a spread is enough: the fit that comes of it is checked on all of them.
     shape = max((s.q.shape[2] != s.k.shape[2], -i, s.q.shape) for i, s in enumerate(samples))[2]
     first = [s for s in samples if s.q.shape == shape]
 
     def residual(temperature: float | None) -> float:
-        total = 0.0
+        total, at = 0.0, replace(mixture, temperature=temperature)
         for s in first:
-            q, k, attention, directions = _head(s, slices)
-            plans = slice_plans(q, k, directions, temperature, coupling).flatten(1).T  # [N M, L]
-            target = attention.flatten()[:, None] / factor
+            plans, target = at.plans(s).flatten(1).T, at.target(s)  # [N M, L]
             weights = torch.linalg.lstsq(plans, target, driver="gelsy").solution
             total += float((plans @ weights - target).square().sum() / target.square().sum())
         return total
 
     exact = residual(None)
     if exact <= DISTINCT**2:
-        return None, math.sqrt(exact)
+        return mixture, math.sqrt(exact)
     scanned = [residual(float(t)) for t in TEMPERATURES]
     best = int(np.argmin(scanned))
     low, high = TEMPERATURES[max(best - 1, 0)], TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)]
@@ -291,56 +318,40 @@ def _temperature(
     round_number = snapped(temperature)
     if residual(round_number) <= max(residual(temperature), DISTINCT**4):
         temperature = round_number
-    return temperature, math.sqrt(residual(temperature))
+    return replace(mixture, temperature=temperature), math.sqrt(residual(temperature))
 
 
-def _weighted(
-    samples: Sequence[EspSample],
-    temperature: float | None,
-    slices: Tensor | None,
-    factor: float,
-    coupling: Coupling | None,
-) -> list[EspConvention]:
+def _weighted(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspConvention]:
     """Conventions whose cost explains the weights: log w_l is linear in the right D_l."""
-    count = None if slices is None else slices.shape[-2]
     found = []
     for squared in (False, True):
-        slopes: list[tuple[int, float]] = []
-        for s in samples:
-            q, k, attention, directions = _head(s, slices)
-            plans = slice_plans(q, k, directions, temperature, coupling)
-            if len(plans) == 1:
-                slopes.append((q.shape[0], 0.0))
-                continue
-            target = attention.flatten()[:, None] / factor
-            weights = torch.linalg.lstsq(plans.flatten(1).T, target, driver="gelsd").solution[:, 0]
-            totals = (plans * cost_matrix(q, k, squared)).sum((-1, -2))
-            seen = weights > 1e-6
-            spread = totals[seen] - totals[seen].mean() if bool(seen.any()) else totals[:0]
-            if int(seen.sum()) < 2 or float(spread.abs().max()) <= 1e-9 * float(totals.abs().max()):
-                continue
-            logs = weights[seen].log()
-            slope = -float((spread * (logs - logs.mean())).sum() / spread.square().sum())
-            slopes.append((q.shape[0], slope))
-        if not slopes:
-            continue
         # The largest spread of the costs comes second in SPREADS; the first is as clean, and safer.
-        length, tau = slopes[0]
-        for mean in (False, True):
-            inverse = snapped(tau * length if mean else tau)
-            found.append(
-                EspConvention(temperature, inverse, squared, mean, count, factor, coupling=coupling)
-            )
+        slopes = (
+            (tau, s.q.shape[2]) for s in samples
+            if (tau := _slope(*mixture.weights(s, squared)[1:])) is not None
+        )  # fmt: skip
+        for tau, length in itertools.islice(slopes, 1):
+            for mean in (False, True):
+                inverse = snapped(tau * length if mean else tau)
+                found.append(mixture.convention(inverse, squared, mean, False))
     return found
 
 
-def _with_weights(
-    samples: Sequence[EspSample],
-    temperature: float | None,
-    slices: Tensor | None,
-    factor: float,
-    coupling: Coupling | None,
-) -> list[EspFit]:
+def _slope(weights: Tensor, costs: Tensor) -> float | None:
+    """tau, None where costs are too much alike, or weights too small, to tell it."""
+    if len(weights) == 1:
+        return 0.0
+    seen = weights > 1e-6
+    if int(seen.sum()) < 2:
+        return None
+    spread = costs[seen] - costs[seen].mean()
+    if float(spread.abs().max()) <= 1e-9 * float(costs.abs().max()):
+        return None
+    logs = weights[seen].log()
+    return -float((spread * (logs - logs.mean())).sum() / spread.square().sum())
+
+
+def _with_weights(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspFit]:
     """Conventions whose slices have weights of their own: log w_l = beta_l - tau D_l + const.
 
     Over several samples, tau is what is left once the means of every sample and slice are taken off.
@@ -352,11 +363,12 @@ def _with_weights(
             for head in range(samples[0].q.shape[1]):
                 logs, costs = [], []
                 for s in samples:
-                    seen = _weights_and_costs(s, slices, temperature, coupling, factor, squared, head)
-                    if seen is not None:
-                        logs.append(seen[0].log() - seen[0].log().mean())
-                        cost = seen[1] / s.q.shape[2] if mean else seen[1]
-                        costs.append(cost - cost.mean())
+                    plans, weights, cost = mixture.weights(s, squared, head)
+                    if float(torch.linalg.cond(plans)) > CONDITION or not bool((weights > 1e-6).all()):
+                        continue
+                    logs.append(weights.log() - weights.log().mean())
+                    cost = cost / s.q.shape[2] if mean else cost
+                    costs.append(cost - cost.mean())
                 if len(logs) < 2:
                     return []
                 y, x = torch.stack(logs), torch.stack(costs)
@@ -366,31 +378,11 @@ def _with_weights(
             tau = snapped(slopes[0])
             if abs(tau) < 1e-9:
                 tau = 0.0
-            weights = torch.stack(tables)
-            weights = weights / weights.mean(-1, keepdim=True)
-            count = None if slices is None else slices.shape[-2]
-            convention = EspConvention(
-                temperature, tau, squared, mean, count, factor, coupling=coupling, slice_weights=True
-            )
-            error = error_of(convention, slices, samples, weights)
-            found.append(EspFit(convention, slices, error, weights))
+            omega = torch.stack(tables)
+            omega = omega / omega.mean(-1, keepdim=True)
+            convention = mixture.convention(tau, squared, mean, True)
+            error = error_of(convention, mixture.slices, samples, omega)
+            found.append(EspFit(convention, mixture.slices, error, omega))
             if tau == 0.0:
                 return found
     return found
-
-
-def _weights_and_costs(
-    s: EspSample, slices: Tensor | None, temperature: float | None, coupling: Coupling | None,
-    factor: float, squared: bool, head: int,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """w_l and D_l of one head; None where the plans are too alike, or weights too small, to tell them."""
-    q, k, attention, directions = _head(s, slices, head)
-    plans = slice_plans(q, k, directions, temperature, coupling)
-    table = plans.flatten(1).T
-    if float(torch.linalg.cond(table)) > CONDITION:
-        return None
-    target = attention.flatten()[:, None] / factor
-    weights = torch.linalg.lstsq(table, target, driver="gelsd").solution[:, 0]
-    if not bool((weights > 1e-6).all()):
-        return None
-    return weights, (plans * cost_matrix(q, k, squared)).sum((-1, -2))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from asapc.passes.cut import line_of
 from asapc.passes.experiment import Experiment
 from asapc.passes.products import Canonical, merged_heads
 
@@ -44,19 +43,10 @@ class Half:
         *batch, n, d = self.experiment.dims(self.points, lengths)
         return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
 
-    def observer(
-        self, sizes: Sequence[dict[Any, int]], hidden: bool
-    ) -> Callable[[Tensor], Tensor | None]:
-        """points -> plan with nothing masked, None where it is not finite."""
-        by_shape = {self.shape(lengths): lengths for lengths in sizes}
-
-        def observe(points: Tensor) -> Tensor | None:
-            lengths = by_shape[tuple(points.shape)]  # type: ignore[index]
-            result = self.experiment.run([points], lengths, self.experiment.masks(lengths, hidden))
-            finite = bool(result.isfinite().all())
-            return result.reshape(*points.shape[:3], -1) if finite else None
-
-        return observe
+    def observe(self, points: Tensor, lengths: dict[Any, int], hidden: bool) -> Tensor | None:
+        """The plan with nothing masked, None where it is not finite."""
+        plan = self.experiment.observe([points], lengths, hidden)
+        return None if plan is None else plan.reshape(*points.shape[:3], -1)
 
 
 def _heads(points: Canonical) -> int:
@@ -64,10 +54,5 @@ def _heads(points: Canonical) -> int:
     shape = points.shape
     if len(shape) == 4:
         return int(shape[1])
-    merged = merged_heads(points.node)
-    if merged == 1 and isinstance(shape[0], torch.SymInt):
-        expression = shape[0].node.expr
-        symbols = list(expression.free_symbols)
-        if len(symbols) == 1 and expression.subs(symbols[0], 0) == 0:
-            merged = int(expression.subs(symbols[0], 1))
-    return merged
+    merged, line = merged_heads(points.node), line_of(shape[0])
+    return line.factor if merged == 1 and line is not None and not line.more else merged

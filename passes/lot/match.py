@@ -19,13 +19,21 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import LotConvention, OutputFactor, Program
-from asapc.operators.lot import by_example
 from asapc.operators.lot import lot as lot_reference
+from asapc.operators.lot import pivot_plan
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
-from asapc.passes.cut import PROBE_BATCH, ancestors, data_dependent, descendants, is_tensor, separate
+from asapc.passes.cut import (
+    PROBE_BATCH,
+    ancestors,
+    data_dependent,
+    descendants,
+    is_tensor,
+    reached,
+    separate,
+)
+from asapc.passes.early_stop import Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import (
-    EXACT,
     STABILISED,
     Experiment,
     NoFit,
@@ -39,7 +47,6 @@ from asapc.passes.lot.half import Half
 from asapc.passes.lot.parameters import candidates, per_head
 from asapc.passes.lot.probe import HalfFit, Masses, identify_half
 from asapc.passes.lot.site import LotSite, ends_in_one
-from asapc.passes.lot.stops import changed_by_stops
 from asapc.passes.products import (
     BARRIERS,
     NORMALISERS,
@@ -50,6 +57,7 @@ from asapc.passes.products import (
     same,
     site_name,
 )
+from asapc.passes.sinkhorn.probe import factor_of
 from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
@@ -109,17 +117,11 @@ def _candidates(graph: GraphModule) -> Iterator[_Candidate]:
 
 def _inner(outer: Product, data: set[Node]) -> Product | None:
     """The product that the outer one's right operand is, up to numbers and layout."""
-    stack, seen, found = [outer.right], set(), []
-    while stack:
-        node = stack.pop()
-        if node in seen or not is_tensor(node) or node.target in BARRIERS:
-            continue
-        seen.add(node)
-        product = product_of(node)
-        if product is not None:
-            found.append(product)
-        elif node in data:
-            stack.extend(node.all_input_nodes)
+    def onward(node: Node) -> list[Node]:
+        goes_on = node in data and is_tensor(node) and node.target not in BARRIERS
+        return node.all_input_nodes if goes_on and product_of(node) is None else []
+
+    found = [product for x in reached([outer.right], onward) if (product := product_of(x)) is not None]
     return found[0] if len(found) == 1 else None
 
 
@@ -236,11 +238,42 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
         if len(found) < 2:
             continue
         for half, its_fit in found:
-            changed = changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
+            changed = _changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
             if changed is not None:
                 return changed
         return _glued(program, candidate, found, hidden)
     return reason
+
+
+def _changed_by_stops(
+    program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int], hidden: bool
+) -> str | None:
+    """Why the plan may be another than that of the full budget; None where no stop changes it."""
+    stops = [
+        stop for stop in program.stops
+        if ancestors(stop.residual, until=BARRIERS) & half.between
+    ]  # fmt: skip
+    if not stops:
+        return None
+    # The product of the scores is no sum of a half-step.
+    inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
+    unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
+
+    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        points = units / unit
+        raw = half.experiment.raw(half.points, points, at)
+        scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
+        return [raw, *half.experiment.masks(at, hidden)], scores.transpose(-1, -2)
+
+    def plan(scores: Tensor, half_steps: int) -> Tensor:
+        mass = fit.masses.of(len(scores))
+        return pivot_plan(scores, None, mass, half_steps, fit.half.tokens_first, False)
+
+    entering = [half.points.node, *half.masks]
+    steps = fit.half.half_steps
+    loop = Stopping(program, stops, entering, inside, steps, half.shape, feed, plan)
+    examples = assigned([(half.points.shape[0], 1)])
+    return what_a_stop_changes(loop, [Crowd(lengths), *of_many(lengths, examples)])
 
 
 def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
@@ -263,11 +296,10 @@ def _fitted(
     """
     reason: NoFit | None = None
     for half in side:
-        shapes = [half.shape(lengths) for lengths in sizes]
         pivots, masses = candidates(half, sizes)
         if known is not None:
-            masses = [Masses(known.mass, known.interleaved)]
-        fit = identify_half(half.observer(sizes, hidden), shapes, pivots, masses)
+            masses = [known.masses]
+        fit = identify_half(half, hidden, sizes, pivots, masses)
         if not isinstance(fit, NoFit):
             return half, fit
         reason = reason or fit
@@ -290,13 +322,13 @@ def _glued(
             return "one plan is of inner products with pivots and the other is not"
         return _glued(program, candidate, fits, hidden)
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
-        if not _same_masses(found[0][1], found[1][1]):
+        if not found[0][1].masses.is_like(found[1][1].masses):
             refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
             if not isinstance(refitted, NoFit):
                 found = [refitted, found[1]] if other == 0 else [found[0], refitted]
     (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
-    if shared is None or not _same_masses(queries, keys):
+    if shared is None or not queries.masses.is_like(keys.masses):
         return "the query and the key plan have different pivots or masses"
     keys = shared
     whole = _Whole(program.graph, candidate, (query_half, key_half), hidden)
@@ -345,22 +377,16 @@ def _glued(
     site = LotSite(
         site_name(program, candidate.outer.node), convention, query_half.heads, query_half.width,
         max(error, queries.error, keys.error), query_half.points, key_half.points, candidate.inner,
-        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass,
-        interleaved=queries.interleaved if glue is None else glue.interleaved,
+        candidate.outer, inside, mask, query_mask, queries.pivots, queries.masses.table,
+        interleaved=(glue or queries.masses).interleaved,
         weight=None if glue is None else glue.table, covers=inside | candidate.inside,
     )  # fmt: skip
     return _with_row_sums(site, whole, queries, keys, glue)
 
 
-def _same_masses(queries: HalfFit, keys: HalfFit) -> bool:
-    same_rows = queries.interleaved == keys.interleaved and queries.mass.shape == keys.mass.shape
-    return same_rows and torch.allclose(queries.mass, keys.mass)
-
-
 def _read_weight(_whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | None:
     """omega, where all that glues the plans is in them: the product of both readouts over 1 / sigma."""
-    batch = len(queries.readout)
-    mass = by_example(queries.mass, batch) if queries.interleaved else queries.mass
+    mass = queries.masses.of(len(queries.readout))
     return _folded(queries.readout * keys.readout * mass, queries)
 
 
@@ -369,14 +395,15 @@ def _solved_weight(whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | N
     lengths, *_ = _sizes(whole.candidate)
     q, k, v = whole.drawn(lengths, torch.Generator().manual_seed(5))
     output = whole.output(q, k, v, lengths, None)
-    count = queries.mass.shape[1]
+    masses = queries.masses
+    count = masses.table.shape[1]
     if output[0, 0].numel() < 2 * count:
         return None
     parts = []  # of every pivot [B, H, N E]
     for pivot in range(count):
-        one = torch.zeros_like(queries.mass)
+        one = torch.zeros_like(masses.table)
         one[:, pivot] = 1.0
-        part = _reference(q, k, v, None, None, queries, keys, Masses(one, queries.interleaved))
+        part = _reference(q, k, v, None, None, queries, keys, replace(masses, table=one))
         parts.append(part.flatten(2))
     solution = torch.linalg.lstsq(torch.stack(parts, -1), output.flatten(2)[..., None]).solution
     return _folded(solution[..., 0], queries)
@@ -390,11 +417,8 @@ def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
     if folded is None:
         return None
     table, by_row = folded
-    if by_row != queries.interleaved:
-        either = bool((queries.mass == queries.mass[:1]).all())  # all heads have the same masses
-        if not either:
-            return None
-    return Masses(table, by_row)
+    alike = bool((queries.masses.table == queries.masses.table[:1]).all())  # of all heads
+    return Masses(table, by_row) if alike or by_row == queries.masses.interleaved else None
 
 
 def _larger_sizes(whole: _Whole) -> list[dict[Any, int]]:
@@ -459,9 +483,9 @@ def _reference(
     """The glued plan times values; its entries sum to 1 without a weight."""
     a, b = queries.half, keys.half
     return lot_reference(
-        q, k, v, keep, query_keep, None, queries.pivots, queries.mass, a.score_multiplier,
+        q, k, v, keep, query_keep, None, queries.pivots, queries.masses.table, a.score_multiplier,
         b.score_multiplier, a.half_steps, a.tokens_first, b.half_steps, b.tokens_first,
-        factor_terms(OutputFactor(1.0)), queries.interleaved if glue is None else glue.interleaved,
+        factor_terms(OutputFactor(1.0)), (glue or queries.masses).interleaved,
         None if glue is None else glue.table,
     )  # fmt: skip
 
@@ -474,17 +498,14 @@ def _error(row: _Row, factor: OutputFactor) -> float:
 
 def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
     """The monomial in N, M, n that leads from the glued plan to the output, and its error."""
-    powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, -1), (0, 2, -1), (1, 1, 0))
-    tried: list[tuple[OutputFactor, float]] = []
-    for unit_coefficient in (True, False):  # where N never changes, a factor of one wins over c N
-        for a, b, c in powers:
-            unit, seen, n, m, active, _ = rows[0]
-            first = unit * n**a * m**b * active**c
-            ratio = float((seen * first).sum() / first.square().sum())
-            factor = OutputFactor(1.0 if unit_coefficient else snapped(ratio), a, b, c)
-            tried.append((factor, max(_error(row, factor) for row in rows)))
-    enough = max(EXACT, 4 * min(error for _, error in tried))
-    return next(entry for entry in tried if entry[1] <= enough)  # the simplest of those that are as good
+    observed = [
+        (n, m, active, float((seen * unit).sum() / unit.square().sum()))
+        for unit, seen, n, m, active, _ in rows
+    ]
+    found = factor_of(observed)
+    factor = OutputFactor(observed[0][-1]) if isinstance(found, NoFit) else found
+    factor = replace(factor, coefficient=snapped(factor.coefficient))
+    return factor, max(_error(row, factor) for row in rows)
 
 
 def _with_row_sums(

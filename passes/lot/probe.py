@@ -9,8 +9,9 @@ Nothing here looks at code; pivots and masses are looked for among the layer's p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from asapc.ir import HalfPlan, Side
 from asapc.operators.lot import by_example, pivot_plan
 from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
+from asapc.passes.lot.half import Half
 from asapc.passes.sinkhorn.probe import (
     MILD,
     Plans,
@@ -42,6 +44,10 @@ class Masses:
     table: Tensor
     interleaved: bool = False
 
+    def of(self, batch: int) -> Tensor:
+        """As of so many examples: [H, R] or [B, H, R]."""
+        return by_example(self.table, batch) if self.interleaved else self.table
+
     def is_like(self, other: Masses) -> bool:
         """Whether both are the same."""
         alike = self.interleaved == other.interleaved and self.table.shape == other.table.shape
@@ -52,32 +58,28 @@ class Masses:
 class HalfFit:
     """One plan between tokens and pivots, and its largest relative error.
 
-    pivots: [H, R, D]; mass: [H, R], rows sum to 1; interleaved: see Masses.  readout: c, the columns of
-    what was observed over those of the plan of mass 1, [B, H, R] of the first size.
+    pivots: [H, R, D].  readout: c, the columns of what was observed over those of the plan of mass 1,
+    [B, H, R] of the first size.
     """
 
     half: HalfPlan
     pivots: Tensor
-    mass: Tensor
+    masses: Masses
     readout: Tensor
     error: float
-    interleaved: bool = False
 
 
 def identify_half(
-    observe: Callable[[Tensor], Tensor | None],
-    shapes: Sequence[tuple[int, ...]],
-    pivots: Sequence[Tensor],
+    code: Half, hidden: bool, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor],
     masses: Sequence[Masses],
-) -> HalfFit | NoFit:
-    """The finite loop between tokens and pivots that reproduces `observe` to 1e-6, or why none does.
+) -> HalfFit | NoFit:  # fmt: skip
+    """The finite loop between tokens and pivots that reproduces the code to 1e-6, or why none does.
 
-    observe: tokens [B, H, N, D] -> [B, H, N, R] positive, None where it is not finite.
-    shapes: legal shapes of the tokens.  pivots: candidates [H, R, D].  masses: candidates.
+    hidden: what its masks say of a padded token.  pivots: candidates [H, R, D].  masses: candidates.
     """
     generator = torch.Generator().manual_seed(0)
-    first = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    trial = observe(first)
+    first = torch.randn(code.shape(sizes[0]), generator=generator, dtype=torch.float64)
+    trial = code.observe(first, sizes[0], hidden)
     if trial is None or not bool((trial > 0).all()):
         return NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
@@ -90,10 +92,10 @@ def identify_half(
             continue
         samples = []
         for spread in SPREADS:
-            for shape in shapes:
-                x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            for at in sizes:
+                x = torch.randn(code.shape(at), generator=generator, dtype=torch.float64)
                 x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
-                plan = observe(x)
+                plan = code.observe(x, at, hidden)
                 if plan is not None:
                     samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
         multiplier = score_multiplier([sample for sample in samples if sample.mild])
@@ -133,10 +135,10 @@ def _best_loop(
         )
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
     first = next(sample for sample in samples if sample.mild)
-    mass = by_example(masses.table, len(first.scores)) if masses.interleaved else masses.table
+    mass = masses.of(len(first.scores))
     scores = (multiplier * first.scores).transpose(-1, -2)
     plan = pivot_plan(scores, None, mass, half.half_steps, half.tokens_first, False).transpose(-1, -2)
-    return HalfFit(half, z, masses.table, _ratio(first.attention, plan), budget.error, masses.interleaved)
+    return HalfFit(half, z, masses, _ratio(first.attention, plan), budget.error)
 
 
 def _scaled(loop: Plans, target: Tensor) -> Plans:

@@ -69,7 +69,7 @@ class LotSite(Site):
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         c = self.convention
-        with lifting.before(self._first(lifting)):
+        with lifting.before(min(node for node in (self.outer.node, self.row_sums) if node is not None)):
             q, k = lifting.operand(self.q), lifting.operand(self.k)
             keep, query_keep = lifting.keep(self.mask, q), lifting.keep(self.query_mask, q)
             rest = {
@@ -88,11 +88,12 @@ class LotSite(Site):
             product = lifting.nodes[self.outer.node]
             if self.row_sums is None:
                 call = lifting.put(OPERATORS["lot"], q, k, values, rest)
-                return [(product, self._laid_out(lifting, call), lambda user: True)]
+                return [(product, lifting.laid_out(call, self.outer.result), lambda user: True)]
             one = lifting.call(aten.ones_like.default, lifting.call(aten.slice.Tensor, values, -1, 0, 1))
             with_ones = lifting.call(aten.cat.default, [values, one], -1)
             call = lifting.put(OPERATORS["lot"], q, k, with_ones, rest)
-            output = self._laid_out(lifting, lifting.call(aten.slice.Tensor, call, -1, 0, -1))
+            output = lifting.call(aten.slice.Tensor, call, -1, 0, -1)
+            output = lifting.laid_out(output, self.outer.result)
             sums = lifting.call(aten.slice.Tensor, call, -1, -1)  # [B, H, N, 1]
             if not ends_in_one(self.row_sums):
                 sums = lifting.call(aten.squeeze.dim, sums, -1)
@@ -102,13 +103,6 @@ class LotSite(Site):
             (product, output, lambda user: True),
             (lifting.nodes[self.row_sums], sums, lambda user: True),
         ]
-
-    def _first(self, lifting: Lifting) -> Node:
-        """What the call stands before."""
-        return min(node for node in (self.outer.node, self.row_sums) if node is not None)
-
-    def _laid_out(self, lifting: Lifting, call: Node) -> Node:
-        return lifting.laid_out(call, self.outer.result)
 
 
 def ends_in_one(node: Node) -> bool:

@@ -33,8 +33,10 @@ from asapc.passes.cut import (
     data_dependent,
     holds_tensors,
     is_tensor,
+    line_of,
     reached,
 )
+from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, relative_error
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, with_hidden
@@ -42,7 +44,6 @@ from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
-from asapc.passes.plan.stops import changed_by_stops
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import LARGE, guesses_of, where, without_choice
 from asapc.passes.sinkhorn.probe import (
@@ -68,7 +69,6 @@ STEPS = {
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
     aten.exp.default, *VIEWS,
 }  # fmt: skip
-MANY_EXAMPLES = 32
 MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
@@ -222,17 +222,17 @@ class _Region:
         shape = self.cut.shape_of(self.start.tensor.node, lengths)
         return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
 
-    def many(self, lengths: dict[Any, int]) -> dict[Any, int]:
-        """The same with many examples, where their number is free."""
-        leads = {symbol for size in self.start.tensor.shape[:-2] if (symbol := _free(size)) is not None}
-        return lengths | dict.fromkeys(leads, MANY_EXAMPLES)
+    @property
+    def examples(self) -> set[Any]:
+        """The sizes of what stands before rows and columns, where they are free."""
+        return {symbol for size in self.start.tensor.shape[:-2] if (symbol := _free(size)) is not None}
 
     def lengths(self, shift: int = 0) -> dict[Any, int]:
         """Small, different numbers of rows and columns where they are free, `shift` more of both; few
         examples where their number is."""
         found = self.cut.lengths()
         *leads, rows, columns = self.start.tensor.shape
-        wanted = [*((size, PROBE_BATCH) for size in leads if _is_symbol(size)),
+        wanted = [*((size, PROBE_BATCH) for size in leads if (line_of(size) or [])[1:] == (1, 0)),
                   *zip((rows, columns), (length + shift for length in PROBE_LENGTHS), strict=True)]
         set_: set[Any] = set()
         for size, length in wanted:
@@ -252,19 +252,10 @@ def _made_of(start: Node) -> set[Node]:
     return reached(onward(start), onward)
 
 
-def _is_symbol(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
-
-
 def _free(size: Any) -> Any:
     """The symbol of a size that is one, or one and a few more; None for others."""
-    if not isinstance(size, torch.SymInt):
-        return None
-    symbols = size.node.expr.free_symbols
-    if len(symbols) != 1:
-        return None
-    (symbol,) = symbols
-    return symbol if (size.node.expr - symbol).is_number else None
+    line = line_of(size)
+    return line.symbol if line is not None and line.factor == 1 else None
 
 
 def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> dict[Node, bool]:
@@ -527,7 +518,7 @@ class _Trials:
         return None if overflown(o.attention) else o
 
     def fed(
-        self, scores: Tensor, lengths: dict[Any, int]
+        self, scores: Tensor, lengths: dict[Any, int], _active: Tensor | None
     ) -> tuple[list[Tensor], Sample]:
         """What is fed to the region's inputs for scores in units of epsilon, and what was observed."""
         scores, given = scores / abs(self.rough), self.draw(lengths)
@@ -617,12 +608,13 @@ def _changed_by_stops(
     def plan(sample: Sample, half_steps: int) -> Tensor:
         return plan_of(replace(fit.convention, half_steps=half_steps), sample)
 
-    many = region.many(lengths)
-    return changed_by_stops(
-        program, region.stops, [region.start.tensor.node, *region.data], region.ordered,
-        fit.convention.half_steps, plan, trials.fed,
-        [(at, region.size(at)) for at in ([lengths] if many == lengths else [lengths, many])],
-    )  # fmt: skip
+    entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
+    loop = Stopping(
+        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan
+    )
+    # In a far larger batch one sharp example does less to a mean, or to its square.
+    many = of_many(lengths, region.examples, FAR**2) if region.examples else []
+    return what_a_stop_changes(loop, [Crowd(lengths), *many])
 
 
 def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: Fit[PlanConvention]) -> str | None:

@@ -20,7 +20,15 @@ from torch.fx import GraphModule, Node
 from asapc.formats.limits import fixed_size, limits_of
 from asapc.operators.banded import in_band
 from asapc.operators.masks import MASKED_BELOW
-from asapc.passes.cut import SHAPE_ONLY, constant_at, depends_on_data, is_tensor, reached, reaches
+from asapc.passes.cut import (
+    SHAPE_ONLY,
+    constant_at,
+    depends_on_data,
+    is_tensor,
+    line_of,
+    reached,
+    reaches,
+)
 from asapc.passes.experiment import assigned
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import same
@@ -153,18 +161,15 @@ def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]
     if fixed is not None:
         yield None, fixed
         return
-    symbols = tokens.node.expr.free_symbols
-    (symbol, *others) = symbols
-    beside = tokens.node.expr - symbol
-    if others or not beside.is_number:
+    line = line_of(tokens)
+    if line is None or line.factor != 1:
         return
-    low, high = limits_of(tokens.node.shape_env, symbol)
-    most = high + int(beside)
-    wanted = {*LENGTHS, LONGEST, int(tokens.node.hint), *([most] if most < LONGEST else [])}
+    low, high = (limit + line.more for limit in limits_of(tokens.node.shape_env, line.symbol))
+    wanted = {*LENGTHS, LONGEST, int(tokens.node.hint), *([high] if high < LONGEST else [])}
     one = assigned((size, 1) for size in leads)
     for length in sorted(wanted):
-        if low + int(beside) <= length <= most and length > int(beside):
-            yield {**one, symbol: length - int(beside)}, length
+        if low <= length <= high and length > line.more:
+            yield {**one, line.symbol: length - line.more}, length
 
 
 def _band_in(value: Tensor, is_bool: bool) -> Band | None:

@@ -8,8 +8,6 @@ The region is cut out, promoted to float64 and run on synthetic scores, masks an
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,8 +22,22 @@ from torch.utils import _pytree as pytree
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
-from asapc.passes.early_stop import Trial, dilution, residuals_cut, residuals_of, what_a_stop_changes
+from asapc.passes.cut import (
+    PROBE_BATCH,
+    PROBE_LENGTHS,
+    descendants,
+    is_tensor,
+    made_alike,
+    moved_nodes,
+)
+from asapc.passes.early_stop import (
+    MANY_EXAMPLES,
+    Crowd,
+    Stopping,
+    of_many,
+    residuals_cut,
+    what_a_stop_changes,
+)
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
@@ -36,7 +48,7 @@ from asapc.passes.experiment import (
     relative_error,
 )
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.products import Canonical, KeyMask, merged_heads, same, site_name
+from asapc.passes.products import Canonical, KeyMask, merged_heads, rank_of, same, site_name
 from asapc.passes.regions import Region
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
@@ -61,14 +73,12 @@ from asapc.passes.site import Found, Place, Site, Unidentified
 aten = torch.ops.aten
 
 LARGE = 64 * 64
-# Where loops converge soon, or late: a stop changes most where it has just become due.
-STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
-FEW_STOPPED = STOPPED_SPREADS[::4]
-MANY_EXAMPLES, MANY_TOKENS = 32, 100
+MANY_TOKENS = 100
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
+ROWS_ONLY = "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
@@ -186,8 +196,8 @@ def _examine(
 Outcome = tuple[Fit[Convention], KeyMask | None, ScoreBias | None, list[Tensor]] | str
 
 
-Known = tuple[Region, Outcome]
-"""What was found in a region."""
+Known = tuple[tuple[Node, ...], Outcome]
+"""What was found in a region with these inputs."""
 
 
 def _identified(
@@ -198,17 +208,10 @@ def _identified(
     experiment = RegionExperiment(program, region)
     alike = _seen_by_experiments(program, experiment, stops)
     if alike not in known:
-        known[alike] = region, _examined(program, experiment, stops)
-    other, found = known[alike]
-    if isinstance(found, str):
-        return found
-    fit, mask, bias, neutral = found
-    places = {node: place for place, node in enumerate(other.inputs)}
-    if mask is not None:
-        mask = replace(mask, node=region.inputs[places[mask.node]])
-    if bias is not None:
-        bias = replace(bias, node=region.inputs[places[bias.node]])
-    return fit, mask, bias, neutral
+        known[alike] = region.inputs, _examined(program, experiment, stops)
+    inputs, found = known[alike]
+    outcome: Outcome = moved_nodes(found, dict(zip(inputs, region.inputs, strict=True)))
+    return outcome
 
 
 def _seen_by_experiments(
@@ -242,123 +245,39 @@ def run_experiments(
     shown: what inputs that only hide entries hold where they do not; what they hide is for the caller.
     Also returns the inputs that hide nothing and add nothing.
     """
-    generator = torch.Generator().manual_seed(0)
-    region, dims = experiment.region, experiment.size()
-    keys = dims[-1]
-
-    def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
-        return spread * torch.randn(at, generator=generator, dtype=torch.float64)
-
+    region, search = experiment.region, _Search(experiment)
     roles: list[str] = []
     for node in region.inputs:
         role = "band" if node in shown else _input_role(experiment, node)
         if role is None:
             return f"the attention depends on {spoken(node)}, which is neither a mask nor a bias"
         roles.append(role)
-    neutral = _neutral_inputs(experiment, roles, scores(0.1), shown)
+    neutral = _neutral_inputs(experiment, roles, search.scores(0.1), shown)
     if isinstance(neutral, str):
         return neutral
-
-    first = experiment.attention(scores(1.0), neutral)
-    if not bool(first.isfinite().all()):
-        return "the region gives NaN or infinity on random scores"
-    trial = scores(1.0)
-    tried = experiment.attention(trial, neutral)
-    settled = without_choice(dims)
-    if settled is not None and relative_error(tried, first) <= STABILISED:
-        return settled
-    rough = identify_multiplier(trial, tried)
-    if isinstance(rough, NoFit):
-        softmax_only = any(node.target in SOFTMAX for node in region.inside)
-        return _describe(rough, region, softmax_only)
-
-    def sample(s: Tensor, at: dict[Any, int], mild: bool) -> Sample | None:
-        inputs = neutral if at is experiment.few else experiment.resized(neutral, at)
-        a = experiment.attention(s, inputs, at)
-        return None if overflown(a) else Sample(four(s), four(a), mild=mild)
-
-    sizes = experiment.sizes_to_try()
-    samples = [
-        finite for drawn, at in drawings(sizes, dims[-2] * dims[-1] > LARGE)
-        if (finite := sample(drawn.scores(experiment.size(at), generator) / rough, at, drawn.mild))
-    ]  # fmt: skip
-    if not samples:
-        return "the region gives NaN or infinity on random scores"
-    guesses = guesses_of(region.inside)
-    fit: Fit[Convention] | NoFit = identify(samples, guesses=guesses)
-    if isinstance(fit, Fit) and fit.rival is not None:
-        again = partial(identify, guesses=guesses)
-        fit = separated(
-            fit, samples, dims, lambda s: sample(s, experiment.few, False), convention_error, again
-        )
-    if isinstance(fit, NoFit):
-        return _describe(fit, region, False)
-    mildest = samples[: len(sizes)]
-    elsewhere = _at_larger_sizes(experiment, neutral, fit.convention)
-    if elsewhere is not None:
-        return elsewhere
-
+    search.neutral = neutral
+    fit = search.without_masks()
+    if isinstance(fit, str):
+        return fit
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
-    merged = len(dims) == 3
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
         if role == "additive" and _adds_more(node) and not _may_hide(experiment, index, neutral):
             role = "bias"
         if role in ("mask", "additive"):
             if mask is not None:
                 return f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})"
-            pattern = torch.arange(keys) % 3 != 1  # True: active
-            hides = HIDDEN_SCORE
-            polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
-            s = scores(1.0 / abs(rough))
-            a = four(experiment.attention(s, hiding(neutral, index, pattern, polarity)))
-            if not bool(a.isfinite().all()):
-                return f"masking keys through {spoken(node)} gives NaN or infinity"
-            if float(a[..., ~pattern].abs().max()) > 1e-12:
-                return f"keys masked through {spoken(node)} still receive attention"
-            if polarity is None:
-                hides = _hides(experiment, index, neutral, pattern, s, a)
-                example = node.meta["example"]
-                if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
-                    told = f"keys masked through {spoken(node)} still receive attention"
-                    return f"{told} at {MASKED_BELOW:g}"
-            seen = [Sample(four(s), a, pattern.expand(len(a), keys))]
-            alone = torch.arange(keys) == keys // 2
-            for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
-                s = scores(spread / abs(rough))
-                a = four(experiment.attention(s, hiding(neutral, index, active, polarity)))
-                if not overflown(a):
-                    seen.append(Sample(four(s), a, active.expand(len(a), keys)))
-            if node is region.root:
-                seen.append(_unlike_examples(experiment, index, neutral, 1.0 / rough))
-            every, mildest_of_all = [*samples, *seen], [*mildest, seen[0]]
-            masked = with_factor(fit.convention, every, mildest_of_all)
-            if isinstance(masked, NoFit) and same(*region.score.result.shape[-2:]):
-                both = with_factor(fit.convention, every, mildest_of_all, "both")
-                masked = masked if isinstance(both, NoFit) else both
-            if isinstance(masked, NoFit):
-                return f"with {spoken(node)} as key mask: {masked}"
-            fit = masked
-
-            def hidden(at: dict[Any, int], score: float, index: int = index,
-                       polarity: bool | None = polarity) -> list[Tensor]:  # fmt: skip
-                nothing = torch.zeros(experiment.size(at)[-1], dtype=torch.bool)
-                return hiding(experiment.resized(neutral, at), index, nothing, polarity, score)
-
-            plain = replace(fit.convention, mask="none")
-            examples = EmptyExamples(experiment, plain, node, sizes, hidden)
-            empty = examples.of_scores(hides) if polarity is None else examples.of_mask()
-            if isinstance(empty, str):
-                return empty
-            is_bias = role == "additive" and _adds_more(node)
-            mask = KeyMask(node, polarity, merged or _merged(node, region), is_bias, empty, hides)
+            masked = search.masked(fit, index, role == "additive")
+            if isinstance(masked, str):
+                return masked
+            fit, mask = masked
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
                 return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
             coefficient = _bias_coefficient(experiment, index, neutral, fit.convention)
             if isinstance(coefficient, NoFit):
-                return _describe(coefficient, region, False)
-            bias = ScoreBias(node, coefficient, merged or _merged(node, region))
+                return str(coefficient)
+            bias = ScoreBias(node, coefficient, _merged(node, region))
             if mask is None or mask.node is not node:
                 checked = with_low_numbers(experiment, fit.convention, bias, neutral)
                 if isinstance(checked, str):
@@ -370,6 +289,117 @@ def run_experiments(
             names = f"{spoken(mask.node)} and {spoken(bias.node)}"
             return f"with {names} at once: another loop; relative error {error:.2g}"
     return fit, mask, bias, neutral
+
+
+class _Search:
+    """A region on scores that are drawn one after the other.
+
+    neutral: inputs that hide nothing and add nothing.  rough: the multiplier, as seen first.
+    samples: observations without masks, the mildest first.
+    """
+
+    def __init__(self, experiment: RegionExperiment) -> None:
+        self.experiment, self.generator = experiment, torch.Generator().manual_seed(0)
+        self.neutral: list[Tensor] = []
+        self.rough = 1.0
+        self.samples: list[Sample] = []
+
+    def scores(self, spread: float) -> Tensor:
+        size = self.experiment.size()
+        return spread * torch.randn(size, generator=self.generator, dtype=torch.float64)
+
+    def sample(self, s: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+        """What is seen of these scores, None where they overflow."""
+        a = self.experiment.attention(s, self.experiment.resized(self.neutral, at), at)
+        return None if overflown(a) else Sample(four(s), four(a), mild=mild)
+
+    def without_masks(self) -> Fit[Convention] | str:
+        """The loop where nothing is hidden or added, or why it is none."""
+        experiment, dims, inside = self.experiment, self.experiment.size(), self.experiment.region.inside
+        first = experiment.attention(self.scores(1.0), self.neutral)
+        if not bool(first.isfinite().all()):
+            return "the region gives NaN or infinity on random scores"
+        trial = self.scores(1.0)
+        tried = experiment.attention(trial, self.neutral)
+        settled = without_choice(dims)
+        if settled is not None and relative_error(tried, first) <= STABILISED:
+            return settled
+        rough = identify_multiplier(trial, tried)
+        if isinstance(rough, NoFit):
+            rows = any(node.target in SOFTMAX for node in inside)
+            by_query = rows and rough.reason.startswith("not Sinkhorn: the attention is not strictly")
+            return ROWS_ONLY if by_query else str(rough)
+        self.rough = rough
+        sizes = experiment.sizes_to_try()
+        drawn = (
+            self.sample(one.scores(experiment.size(at), self.generator) / rough, at, one.mild)
+            for one, at in drawings(sizes, dims[-2] * dims[-1] > LARGE)
+        )
+        self.samples = [sample for sample in drawn if sample is not None]
+        if not self.samples:
+            return "the region gives NaN or infinity on random scores"
+        again = partial(identify, guesses=guesses_of(inside))
+        fit = again(self.samples)
+        if isinstance(fit, Fit) and fit.rival is not None:
+            few = partial(self.sample, at=experiment.few)
+            fit = separated(fit, self.samples, dims, few, convention_error, again)
+        if isinstance(fit, NoFit):
+            return str(fit)
+        return _at_larger_sizes(experiment, self.neutral, fit.convention) or fit
+
+    def masked(
+        self, fit: Fit[Convention], index: int, additive: bool
+    ) -> tuple[Fit[Convention], KeyMask] | str:
+        """The loop with an input that hides keys, by low scores that it adds or as a boolean; or why it
+        is no mask."""
+        experiment, neutral = self.experiment, self.neutral
+        region, node = experiment.region, experiment.region.inputs[index]
+        keys = torch.arange(experiment.size()[-1])
+        polarity = None if additive else bool(not neutral[index].flatten()[0])
+
+        def hidden(spread: float, active: Tensor) -> Sample:
+            s = self.scores(spread / abs(self.rough))
+            a = four(experiment.attention(s, hiding(neutral, index, active, polarity)))
+            return Sample(four(s), a, active.expand(len(a), len(keys)))
+
+        pattern, alone = keys % 3 != 1, keys == len(keys) // 2  # True: active
+        first = hidden(1.0, pattern)
+        if not bool(first.attention.isfinite().all()):
+            return f"masking keys through {spoken(node)} gives NaN or infinity"
+        if float(first.attention[..., ~pattern].abs().max()) > 1e-12:
+            return f"keys masked through {spoken(node)} still receive attention"
+        hides = HIDDEN_SCORE
+        if additive:
+            hides = _hides(experiment, index, neutral, pattern, first)
+            example = node.meta["example"]
+            if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
+                return f"keys masked through {spoken(node)} still receive attention at {MASKED_BELOW:g}"
+        seen = [first]
+        for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
+            sample = hidden(spread, active)
+            seen += [] if overflown(sample.attention) else [sample]
+        if node is region.root:
+            seen.append(_unlike_examples(experiment, index, neutral, 1.0 / self.rough))
+        sizes = experiment.sizes_to_try()
+        every, mildest = [*self.samples, *seen], [*self.samples[: len(sizes)], first]
+        masked = with_factor(fit.convention, every, mildest)
+        if isinstance(masked, NoFit) and same(*region.score.result.shape[-2:]):
+            both = with_factor(fit.convention, every, mildest, "both")
+            masked = masked if isinstance(both, NoFit) else both
+        if isinstance(masked, NoFit):
+            return f"with {spoken(node)} as key mask: {masked}"
+
+        def empty(at: dict[Any, int], score: float) -> list[Tensor]:
+            nothing = torch.zeros(experiment.size(at)[-1], dtype=torch.bool)
+            return hiding(experiment.resized(neutral, at), index, nothing, polarity, score)
+
+        plain = replace(masked.convention, mask="none")
+        examples = EmptyExamples(experiment, plain, node, sizes, empty)
+        gives = examples.of_scores(hides) if additive else examples.of_mask()
+        if isinstance(gives, str):
+            return gives
+        is_bias = additive and _adds_more(node)
+        return masked, KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
 
 
 def _unlike_examples(
@@ -460,67 +490,34 @@ def _stopping(
     mask: KeyMask | None,
     neutral: Sequence[Tensor],
 ) -> str | None:
-    """What an early stop would change, None if nothing.
-
-    A residual is often a mean: one sharp example of many, or a few tokens of many, hardly move it. How
-    much less they do in a far larger batch is measured on one that is twice as large.
-    """
-    region = experiment.region
-    generator = torch.Generator().manual_seed(4)
+    """What an early stop would change, None if nothing."""
+    region, few = experiment.region, experiment.few
     shape = region.score.result.shape
     many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
     long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
-    large = math.prod(experiment.size()[-2:]) > LARGE
-
-    residuals = residuals_of(program, stops, [region.score.node, *region.inputs])
-
-    def trials(
-        grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
-    ) -> Iterator[Trial]:
-        """only: where the scores are not 0; active: the keys that are not masked."""
-        at = {**experiment.few, **grown}
-        inputs, keep = experiment.resized(neutral, at), None
-        dims = experiment.size(at)
-        if mask is not None and active is not None:
-            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
-        noise = torch.randn(dims, generator=generator, dtype=torch.float64)
-        part = torch.zeros(dims, dtype=torch.float64)
-        part[only] = noise[only]
-        smaller = diluted(part, at, grown) if only else 1.0
-        for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
-            s = part * spread / abs(convention.score_multiplier)
-            if mask is not None and active is not None:
-                keep = active.expand(len(four(s)), -1)
-            tensors = [experiment.raw(region.score.result, s, at), *inputs]
-            yield Trial(tensors, at, four(s), keep, smaller)
-
-    def diluted(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
-        twice = {**at, **{symbol: 2 * size for symbol, size in grown.items()}}
-        padded = torch.zeros(experiment.size(twice), dtype=torch.float64)
-        padded[tuple(slice(0, size) for size in part.shape)] = part
-        return dilution(*(
-            residuals([experiment.raw(region.score.result, s / abs(convention.score_multiplier), sizes),
-                       *experiment.resized(neutral, sizes)], sizes)[0]
-            for s, sizes in ((part, at), (padded, twice))
-        ))  # fmt: skip
-
-    few, keys = slice(0, 8), experiment.size()[-1]
-    some: list[Iterator[Trial]] = [trials({})]
-    some += [trials(many, only=(one,)) for one in (slice(0, 1), slice(-1, None))]
-    if long:
-        some.append(trials(many | long, only=(slice(-1, None), ..., few, few)))  # type: ignore[arg-type]
-    if mask is not None:
-        some.append(trials({}, active=torch.arange(keys) % 3 != 1))
-        some.append(trials(many, active=torch.arange(keys) < 2))
     convention = replace(convention, mask="none" if mask is None else convention.mask)
 
-    def attention(trial: Trial, half_steps: int) -> Tensor:
-        shorter = replace(convention, half_steps=half_steps)
-        return attention_of(shorter, trial.scores, trial.keep)
+    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
+        s, inputs = units / abs(convention.score_multiplier), experiment.resized(neutral, at)
+        keep: Tensor | None = None
+        if mask is not None and active is not None:
+            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
+            keep = active.expand(len(four(s)), -1)
+        return [experiment.raw(region.score.result, s, at), *inputs], (four(s), keep)
 
-    return what_a_stop_changes(
-        stops, residuals, region.inside, convention.half_steps, attention, itertools.chain(*some)
-    )
+    def attention(observed: tuple[Tensor, Tensor | None], half_steps: int) -> Tensor:
+        return attention_of(replace(convention, half_steps=half_steps), *observed)
+
+    entering = [region.score.node, *region.inputs]
+    steps = convention.half_steps
+    loop = Stopping(program, stops, entering, region.inside, steps, experiment.size, feed, attention)
+    tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
+    crowds = [Crowd(few), *of_many(few, many)]
+    if long:
+        crowds.append(Crowd(few, many | long, (slice(-1, None), ..., tokens, tokens)))
+    if mask is not None:
+        crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
+    return what_a_stop_changes(loop, crowds)
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:
@@ -576,12 +573,6 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
         *(["row", "matrix", "tensor"] if targets & MAXIMA else []),
     ]  # fmt: skip
     return Guesses(tuple(found), sorted(set().union(*found.values())), starts)
-
-
-def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
-    if softmax_only and failure.reason.startswith("not Sinkhorn: the attention is not strictly"):
-        return "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
-    return str(failure)
 
 
 def _input_role(experiment: RegionExperiment, node: Node) -> str | None:
@@ -675,13 +666,13 @@ def _may_hide(experiment: RegionExperiment, index: int, neutral: Sequence[Tensor
 
 
 def _hides(
-    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], active: Tensor, scores: Tensor,
-    hidden: Tensor,
-) -> float:  # fmt: skip
-    """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], active: Tensor, seen: Sample
+) -> float:
+    """The highest added score that hides keys as HIDDEN_SCORE did in what was seen."""
+    scores = seen.scores.reshape(experiment.size())
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
         inputs = hiding(neutral, index, active, None, score)
-        if relative_error(four(experiment.attention(scores, inputs)), hidden) <= STABILISED:
+        if relative_error(four(experiment.attention(scores, inputs)), seen.attention) <= STABILISED:
             return score
     return HIDDEN_SCORE
 
@@ -732,6 +723,7 @@ def heads_of(region: Region) -> int:
 
 
 def _merged(node: Node, region: Region) -> bool:
-    """Whether a mask's leading dimension is batch times heads: it feeds a three-dimensional value."""
+    """Whether a mask's leading dimension is batch times heads, as that of scores or of a value that it
+    feeds with three dimensions."""
     consumers = [user for user in node.users if user in set(region.inside)]
-    return any(len(user.meta["val"].shape) == 3 for user in consumers)
+    return any(rank_of(x) == 3 for x in (region.score.node, *consumers))

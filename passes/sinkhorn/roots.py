@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from asapc.passes.cut import depends_on_data, is_bool, is_tensor, mask_root
+from asapc.passes.cut import depends_on_data, is_bool, is_tensor, mask_root, reached
 from asapc.passes.masks import varies
 from asapc.passes.products import BARRIERS, rank_of, same
 from asapc.passes.regions import Region
@@ -44,21 +44,14 @@ def rooted(region: Region, heads: int) -> Region:
 def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
     """The only mask [B, M] that a node is computed of, and what is computed on the way; None where other
     data enters, or parameters."""
-    found: set[Node] = set()
-    between: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in between or current in found or not is_tensor(current):
-            continue
-        if _is_root(current):
-            found.add(current)
-        elif current.op != "call_function" or current.target in BARRIERS:
-            return None
-        else:
-            between.add(current)
-            stack.extend(current.all_input_nodes)
-    if len(found) != 1:
+    def onward(current: Node) -> list[Node]:
+        return [] if _is_root(current) else [x for x in current.all_input_nodes if is_tensor(x)]
+
+    above = reached([node], onward)
+    found = {current for current in above if _is_root(current)}
+    between = above - found
+    enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
+    if enters or len(found) != 1:
         return None
     (root,) = found
     keys = region.score.result.shape[-1]
