@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch
 from asapc.measure.differences import largest_difference
-from asapc.passes.bytecode import loaded_names, questions_of, stored_names, writes
+from asapc.passes.bytecode import loaded_names, questions_of, stored_names
 from asapc.passes.observe import Leave, entering
 from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
@@ -220,11 +220,10 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     runs = [entries for entries, _ in ran]
     copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
     every_code = set[CodeType]().union(*profile.codes.values())
-    writing = any(map(writes, every_code))
-    if copying and writing and _depends_on_layout(model, example, ran[0][1]):
-        for name in copying:
-            found.questions[name] |= {"layout"}
     if not leaves_nothing(model, every_code, found.spaces):
+        if copying and _depends_on_layout(model, example, ran[0][1]):
+            for name in copying:
+                found.questions[name] |= {"layout"}
         _note_memory(model, example, larger, found, ran)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)

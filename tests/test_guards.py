@@ -663,6 +663,13 @@ class OfWriting(Layer):
         return attended(self, kept)
 
 
+class OfWritingByPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x + 0
+        nn.functional.relu(kept.mT.contiguous(), True)
+        return attended(self, kept)
+
+
 class OfFunctions(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, nn.functional.relu(x) + torch.sin(x) + LOCK.locked())
@@ -838,9 +845,10 @@ def test_a_bias_of_weights_that_hides_later(trained):
         compiled(x)
 
 
+@pytest.mark.parametrize("kind", [OfWriting, OfWritingByPlace])
 @torch.no_grad()
-def test_inputs_that_are_stored_otherwise_and_written_into():
-    model, compiled = made(OfWriting)
+def test_inputs_that_are_stored_otherwise_and_written_into(kind):
+    model, compiled = made(kind)
     x = torch.randn(3, 6, 4)
     assert own_code(model, compiled, x) == []
     (warned,) = own_code(model, compiled, x.mT.contiguous().mT)
