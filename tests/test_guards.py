@@ -698,6 +698,14 @@ class OfPrecision(Layer):
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
 
 
+class OfDtype(Layer):
+    """Which it hands on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.out.weight
+        return attended(self, x.to(weight.dtype)).to(x.dtype) + attended(self, x.type_as(weight)).to(x)
+
+
 class OfTable(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, {torch.float32: 1.0, torch.float64: 3.0}[x.dtype])
@@ -867,6 +875,21 @@ def test_a_device_that_code_asks_for():
             compiled.to("meta")(x.to("meta"))
         warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
         assert len(warned) == (kind is OfDevices) and all("devices()=cpu" in text for text in warned)
+
+
+@torch.no_grad()
+def test_an_input_of_another_dtype_than_the_weights():
+    x = torch.randn(3, 6, 4)
+    model, compiled = copy.deepcopy(made(OfDtype))
+    for kind in (torch.float64, torch.float16):
+        other = copy.deepcopy(compiled)
+        assert_told(own_code(model, other, x.to(kind)), "asks for mixed_precision()=no, and now it is torch")
+        with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
+            other(x)
+    for one in (model, compiled):
+        one.double()
+    assert own_code(model, compiled, x.double()) == []
+    assert_told(own_code(model, compiled, x), "mixed_precision")
 
 
 def wider(layer: Any) -> None:
