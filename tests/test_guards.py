@@ -670,6 +670,23 @@ class OfWritingByPlace(Layer):
         return attended(self, kept)
 
 
+class OfGain(Layer):
+    """A weight, and a tensor that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, 1 / (self.gain * self.plain))
+
+
+class OfWrittenInputs(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return attended(self, x)
+
+
 class OfFunctions(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, nn.functional.relu(x) + torch.sin(x) + LOCK.locked())
@@ -864,6 +881,11 @@ def test_inputs_that_are_stored_otherwise_and_written_into(kind):
     assert own_code(*made(OfNames), x.mT.contiguous().mT) == []
 
 
+def test_a_model_that_writes_into_its_inputs():
+    with pytest.raises(InputError, match="it writes into them"):
+        made(OfWrittenInputs)
+
+
 @torch.no_grad()
 def test_a_device_that_code_asks_for():
     """And not one that it only hands on, or compares with that of another tensor."""
@@ -996,6 +1018,7 @@ OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
     (Layer, lambda: nn.modules.module.register_module_forward_hook(doubled), id, "hooks of all modules"),
     (OfPrecision, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
     (OfTable, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
+    (OfGain, contextlib.nullcontext, lambda layer: layer.plain.fill_(3.0), "plain was captured as tensor"),
     (OfGradients, contextlib.nullcontext,
      lambda layer: setattr(layer.out.weight, "grad", torch.ones(4, 4)), "gradients()=False"),
     (OfWidth, contextlib.nullcontext, wider, "size 2 of what its q gives"),
