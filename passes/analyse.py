@@ -369,8 +369,8 @@ def _single(x: Any) -> Any:
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:
-    """InputError where the model's own outputs are NaN, or its inputs other ones after a call: nothing can
-    be compared with either."""
+    """InputError where the model's own outputs are NaN, or its inputs others after a call: nothing can be
+    compared with either."""
     if teacher.model is not None:
         inputs = [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
         before = [x.clone() for x in inputs]

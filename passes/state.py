@@ -74,9 +74,9 @@ _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
     "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
-    "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind", MIXED), "__class__": ("kind",),
+    "untyped_storage": ("view",), "isinstance": ("kind",), "__class__": ("kind",),
     "is_cuda": (DEVICES,), "is_cpu": (DEVICES,), "get_device": (DEVICES,),
-    "dtype": (MIXED,), "to": (MIXED,), "type_as": (MIXED,),  # which hand a dtype on
+    "dtype": (MIXED,), "to": (MIXED,), "type_as": (MIXED,), "type": ("kind", MIXED),
     "grad": (GRADIENTS,), "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}

@@ -480,6 +480,7 @@ TENSORS = "live/programs/0/modules/0/tensors"
         broken("live/programs/0/modules/0/sites", ["nothing"]),
         broken("live/programs/1/modules/0/sites", []),
         broken("live/programs/0/call/output", {"tensor": 3}),
+        broken("live/programs/0/call/output", {"constant": None}),
         broken(f"{TENSORS}/asapc_site_0_target_coefficients", "other"),
         broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"),
         broken("sites/0/range", {"score_low": 0.0}),
@@ -496,10 +497,11 @@ def test_a_model_is_left_as_it_was_where_a_manifest_is_refused(out, tmp_path, pa
         assert_untouched(model, before)
 
 
-def test_an_output_that_the_program_does_not_have_is_refused(out, tmp_path):
+@pytest.mark.parametrize("output", [{"tensor": 40}, {"tensor": 0}, {"constant": None}], ids=str)
+def test_another_output_than_the_programs_is_refused(out, tmp_path, output):
     """A patched model's own forward gives its outputs."""
     with pytest.raises(InputError):
-        asapc.load(altered(out, tmp_path / "out", broken("forward/output", {"tensor": 40})))
+        asapc.load(altered(out, tmp_path / "out", broken("forward/output", output)))
 
 
 def test_weights_that_cannot_be_copied_are_refused(out):

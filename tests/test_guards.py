@@ -905,7 +905,7 @@ def test_an_input_of_another_dtype_than_the_weights():
     model, compiled = copy.deepcopy(made(OfDtype))
     for kind in (torch.float64, torch.float16):
         other = copy.deepcopy(compiled)
-        assert_told(own_code(model, other, x.to(kind)), "asks for mixed_precision()=no, and now it is torch")
+        assert_told(own_code(model, other, x.to(kind)), "mixed_precision()=no, and now it is torch")
         with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
             other(x)
     for one in (model, compiled):
@@ -1018,7 +1018,7 @@ OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
     (Layer, lambda: nn.modules.module.register_module_forward_hook(doubled), id, "hooks of all modules"),
     (OfPrecision, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
     (OfTable, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
-    (OfGain, contextlib.nullcontext, lambda layer: layer.plain.fill_(3.0), "plain was captured as tensor"),
+    (OfGain, contextlib.nullcontext, lambda layer: layer.plain.fill_(3.0), "plain was captured as"),
     (OfGradients, contextlib.nullcontext,
      lambda layer: setattr(layer.out.weight, "grad", torch.ones(4, 4)), "gradients()=False"),
     (OfWidth, contextlib.nullcontext, wider, "size 2 of what its q gives"),

@@ -218,6 +218,10 @@ class Call(Record):
                 flat[index] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         return None
 
+    def gives(self, count: int) -> bool:
+        """Whether each of so many tensors has one place in the output."""
+        return sorted(leaf.index for leaf in leaves(self.output)) == [*range(count)]
+
     def sizes(self) -> str:
         """The sizes that it holds for, in words."""
         return sizes_text([self._name(i) for i in range(len(self.tensors))], self.tensors, self.limits)
