@@ -670,17 +670,6 @@ class OfWritingByPlace(Layer):
         return attended(self, kept)
 
 
-class OfGain(Layer):
-    """A weight, and a tensor that is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, 1 / (self.gain * self.plain))
-
-
 class OfWrittenInputs(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x *= 2
@@ -1018,7 +1007,6 @@ OTHERS: list[tuple[Callable[[], nn.Module], Any, Callable[[Any], Any], str]] = [
     (Layer, lambda: nn.modules.module.register_module_forward_hook(doubled), id, "hooks of all modules"),
     (OfPrecision, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
     (OfTable, contextlib.nullcontext, nn.Module.double, "precision()=torch.float32"),
-    (OfGain, contextlib.nullcontext, lambda layer: layer.plain.fill_(3.0), "plain was captured as"),
     (OfGradients, contextlib.nullcontext,
      lambda layer: setattr(layer.out.weight, "grad", torch.ones(4, 4)), "gradients()=False"),
     (OfWidth, contextlib.nullcontext, wider, "size 2 of what its q gives"),
