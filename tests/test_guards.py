@@ -810,13 +810,20 @@ class OfClipping(Layer):
         return attended(self, Clipped.apply(x))
 
 
+class OfTexts(Layer):
+    """Of a size, as of a key of a ModuleDict, which is a text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, {"n10": 3.0}.get(f"n{x.shape[1]}", 1.0))
+
+
 class OfLen(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x).view(len(x), -1, 4) * log(x.shape[1])
 
 
 @pytest.mark.parametrize(("kind", "size", "text"), [
-    (OfLogs, (1, 30, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
+    (OfLogs, (1, 30, 4), "size 1"), (OfTexts, (2, 10, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
     (OfExamples, (700, 3, 4), "size 0"),
 ])  # fmt: skip
 @torch.no_grad()
