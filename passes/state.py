@@ -238,8 +238,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
 
 def _profiled(model: nn.Module, example: Batch) -> _Profile:
     profile = _Profile()
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled by its user runs, and is seen
-    with entering(model, profile.enter), eager:
+    with entering(model, profile.enter):
         profile.run(lambda: model(*example.args, **example.kwargs))
     return profile
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.regions import Refusal
 from asapc.program import live
-from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
+from asapc.program.call import Call, described, known_of, parameters_of, rebuilt, types_at_hand
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
 from asapc.program.state import Reads
@@ -947,6 +948,8 @@ def test_structures_go_through_plain_data():
         {"q": 2}, {"p": None, "q": 2, "r": None}, {"q": 2, "p": None}, {"q": None}, {}, {"p": 1, "q": 2},
     ):  # fmt: skip
         assert named.flat((a,), kwargs)[1] is not None, kwargs
+    ordered = described(OrderedDict(z=a), [], output=True)
+    assert type(rebuilt(ordered, [a], types_at_hand(ordered))) is OrderedDict
     found = rebuilt(again.output, [a, b], {})
     assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 

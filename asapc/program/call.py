@@ -301,7 +301,7 @@ def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
     kind = type(value)
     if kind in (list, tuple, torch.Size):
         return Group("list" if kind is list else "tuple", inner(value))
-    if kind in (dict, OrderedDict):
+    if kind is dict or (kind is OrderedDict and not output):
         if not all(isinstance(key, str) for key in value):
             raise Undescribable("a dict with keys that are not text")
         return Group("dict", inner(list(value.values())), tuple(value))
