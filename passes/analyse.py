@@ -200,7 +200,7 @@ def analyse(
             error = _whole_replay(found_all, batch.on(device))
             allowed = OUTPUT_TOLERANCE + own_rounding(teacher.model, batch.on(device))
         if not error <= allowed:
-            _check_numbers(teacher, batch)
+            _check_calls(teacher, batch)
             raise VerificationError(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
@@ -368,10 +368,19 @@ def _single(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
 
 
-def _check_numbers(teacher: Teacher, batch: Batch) -> None:
-    """InputError where the model's own outputs are NaN: nothing can be compared with them."""
+def _check_calls(teacher: Teacher, batch: Batch) -> None:
+    """InputError where the model's own outputs are NaN, or its inputs others after a call: nothing can be
+    compared with either."""
     if teacher.model is not None:
+        inputs = [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
+        before = [x.clone() for x in inputs]
         given = tensor_outputs(Runner(teacher.model)(batch))
+        if not all(bool(((x == y) | (x != x)).all()) for x, y in zip(before, inputs, strict=True)):
+            raise InputError(
+                f"{teacher.source}: the model must leave its inputs as they are",
+                got="it writes into them",
+                help="write `x = x * 2` for `x *= 2`, and `x = x.clone()` before `x[0] = 1`",
+            )
         if any(bool(output.isnan().any()) for output in given):
             raise InputError(
                 f"{teacher.source}: the model's own outputs must be numbers on the data",

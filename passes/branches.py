@@ -451,10 +451,10 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-_UNKNOWN_TYPE = re.compile(r"(Unsupported input type|Found) <class '(?:\w+\.)*(\w+)'>")
+_UNKNOWN_TYPE = re.compile(r"(Unsupported input type|Found) <class '(?:[\w<>]+\.)*(\w+)'>")
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual",
-    "_Number", "float NaN to integer", ".numpy() is not supported",
+    "_Number", "float NaN to integer", ".numpy() is not supported", "User output nan",
 }  # fmt: skip
 
 

@@ -93,15 +93,6 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     return stored, counted
 
 
-def writes(code: CodeType) -> bool:
-    """Whether a function may write into a tensor: x.mul_(2), x += 1, x[0] = 1."""
-    steps = instructions_of(code)
-    called = [str(step.argval) for step in steps if step.opname in OF_ATTRIBUTES]
-    return any(step.opname == "STORE_SUBSCR" or step.argrepr.endswith("=") for step in steps) or any(
-        name.endswith("_") and not name.startswith("_") for name in called
-    )
-
-
 def questions_of(code: CodeType) -> set[str]:
     """What a function asks of its inputs besides their numbers: of dtypes, which it may pass on, and
     whether two of them are the same object.
@@ -213,27 +204,30 @@ def _asked_by_name(instructions: Sequence[dis.Instruction]) -> set[str] | None:
     names: set[str] = set()
     for place, start in enumerate(instructions):
         if start.opname in OF_GLOBALS and start.argval in ("getattr", "hasattr"):
-            name = _second_argument(instructions[place + 1 :])
-            if name is None:
+            arguments = arguments_of(instructions[place + 1 :]) or []
+            name = arguments[1] if len(arguments) > 1 else ()
+            if len(name) != 1 or name[0].opname != "LOAD_CONST" or not isinstance(name[0].argval, str):
                 return None
-            names.add(name)
+            names.add(name[0].argval)
     return names
 
 
-def _second_argument(instructions: Sequence[dis.Instruction]) -> str | None:
-    """Of the call of the function that was loaded just before: a text that stands there, or None."""
+def arguments_of(instructions: Sequence[dis.Instruction]) -> list[Sequence[dis.Instruction]] | None:
+    """What makes each argument of the call of the function that was loaded just before; None where it is
+    not called there, or with what depends on something."""
     depths = [0]
     instructions = instructions[instructions[0].opname == "PUSH_NULL" :]
     for step in instructions:
-        if step.opname in ("PRECALL", "CALL") and depths[-1] == step.arg:
-            break
+        if step.opname in ("PRECALL", "CALL", "CALL_KW"):
+            count = int(step.arg or 0)
+            if depths[-1] == count + (step.opname == "CALL_KW"):
+                break
         depths.append(depths[-1] + dis.stack_effect(step.opcode, step.arg, jump=False))
-        if depths[-1] < 0 or "JUMP" in step.opname:  # an argument that depends on something
+        if depths[-1] < 0 or "JUMP" in step.opname or step.opname == "CALL_FUNCTION_EX":
             return None
-    if not {1, 2} <= {*depths}:
+    else:
         return None
-    first, second = (max(n for n, depth in enumerate(depths) if depth == end) for end in (1, 2))
-    span = instructions[first:second]
-    if len(span) != 1 or span[0].opname != "LOAD_CONST" or not isinstance(span[0].argval, str):
-        return None
-    return span[0].argval
+    # Two locals that one instruction loads are both of the later one.
+    ends = [max((n for n, found in enumerate(depths) if found == depth), default=0)
+            for depth in range(count + 1)]  # fmt: skip
+    return [instructions[start:end] for start, end in itertools.pairwise(ends)]

@@ -55,7 +55,7 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_functions import free_functions, free_lengths
+from asapc.passes.size_functions import free_functions, free_lengths, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import Observed, is_the_same_traced, observed, untraced
@@ -95,7 +95,8 @@ MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the fi
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and everything as it was afterwards."""
     training = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    eager = torch.compiler.set_stance("force_eager")  # what is compiled by its user runs, and is seen
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), eager:
         try:
             model.eval()
             yield
@@ -302,7 +303,8 @@ def _traced(
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
-            with once, watching, noting_questions() as questions, free, remembered:
+            texts = texts_of_sizes()
+            with once, watching, noting_questions() as questions, free, remembered, texts:
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
@@ -330,6 +332,8 @@ def _traced(
 
 def _check_kinds(graph: GraphModule) -> None:
     """Raises ValueError for what no file of a program can hold."""
+    if any(isinstance(leaf, str) for leaf in pytree.tree_leaves(graph.graph.output_node().args)):
+        raise ValueError("returns a text: let it return tensors and numbers")
     for node in graph.graph.nodes:
         if node.target is round:
             raise ValueError(f"{spoken(node)} rounds a size: divide with //")

@@ -371,23 +371,23 @@ def _extract(
     """
     needed: set[Node] = set()
     stack = [output] if isinstance(output, Node) else list(output)
-    shells: list[Node] = []
+    likes: dict[Node, None] = {}
     sizes: list[Node] = []
     while stack:
         node = stack.pop()
-        if node in needed or node in cut or node in shells:
+        if node in needed or node in cut:
             continue
         needed.add(node)
         like = node.all_input_nodes[0] if node.target in SHAPE_ONLY and node.all_input_nodes else None
         if like is not None and like not in inside and like not in cut and depends_on_data(like):
-            if like not in shells:
-                shells.append(like)
+            likes[like] = None
             stack.extend(n for n in node.all_input_nodes if n is not like)
             continue
         if node.target is aten.sym_size.int and node.args[0] not in inside:
             sizes.append(node)
             continue
         stack.extend(node.all_input_nodes)
+    shells = [like for like in likes if like not in needed]  # of others, values enter, too
 
     def promoted(value: Any) -> Any:
         lower = isinstance(value, torch.dtype) and value in HALF_OR_SINGLE

@@ -47,9 +47,11 @@ def held_by(program: Program, lifted: Program, sites: Sequence[Site]) -> dict[st
 
     Names are those in the model. They enter its part of the graph, and not as an input of it, which its
     call is given. What a rewrite has left out is held by somebody: where no part has it, by all of them.
+    A copy of the captured graph has the tensors that are no weights as buffers, too: those are state.
     """
-    kinds = {name: "parameter" for name, _ in program.graph.named_parameters(remove_duplicate=False)}
-    kinds |= {name: "buffer" for name, _ in program.graph.named_buffers(remove_duplicate=False)}
+    captured = program.untouched.graph
+    kinds = {name: "parameter" for name, _ in captured.named_parameters(remove_duplicate=False)}
+    kinds |= {name: "buffer" for name, _ in captured.named_buffers(remove_duplicate=False)}
     prefix = f"{program.name}." if program.name else ""
     read = _weights(ancestors(program.graph.graph.output_node()))
     left = read - _weights(ancestors(lifted.graph.graph.output_node()))

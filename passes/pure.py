@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -19,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from asapc.passes.bytecode import OF_ATTRIBUTES, OF_GLOBALS, instructions_of
+from asapc.passes.bytecode import OF_ATTRIBUTES, OF_GLOBALS, arguments_of, instructions_of
 
 _STORES = (
     "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "DELETE_", "SEND",
@@ -35,18 +36,37 @@ _BUILTINS = {
 _OF_LOCALS = {"append", "get", "indices", "items", "keys", "values"}
 _OF_CONTAINERS = {*dir(list), *dir(dict), *dir(set)} - {"sort", "index", "count", "copy", "union"}
 _IMPURE = {
-    "backward", "batch_norm", "compile", "embedding", "embedding_bag", "export", "initial_seed",
-    "instance_norm", "jit", "library", "load", "manual_seed", "numpy", "ops", "register_hook",
-    "retain_grad", "rrelu", "save", "seed", "serialization", "storage", "tolist", "untyped_storage",
-    "utils",
+    "backward", "compile", "embedding", "embedding_bag", "export", "initial_seed", "instance_norm",
+    "load", "manual_seed", "numpy", "record_stream", "register_hook", "retain_grad", "rrelu", "save",
+    "seed", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
+_PARTS = {"amp", "autograd", "fft", "func", "functional", "linalg", "nn", "special"}  # of torch
+_HOMES = (torch, Tensor, nn.functional, nn)
 _OF_TORCH = {
-    name for name in {*dir(torch), *dir(Tensor), *dir(nn.functional), *dir(nn)}
+    name for home in _HOMES for name in dir(home)
     if not name.startswith(("_", "set_", "register_", "use_")) and not name.endswith("_")
+    and "batch_norm" not in name and "moving_avg" not in name
+    and (name in _PARTS or not isinstance(vars(home).get(name), ModuleType))
 }  # fmt: skip
 _CALLED = ((_OF_TORCH - _IMPURE - _OF_CONTAINERS) | _OF_LOCALS) | {*dir(math)}
 _MODULES = (torch, nn, nn.functional, math)
 _IN_PLACE = {"out", "inplace", "max_norm"}  # arguments that let torch's functions write
+
+
+def _place_of_writing(function: Any) -> int | None:
+    """Of the argument that lets a function write, if it may be given without its name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of torch's own C++, where it has a name
+        return None
+    places = (place for place, one in enumerate(parameters) if one.name in _IN_PLACE)
+    return next(places, None)
+
+
+_WRITES_AT = {
+    name: place for home in _HOMES for name in dir(home) if name in _CALLED
+    if (place := _place_of_writing(getattr(home, name))) is not None
+}  # fmt: skip
 _SETTINGS = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, Tensor, nn.Module,
 )  # fmt: skip
@@ -90,10 +110,15 @@ def _is_pure(
     keywords = (x for x in code.co_consts if isinstance(x, tuple))
     if any(text in _IN_PLACE for texts in keywords for text in texts if isinstance(text, str)):
         return False
-    for step in instructions_of(code):
+    instructions = instructions_of(code)
+    for place, step in enumerate(instructions):
         if _may_keep(step, code):
             return False
         name = str(step.argval)
+        if step.opname in OF_ATTRIBUTES and name in _WRITES_AT:
+            arguments = arguments_of(instructions[place + 1 :])
+            if arguments is None or len(arguments) > _WRITES_AT[name]:
+                return False
         if step.opname in OF_ATTRIBUTES and not attributes.get(name, name in _CALLED):
             return False
         if step.opname in OF_GLOBALS:
@@ -133,8 +158,9 @@ def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
         return True
     home = str(getattr(value, "__module__", "")).partition(".")[0]
     if isinstance(value, FunctionType | BuiltinFunctionType):
-        return value is cast or (value.__name__ in _CALLED and home in ("torch", "math"))
-    return isinstance(value, type) and home == "torch"
+        by_name = _CALLED - _WRITES_AT.keys()  # of which the arguments are looked at where they stand
+        return value is cast or (value.__name__ in by_name and home in ("torch", "math"))
+    return isinstance(value, type) and home == "torch" and value.__name__ in _CALLED
 
 
 def _function(value: Any) -> Any:

@@ -53,6 +53,25 @@ def free_lengths() -> Iterator[None]:
         builtins.len = plain
 
 
+@contextlib.contextmanager
+def texts_of_sizes() -> Iterator[None]:
+    """Let `f"bias_{n}"` be the text of the number, and not of a symbol: a program with it holds for that
+    size alone."""
+    plain = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)}
+
+    def text(size: Any) -> str:
+        number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
+        return repr(number(size)) if by_the_model() else plain[type(size)](size)
+
+    for kind in plain:
+        kind.__repr__ = text  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, own in plain.items():
+            kind.__repr__ = own  # type: ignore[method-assign]
+
+
 def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:
     def function(x: Any, *more: Any) -> Any:
         if more or not isinstance(x, (torch.SymInt, torch.SymFloat)) or not by_the_model():

@@ -33,13 +33,14 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch
 from asapc.measure.differences import largest_difference
-from asapc.passes.bytecode import loaded_names, questions_of, stored_names, writes
+from asapc.passes.bytecode import loaded_names, questions_of, stored_names
 from asapc.passes.observe import Leave, entering
 from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
     DEVICES,
     GONE,
     GRADIENTS,
+    MIXED,
     SETTINGS,
     Names,
     Reads,
@@ -73,8 +74,9 @@ _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
     "stride": ("layout",), "storage_offset": ("view",), "_is_view": ("view",), "_base": ("view",),
-    "untyped_storage": ("view",), "isinstance": ("kind",), "type": ("kind",), "__class__": ("kind",),
+    "untyped_storage": ("view",), "isinstance": ("kind",), "__class__": ("kind",),
     "is_cuda": (DEVICES,), "is_cpu": (DEVICES,), "get_device": (DEVICES,),
+    "dtype": (MIXED,), "to": (MIXED,), "type_as": (MIXED,), "type": ("kind", MIXED),
     "grad": (GRADIENTS,), "getattr": ("kind",), "hasattr": ("kind",), "AttributeError": ("kind",),
 }  # fmt: skip
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
@@ -220,11 +222,10 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     runs = [entries for entries, _ in ran]
     copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
     every_code = set[CodeType]().union(*profile.codes.values())
-    writing = any(map(writes, every_code))
-    if copying and writing and _depends_on_layout(model, example, ran[0][1]):
-        for name in copying:
-            found.questions[name] |= {"layout"}
     if not leaves_nothing(model, every_code, found.spaces):
+        if copying and _depends_on_layout(model, example, ran[0][1]):
+            for name in copying:
+                found.questions[name] |= {"layout"}
         _note_memory(model, example, larger, found, ran)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
@@ -237,8 +238,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
 
 def _profiled(model: nn.Module, example: Batch) -> _Profile:
     profile = _Profile()
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled by its user runs, and is seen
-    with entering(model, profile.enter), eager:
+    with entering(model, profile.enter):
         profile.run(lambda: model(*example.args, **example.kwargs))
     return profile
 

@@ -78,7 +78,7 @@ class Masses(nn.Module):
 
     def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
         log_mu, log_nu = mu.log(), nu.log()
-        f, g = torch.zeros_like(mu), torch.zeros_like(nu)
+        f, g = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
         for _ in range(3):
             g = log_nu - torch.logsumexp(scores + f[..., None], -2)
             f = log_mu - torch.logsumexp(scores + g[..., None, :], -1)

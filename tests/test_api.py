@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,18 @@ class Marked(zoo.ColumnsFirst):
 
 
 class Sized(nn.Module):
-    """Returns constants and sizes before its tensors, if it is asked for them."""
+    """Returns constants, sizes and a weight before its tensors, if it is asked for them."""
 
     def __init__(self, sizes: bool) -> None:
         super().__init__()
         self.sizes, self.attention = sizes, Marked(2)
+        self.weight = nn.Parameter(torch.ones(3, 4))
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         n = x.shape[1]
-        tensors = {"y": self.attention(x), "x": x + 1}
-        return {"kind": 5, "length": n, "pair": (2 * n + 1, None), **tensors} if self.sizes else tensors
+        tensors = OrderedDict(y=self.attention(x), x=x + 1)
+        more = {"kind": 5, "length": n, "pair": (2 * n + 1, None), "weight": self.weight}
+        return {**more, **tensors} if self.sizes else tensors
 
 
 @pytest.mark.parametrize("sizes", [False, True])
@@ -164,4 +167,5 @@ def test_constants_and_sizes_among_the_outputs(sizes: bool) -> None:
     x = torch.randn(3, 9, 16)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
+        assert type(compiled(x)) is type(model(x))
         torch.testing.assert_close(compiled.double()(x.double()), model.double()(x.double()))

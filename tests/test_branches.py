@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,43 @@ class Net(nn.Module):
 def net(ask: Callable[[Tensor], Tensor] = lambda x: x, **options: Any) -> Net:
     torch.manual_seed(0)
     return Net(ask, **options).eval()
+
+
+@dataclass
+class Returned:
+    y: Tensor
+
+
+COMPILED: list[Any] = []
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "text": (lambda y: {"y": y, "kind": "soft"}, "returns a text"),
+    "number": (lambda y: (y, float(y.max())), "depends on a number of the data"),
+    "class": (Returned, "returns a Returned, which is not made of tensors"),
+    "class of a function": (
+        type("Local", (Returned,), {"__qualname__": "f.<locals>.Local"}),
+        "returns a Local, which is not made of tensors",
+    ),
+}
+
+
+@torch.compile(backend=lambda graph, _: COMPILED.append(graph) or graph.forward)
+def compiled_by_its_user(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_what_no_file_holds_is_told(kind: str) -> None:
+    class Returning(Attention):
+        def forward(self, x: Tensor) -> Any:
+            return RETURNED[kind][0](super().forward(x))
+
+    ((_, reason),) = capture(Returning().eval(), (X,), {}).skipped
+    assert RETURNED[kind][1] in reason
+
+
+def test_what_a_user_compiles_is_captured_as_it_is_written() -> None:
+    assert capture(Attention(compiled_by_its_user).eval(), (X,), {}).kind == "whole"
+    assert not COMPILED
 
 
 @pytest.mark.parametrize("ask", ASKED)

@@ -663,6 +663,19 @@ class OfWriting(Layer):
         return attended(self, kept)
 
 
+class OfWritingByPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x + 0
+        nn.functional.relu(kept.mT.contiguous(), True)
+        return attended(self, kept)
+
+
+class OfWrittenInputs(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return attended(self, x)
+
+
 class OfFunctions(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, nn.functional.relu(x) + torch.sin(x) + LOCK.locked())
@@ -689,6 +702,14 @@ LOCK = threading.Lock()
 class OfPrecision(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 3.0 if x.dtype == torch.float64 else 1.0)
+
+
+class OfDtype(Layer):
+    """Which it hands on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.out.weight
+        return attended(self, x.to(weight.dtype)).to(x.dtype) + attended(self, x.type_as(weight)).to(x)
 
 
 class OfTable(Layer):
@@ -789,13 +810,20 @@ class OfClipping(Layer):
         return attended(self, Clipped.apply(x))
 
 
+class OfTexts(Layer):
+    """Of a size, as of a key of a ModuleDict, which is a text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, {"n10": 3.0}.get(f"n{x.shape[1]}", 1.0))
+
+
 class OfLen(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x).view(len(x), -1, 4) * log(x.shape[1])
 
 
 @pytest.mark.parametrize(("kind", "size", "text"), [
-    (OfLogs, (1, 30, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
+    (OfLogs, (1, 30, 4), "size 1"), (OfTexts, (2, 10, 4), "size 1"), (OfLengths, (1, 700, 4), "size 1"),
     (OfExamples, (700, 3, 4), "size 0"),
 ])  # fmt: skip
 @torch.no_grad()
@@ -838,14 +866,20 @@ def test_a_bias_of_weights_that_hides_later(trained):
         compiled(x)
 
 
+@pytest.mark.parametrize("kind", [OfWriting, OfWritingByPlace])
 @torch.no_grad()
-def test_inputs_that_are_stored_otherwise_and_written_into():
-    model, compiled = made(OfWriting)
+def test_inputs_that_are_stored_otherwise_and_written_into(kind):
+    model, compiled = made(kind)
     x = torch.randn(3, 6, 4)
     assert own_code(model, compiled, x) == []
     (warned,) = own_code(model, compiled, x.mT.contiguous().mT)
     assert "an input is not contiguous" in warned
     assert own_code(*made(OfNames), x.mT.contiguous().mT) == []
+
+
+def test_a_model_that_writes_into_its_inputs():
+    with pytest.raises(InputError, match="it writes into them"):
+        made(OfWrittenInputs)
 
 
 @torch.no_grad()
@@ -859,6 +893,21 @@ def test_a_device_that_code_asks_for():
             compiled.to("meta")(x.to("meta"))
         warned = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
         assert len(warned) == (kind is OfDevices) and all("devices()=cpu" in text for text in warned)
+
+
+@torch.no_grad()
+def test_an_input_of_another_dtype_than_the_weights():
+    x = torch.randn(3, 6, 4)
+    model, compiled = copy.deepcopy(made(OfDtype))
+    for kind in (torch.float64, torch.float16):
+        other = copy.deepcopy(compiled)
+        assert_told(own_code(model, other, x.to(kind)), "mixed_precision()=no, and now it is torch")
+        with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
+            other(x)
+    for one in (model, compiled):
+        one.double()
+    assert own_code(model, compiled, x.double()) == []
+    assert_told(own_code(model, compiled, x), "mixed_precision")
 
 
 def wider(layer: Any) -> None:

@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.log_tau = nn.Parameter(torch.tensor(-0.3))
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HEADS)[:, None, None])
+        self.plain = torch.tensor(1.1)  # no weight: the state of the module
         biases = torch.linspace(-1, 1, HEADS * TOKENS * TOKENS)
         self.bias = nn.Parameter(biases.view(HEADS, TOKENS, TOKENS))
 
@@ -106,6 +107,7 @@ class Attention(nn.Module):
         kinds: dict[str, Callable[[], Tensor]] = {
             "temperature": lambda: plan_of(scores / tau),
             "gain": lambda: plan_of(scores * self.gain),
+            "beside": lambda: plan_of(scores * self.plain * tau),
             "bias": lambda: plan_of((scores + self.bias) / tau),
             "both": lambda: plan_of((scores * self.gain - self.bias) / tau),
             "plan": lambda: plan_of(scores) * tau,
@@ -133,8 +135,8 @@ def lossless(model: nn.Module) -> tuple[Program, Program, list[Any]]:
     return program, lift(program, [site for site in found if isinstance(site, Site)]), found
 
 
-LIVE = {"temperature": {"log_tau"}, "gain": {"gain"}, "einsum": {"gain"}, "bias": {"log_tau", "bias"},
-        "both": {"log_tau", "gain", "bias"}}  # fmt: skip
+LIVE = {"temperature": {"log_tau"}, "beside": {"log_tau"}, "gain": {"gain"}, "einsum": {"gain"},
+        "bias": {"log_tau", "bias"}, "both": {"log_tau", "gain", "bias"}}  # fmt: skip
 
 
 def test_what_multiplies_scores_is_read_from_its_parameter():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, set_grad_enabled
 
 from asapc.inputs.data import Batch
 from asapc.passes import state
@@ -87,6 +87,7 @@ PURE = {
     "loops and lists": listed,
     "a layer": lambda m, x: m.linear(x).softmax(-1),
     "functions": lambda m, x: F.gelu(scaled(x)) + sum(p for p in [x, x]),
+    "functions that can write": lambda m, x: F.dropout(F.elu(F.relu(x), 0.5), 0.1, m.training),
     "a function inside": halved,
     "sizes": lambda m, x: x.reshape(x.shape[0], -1, m.steps).flatten(1),
 }
@@ -103,6 +104,16 @@ KEEPING = {
     "generators of numpy": lambda m, x: x * RANDOM.normal(),
     "in place": lambda m, x: m.buffer.add_(1) * x.sum(),
     "in place by another name": lambda m, x: kept(m.buffer, 1) * x.sum(),
+    "in place by its place": lambda m, x: F.relu(m.buffer, True) * x.sum(),
+    "in place by a place nobody sees": lambda m, x: F.relu(*m.two) * x.sum(),
+    "in place by a name of the module's": lambda m, x: m.act(m.buffer, True) * x.sum(),
+    "a layer made on the way": lambda m, x: nn.ReLU(True)(m.buffer) * x.sum(),
+    "out by its place": lambda m, x: F.normalize(x[0], 2.0, 1, 1e-12, m.square) * x.sum(),
+    "running means of another name": lambda m, x: x * torch.native_batch_norm(
+        x, m.buffer, m.buffer, m.buffer, m.buffer, True, 0.1, 1e-5)[0],
+    "initialisers": lambda m, x: x * nn.init.normal(m.buffer),  # type: ignore[attr-defined]
+    "a setting": lambda m, x: x * (set_grad_enabled(False) is not None),
+    "foreach": lambda m, x: x * (torch._foreach_add_([m.buffer], 1) is None),
     "out": lambda m, x: x * torch.add(m.buffer, 1, out=m.buffer),
     "keywords": lambda m, x: x * torch.add(m.buffer, 1, **m.keywords),
     "running means": lambda m, x: F.batch_norm(x, m.buffer, m.buffer, None, None, True),
@@ -119,6 +130,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear, self.steps, self.longest, self.seen = nn.Linear(4, 4), 2, 1, list[int]()
         self.keywords: dict[str, Any] = {}
+        self.act, self.square, self.two = F.relu, torch.ones(4, 4), (torch.ones(4), True)
         self.register_buffer("buffer", torch.zeros(4))
         self.body = body
 

@@ -124,8 +124,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
     flat, operators = with_operators(graph, fitted, lines)
     (outputs,) = flat.output_node().args
-    given = len(cast(tuple[Any, ...], outputs))
-    if count != len(known) or any(leaf.index >= given for leaf in leaves(call.output)):
+    if count != len(known) or not call.gives(len(cast(tuple[Any, ...], outputs))):
         raise ValueError("it takes or gives other tensors than the manifest says")
     for name in fitted:
         del graph._buffers[name]

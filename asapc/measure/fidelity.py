@@ -190,6 +190,7 @@ class OutputFidelity:
         self._right_compiled: list[Tensor] = []
         self._lengths: list[Tensor] = []
 
+    @torch.no_grad()  # a model may return a weight
     def update(
         self,
         teacher_out: Any,

@@ -164,8 +164,6 @@ class Call(Record):
         for parameter in self.parameters:
             if parameter.name in given:
                 value = given[parameter.name]
-                if parameter.kind == "VAR_KEYWORD":
-                    value = _said(parameter.captured, value)
                 if value is None and self._is_neutral(parameter.captured):
                     continue
                 problem = _taken(parameter.captured, value, flat, counts, parameter.name)
@@ -219,6 +217,10 @@ class Call(Record):
             else:
                 flat[index] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         return None
+
+    def gives(self, count: int) -> bool:
+        """Whether each of so many tensors has one place in the output."""
+        return sorted(leaf.index for leaf in leaves(self.output)) == [*range(count)]
 
     def sizes(self) -> str:
         """The sizes that it holds for, in words."""
@@ -299,7 +301,7 @@ def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
     kind = type(value)
     if kind in (list, tuple, torch.Size):
         return Group("list" if kind is list else "tuple", inner(value))
-    if kind in (dict, OrderedDict):
+    if kind is dict or (kind is OrderedDict and not output):
         if not all(isinstance(key, str) for key in value):
             raise Undescribable("a dict with keys that are not text")
         return Group("dict", inner(list(value.values())), tuple(value))
@@ -400,16 +402,6 @@ def _bound(
     return given
 
 
-def _said(captured: Tree, given: dict[str, Any]) -> dict[str, Any]:
-    """Of **kwargs: one that is None, in the call or in the captured one, is as good as left out."""
-    assert isinstance(captured, Group)
-    said = {key: value for key, value in given.items() if value is not None or key in captured.keys}
-    for key, item in zip(captured.keys, captured.items, strict=True):
-        if key not in said and item == Constant(None):
-            said[key] = None
-    return said
-
-
 def _taken(
     tree: Tree, value: Any, flat: list[Any], counts: list[tuple[str, Any, str]], name: str
 ) -> str | None:
@@ -432,7 +424,7 @@ def _taken(
     if isinstance(tree, Default):
         return f"{name} was captured at its default {tree.text}, and is given"
     if tree.kind == "dict":
-        if not isinstance(value, dict) or set(value) != set(tree.keys):
+        if not isinstance(value, dict) or tuple(value) != tree.keys:
             return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
         for key, item in zip(tree.keys, tree.items, strict=True):
             problem = _taken(item, value[key], flat, counts, name)

@@ -177,11 +177,11 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, tuple)
-    places = {leaf.index for leaf in leaves(patch.call.output)}
-    if inputs != len(patch.call.tensors) or not places <= set(range(len(outputs))):
+    if inputs != len(patch.call.tensors) or not patch.call.gives(len(outputs)):
         raise InputError(
             f"{what}: the manifest must describe the call that its program takes",
-            got=f"{len(patch.call.tensors)} tensors for {inputs}", help="compile again",
+            got=f"{len(patch.call.tensors)} tensors for {inputs}, and an output for {len(outputs)}",
+            help="compile again",
         )  # fmt: skip
     code = GraphCode(graph, patch.dtype)
     forward = Forward(module, code, patch.call, what, live=True, before=before, inside=patch.inside)

@@ -673,12 +673,21 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
 }  # fmt: skip
 
 
+def _floats(module: nn.Module, flat: Sequence[Tensor]) -> str:
+    return _kinds(x for x in (*module.parameters(), *flat) if x.is_floating_point())
+
+
+def _kinds(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(x.dtype) for x in tensors}))
+
+
 # Of weights and inputs, what code may ask for: the answers of the call.
-PRECISION, INTEGERS, DEVICES, SAME, GRADIENTS = (
-    "precision", "integers", "devices", "same_objects", "gradients")  # fmt: skip
+PRECISION, MIXED, INTEGERS, DEVICES, SAME, GRADIENTS = (
+    "precision", "mixed_precision", "integers", "devices", "same_objects", "gradients")  # fmt: skip
 _OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
-    PRECISION: lambda module, flat: _kinds(
-        x for x in (*module.parameters(), *flat) if x.is_floating_point()),
+    PRECISION: _floats,
+    MIXED: lambda module, flat: "no" if QUESTIONS["autocast"][1](module, flat) or (
+        "," not in (kinds := _floats(module, flat))) else kinds,
     INTEGERS: lambda _, flat: _kinds(
         x for x in flat if not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)),
     DEVICES: lambda module, flat: ", ".join(
@@ -691,10 +700,6 @@ SETTINGS = (  # of torch, by the functions that give them
     "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
     "initial_seed", "distributed.is_initialized", "distributed.is_available", "cuda.is_available",
 )  # fmt: skip
-
-
-def _kinds(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(sorted({str(x.dtype) for x in tensors}))
 
 
 def setting(name: str) -> Any:
