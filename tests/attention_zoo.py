@@ -419,7 +419,7 @@ class SlicedCross(SlicedSoft):
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
         met, whole = self.coupling(first.shape[-1], second.shape[-1])
-        return super().between(first, (met[:, :, None] * second.unsqueeze(-3)).sum(-2) / whole)
+        return super().between(first, met.to(second.dtype) @ second / whole)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         _, k, v = self.split(memory)

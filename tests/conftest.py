@@ -16,11 +16,11 @@ import pytest
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # sizes of traces: 1,000 terms are soon forgotten
 
 LONGEST = (
-    "test_onnx_out.py", "test_end_to_end.py", "test_distill.py", "test_replay.py", "test_memory.py",
-    "test_device.py", "test_plan.py", "test_ci_examples.py", "test_onnx_in.py", "test_processes.py",
-    "test_adversary.py", "test_match.py", "test_drop_in.py", "test_onnx_edit.py", "test_kill.py",
-    "test_reproducible.py", "test_evaluate.py", "test_html.py", "test_select.py", "test_fuzz.py",
-    "test_gpu_features.py", "test_monitor.py", "test_resume.py", "test_halves.py", "test_refresh.py",
+    "test_onnx_out.py", "test_backend.py", "test_programs.py", "test_device.py", "test_end_to_end.py",
+    "test_guards.py", "test_plan.py", "test_replay.py", "test_processes.py", "test_softmax.py",
+    "test_match.py", "test_every_operator.py", "test_banded.py", "test_gpu_loops.py", "test_drop_in.py",
+    "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_adversary.py", "test_select.py",
+    "test_onnx_in.py", "test_ci_examples.py", "test_kill.py", "test_differences.py", "test_sm90.py",
 )  # fmt: skip
 # Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
 ANALYSED_ONCE = {
@@ -28,14 +28,14 @@ ANALYSED_ONCE = {
     "test_enough.py", "test_api.py", "test_study.py", "test_kinds.py", "test_refresh.py",
     "test_forged.py", "test_resume.py", "test_untrusted.py", "test_onnx_out.py", "test_onnx_edit.py",
     "test_ci_examples.py", "test_hints.py", "test_audit.py", "test_memory.py", "test_processes.py",
-    "test_device.py", "test_onnx_in.py", "test_softmax_students.py",
+    "test_device.py", "test_onnx_in.py", "test_softmax_students.py", "test_sequence.py", "test_tails.py",
 }  # fmt: skip
 
 
 # Whose tests look at report.html, whose drawings are half a second a report: other files write none.
 DRAWN = {
     "test_html.py", "test_api.py", "test_enough.py", "test_metrics.py", "test_notebook.py",
-    "test_report_junk.py", "test_report_text.py", "test_reproducible.py",
+    "test_renderers.py", "test_reproducible.py",
 }  # fmt: skip
 
 

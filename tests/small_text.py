@@ -14,7 +14,7 @@ from asapc.models import ARCHITECTURES
 
 KEYWORDS: dict[str, Any] = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 3, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
+    "num_classes": 3, "max_iter": 6,
 }  # fmt: skip
 
 

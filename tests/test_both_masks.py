@@ -21,7 +21,7 @@ from asapc.operators.stabilised import stabilised_sinkhorn
 from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 
-HALF_STEPS = 7
+HALF_STEPS = 5
 
 
 def pairs(keep: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 
-KILLS = 80
+KILLS = 48
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
 
 class Nursery:

@@ -231,16 +231,17 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     ),
     "banded": lambda q, k, v, keep: OPS.banded_sinkhorn(q, k, v, keep, 0.5, 3, True, FACTOR, -2, 1),
     "plan": lambda q, k, v, keep: OPS.plan(
-        q @ k.transpose(-1, -2), None, None, 0.5, 3, True, FACTOR, True, None, None, "plan", "clamp",
-        "plain", False, False, [0.7, 1.0],
+        q @ k.transpose(-1, -2), q[..., 0].log_softmax(-1), k[..., 0], 0.5, 3, True, FACTOR, True, None,
+        None, "plan", "clamp", "plain", False, False, [0.7, 1.0],
     ),
-    # The exact coupling and a mask of the keys alone, beside summary tokens and a convolution.
+    # Tokens in order and a mask of the keys alone, beside summary tokens and a convolution.
     "hybrid_esp_hard": lambda q, k, v, keep: OPS.hybrid_esp_hard(
         q[..., :1], k[..., :1], v, keep, None, 1, 0.5, KERNEL, THETA[:1, :1], TAU, False, True, 1.0,
-        "monotone", "shared",
+        "interpolated", "descending",
     ),
+    # The exact coupling, and the branch on whether tokens tie, of which a mask would trace twice as much.
     "esp_hard": lambda q, k, v, keep: OPS.esp_hard(
-        q[..., :2], k[..., :2], v, keep, None, None, TAU, False, True, 1.0, "interpolated", "shared"
+        q[..., :2], k[..., :2], v, None, None, None, TAU, False, True, 1.0, "monotone", "shared"
     ),
     "esp_soft": lambda q, k, v, keep: OPS.esp_soft(
         q[..., :2], k[..., :2], v, keep, None, None, TAU, 0.1, True, False, 1.0, "monotone"

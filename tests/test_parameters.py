@@ -284,7 +284,7 @@ def test_transforms_are_the_originals_or_an_error(outs, transform):
         call(asapc.load(outs["held"]), tokens())
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", ["jvp", "vmap", "grad"])  # jacfwd is both
 def test_transforms_that_torch_compiles_are_the_originals_or_an_error(outs, transform):
     torch._dynamo.reset()
     original, call = net("inside"), TRANSFORMS[transform]

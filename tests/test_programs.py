@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 # Two dozen that are accepted, refused, patched and captured by modules, in a second or two each.
 SEEDS = (
-    1, 2, 3, 11, 14, 24, 25, 30, 32, 33, 50, 216, 223, 224, 262, 621, 34579, 52263,
+    2, 3, 11, 14, 24, 25, 30, 33, 50, 216, 224, 262, 621, 34579, 52263,
     # a logarithm of 0, requires_grad of weights, what is_compiling answers, a counter in a buffer
     20039, 20554, 21502, 21289,
     # sliced plans of points as large as what hides others, a gradient beside finfo.min

@@ -27,7 +27,7 @@ class Layer(nn.Module):
         if keep is not None:
             scores = scores.masked_fill(~keep[:, None], -5.0)
         weights = scores.exp()
-        for _ in range(3):
+        for _ in range(2):
             weights /= weights.sum(-1, keepdim=True)
             weights /= weights.sum(-2, keepdim=True)
         return self.changed(x, x + self.out(weights @ x))

@@ -194,7 +194,7 @@ def test_what_models_do_to_tokens() -> None:
     assert in_group(3, rules_agree) == [[]] * 3
 
 
-TOKENS = 160
+TOKENS = 48
 # A layer of each dual, and one of an operator that is not shared.
 RECIPES: dict[str, dict[str, Any]] = {
     "mixed": {"operator": "asap", "features": ["coarse:4", "gaussian", "norm"], "sites": {

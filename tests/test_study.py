@@ -80,7 +80,7 @@ def test_a_bad_grid_names_the_place(tmp_path, text, named):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
-    write_teacher(folder / "teacher", n_layers=2, sharpness=3.0)
+    write_teacher(folder / "teacher", n_layers=2, max_iter=8, sharpness=3.0)
     write_data(folder / "data.npz", 160)
     write(folder / "grid.yaml", GRID)
     return folder
