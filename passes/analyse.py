@@ -191,6 +191,8 @@ def analyse(
                 sites.append(outcome)
             else:
                 left.append(outcome)
+    if sum(map(len, good)) < len(names):
+        _called(teacher, batch)  # perhaps this is why
     regions += [name for name, _ in captured.skipped]
     left += [LeftAlone(name, "refused", f"cannot be captured: {why}") for name, why in captured.skipped]
     lifted = [lift(*its, drop_maps) for its in zip(captured.programs, good, strict=True)]
@@ -371,22 +373,28 @@ def _single(x: Any) -> Any:
 def _check_calls(teacher: Teacher, batch: Batch) -> None:
     """InputError where the model's own outputs are NaN, or its inputs others after a call: nothing can be
     compared with either."""
-    if teacher.model is not None:
-        inputs = [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
-        before = [x.clone() for x in inputs]
-        given = tensor_outputs(Runner(teacher.model)(batch))
-        if not all(bool(((x == y) | (x != x)).all()) for x, y in zip(before, inputs, strict=True)):
-            raise InputError(
-                f"{teacher.source}: the model must leave its inputs as they are",
-                got="it writes into them",
-                help="write `x = x * 2` for `x *= 2`, and `x = x.clone()` before `x[0] = 1`",
-            )
-        if any(bool(output.isnan().any()) for output in given):
-            raise InputError(
-                f"{teacher.source}: the model's own outputs must be numbers on the data",
-                got="NaN",
-                help="leave out examples without active tokens, and inputs that are not finite",
-            )
+    if any(bool(output.isnan().any()) for output in _called(teacher, batch)):
+        raise InputError(
+            f"{teacher.source}: the model's own outputs must be numbers on the data",
+            got="NaN",
+            help="leave out examples without active tokens, and inputs that are not finite",
+        )
+
+
+def _called(teacher: Teacher, batch: Batch) -> list[Tensor]:
+    """The model's outputs.  Raises InputError where its inputs are others after the call."""
+    if teacher.model is None:
+        return []
+    inputs = [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
+    before = [x.clone() for x in inputs]
+    outputs = tensor_outputs(Runner(teacher.model)(batch))
+    if not all(bool(((x == y) | (x != x)).all()) for x, y in zip(before, inputs, strict=True)):
+        raise InputError(
+            f"{teacher.source}: the model must leave its inputs as they are",
+            got="it writes into them",
+            help="write `x = x * 2` for `x *= 2`, and `x = x.clone()` before `x[0] = 1`",
+        )
+    return outputs
 
 
 def _whole_replay(analysis: Analysis, batch: Batch) -> float:
