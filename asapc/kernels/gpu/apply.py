@@ -201,59 +201,47 @@ def _attend(
     total = tl.zeros([BLOCK_X], tl.float32)
     sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
     again = True
-    if SHIFTED:
-        for part in tl.static_range(FIRST_PART, LAST_PART):
-            # Else, for a loop that might not run, ptxas lets no two products overlap.
-            tl.assume((whole if part == 0 else keys - whole) > 0)
-            for start in tl.range(
-                0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
-            ):
-                logits, o_y, m_y = logit_tile(
-                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
-                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
-                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
-                    CHUNKED, part == 0, ALL_D,
-                )  # fmt: skip
-                weights = tl.exp2(logits + b_f[:, None])
+    for attempt in tl.static_range(0 if SHIFTED else 1, 2):  # shifted by the older dual, by a maximum
+        if again:
+            maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_X], tl.float32)
+            sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+            for part in tl.static_range(FIRST_PART, LAST_PART):
+                # Else, for a loop that might not run, ptxas lets no two products overlap.
+                tl.assume((whole if part == 0 else keys - whole) > 0)
+                for start in tl.range(
+                    0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
+                ):
+                    logits, o_y, m_y = logit_tile(
+                        b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn,
+                        stride_qd, stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y,
+                        stride_gn, scale, HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION,
+                        BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                    )  # fmt: skip
+                    if HAS_F and (attempt == 0 or not CLOSES):
+                        logits += b_f[:, None]
+                    if attempt == 0:
+                        weights = tl.exp2(logits)
+                        if CLOSES:
+                            total += tl.sum(weights, 1)
+                    else:
+                        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                        shift = finite_or_zero(new_maximum)
+                        shrink = tl.exp2(maximum - shift)
+                        weights = tl.exp2(logits - shift[:, None])
+                        total = total * shrink + tl.sum(weights, 1)
+                        sums *= shrink[:, None]
+                        maximum = new_maximum
+                    b_v = load_rows(
+                        p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
+                        part == 0 and not HAS_KEEP, ALL_E,
+                    )  # fmt: skip
+                    sums = product(weights.to(b_v.dtype), b_v, sums, PRECISION)
+            if attempt == 0:
+                maximum = -b_f
+                again = False
                 if CLOSES:
-                    total += tl.sum(weights, 1)
-                b_v = load_rows(
-                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
-                    part == 0 and not HAS_KEEP, ALL_E,
-                )  # fmt: skip
-                sums = product(weights.to(b_v.dtype), b_v, sums, PRECISION)
-        maximum = -b_f
-        again = False
-        if CLOSES:
-            again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
-    if again:
-        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_X], tl.float32)
-        sums = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
-        for part in tl.static_range(FIRST_PART, LAST_PART):
-            tl.assume((whole if part == 0 else keys - whole) > 0)
-            for start in tl.range(
-                0 if part == 0 else whole, whole if part == 0 else keys, BLOCK_Y, num_stages=STAGES
-            ):
-                logits, o_y, m_y = logit_tile(
-                    b_q, p_q, p_k, p_keep, p_bias, p_g, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
-                    stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, stride_gn, scale,
-                    HAS_KEEP, HAS_BIAS, HAS_G, NATURAL, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D,
-                    CHUNKED, part == 0, ALL_D,
-                )  # fmt: skip
-                if HAS_F and not CLOSES:
-                    logits += b_f[:, None]
-                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-                shift = finite_or_zero(new_maximum)
-                shrink = tl.exp2(maximum - shift)
-                weights = tl.exp2(logits - shift[:, None])
-                total = total * shrink + tl.sum(weights, 1)
-                b_v = load_rows(
-                    p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False,
-                    part == 0 and not HAS_KEEP, ALL_E,
-                )  # fmt: skip
-                sums = product(weights.to(b_v.dtype), b_v, sums * shrink[:, None], PRECISION)
-                maximum = new_maximum
+                    again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
     if CLOSES:
         mass = tl.where(total == 0.0, 0.0, tl.exp2(log_mass) / total)
     elif SHIFTED:

@@ -182,44 +182,38 @@ def _half_step(
     b_x = load_rows(p_x, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_xn, stride_xd, AS_FLOAT32)
     whole = count_y // BLOCK_Y * BLOCK_Y  # tiles of which all points exist
     result = tl.zeros([BLOCK_X], tl.float32)
-    again = True
     if HAS_OLD:
         b_old = load_dual(p_old + i_b * stride_old_b + i_h * stride_old_h, o_x, m_x, stride_old_n)
         if NATURAL:
             b_old *= LOG2_E
-        total = tl.zeros([BLOCK_X], tl.float32)
-        for part in tl.static_range(2):
-            for start in tl.range(
-                0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y, num_stages=STAGES
-            ):
-                logits, _, _ = logit_tile(
-                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
-                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
-                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
-                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
-                )  # fmt: skip
-                total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
-        result = log_mass + b_old - tl.log2(total)
-        again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
-    if again:
-        maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_X], tl.float32)
-        for part in tl.static_range(2):
-            for start in tl.range(
-                0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y, num_stages=STAGES
-            ):
-                logits, _, _ = logit_tile(
-                    b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
-                    stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
-                    stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32, PRECISION,
-                    BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
-                )  # fmt: skip
-                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-                shift = finite_or_zero(new_maximum)
-                total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-                maximum = new_maximum
-        # What sees nothing on the other side has plan 0 whatever its dual is.
-        result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
+    again = True
+    for attempt in tl.static_range(0 if HAS_OLD else 1, 2):  # shifted by the older dual, by a maximum
+        if again:
+            maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_X], tl.float32)
+            for part in tl.static_range(2):
+                for start in tl.range(
+                    0 if part == 0 else whole, whole if part == 0 else count_y, BLOCK_Y, num_stages=STAGES
+                ):
+                    logits, _, _ = logit_tile(
+                        b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
+                        stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
+                        stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32,
+                        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
+                    )  # fmt: skip
+                    if attempt == 0:
+                        total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
+                    else:
+                        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                        shift = finite_or_zero(new_maximum)
+                        added = tl.sum(tl.exp2(logits - shift[:, None]), 1)
+                        total = total * tl.exp2(maximum - shift) + added
+                        maximum = new_maximum
+            if attempt == 0:
+                result = log_mass + b_old - tl.log2(total)
+                again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0
+            else:  # what sees nothing on the other side has plan 0 whatever its dual is
+                result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
     if NATURAL:
         result *= LN_2
     if KEEP_ON_X:

@@ -521,52 +521,41 @@ def _resident(
         head_factor = factor
         if HAS_FACTORS:
             head_factor = factor * tl.load(p_factors + i_b)
+        again = True
         if HAS_DONE:
-            linear = tl.load(p_done + index) != 0
-        else:
-            widest, b_columns = _form(
-                p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
-                m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
-                stride_dual_n, scale, True, not ROWS_FIRST, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION,
-                BLOCK_X, WIDTH, BLOCK_D, CHUNKED,
-            )  # fmt: skip
-            tl.debug_barrier()  # the scratch is read in another layout than it was written in
-            linear = widest <= SAFE_RANGE
-            if linear:
-                b_g = _start_dual(
-                    p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
-                )
-                b = _held(tl.where(m_y, tl.exp2(b_g - finite_or_zero(tl.max(b_g, 0))), 1.0))
-                old = tl.zeros([WIDTH], tl.float32)  # of its own: one more name for b is not carried on
-                for _ in range(pairs):
-                    old = b
-                    b = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, True, BLOCK_X, WIDTH)
-                linear = tl.max((b != b).to(tl.int32), 0) == 0
-                if linear:
-                    _finish(
-                        p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y,
-                        stride_vn, stride_vd, head_factor, b, b if CLOSES_ROWS else old, True, PRECISION,
-                        BLOCK_X, BLOCK_E,
-                    )  # fmt: skip
+            again = tl.load(p_done + index) == 0
+        for way in tl.static_range(1 if HAS_DONE else 0, 2):  # the linear domain, that of logarithms
+            if again:
+                widest, b_columns = _form(
+                    p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
+                    m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x,
+                    stride_bias_y, stride_dual_n, scale, way == 0, not ROWS_FIRST, HAS_BIAS, HAS_DUAL,
+                    AS_FLOAT32, PRECISION, BLOCK_X, WIDTH, BLOCK_D, CHUNKED,
+                )  # fmt: skip
+                tl.debug_barrier()  # the scratch is read in another layout than it was written in
+                fit = True
+                if way == 0:
+                    fit = widest <= SAFE_RANGE
+                if fit:
+                    b = _start_dual(
+                        p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
+                    )
+                    if way == 0:
+                        b = _held(tl.where(m_y, tl.exp2(b - finite_or_zero(tl.max(b, 0))), 1.0))
+                    old = tl.zeros([WIDTH], tl.float32)  # one more name for b is not carried on
+                    for _ in range(pairs):
+                        old = b
+                        b = _pair(
+                            p_scratch, queries, keys, pitch, o_y, m_pitch, b, way == 0, BLOCK_X, WIDTH
+                        )
+                    if way == 0:
+                        fit = tl.max((b != b).to(tl.int32), 0) == 0
+                    if fit:
+                        _finish(
+                            p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch,
+                            m_y, stride_vn, stride_vd, head_factor, b, b if CLOSES_ROWS else old,
+                            way == 0, PRECISION, BLOCK_X, BLOCK_E,
+                        )  # fmt: skip
+                if way == 0:
+                    again = fit == 0
                 tl.debug_barrier()  # the scratch may be written again
-        if not linear:
-            _, b_columns = _form(
-                p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
-                m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
-                stride_dual_n, scale, False, not ROWS_FIRST, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION,
-                BLOCK_X, WIDTH, BLOCK_D, CHUNKED,
-            )  # fmt: skip
-            tl.debug_barrier()
-            b_g = _start_dual(
-                p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
-            )
-            b_old = tl.zeros([WIDTH], tl.float32)
-            for _ in range(pairs):
-                b_old = b_g
-                b_g = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b_g, False, BLOCK_X, WIDTH)
-            _finish(
-                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn,
-                stride_vd, head_factor, b_g, b_g if CLOSES_ROWS else b_old, False, PRECISION, BLOCK_X,
-                BLOCK_E,
-            )  # fmt: skip
-        tl.debug_barrier()
