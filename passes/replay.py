@@ -52,6 +52,7 @@ ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are
 LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
+LONG = 128  # tokens of the runs with other scores than the data's
 FEW = 12  # tokens of the many runs that look for thresholds
 MANY = 1024  # tokens, over which what is cut off a map's entries sums up,
 MODERATE = 1e3  # of scores whose errors are no rounding
@@ -256,7 +257,8 @@ class _Beyond:
     def errors(self, sharpest_alone: bool) -> Iterable[tuple[str, float]]:
         """What was tried, and the error.  sharpest_alone: only where rows are nearly one-hot, or, in
         layers of which that cannot be said, at queries four times as long."""
-        few = self._with_examples()
+        whole = self._with_examples()
+        few = self._with_tokens(whole, lambda length: min(LONG, length))
         if sharpest_alone:
             one_hot = next((scale for scale, is_one in self._sharper(few) if is_one), None)
             tried = "queries x 4" if one_hot is None else "rows nearly one-hot"
@@ -265,7 +267,7 @@ class _Beyond:
                 yield tried, error
             return
         for tried, change in SCALES.items():
-            error = self._error(few, change)
+            error = self._error(whole if change == AS_GIVEN else few, change)
             if error is not None:
                 yield tried, error
         others: dict[str, float | None] = {}
@@ -283,15 +285,16 @@ class _Beyond:
         fewer = self._with_tokens(few, lambda length: max(2, length * 2 // 3))
         if fewer != few:
             others["fewer tokens"] = self._error(fewer)
-        if self.part.masks and self.seen.k.shape[2] > 1:
-            others["all but one key masked"] = self._error(few, active=[self.seen.k.shape[2] // 2])
+        keys = evaluate(self.part.keys, few)
+        if self.part.masks and keys > 1:
+            others["all but one key masked"] = self._error(few, active=[keys // 2])
         by_scores = isinstance(self.site.convention, BY_SCORES)
         if self.part.masks:
             own = self._in_own_precision() if by_scores else self
             others["no key active"] = own._error(few, active=[])
         if self.part.masks and not by_scores:
             others["some keys masked, others far below them"] = self._robust_error(
-                few, Change(HUGE), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
+                few, Change(HUGE), [key for key in range(keys) if key % 3 != 1]
             )
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 
