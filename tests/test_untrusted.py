@@ -252,7 +252,8 @@ def test_a_size_that_takes_long_is_refused_at_once(text):
     f"Add(Pow({S[0]}, Integer(2)), Mul(Integer(2), Min({S[1]}, {S[0]})))",
     f"Mod(Mul({S[0]}, {S[1]}), Integer(64))", f"Mul(Float('1.5', precision=53), ToFloat({S[0]}))",
     f"FloatPow(ToFloat({S[0]}), Float('0.5', precision=53))", f"Max(Integer(1), Add({S[0]}, Integer(1)))",
-    "s77", "u0", "4", "Integer(4)", "true", f"GreaterThan({S[0]}, Integer(2))",
+    f"BitwiseFn_bitwise_and({S[0]}, Integer(1))", "s77", "u0", "4", "Integer(4)", "true",
+    f"GreaterThan({S[0]}, Integer(2))",
     "Max(Integer(1), Add(FloorDiv(Add(" * 12 + S[0] + ", Integer(-3)), Integer(2)), Integer(1)))" * 12,
 ])  # fmt: skip
 def test_a_size_that_torch_writes_is_read(text):

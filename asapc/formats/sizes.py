@@ -50,6 +50,7 @@ _DIVISIONS = {"Mod": 2, "PythonMod": 2, "FloorDiv": 2, "CleanDiv": 2, "CeilDiv":
               "FloatTrueDiv": 2}  # fmt: skip
 _CHOICES = {"Max", "Min", "And", "Or"}
 _FUNCTIONS = {
+    "BitwiseFn_bitwise_and": 2, "BitwiseFn_bitwise_or": 2, "BitwiseFn_bitwise_xor": 2,
     "CeilToInt": 1, "FloorToInt": 1, "TruncToInt": 1, "TruncToFloat": 1, "RoundToInt": 1, "ToFloat": 1,
     "Identity": 1, "Not": 1, "ceiling": 1, "floor": 1, "Where": 3,
 }  # fmt: skip
