@@ -37,7 +37,7 @@ from asapc.errors import InputError
 from asapc.formats.limits import MOST, limits
 from asapc.inputs.data import Batch
 from asapc.inputs.weights import fingerprint
-from asapc.ir import Program
+from asapc.ir import PlanConvention, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import LeftAlone, Site, judged
 from asapc.passes.capture import export_graph, program_of
@@ -321,7 +321,7 @@ def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], 
     for matched, site in known.sites:
         part, steps = matched.part(), getattr(matched.convention, "half_steps", None)
         entries = math.prod(evaluate(size, sizes) for size in (part.batch, part.queries, part.keys))
-        least = SMALL if matched.takes_values else SMALL_PLAN
+        least = SMALL_PLAN if isinstance(matched.convention, PlanConvention) else SMALL
         if steps is None or (count := steps * matched.heads * entries) >= least:
             wanted.append((matched, site))
         else:

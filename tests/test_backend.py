@@ -267,6 +267,29 @@ def test_numbers_that_operators_hold_are_guarded() -> None:
     assert set(operators()) == {"sinkhorn"}
 
 
+def test_small_attention_stays_inductors_and_larger_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Attention(), tokens()
+    monkeypatch.setattr(under_test, "SMALL_PLAN", 0)  # of scores that are given
+    _, _, left = rewritten_for(model, x)
+    assert [site.reason for site in left if site.reason.startswith("so small")]
+    monkeypatch.setattr(under_test, "SMALL", 0)
+    torch._dynamo.reset()
+    _, sites, _ = rewritten_for(model, x)
+    assert len(sites) == 1
+
+
+def rewritten_for(model: nn.Module, x: Tensor) -> Any:
+    """What a graph becomes that Inductor is to compile."""
+    made: list[Any] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        made.append(under_test.rewritten(graph, inputs, fuses=True))
+        return graph
+
+    torch.compile(model, backend=look)(x)
+    return made[0]
+
+
 def test_what_is_kept_of_graphs_is_few_and_no_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "MOST_KNOWN", 1)
     for half_steps in (4, 5):
