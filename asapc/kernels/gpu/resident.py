@@ -28,6 +28,7 @@ from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.gpu.tiles import (
+    FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
     block_of,
@@ -37,6 +38,7 @@ from asapc.kernels.gpu.tiles import (
     load_dual,
     load_keep,
     load_rows,
+    pitch_of,
     product,
     products,
     split_factor,
@@ -48,7 +50,6 @@ from asapc.kernels.loop import Loop
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
 CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take, of 256 KiB
 PROCESSORS = 132  # of a GPU; both are an H100's, where there is none to ask
-FEWEST = 5  # half-steps; a row c-transform must be among them
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 STRIPE = tl.constexpr(32)  # columns
 LEAST_TOKENS = 33  # of which the sums are products, for tiles of 128 x 128
@@ -62,7 +63,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, loop: Loop) -> bo
     """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
     if loop.half_steps < FEWEST or k.shape[2] > RESIDENT_LIMIT:
         return False
-    return as_products(q, k, v, bias) or q.shape[2] * _pitch(k) * 4 <= _processors(q)[1]
+    return as_products(q, k, v, bias) or q.shape[2] * pitch_of(k) * 4 <= _processors(q)[1]
 
 
 def as_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -80,11 +81,6 @@ def _processors(q: Tensor) -> tuple[int, int]:
         return PROCESSORS, CACHE
     own = torch.cuda.get_device_properties(q.device)
     return own.multi_processor_count, own.shared_memory_per_multiprocessor * 7 // 8  # it is in that cache
-
-
-def _pitch(k: Tensor) -> int:
-    """Entries between two rows of the scratch, a multiple of 16, which the compiler counts on."""
-    return -(-k.shape[2] // 16) * 16
 
 
 def resident_loop(
@@ -110,7 +106,7 @@ def resident_loop(
     block_x = block_of(queries, TILE.get(width, 4096) // width)
     block_d = block_of(dim, 128 if half else 32)
     block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
-    size = queries * _pitch(k)
+    size = queries * pitch_of(k)
     processors, cache = _processors(q)
     at_once = max(1, min(16, cache // max(1, 4 * size)))
     programs = min(batch * heads, processors * at_once)
@@ -141,7 +137,7 @@ def resident_loop(
         )  # fmt: skip
     _resident[(programs,)](
         q, k, v, keep, bias, dual, factors, out, scratch, done,
-        batch * heads, heads, queries, keys, dim, value_dim, _pitch(k),
+        batch * heads, heads, queries, keys, dim, value_dim, pitch_of(k),
         *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
         *strides_of(dual, 3),
         scale, factor, pairs,

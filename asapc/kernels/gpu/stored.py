@@ -25,6 +25,7 @@ from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows, tile_for
 from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
+    FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
     finite_or_zero,
@@ -32,6 +33,7 @@ from asapc.kernels.gpu.tiles import (
     load_dual,
     load_rows,
     logit_tile,
+    pitch_of,
     spread_bias,
     strides_of,
 )
@@ -39,7 +41,6 @@ from asapc.kernels.loop import Loop
 
 MOST_KEYS = {torch.float32: 4096, torch.float16: 512, torch.bfloat16: 512}  # more are faster formed again
 MOST_BYTES = 1 << 26  # of a head's matrix in float32
-FEWEST = 5  # half-steps
 TOGETHER = 1 << 27  # bytes of the matrices that are kept at once
 ROWS, CHUNK = 16, 512  # of K that a program of `_sweep` reads at once
 LEAST, MOST = tl.constexpr(-60.0), tl.constexpr(20.0)  # log2 of the entries of a K that is kept
@@ -50,13 +51,8 @@ def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     return (
         loop.half_steps >= FEWEST
         and k.shape[2] <= MOST_KEYS[q.dtype]
-        and 4 * q.shape[2] * _pitch(k) <= MOST_BYTES
+        and 4 * q.shape[2] * pitch_of(k) <= MOST_BYTES
     )
-
-
-def _pitch(k: Tensor) -> int:
-    """Entries between two rows of K, a multiple of 16, which the compiler counts on."""
-    return triton.cdiv(k.shape[2], 16) * 16
 
 
 def stored_loop(
@@ -96,7 +92,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """f [B, H, N], g [B, H, M] after a column half-step from f_first and `pairs` of row and column."""
     batch, heads, queries, dim = q.shape
-    keys, pitch = k.shape[2], _pitch(k)
+    keys, pitch = k.shape[2], pitch_of(k)
     f, g = torch.empty_like(f_first), torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     if f.numel() == 0 or keys == 0:
         return f_first, g

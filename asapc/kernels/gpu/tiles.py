@@ -23,6 +23,7 @@ from asapc.operators.sinkhorn import factor_value
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
 MIN_BLOCK = 16  # of tl.dot, on every axis
+FEWEST = 5  # half-steps, for which a matrix is formed and kept; a row c-transform must be among them
 FLOAT32_PRECISION = "tf32x3"  # of tl.dot on float32 operands: three products for the 24 bits
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
@@ -51,6 +52,11 @@ def block_of(count: int, limit: int) -> int:
 def is_half(*tensors: Tensor) -> bool:
     """Whether a product of these runs in their own half precision: one dtype, and that not float32."""
     return tensors[0].dtype != torch.float32 and all(t.dtype == tensors[0].dtype for t in tensors)
+
+
+def pitch_of(k: Tensor) -> int:
+    """Entries between two rows of a kept matrix, a multiple of 16, which the compiler counts on."""
+    return triton.cdiv(k.shape[2], 16) * 16
 
 
 def strides_of(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
