@@ -1,16 +1,16 @@
-"""Untouched models of packages and papers, forced lossless: what they compile to, how equal, how fast.
+"""Untouched models of packages, papers and public repositories: what they compile to, how fast.
 
     python benchmarks/released.py                          # packages, and modules in the released styles
     python benchmarks/released.py --repositories FOLDER    # and the checkouts that are in this folder
     python benchmarks/released.py --only differential --json
 
-A row compiles one model as `asapc.compile` does and prints the operators, or the reason why there is
-none; the largest difference from the untouched model, relative to its largest output, at another batch
-size, another length and four times the inputs (at most 1e-4, or the row fails); and the times of the
-whole model and of its sites, the model's own code over ours. A site's own code is its part of the
-captured graph. Speed is told only after parity; candidates take turns; figures are medians. With -o,
-released.json and released.md are written there, after every row; with --only, other rows stay as they
-are there. The exit code is 1 where a row fails.
+A row compiles one model losslessly as `asapc.compile` does and prints the operators, or the reason why
+there are none; the seconds that this took; the largest difference from the untouched model, relative to
+its largest output, at another batch size, another length and four times the inputs (at most 1e-4, or the
+row fails); and milliseconds of one call: the model itself, under torch.compile, compiled by asapc, and
+under torch.compile(backend="asapc"). Times are taken after parity only; candidates take turns; figures
+are medians. With -o, released.json and released.md are written there, after every row; with --only,
+other rows stay as they are there. The exit code is 1 where a row fails.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import signal
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention import environment
-from released_models import Row, own_rows, repository_rows
+from public_models import repository_rows
+from released_models import Row, own_rows
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 from written import write_results
 
@@ -36,14 +38,11 @@ import asapc
 from asapc.errors import AsapcError, InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
-from asapc.ir import Program
 from asapc.measure.timing import interleaved_medians
 from asapc.passes.analyse import analyse
-from asapc.passes.site import Site
-from asapc.program.calls import site_function
-from asapc.program.runner import Tap
 
 TOLERANCE = 1e-4
+PATIENCE = 240  # seconds for the first call under torch.compile: loops of 200 half-steps take longer
 EXAMPLES = 40
 RECIPE = {"operator": "lossless", "batch_size": 8, "max_examples": 8, "selection_examples": 8}
 
@@ -69,26 +68,26 @@ def difference(theirs: Any, ours: Any) -> float:
 def errors(row: Row, model: nn.Module, compiled: nn.Module) -> dict[str, float | None]:
     """By what was tried, None where it is none of the model's sizes."""
     (batch, tokens), (other_batch, other) = row.size, row.other
-    given = {
+    tried = {
         "as given": inputs(row, batch, tokens, 11),
         "another batch": inputs(row, other_batch, tokens, 12),
     }
     if other is not None:
-        given["another length"] = inputs(row, batch, other, 13)
+        tried["another length"] = inputs(row, batch, other, 13)
     if row.scaled:
-        given["four times"] = {
+        tried["four times"] = {
             name: 4 * value if value.is_floating_point() and bool((value < 0).any()) else value
             for name, value in inputs(row, batch, tokens, 14).items()
         }
-    found: dict[str, float | None] = {}
-    for tried, x in given.items():
+    differences: dict[str, float | None] = {}
+    for what, x in tried.items():
         with torch.no_grad():
             try:
-                found[tried] = difference(model(**x), compiled(**x))
+                differences[what] = difference(model(**x), compiled(**x))
             except InputError as error:  # a size that the program does not hold for, and says so
-                print(f"released.py: {row.name}, {tried}: {error}", file=sys.stderr)
-                found[tried] = None
-    return found
+                print(f"released.py: {row.name}, {what}: {error}", file=sys.stderr)
+                differences[what] = None
+    return differences
 
 
 def compiled_row(row: Row, repeats: int) -> dict[str, Any]:
@@ -100,30 +99,53 @@ def compiled_row(row: Row, repeats: int) -> dict[str, Any]:
     tokens = row.size[1]
     count = min(8, row.size[0] * 2)
     batches = [inputs(row, count, tokens, seed) for seed in range(-(-EXAMPLES // count))]
+    start = time.perf_counter()
     try:
         result = asapc.compile(copy.deepcopy(model), batches, recipe=RECIPE, examples=4)
     except AsapcError as error:
-        found = listed(model, inputs(row, 2, tokens, 0))
-        reason = "; ".join(found) or str(error).splitlines()[0]
+        reason = "; ".join(listed(model, inputs(row, 2, tokens, 0))) or str(error).splitlines()[0]
         return {"name": row.name, "status": "left alone", "reason": reason}
     facts = result.report.facts
-    own: dict[str, Any] = {
-        "name": row.name, "status": "compiled",
+    entry: dict[str, Any] = {
+        "name": row.name, "status": "compiled", "seconds": round(time.perf_counter() - start, 1),
         "operators": [site["operator"] for site in facts["sites"]],
         "left": [f"{left['name']}: {left['reason']}" for left in facts.get("refused", [])],
         "errors": errors(row, model, result.model),
-    }
-    worst = max(error for error in own["errors"].values() if error is not None)
-    if not worst <= TOLERANCE:
-        return {**own, "status": "differs"}
+    }  # fmt: skip
+    if not largest(entry) <= TOLERANCE:
+        return {**entry, "status": "differs"}
     x = inputs(row, *row.size, 11)
+    calls: dict[str, Callable[[], Any]] = {
+        "eager": lambda: model(**x), "asapc": lambda: result.model(**x)
+    }
     with torch.no_grad():
-        times = interleaved_medians(
-            {"theirs": lambda: model(**x), "ours": lambda: result.model(**x)}, repeats, 2
-        )
-        own["whole"] = {name: found["median_ms"] for name, found in times.items()}
-        own["site"] = site_times(model, x, repeats)
-    return own
+        expected = model(**x)
+        for name, backend in (("torch.compile", "inductor"), ("backend", "asapc")):
+            torch.compiler.reset()
+            optimised = torch.compile(model, backend=backend)
+            signal.alarm(PATIENCE)
+            try:
+                apart = difference(expected, optimised(**x))
+            except Exception as error:  # torch.compile raises many types: there is nothing to time
+                print(f"released.py: {row.name}, {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            finally:
+                signal.alarm(0)
+            if apart <= TOLERANCE:
+                calls[name] = lambda optimised=optimised: optimised(**x)
+            elif backend == "asapc":
+                return {**entry, "status": "differs", "errors": {**entry["errors"], "backend": apart}}
+        times = interleaved_medians(calls, repeats, 2)
+    return {**entry, "ms": {name: timed["median_ms"] for name, timed in times.items()}}
+
+
+def too_long(*_: Any) -> None:
+    raise TimeoutError(f"not compiled in {PATIENCE} seconds")
+
+
+def largest(entry: dict[str, Any]) -> float:
+    """The largest difference that was found for a model."""
+    return max(error for error in entry["errors"].values() if error is not None)
 
 
 def listed(model: nn.Module, x: dict[str, Tensor]) -> list[str]:
@@ -135,82 +157,19 @@ def listed(model: nn.Module, x: dict[str, Tensor]) -> list[str]:
     return list(dict.fromkeys(left.reason for left in analysis.left_alone))
 
 
-def site_times(model: nn.Module, x: dict[str, Tensor], repeats: int) -> dict[str, float] | None:
-    """Milliseconds of all sites together: the captured code between their inputs and outputs, and our
-    operators on the same."""
-    count = len(next(iter(x.values())))
-    batch = Batch((), x, None, [0] * count, [*range(count)])
-    analysis = analyse(Teacher(model, None, "model", "0", False, None), batch)
-    theirs, ours = [], []
-    _, seen = Tap(model, analysis.lifted, analysis.names)(batch)
-    tensors = dict(zip(analysis.names, seen, strict=True))
-    if analysis.capture.kind != "whole":
-        return None
-    ((program, sites),) = zip(analysis.capture.programs, analysis.matched, strict=True)
-    recorded = values(program, x)
-    for site in sites:
-        code, given = part(site, recorded)
-        t, function = tensors[site.name], site_function(analysis.lifted, site.name)
-        theirs.append(lambda code=code, given=given: code(*given))
-        ours.append(lambda f=function, t=t: f(t, t.v))
-    times = interleaved_medians(
-        {"theirs": lambda: [f() for f in theirs], "ours": lambda: [f() for f in ours]}, repeats, 2
-    )
-    return {name: found["median_ms"] for name, found in times.items()}
-
-
-def values(program: Program, x: dict[str, Tensor]) -> dict[Node, Any]:
-    """What every node of a captured program holds on a call."""
-    found: dict[Node, Any] = {}
-
-    class Recorder(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            found[n] = super().run_node(n)
-            return found[n]
-
-    names = [node.name for node in program.graph.graph.nodes if node.op == "placeholder"]
-    order = [x[name] for name in program.kwargs] if program.kwargs else [x[name] for name in names]
-    with torch.no_grad():
-        Recorder(program.graph).run(*order, enable_io_processing=False)
-    return found
-
-
-def part(site: Site, recorded: dict[Node, Any]) -> tuple[GraphModule, list[Any]]:
-    """The site's own code, product with values included, as a function of what enters it."""
-    its = site.part()
-    value = getattr(site, "value", None)
-    end = its.output if site.takes_values or value is None else value.node
-    inside = {*its.inside, its.output, end} - {*its.inputs}
-    graph, copies, given = Graph(), dict[Node, Node](), []
-    entering = list(dict.fromkeys(s for node in inside for s in node.all_input_nodes if s not in inside))
-    for index, node in enumerate(entering):
-        copies[node] = graph.placeholder(f"input_{index}")
-        given.append(recorded[node])
-    for node in end.graph.nodes:
-        if node in inside:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[end])
-    return GraphModule(nn.Module(), graph), given
-
-
-def ratio(times: dict[str, float] | None) -> str:
-    if times is None:
-        return "-"
-    return f"{times['theirs'] / times['ours']:.2f}x ({times['theirs']:.2f} / {times['ours']:.2f} ms)"
-
-
-def line(row: dict[str, Any]) -> str:
-    if row["status"] in ("left alone", "not installed"):
-        return f"| {row['name']} | {row['status']}: {row['reason'].replace('|', '/')} | | | |"
-    names = {name: row["operators"].count(name) for name in row["operators"]}
+def line(entry: dict[str, Any]) -> str:
+    if entry["status"] in ("left alone", "not installed"):
+        return f"| {entry['name']} | {entry['status']}: {entry['reason'].replace('|', '/')} | | | | | | |"
+    names = {name: entry["operators"].count(name) for name in entry["operators"]}
     operators = ", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items())
-    left = f"; left: {len(row['left'])}" if row["left"] else ""
-    outside = [tried for tried, error in row["errors"].items() if error is None]
+    left = f"; left: {len(entry['left'])}" if entry["left"] else ""
+    outside = [tried for tried, error in entry["errors"].items() if error is None]
     left += f"; not for {', '.join(outside)}" if outside else ""
-    worst = max(error for error in row["errors"].values() if error is not None)
-    text = "differs" if row["status"] == "differs" else f"{operators}{left}"
-    speeds = " | ".join(ratio(row.get(which)) for which in ("whole", "site"))
-    return f"| {row['name']} | {text} | {worst:.1e} | {speeds} |"
+    text = "differs" if entry["status"] == "differs" else f"{operators}{left}"
+    ms = entry.get("ms", {})
+    times = [f"{ms[name]:.2f}" if name in ms else "-" for name in CANDIDATES]
+    cells = [entry["name"], text, f"{entry['seconds']:.0f} s", f"{largest(entry):.1e}", *times]
+    return f"| {' | '.join(cells)} |"
 
 
 def measured_before(folder: Path | None) -> dict[str, dict[str, Any]]:
@@ -221,17 +180,24 @@ def measured_before(folder: Path | None) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-HEAD = "| model | compiled to | largest difference | whole model | its sites |\n|---|---|---:|---:|---:|"
+CANDIDATES = ("eager", "torch.compile", "asapc", "backend")
+HEAD = (
+    "| model | compiled to | in | largest difference | eager | torch.compile | asapc | backend |\n"
+    "|---|---|---:|---:|---:|---:|---:|---:|"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", help="the models with this in their name")
-    parser.add_argument("--repositories", type=Path, help="folder with sinkformers, ESPFormer, LOTFormer")
+    parser.add_argument("--repositories", type=Path, help="folder with checkouts: see public_models.py")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="the results on stdout, a JSON document")
     parser.add_argument("-o", "--out", type=Path, help="folder for released.{json,md}")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGALRM, too_long)
     rows = own_rows() + ([] if options.repositories is None else repository_rows(options.repositories))
     chosen = [row for row in rows if options.only is None or options.only.lower() in row.name.lower()]
     if not chosen:
@@ -250,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         order = dict.fromkeys([*(row.name for row in rows), *known])
         kept = [known[name] for name in order if name in known]
         document = {"environment": environment(cpu=True), "rows": kept}
-        title = f"Untouched models, forced lossless, float32, {torch.get_num_threads()} threads"
+        title = f"Untouched models, forced lossless, float32, milliseconds on {options.threads} threads"
         text = "\n".join([f"### {title}", "", HEAD, *map(line, kept)])
         write_results(options.out, "released", document, text)
     if options.json:

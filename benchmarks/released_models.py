@@ -1,16 +1,13 @@
-"""The models of benchmarks/released.py: from packages, in the released styles, from public checkouts.
+"""The models of benchmarks/released.py that need no checkout: from packages, and in the released styles.
 
-Modules in the released styles come from the tests, where they are written for asapc. What a checkout
-holds is imported from there and copied nowhere.
+Modules in the released styles come from the tests, where they are written for asapc.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -333,7 +330,6 @@ def own_rows() -> list[Row]:
         Row("mixer of streams", plans.Mixer, lambda b, n, g: {"x": normal(b, n, 4, 8, generator=g)},
             (4, 512), (3, 100)),
         Row("latent queries, cdist costs", plans.Latents, features(8), (8, 256), (3, 40)),
-        Row("squared distances, one epsilon a head", plans.Expanded, features(8), (8, 256), (3, 40)),
         Row("masses as inputs, some zero", plans.Masses, masses, (8, 128), (3, 60), False),
         Row("exp domain with a constant", plans.Scaled, lambda b, n, g: {
             "scores": normal(b, n, 6, generator=g)}, (8, 128), (3, 60)),
@@ -345,115 +341,4 @@ def own_rows() -> list[Row]:
             short, (3, 31)),
         Row("differential, softmax", lambda: differences.Layer(differences.softmax), features(8), text,
             (3, 57)),
-    ]  # fmt: skip
-
-
-# Public checkouts
-
-
-@contextlib.contextmanager
-def importable(*folders: Path) -> Iterator[None]:
-    """With the folders first on sys.path, and their modules forgotten afterwards: names repeat."""
-    path, before = list(sys.path), set(sys.modules)
-    sys.path[:0] = [str(folder) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            if any(file.startswith(f"{folder}{os.sep}") for folder in folders):
-                del sys.modules[name]
-
-
-class Heads(nn.Module):
-    """A core that takes queries, keys and values, in the layer that its repository puts around it."""
-
-    def __init__(self, core: nn.Module, heads: int = 2, dim: int = 32) -> None:
-        super().__init__()
-        self.core, self.heads = core, heads
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
-        found: Tensor = self.out(self.core(q, k, v, mask).transpose(1, 2).flatten(2))
-        return found
-
-
-class TokensFirst(nn.Module):
-    """Tokens before examples, as fairseq has them."""
-
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core = core
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.core(x.transpose(0, 1))[0]
-        return found
-
-
-class Pooled(nn.Module):
-    def __init__(self, core: nn.Module, seeds: int) -> None:
-        super().__init__()
-        self.core, self.seeds = core, nn.Parameter(torch.randn(1, seeds, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.core(self.seeds.repeat(x.shape[0], 1, 1), x)
-        return found
-
-
-def repository_rows(folder: Path) -> list[Row]:
-    """Of michaelsdr/sinkformers, Anon4142/ESPFormer and anonymous13761234/LOTFormer below `folder`,
-    which are cloned under their own names."""
-    folder = folder.resolve()
-    config: Mapping[str, Any] = {"head_dim": 16, "num_head": 2}
-
-    def module(place: str, name: str, build: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
-        def make() -> nn.Module:
-            import importlib
-
-            root = folder / place.split("/")[0]
-            with importable(folder / place, root):
-                return sharpened(build(importlib.import_module(name)), ("ref",), 2.0)
-
-        return make
-
-    lot = lambda m: Heads(m.LinearSinkAttention(config))  # noqa: E731
-    seeds = lambda count: lambda m: Pooled(  # noqa: E731
-        m.MABSINK(32, 32, 32, 2, sinkhorn=m.SinkhornDistance(eps=1, max_iter=21, cost=m.dotmat)), count
-    )
-    picture = {"image_size": 28, "patch_size": 7, "num_classes": 10, "dim": 64, "depth": 1, "heads": 1,
-               "mlp_dim": 64, "channels": 1}  # fmt: skip
-    return [
-        Row("sinkformers: text classifier", module(
-            "sinkformers/nlp-tutorial/text-classification-transformer", "model",
-            lambda m: m.TransformerEncoder(200, 256, 32, 2, 2, d_ff=32, n_it=5)),
-            words(200, "inputs"), (4, 128), (3, 57), False),
-        Row("sinkformers: ViT", module("sinkformers/vit-pytorch", "vit_pytorch.vit",
-            lambda m: m.ViT_only_Att(**picture, max_iter=5)), images(28, 1), (32, 0), (3, None)),
-        Row("sinkformers: set transformer, four seeds", module(
-            "sinkformers/set_transformer", "set_transformer.modules", seeds(4)), features(32), (8, 128),
-            (3, 57)),
-        Row("sinkformers: set transformer, one seed", module(
-            "sinkformers/set_transformer", "set_transformer.modules", seeds(1)), features(32), (8, 128),
-            (3, 57)),
-        Row("ESPFormer: MNIST ViT", module("ESPFormer/experiments/mnist", "vit",
-            lambda m: m.ViT_only_Att(**picture)), images(28, 1), (32, 0), (3, None)),
-        Row("ESPFormer: attention", module("ESPFormer/attentions", "attentions.esp",
-            lambda m: m.EspAttention(32, heads=2, dim_head=16)), features(32), (8, 40), (3, 31)),
-        Row("ESPFormer: differential softmax", module("ESPFormer/attentions", "attentions.dif",
-            lambda m: m.MultiHeadDifAttention(32, 2, -1, 16)), features(32), (8, 40), (3, 31)),
-        Row("LOTFormer: bert-glue", module("LOTFormer/bert-glue", "lot_attention", lot), features(32),
-            (4, 512), (3, 200)),
-        Row("LOTFormer: bert-glue, masked", module("LOTFormer/bert-glue", "lot_attention", lot),
-            masked(32, "mask", number=True), (4, 512), (3, 200)),
-        Row("LOTFormer: LRA", module("LOTFormer/LRA", "linear_sinkformer", lot), features(32), (4, 512),
-            (3, 200)),
-        Row("LOTFormer: retrieval", module("LOTFormer/retrieval", "linear_attention.core",
-            lambda m: Heads(m.LotAttentionCore(2, 16))), features(32), (4, 512), (3, 200)),
-        Row("LOTFormer: DeiT attention", module("LOTFormer/deit-imagenet", "models.lot_deit",
-            lambda m: m.LotAttention(32, 2, 49)), features(32), (8, 51), (3, None)),
-        Row("LOTFormer: translation", module(
-            "LOTFormer/fairseq-nmt", "lot_fairseq.lot_multihead_attention",
-            lambda m: TokensFirst(m.LotMultiheadAttention(32, 2))), features(32), (4, 256), (3, 100)),
     ]  # fmt: skip

@@ -1416,29 +1416,34 @@ template <class T> class SlicedHead {
 };
 
 // Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
-// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time.
+// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
+// all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
 template <class T> class SoftHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
+  static constexpr int64_t kFew = 128;
+  static constexpr T kLeast = std::is_same_v<T, float> ? -36 : -80;  // of exponents: REACH of operators/esp.py
   using Base = SlicedHead<T>;
   using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
 
  public:
   SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), x_(queries.active), y_(keys.active) {
+      : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), ranks_(rounded_up(n_, L)), x_(queries.active),
+        y_(keys.active) {
     const int64_t values = rounded_up(p.width, P) * m_, rows = rounded_up(n_, kRows);
-    scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + kNodes * padded_ + values + m_) * sizeof(T) + 8 * kBytes);
+    const int64_t spread = (few() ? n_ + m_ : kNodes) * padded_, sorts = few() ? (n_ + 3) * ranks_ + 3 * padded_ : 0;
+    scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + spread + sorts + values + m_) * sizeof(T) + 9 * kBytes);
     panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
     plan_ = scratch.take<T>(rows * padded_), mean_ = scratch.take<T>(rows * padded_);
-    spread_ = scratch.take<T>(kNodes * padded_), values_ = scratch.take<T>(values), ones_ = scratch.take<T>(m_);
+    spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values), ones_ = scratch.take<T>(m_);
+    sorts_ = scratch.take<T>(sorts);
   }
 
   void run() {
     form_cost();
     std::fill_n(mean_, n_ * padded_, T(0));
     for (int64_t l = 0; l < p_.slices; ++l) {
-      const bool finite = x_.place(this->lines_x_ + l * p_.queries, p_.temperature) &&
-                          y_.place(this->lines_y_ + l * p_.keys, p_.temperature);
-      const auto [kept, weight] = this->joined(l, finite ? form_plan() : std::nan(""));
+      const T *x = this->lines_x_ + l * p_.queries, *y = this->lines_y_ + l * p_.keys;
+      const auto [kept, weight] = this->joined(l, few() ? form_all(x, y) : form_plan(x, y));
       const V<T> factor = all(weight), other = all(kept);
       for (int64_t i = 0; i < n_ * padded_; i += L)
         store(mean_ + i, load(mean_ + i) * other + load(plan_ + i) * factor);
@@ -1460,8 +1465,70 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  // P, and its product with the costs.
-  double form_plan() {
+  bool few() const { return n_ <= kFew && m_ <= kFew; }
+
+  // The active tokens of a line and the same sorted, both up to `room` and followed by numbers far away; false
+  // where one is not finite.
+  static bool sorted(const T* from, const std::vector<int64_t>& active, int64_t room, T* tokens, T* ranked) {
+    const int64_t size = active.size();
+    bool finite = true;
+    for (int64_t i = 0; i < size; ++i) tokens[i] = from[active[i]], finite &= std::isfinite(tokens[i]);
+    std::fill_n(tokens + size, room - size, std::numeric_limits<T>::max());
+    std::copy_n(tokens, room, ranked);
+    if (finite) std::sort(ranked, ranked + size, std::greater<T>());
+    return finite;
+  }
+
+  // exp(-(tokens[j] - at)^2 / t) for `room` tokens, each added to totals; returns the sum of all.
+  T likely(const T* tokens, int64_t room, T at, T* to, T* totals) const {
+    const T scale = T(-1 / p_.temperature);
+    V<T> sum{};
+    for (int64_t j = 0; j < room; j += L) {
+      const V<T> away = load(tokens + j) - at, exponent = away * away * scale;
+      const V<T> entries = exponential<T, true>(exponent > kLeast ? exponent : all(kLeast));
+      store(to + j, entries), sum += entries;
+      if (totals) store(totals + j, load(totals + j) + entries);
+    }
+    return sum_of<T>(sum);
+  }
+
+  // P of a few tokens, and its product with the costs.
+  double form_all(const T* x, const T* y) {
+    T *tokens_x = sorts_ + n_ * ranks_, *ranked_x = tokens_x + ranks_, *totals = ranked_x + ranks_;
+    T *tokens_y = totals + ranks_, *ranked_y = tokens_y + padded_, *shares = ranked_y + padded_;
+    if (!sorted(x, queries_.active, ranks_, tokens_x, ranked_x) ||
+        !sorted(y, keys_.active, padded_, tokens_y, ranked_y)) return std::nan("");
+    std::fill_n(totals, ranks_, T(0));
+    for (int64_t i = 0; i < n_; ++i) likely(ranked_x, ranks_, tokens_x[i], sorts_ + i * ranks_, totals);
+    T *sorts_y = spread_ + n_ * padded_;
+    for (int64_t s = 0; s < m_; ++s)
+      shares[s] = 1 / likely(tokens_y, padded_, ranked_y[s], sorts_y + s * padded_, nullptr);
+    std::fill_n(spread_, n_ * padded_, T(0));  // I B, as panels of two registers' keys
+    for (const auto& [r, s, mass] : meetings_) {
+      const V<T> factor = all(T(mass) * shares[s] / totals[r]);
+      for (int64_t j = 0; j < padded_; j += L) {
+        T* to = spread_ + j / P * P * n_ + r * P + j % P;
+        store(to, load(to) + factor * load(sorts_y + s * padded_ + j));
+      }
+    }
+    double total = 0;
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const T* rows[kRows];
+      for (int r = 0; r < kRows; ++r) rows[r] = sorts_ + std::min(row + r, n_ - 1) * ranks_;
+      for (int64_t start = 0; start < padded_; start += P)
+        tile<T>(rows, n_, spread_ + start * n_, plan_ + row * padded_ + start, padded_);
+    }
+    for (int64_t row = 0; row < n_; ++row) {
+      V<T> sum{};
+      for (int64_t j = row * padded_; j < (row + 1) * padded_; j += L) sum += load(plan_ + j) * load(cost_ + j);
+      total += double(sum_of<T>(sum));
+    }
+    return total;
+  }
+
+  // P of many, and its product with the costs.
+  double form_plan(const T* x, const T* y) {
+    if (!x_.place(x, p_.temperature) || !y_.place(y, p_.temperature)) return std::nan("");
     double total = 0;
     const int64_t last = meetings_.size();
     for (int64_t row = 0, end = 0, meeting = 0; row < n_; row = end) {
@@ -1543,10 +1610,10 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  const int64_t padded_;
+  const int64_t padded_, ranks_;
   Line<T> x_, y_;
   std::vector<T> met_;
-  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_;
+  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_, *sorts_;
 };
 
 // Of every slice only who meets whom: O(N (D + E)) a slice, and no N x M matrix. Groups of tokens that tie meet

@@ -1,0 +1,345 @@
+"""Untouched public code that `python benchmarks/released.py --repositories FOLDER` compiles.
+
+FOLDER holds checkouts under their own names. Their code is imported from there and copied nowhere; what
+is written here only calls it as its own repository does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from released_models import (
+    Inputs,
+    Row,
+    features,
+    images,
+    masked,
+    normal,
+    padded,
+    scores,
+    sharpened,
+    words,
+)
+from torch import Tensor, nn
+
+Build = Callable[[ModuleType], nn.Module]
+
+
+@contextlib.contextmanager
+def importable(*folders: Path) -> Iterator[None]:
+    """With the folders first on sys.path, and their modules forgotten afterwards: names repeat."""
+    path, before = list(sys.path), set(sys.modules)
+    sys.path[:0] = [str(folder) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if any(file.startswith(f"{folder}{os.sep}") for folder in folders):
+                del sys.modules[name]
+
+
+class Call(nn.Module):
+    """A function as a layer, with the module that it comes from and parameters of its own."""
+
+    def __init__(self, function: Callable[..., Any], **parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return self.function(*args, **dict(self.named_parameters()), **inputs)
+
+
+class Heads(nn.Module):
+    """A core that takes queries, keys and values, in the layer that its repository puts around it."""
+
+    def __init__(self, core: nn.Module, heads: int = 2, dim: int = 32) -> None:
+        super().__init__()
+        self.core, self.heads = core, heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+        attended: Tensor = self.out(self.core(q, k, v, mask).transpose(1, 2).flatten(2))
+        return attended
+
+
+class TokensFirst(nn.Module):
+    """Tokens before examples, as fairseq has them."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended: Tensor = self.core(x.transpose(0, 1))[0]
+        return attended
+
+
+class Pooled(nn.Module):
+    def __init__(self, core: nn.Module, seeds: int) -> None:
+        super().__init__()
+        self.core, self.seeds = core, nn.Parameter(torch.randn(1, seeds, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.core(self.seeds.repeat(x.shape[0], 1, 1), x)
+        return pooled
+
+
+class Sorting(nn.Module):
+    """Numbers sorted by a soft permutation, as in number_sorting/train.py."""
+
+    def __init__(self, scorer: nn.Module, ops: Any, numbers: int) -> None:
+        super().__init__()
+        self.scorer, self.ops, self.numbers = scorer, ops, numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.ops.gumbel_sinkhorn(self.scorer(x), noise=False)
+        return torch.einsum("bpq,bp->bq", plan, x)
+
+
+class SceneFlow(nn.Module):
+    """FLOT's transport and the flow that it estimates, as in its model."""
+
+    def __init__(self, ot: Any, iterations: int = 3) -> None:
+        super().__init__()
+        self.ot, self.iterations = ot, iterations
+        self.gamma, self.epsilon = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, one: Tensor, two: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        plan = self.ot.sinkhorn(
+            first, second, one, two, epsilon=torch.exp(self.epsilon) + 0.03,
+            gamma=torch.exp(self.gamma), max_iter=self.iterations,
+        )  # fmt: skip
+        return (plan @ two) / (plan.sum(-1, keepdim=True) + 1e-8) - one
+
+
+class Coarse(nn.Module):
+    """LoFTR's coarse matching up to its confidences: what follows picks matches, as many as there are."""
+
+    def __init__(self, matching: nn.Module) -> None:
+        super().__init__()
+        self.matching = matching
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        kept: dict[str, Any] = {}
+        with mock.patch.object(type(self.matching), "get_coarse_match", lambda *_: {}):
+            self.matching(one, two, kept)
+        confidence: Tensor = kept["conf_matrix"]
+        return confidence
+
+
+class Distance(nn.Module):
+    """torch_sinkhorn's solver on squared distances, and its plan."""
+
+    def __init__(self, solver: Any, problem: Any) -> None:
+        super().__init__()
+        self.solver, self.problem = solver, problem
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        given = self.problem(torch.cdist(x, y) ** 2, epsilon=0.1)
+        result = self.solver(given)[0]
+        plan: Tensor = given.transport_from_potentials(result.f, result.g)
+        return plan
+
+
+def clouds(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    return {"x": normal(b, n, 8, generator=g), "y": normal(b, n - 5, 8, generator=g)}
+
+
+def pairs(dim: int, one: str = "one", two: str = "two") -> Inputs:
+    return lambda b, n, g: {
+        one: normal(b, n, dim, generator=g), two: normal(b, n - 5, dim, generator=g)
+    }
+
+
+def scene(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "one": 4 * normal(b, n, 3, generator=g), "two": 4 * normal(b, n, 3, generator=g),
+        "first": normal(b, n, 128, generator=g), "second": normal(b, n, 128, generator=g),
+    }  # fmt: skip
+
+
+def patches(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    """Scores and masks of patches, of which most points are there."""
+    return {
+        "scores": normal(b, n, n, generator=g), "row_masks": padded(b, n, g), "col_masks": padded(b, n, g)
+    }
+
+
+def keypoints(dim: int, image: tuple[int, ...]) -> Inputs:
+    """Of two pictures, as SuperGlue and OpenGlue take them."""
+
+    def inputs(b: int, n: int, g: torch.Generator) -> dict[str, Any]:
+        given: dict[str, Tensor] = {}
+        for number, count in (("0", n), ("1", n - 7)):
+            places = torch.rand(b, count, 2, generator=g) * 400
+            described = normal(b, dim, count, generator=g)
+            given |= {
+                f"keypoints{number}": places, f"descriptors{number}": described,
+                f"local_descriptors{number}": described.mT,
+                f"scores{number}": torch.rand(b, count, generator=g),
+                f"side_info{number}": torch.rand(b, count, 1, generator=g),
+                f"image{number}": torch.zeros(image),
+            }  # fmt: skip
+        return {"data": given}
+
+    return inputs
+
+
+def salad(b: int, n: int, g: torch.Generator) -> dict[str, Any]:
+    side = int(n**0.5)
+    return {"x": (normal(b, 384, side, side, generator=g), normal(b, 384, generator=g))}
+
+
+def superglue(module: Any) -> nn.Module:
+    """Of its published configuration; its weights are not in a checkout's text."""
+    with (mock.patch.object(torch, "load", lambda *_: {}),
+          mock.patch.object(module.SuperGlue, "load_state_dict", lambda *_: None)):  # fmt: skip
+        model: nn.Module = module.SuperGlue({"GNN_layers": ["self", "cross"] * 4})
+    return model
+
+
+OPENGLUE: Mapping[str, Any] = {
+    "descriptor_dim": 128, "dustbin_score_init": 1.0, "otp": {"num_iters": 20, "reg": 1.0},
+    "positional_encoding": {"encoding_type": "FeedForwardNet", "output_size": 128, "side_info_size": 1,
+                            "hidden_layers_sizes": [32, 64, 128]},
+    "attention_gnn": {"num_stages": 4, "num_heads": 4, "embed_dim": 128, "attention": "softmax",
+                      "use_offset": False},
+}  # fmt: skip
+LOFTR: Mapping[str, Any] = {
+    "thr": 0.2, "border_rm": 2, "train_coarse_percent": 0.4, "train_pad_num_gt_min": 200,
+    "match_type": "sinkhorn", "skh_init_bin_score": 1.0, "skh_iters": 3, "skh_prefilter": False,
+    "sparse_spvs": False,
+}  # fmt: skip
+VIT: Mapping[str, Any] = {
+    "image_size": 28, "patch_size": 4, "num_classes": 10, "dim": 64, "depth": 1, "heads": 1,
+    "mlp_dim": 64, "channels": 1,
+}  # fmt: skip
+LOT: Mapping[str, Any] = {"head_dim": 16, "num_head": 2}
+
+
+def repository_rows(folder: Path) -> list[Row]:
+    """Of checkouts below `folder`; their owners stand in the first column."""
+    folder = folder.resolve()
+
+    def of(
+        owner: str, title: str, place: str, name: str, build: Build, inputs: Inputs,
+        size: tuple[int, int], other: tuple[int, int | None], scaled: bool = True,
+    ) -> Row:  # fmt: skip
+        """place: the folder that its imports start from.  name: the module there."""
+
+        def make() -> nn.Module:
+            with importable(folder / place, folder / place.split("/")[0]):
+                return sharpened(build(importlib.import_module(name)), ("ref",), 2.0)
+
+        return Row(f"{owner}/{place.split('/')[0]}: {title}", make, inputs, size, other, scaled)
+
+    lot: Build = lambda m: Heads(m.LinearSinkAttention(LOT))  # noqa: E731
+    seeds: Callable[[int], Build] = lambda count: lambda m: Pooled(  # noqa: E731
+        m.MABSINK(32, 32, 32, 2, sinkhorn=m.SinkhornDistance(eps=1, max_iter=21, cost=m.dotmat)), count
+    )
+    sinkformers, esp, lotformer = "michaelsdr", "Anon4142", "anonymous13761234"
+    mixers = "mHC-manifold-constrained-hyper-connections"
+    return [
+        of(sinkformers, "text classifier", "sinkformers/nlp-tutorial/text-classification-transformer",
+           "model", lambda m: m.TransformerEncoder(200, 256, 64, 2, 2, d_ff=64, n_it=5),
+           words(200, "inputs"), (8, 128), (3, 57), False),
+        of(sinkformers, "ViT, T = 5", "sinkformers/vit-pytorch", "vit_pytorch.vit",
+           lambda m: m.ViT_only_Att(**VIT, max_iter=5), images(28, 1), (32, 0), (3, None)),
+        of(sinkformers, "set transformer, four seeds", "sinkformers/set_transformer",
+           "set_transformer.modules", seeds(4), features(32), (8, 128), (3, 57)),
+        of(esp, "MNIST ViT", "ESPFormer/experiments/mnist", "vit", lambda m: m.ViT_only_Att(**VIT),
+           images(28, 1), (32, 0), (3, None)),
+        of(esp, "attention", "ESPFormer/attentions", "attentions.esp",
+           lambda m: m.EspAttention(32, heads=2, dim_head=16), features(32), (8, 64), (3, 31)),
+        of(esp, "differential attention", "ESPFormer/attentions", "attentions.dif",
+           lambda m: m.MultiHeadDifAttention(32, 2, -1, 16), features(32), (8, 64), (3, 31)),
+        of(lotformer, "bert-glue", "LOTFormer/bert-glue", "lot_attention", lot, features(32), (4, 512),
+           (3, 200)),
+        of(lotformer, "bert-glue, masked", "LOTFormer/bert-glue", "lot_attention", lot,
+           masked(32, "mask", number=True), (4, 512), (3, 200)),
+        of(lotformer, "LRA", "LOTFormer/LRA", "linear_sinkformer", lot, features(32), (4, 512), (3, 200)),
+        of(lotformer, "retrieval", "LOTFormer/retrieval", "linear_attention.core",
+           lambda m: Heads(m.LotAttentionCore(2, 16)), features(32), (4, 512), (3, 200)),
+        of(lotformer, "DeiT attention", "LOTFormer/deit-imagenet", "models.lot_deit",
+           lambda m: m.LotAttention(32, 2, 49), features(32), (8, 51), (3, None)),
+        of(lotformer, "translation", "LOTFormer/fairseq-nmt", "lot_fairseq.lot_multihead_attention",
+           lambda m: TokensFirst(m.LotMultiheadAttention(32, 2)), features(32), (4, 256), (3, 100)),
+        of("magicleap", "SuperGlue, 4 + 4 layers", "SuperGluePretrainedNetwork", "models.superglue",
+           superglue, keypoints(256, (1, 1, 480, 640)), (1, 512), (2, 300), False),
+        of("magicleap", "optimal transport, T = 200", "SuperGluePretrainedNetwork", "models.superglue",
+           lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 100),
+                          alpha=torch.tensor(1.0)), scores(), (1, 512), (2, 300)),
+        of("ucuapps", "whole matcher, 4 + 4 layers", "OpenGlue", "models.superglue.superglue",
+           lambda m: m.SuperGlue(OPENGLUE), keypoints(128, (1, 1, 480, 640)), (1, 512), (2, 300), False),
+        of("qinzheng93", "learnable transport, T = 200", "GeoTransformer",
+           "geotransformer.modules.sinkhorn.learnable_sinkhorn",
+           lambda m: m.LearnableLogOptimalTransport(100), patches, (32, 64), (3, 40)),
+        of("yewzijian", "Sinkhorn with slack", "RPMNet/src", "models.rpmnet",
+           lambda m: Call(lambda scores: m.sinkhorn(scores, 5).exp()), scores(), (4, 256), (3, 100)),
+        of("yewzijian", "Sinkhorn without slack", "RPMNet/src", "models.rpmnet",
+           lambda m: Call(lambda scores: m.sinkhorn(scores, 5, slack=False).exp()), scores(), (4, 256),
+           (3, 100)),
+        of("valeoai", "scene flow", "FLOT", "flot.tools.ot", SceneFlow, scene, (1, 512), (2, 200), False),
+        of("claying", "kernel pooling", "OTK", "otk.layers",
+           lambda m: m.OTKernel(64, 10, heads=2, max_iter=10), features(64), (8, 200), (3, 90), False),
+        of("claying", "kernel pooling, log domain, masked", "OTK", "otk.layers",
+           lambda m: m.OTKernel(64, 10, heads=2, max_iter=10, log_domain=True, eps=1.0),
+           lambda b, n, g: {"input": normal(b, n, 64, generator=g), "mask": padded(b, n, g)}, (8, 200),
+           (3, 90), False),
+        of("serizba", "SALAD", "salad", "models.aggregators.salad", lambda m: m.SALAD(384, dropout=0.0),
+           salad, (4, 529), (2, 256), False),
+        of("zju3dv", "coarse matching by transport", "LoFTR", "src.loftr.utils.coarse_matching",
+           lambda m: Coarse(m.CoarseMatching(LOFTR)), pairs(64), (1, 400), (2, 200)),
+        of("perrying", "sorting 20 numbers", "gumbel-sinkhorn", "utils.gumbel_sinkhorn_ops",
+           lambda m: Sorting(importlib.import_module("number_sorting.model").FCModel(32, 20), m, 20),
+           lambda b, _, g: {"x": torch.rand(b, 20, generator=g)}, (32, 0), (5, None)),
+        of("perrying", "divisions by sums", "gumbel-sinkhorn", "utils.gumbel_sinkhorn_ops",
+           lambda m: Call(lambda scores: m.sinkhorn_norm(scores.exp())), scores(), (8, 100), (3, 40)),
+        of("marvin-eisenberger", "unrolled layer", "implicit-sinkhorn", "sinkhorn.sinkhorn",
+           lambda m: Call(lambda scores, mu, nu: m.sinkhorn_unrolled(scores, mu, nu, 20, 0.5)),
+           lambda b, n, g: {"scores": normal(b, n, n - 7, generator=g),
+                            "mu": normal(b, n, generator=g).softmax(-1),
+                            "nu": normal(b, n - 7, generator=g).softmax(-1)}, (8, 100), (3, 40), False),
+        of("marvin-eisenberger", "implicit layer", "implicit-sinkhorn", "sinkhorn.sinkhorn",
+           lambda m: Call(lambda scores, mu, nu: m.Sinkhorn.apply(scores, mu, nu, 20, 0.5)),
+           lambda b, n, g: {"scores": normal(b, n, n - 7, generator=g),
+                            "mu": normal(b, n, generator=g).softmax(-1),
+                            "nu": normal(b, n - 7, generator=g).softmax(-1)}, (8, 100), (3, 40), False),
+        of("dfdazac", "Sinkhorn distance", "wassdistance", "layers",
+           lambda m: Call(lambda x, y: m.SinkhornDistance(eps=0.1, max_iter=100)(x, y)[1]), clouds,
+           (4, 100), (3, 40), False),
+        of("anindex", "solver", "torch_sinkhorn", "torch_sinkhorn.sinkhorn",
+           lambda m: Distance(m.Sinkhorn(threshold=-1.0, max_iterations=10), m.LinearProblem), clouds,
+           (4, 100), (3, 40), False),
+        of("Kareem404", "four streams", "hyper-connections/src", "models.hyper_connections",
+           lambda m: sharpened(m.mHC_attn(nn.Linear(64, 64), 4, 64, 512), ("theta",), 3.0),
+           lambda b, n, g: {"x": normal(b, n, 4, 64, generator=g)}, (4, 512), (3, 100), False),
+        of("tokenbender", "static mixer", mixers, "hyper_connections.hyper_connections_mhc",
+           lambda m: m.HyperConnections(4, dim=64, branch=nn.Linear(64, 64), layer_index=0),
+           lambda b, n, g: {"residuals": normal(4 * b, n, 64, generator=g)}, (4, 512), (3, 100)),
+        of("lucidrains", "router", "sinkhorn-router-pytorch", "sinkhorn_router_pytorch",
+           lambda m: Call(lambda scores: m.sinkhorn_router.sinkhorn(scores.exp())), scores(16), (4, 512),
+           (3, 100)),
+        of("lucidrains", "bucketed attention", "sinkhorn-transformer",
+           "sinkhorn_transformer.sinkhorn_transformer",
+           lambda m: m.SinkhornSelfAttention(64, 16, 512, heads=4, non_permutative=False), features(64),
+           (4, 512), (3, 256)),
+        of("fagp", "rebasing layer", "sinkhorn-rebasin", "rebasin.rebasinnet.sinkhorn",
+           lambda m: Call(lambda scores: m.Sinkhorn.apply(
+               -scores, torch.ones(scores.shape[:-1]), torch.ones(scores.shape[:-1]), 20, 1.0)),
+           scores(), (8, 64), (3, 40)),
+    ]  # fmt: skip
