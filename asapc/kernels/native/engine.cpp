@@ -139,15 +139,23 @@ template <class W, class S> INLINE V<W> load_as(const S* from) {
     return __builtin_convertvector(*reinterpret_cast<const Half*>(from), V<W>);
   }
 }
+// op of all of a register, by halves: one number after the other takes several times as long.
+template <class T, int bytes = kBytes, class X, class Op> INLINE T folded(X v, const Op& op) {
+  if constexpr (bytes == 2 * sizeof(T)) {
+    return op(T(v[0]), T(v[1]));
+  } else {
+    typedef T Half __attribute__((vector_size(bytes / 2)));
+    Half low, high;
+    std::memcpy(&low, &v, bytes / 2);
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + bytes / 2, bytes / 2);
+    return folded<T, bytes / 2>(op(low, high), op);
+  }
+}
 template <class T> INLINE T sum_of(V<T> v) {
-  T total = 0;
-  for (int i = 0; i < kLanes<T>; ++i) total += v[i];
-  return total;
+  return folded<T>(v, [](auto x, auto y) { return x + y; });
 }
 template <class T> INLINE T max_of(V<T> v) {
-  T top = v[0];
-  for (int i = 1; i < kLanes<T>; ++i) top = std::max(top, T(v[i]));
-  return top;
+  return folded<T>(v, [](auto x, auto y) { return x < y ? y : x; });
 }
 
 // exp(r) for |r| <= ln(2) / 2, the highest power first: 1 + r and Chebyshev fits, off by 1e-8 and 2e-16.
@@ -1421,6 +1429,7 @@ template <class T> class SlicedHead {
 template <class T> class SoftHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
   static constexpr int64_t kFew = 128;
+  using Bits = typename Lanes<T>::Bits;
   static constexpr T kLeast = std::is_same_v<T, float> ? -36 : -80;  // of exponents: REACH of operators/esp.py
   using Base = SlicedHead<T>;
   using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
@@ -1475,7 +1484,17 @@ template <class T> class SoftHead : SlicedHead<T> {
     for (int64_t i = 0; i < size; ++i) tokens[i] = from[active[i]], finite &= std::isfinite(tokens[i]);
     std::fill_n(tokens + size, room - size, std::numeric_limits<T>::max());
     std::copy_n(tokens, room, ranked);
-    if (finite) std::sort(ranked, ranked + size, std::greater<T>());
+    for (int64_t start = 0; start < size; start += L) {  // a rank is how many are larger, or as large before
+      const V<T> own = load(tokens + start);
+      Bits rank{};
+      for (int64_t j = 0; j < start; ++j) rank -= Bits(all(tokens[j]) >= own);
+      for (int64_t j = start; j < std::min(start + L, size); ++j) {
+        const V<T> other = all(tokens[j]);
+        rank -= Bits(other > own) | (Bits(other == own) & Bits(all(T(j - start)) < kRamp<T>));
+      }
+      for (int64_t j = start + L; j < size; ++j) rank -= Bits(all(tokens[j]) > own);
+      for (int64_t i = start; i < std::min(start + L, size); ++i) ranked[rank[i - start]] = tokens[i];
+    }
     return finite;
   }
 
