@@ -120,16 +120,17 @@ def token_backend(
     v: Tensor | None,
     describe: Callable[[], tuple[str, str]] | None,
     engine: bool = False,
+    maps: bool = False,
 ) -> Backend:
     """Of operators without an N x M matrix.  v: None where the dense map is wanted.
 
     describe: what the CPU kernel runs and why; called only where that is collected; None where that is
-    noted once it has run.  engine: that kernel is the engine's.
+    noted once it has run.  engine: that kernel is the engine's.  maps: it gives dense maps, too.
     """
     reason = native.missing() if engine else None
     if q.device.type != "cpu":
         reason = f"there are no kernels for {q.device.type} devices"
-    if v is None:
+    if v is None and not maps:
         reason = "the dense attention map is wanted"
     if reason is not None:
         note_plain(operator, q, k, reason)

@@ -27,12 +27,14 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
     def described() -> tuple[str, str]:
         return f"CPU, {native.described()}", "the tensors are on the CPU"
 
-    if dispatch.token_backend(plain.func.__name__, q, k, v, described, engine=True) == "plain":
+    name = plain.func.__name__
+    maps = name == reference.esp_soft_attention.__name__
+    if dispatch.token_backend(name, q, k, v, described, engine=True, maps=maps) == "plain":
         return plain()
     given = dict(plain.keywords)  # the kernels know one factor
     powers = (given.pop(name, 0) for name in ("query_power", "key_power"))
     given["output_factor"] = reference.with_lengths(given["output_factor"], q, k, *powers)
-    return native.esp(**given)
+    return native.esp(**{"v": None, **given})
 
 
 # Not a custom_op: those run with autograd switched off below them.

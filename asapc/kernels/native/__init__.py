@@ -247,21 +247,25 @@ def least(dtype: torch.dtype) -> float:
 
 
 def esp(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
     slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
     output_factor: float, coupling: Coupling = "interpolated", ties: Ties = "shared",
     slice_weight: Tensor | None = None, softsort_temperature: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """As operators.esp.esp_soft, or esp_hard without softsort_temperature."""
+    """As operators.esp.esp_soft, its map where v is None; or esp_hard without softsort_temperature."""
     clouds, tau = clouds_of(q, k, keep, query_keep, slices), inverse_temperature.double()
     batch, heads, queries, dim = clouds.q.shape
-    keys, width = v.shape[2:]
+    keys = k.shape[2]
+    width, wanted = (keys, q) if v is None else (v.shape[3], v)
     dtype, count = clouds.q.dtype, clouds.num_slices
     out = clouds.q.new_zeros(batch, heads, queries, width)
     if 0 in (out.numel(), keys):
-        return out.to(v.dtype)
+        return out.to(wanted.dtype)
     omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
-    clouds_and_values = [x.to(dtype).contiguous() for x in (clouds.q, clouds.k, v, clouds.x, clouds.y)]
+    clouds_and_values = [
+        None if x is None else x.to(dtype).contiguous()
+        for x in (clouds.q, clouds.k, v, clouds.x, clouds.y)
+    ]
     weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
     given = [*clouds_and_values, *weights, *_masks(clouds.q, clouds.k, v, keep, query_keep), out]
     soft = softsort_temperature is not None
@@ -273,7 +277,7 @@ def esp(
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
-    return out.to(v.dtype)
+    return out.to(wanted.dtype)
 
 
 def banded(

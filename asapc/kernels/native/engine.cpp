@@ -1212,8 +1212,8 @@ template <class T> int64_t plan_all(const Plan& p) {
 
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
 // [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
-// [B, N] bytes or null; out: [B, H, N, E], 0 where nothing is written. All contiguous.  softly: sorted by
-// SoftSort at a temperature. Else exactly, where tokens that tie share, or are in order, the last one first if
+// [B, N] bytes or null; out: [B, H, N, E], or the map where v is null, which is sorted softly, with E = M; 0
+// where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens that tie share, or are in order, the last one first if
 // `ascending`.
 struct Esp {
   const void *q, *k, *v, *x, *y;
@@ -1394,7 +1394,8 @@ template <class T> class SlicedHead {
       : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
         head_(index % p.heads), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
-    q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim), v_ = at(p.v, p.keys * p.width);
+    q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim);
+    v_ = p.v ? at(p.v, p.keys * p.width) : nullptr;
     lines_x_ = at(p.x, p.slices * p.queries), lines_y_ = at(p.y, p.slices * p.keys);
     out_ = static_cast<T*>(p.out) + index * p.queries * p.width;
   }
@@ -1438,7 +1439,7 @@ template <class T> class SoftHead : SlicedHead<T> {
   SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
       : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), ranks_(rounded_up(n_, L)), x_(queries.active),
         y_(keys.active) {
-    const int64_t values = rounded_up(p.width, P) * m_, rows = rounded_up(n_, kRows);
+    const int64_t values = p.v ? rounded_up(p.width, P) * m_ : 0, rows = rounded_up(n_, kRows);
     const int64_t spread = (few() ? n_ + m_ : kNodes) * padded_, sorts = few() ? (n_ + 3) * ranks_ + 3 * padded_ : 0;
     scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + spread + sorts + values + m_) * sizeof(T) + 9 * kBytes);
     panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
@@ -1616,6 +1617,12 @@ template <class T> class SoftHead : SlicedHead<T> {
   }
 
   void apply(T factor) {
+    if (!p_.v) {
+      for (int64_t i = 0; i < n_; ++i)
+        for (int64_t j = 0; j < m_; ++j)
+          out_[queries_.active[i] * p_.width + keys_.active[j]] = factor * mean_[i * padded_ + j];
+      return;
+    }
     std::fill_n(ones_, m_, T(1));
     pack_values(this->v_, p_.width, keys_, p_.width, ones_, values_);
     for (int64_t row = 0; row < n_; row += kRows) {
