@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,9 @@ from released_models import (
     words,
 )
 from torch import Tensor, nn
+
+if not torch.cuda.is_available():  # code that moves its tensors to a GPU by itself runs here, too
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
 
 Build = Callable[[ModuleType], nn.Module]
 
@@ -101,44 +104,29 @@ class Pooled(nn.Module):
 class Sorting(nn.Module):
     """Numbers sorted by a soft permutation, as in number_sorting/train.py."""
 
-    def __init__(self, scorer: nn.Module, ops: Any, numbers: int) -> None:
+    def __init__(self, scorer: nn.Module, permutation: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.scorer, self.ops, self.numbers = scorer, ops, numbers
+        self.scorer, self.permutation = scorer, permutation
 
     def forward(self, x: Tensor) -> Tensor:
-        plan = self.ops.gumbel_sinkhorn(self.scorer(x), noise=False)
+        plan = self.permutation(self.scorer(x), noise=False)
         return torch.einsum("bpq,bp->bq", plan, x)
 
 
 class SceneFlow(nn.Module):
     """FLOT's transport and the flow that it estimates, as in its model."""
 
-    def __init__(self, ot: Any, iterations: int = 3) -> None:
+    def __init__(self, transport: Callable[..., Tensor], iterations: int = 3) -> None:
         super().__init__()
-        self.ot, self.iterations = ot, iterations
+        self.transport, self.iterations = transport, iterations
         self.gamma, self.epsilon = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, one: Tensor, two: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        plan = self.ot.sinkhorn(
+        plan = self.transport(
             first, second, one, two, epsilon=torch.exp(self.epsilon) + 0.03,
             gamma=torch.exp(self.gamma), max_iter=self.iterations,
         )  # fmt: skip
         return (plan @ two) / (plan.sum(-1, keepdim=True) + 1e-8) - one
-
-
-class Coarse(nn.Module):
-    """LoFTR's coarse matching up to its confidences: what follows picks matches, as many as there are."""
-
-    def __init__(self, matching: nn.Module) -> None:
-        super().__init__()
-        self.matching = matching
-
-    def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        kept: dict[str, Any] = {}
-        with mock.patch.object(type(self.matching), "get_coarse_match", lambda *_: {}):
-            self.matching(one, two, kept)
-        confidence: Tensor = kept["conf_matrix"]
-        return confidence
 
 
 class Distance(nn.Module):
@@ -157,12 +145,6 @@ class Distance(nn.Module):
 
 def clouds(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     return {"x": normal(b, n, 8, generator=g), "y": normal(b, n - 5, 8, generator=g)}
-
-
-def pairs(dim: int, one: str = "one", two: str = "two") -> Inputs:
-    return lambda b, n, g: {
-        one: normal(b, n, dim, generator=g), two: normal(b, n - 5, dim, generator=g)
-    }
 
 
 def scene(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
@@ -192,7 +174,7 @@ def keypoints(dim: int, image: tuple[int, ...]) -> Inputs:
                 f"local_descriptors{number}": described.mT,
                 f"scores{number}": torch.rand(b, count, generator=g),
                 f"side_info{number}": torch.rand(b, count, 1, generator=g),
-                f"image{number}": torch.zeros(image),
+                f"image{number}": torch.zeros(b, *image),
             }  # fmt: skip
         return {"data": given}
 
@@ -214,15 +196,10 @@ def superglue(module: Any) -> nn.Module:
 
 OPENGLUE: Mapping[str, Any] = {
     "descriptor_dim": 128, "dustbin_score_init": 1.0, "otp": {"num_iters": 20, "reg": 1.0},
-    "positional_encoding": {"encoding_type": "FeedForwardNet", "output_size": 128, "side_info_size": 1,
-                            "hidden_layers_sizes": [32, 64, 128]},
+    "positional_encoding": {"output_size": 128, "side_info_size": 1,
+                            "hidden_layers_sizes": [32, 64]},
     "attention_gnn": {"num_stages": 4, "num_heads": 4, "embed_dim": 128, "attention": "softmax",
                       "use_offset": False},
-}  # fmt: skip
-LOFTR: Mapping[str, Any] = {
-    "thr": 0.2, "border_rm": 2, "train_coarse_percent": 0.4, "train_pad_num_gt_min": 200,
-    "match_type": "sinkhorn", "skh_init_bin_score": 1.0, "skh_iters": 3, "skh_prefilter": False,
-    "sparse_spvs": False,
 }  # fmt: skip
 VIT: Mapping[str, Any] = {
     "image_size": 28, "patch_size": 4, "num_classes": 10, "dim": 64, "depth": 1, "heads": 1,
@@ -238,11 +215,14 @@ def repository_rows(folder: Path) -> list[Row]:
     def of(
         owner: str, title: str, place: str, name: str, build: Build, inputs: Inputs,
         size: tuple[int, int], other: tuple[int, int | None], scaled: bool = True,
+        unneeded: Sequence[str] = (),
     ) -> Row:  # fmt: skip
-        """place: the folder that its imports start from.  name: the module there."""
+        """place: the folder that its imports start from.  name: the module there.  unneeded: modules that
+        others of its package import."""
 
         def make() -> nn.Module:
-            with importable(folder / place, folder / place.split("/")[0]):
+            absent = mock.patch.dict(sys.modules, {other: mock.MagicMock() for other in unneeded})
+            with absent, importable(folder / place, folder / place.split("/")[0]):
                 return sharpened(build(importlib.import_module(name)), ("ref",), 2.0)
 
         return Row(f"{owner}/{place.split('/')[0]}: {title}", make, inputs, size, other, scaled)
@@ -258,7 +238,8 @@ def repository_rows(folder: Path) -> list[Row]:
            "model", lambda m: m.TransformerEncoder(200, 256, 64, 2, 2, d_ff=64, n_it=5),
            words(200, "inputs"), (8, 128), (3, 57), False),
         of(sinkformers, "ViT, T = 5", "sinkformers/vit-pytorch", "vit_pytorch.vit",
-           lambda m: m.ViT_only_Att(**VIT, max_iter=5), images(28, 1), (32, 0), (3, None)),
+           lambda m: m.ViT_only_Att(**VIT, max_iter=5), images(28, 1), (32, 0), (3, None),
+           unneeded=("torchvision",)),
         of(sinkformers, "set transformer, four seeds", "sinkformers/set_transformer",
            "set_transformer.modules", seeds(4), features(32), (8, 128), (3, 57)),
         of(esp, "MNIST ViT", "ESPFormer/experiments/mnist", "vit", lambda m: m.ViT_only_Att(**VIT),
@@ -279,12 +260,12 @@ def repository_rows(folder: Path) -> list[Row]:
         of(lotformer, "translation", "LOTFormer/fairseq-nmt", "lot_fairseq.lot_multihead_attention",
            lambda m: TokensFirst(m.LotMultiheadAttention(32, 2)), features(32), (4, 256), (3, 100)),
         of("magicleap", "SuperGlue, 4 + 4 layers", "SuperGluePretrainedNetwork", "models.superglue",
-           superglue, keypoints(256, (1, 1, 480, 640)), (1, 512), (2, 300), False),
+           superglue, keypoints(256, (1, 480, 640)), (1, 512), (2, 300), False),
         of("magicleap", "optimal transport, T = 200", "SuperGluePretrainedNetwork", "models.superglue",
            lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 100),
                           alpha=torch.tensor(1.0)), scores(), (1, 512), (2, 300)),
         of("ucuapps", "whole matcher, 4 + 4 layers", "OpenGlue", "models.superglue.superglue",
-           lambda m: m.SuperGlue(OPENGLUE), keypoints(128, (1, 1, 480, 640)), (1, 512), (2, 300), False),
+           lambda m: m.SuperGlue(OPENGLUE), keypoints(128, (1, 480, 640)), (1, 512), (2, 300), False),
         of("qinzheng93", "learnable transport, T = 200", "GeoTransformer",
            "geotransformer.modules.sinkhorn.learnable_sinkhorn",
            lambda m: m.LearnableLogOptimalTransport(100), patches, (32, 64), (3, 40)),
@@ -293,19 +274,20 @@ def repository_rows(folder: Path) -> list[Row]:
         of("yewzijian", "Sinkhorn without slack", "RPMNet/src", "models.rpmnet",
            lambda m: Call(lambda scores: m.sinkhorn(scores, 5, slack=False).exp()), scores(), (4, 256),
            (3, 100)),
-        of("valeoai", "scene flow", "FLOT", "flot.tools.ot", SceneFlow, scene, (1, 512), (2, 200), False),
+        of("valeoai", "scene flow", "FLOT", "flot.tools.ot", lambda m: SceneFlow(m.sinkhorn), scene,
+           (1, 512), (2, 200), False),
         of("claying", "kernel pooling", "OTK", "otk.layers",
-           lambda m: m.OTKernel(64, 10, heads=2, max_iter=10), features(64), (8, 200), (3, 90), False),
+           lambda m: m.OTKernel(64, 10, heads=2, max_iter=10), features(64, "input"), (8, 200), (3, 90),
+           False),
         of("claying", "kernel pooling, log domain, masked", "OTK", "otk.layers",
            lambda m: m.OTKernel(64, 10, heads=2, max_iter=10, log_domain=True, eps=1.0),
            lambda b, n, g: {"input": normal(b, n, 64, generator=g), "mask": padded(b, n, g)}, (8, 200),
            (3, 90), False),
         of("serizba", "SALAD", "salad", "models.aggregators.salad", lambda m: m.SALAD(384, dropout=0.0),
            salad, (4, 529), (2, 256), False),
-        of("zju3dv", "coarse matching by transport", "LoFTR", "src.loftr.utils.coarse_matching",
-           lambda m: Coarse(m.CoarseMatching(LOFTR)), pairs(64), (1, 400), (2, 200)),
         of("perrying", "sorting 20 numbers", "gumbel-sinkhorn", "utils.gumbel_sinkhorn_ops",
-           lambda m: Sorting(importlib.import_module("number_sorting.model").FCModel(32, 20), m, 20),
+           lambda m: Sorting(importlib.import_module("number_sorting.model").FCModel(32, 20),
+                             m.gumbel_sinkhorn),
            lambda b, _, g: {"x": torch.rand(b, 20, generator=g)}, (32, 0), (5, None)),
         of("perrying", "divisions by sums", "gumbel-sinkhorn", "utils.gumbel_sinkhorn_ops",
            lambda m: Call(lambda scores: m.sinkhorn_norm(scores.exp())), scores(), (8, 100), (3, 40)),
@@ -341,5 +323,5 @@ def repository_rows(folder: Path) -> list[Row]:
         of("fagp", "rebasing layer", "sinkhorn-rebasin", "rebasin.rebasinnet.sinkhorn",
            lambda m: Call(lambda scores: m.Sinkhorn.apply(
                -scores, torch.ones(scores.shape[:-1]), torch.ones(scores.shape[:-1]), 20, 1.0)),
-           scores(), (8, 64), (3, 40)),
+           scores(), (8, 64), (3, 40), unneeded=("torchviz",)),
     ]  # fmt: skip

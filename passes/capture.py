@@ -155,15 +155,20 @@ def _whole(
 
 @contextlib.contextmanager
 def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
-    """Code that asks whether it is traced is told that it is not."""
-    if not state.eager:
-        yield
-        return
+    """Code that asks whether it is traced is told that it is not; what it keeps by the kind of a tensor,
+    as einops does, does not know of a trace's tensors afterwards."""
+    spaces = [value for space in state.spaces for name, value in space.items() if name[:2] != "__"]
+    caches = [(value, {**value}) for value in spaces if type(value) is dict]
     with contextlib.ExitStack() as stack:
-        for module in model.modules():
+        for module in model.modules() if state.eager else ():
             if not isinstance(module, torch.jit.ScriptModule):
                 stack.enter_context(replaced_forward(module, untraced))
-        yield
+        try:
+            yield
+        finally:
+            for cache, before in caches:
+                for key in cache.keys() - before.keys():
+                    del cache[key]
 
 
 def capture_modules(
@@ -304,7 +309,8 @@ def _traced(
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
             texts = texts_of_sizes()
-            with once, watching, noting_questions() as questions, free, remembered, texts:
+            named = _keywords_named(module, kwargs)
+            with once, watching, noting_questions() as questions, free, remembered, texts, named:
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
@@ -521,9 +527,31 @@ def _nested(
     if forward is None:
         return None if args else of_kwargs
     try:
-        return dict(inspect.signature(forward).bind(*of_args, **of_kwargs).arguments)
+        return dict(_explicit(forward, kwargs).bind(*of_args, **of_kwargs).arguments)
     except TypeError:
         return None  # the model itself will say what is wrong with the call
+
+
+def _explicit(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """The signature of a forward, with a parameter for each of these that its `**kwargs` take."""
+    signature = inspect.signature(forward)
+    plain = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    if len(plain) < len(signature.parameters):
+        known, only = {each.name for each in plain}, inspect.Parameter.KEYWORD_ONLY
+        plain += [inspect.Parameter(name, only) for name in kwargs if name not in known]
+    return signature.replace(parameters=plain)
+
+
+@contextlib.contextmanager
+def _keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """torch.export finds the sizes of keywords by the names in a signature: `**kwargs` have some."""
+    signature = _explicit(module.forward, kwargs)
+    if signature == inspect.signature(module.forward):
+        yield
+        return
+    with replaced_forward(module, lambda forward, *args, **given: forward(*args, **given)):
+        vars(vars(module)["forward"])["__signature__"] = signature
+        yield
 
 
 def _larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:

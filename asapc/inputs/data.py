@@ -284,17 +284,23 @@ def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
     else:
         args = tuple(item) if isinstance(item, (tuple, list)) else (item,)
     args, kwargs = signature.bind(args, kwargs, place)
-    named = {
-        name: _input(value, name, place, first) if isinstance(value, Tensor | np.ndarray) else value
-        for name, value in signature.names(args, kwargs)
-    }
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    for name, value in named.items():
-        if not isinstance(value, (Tensor, bool, int, float, str, NoneType)):
+    tensors: dict[str, Tensor] = {}
+
+    def checked(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray):
+            tensors[name] = leaf = _input(leaf, name, place, first)
+        elif not isinstance(leaf, bool | int | float | str | NoneType):
             raise InputError(
-                f"{place}: {name} must be a tensor, an array or a plain constant",
-                got=f"a {type(value).__name__}",
+                f"{place}: {name} must be a tensor, an array or a plain constant, or a tuple, list or "
+                "dict of these",
+                got=f"a {type(leaf).__name__}",
             )
+        return leaf
+
+    def nested(name: str, value: Any) -> Any:
+        return pytree.tree_map_with_path(lambda at, x: checked(name + pytree.keystr(at), x), value)
+
+    named = {name: nested(name, value) for name, value in signature.names(args, kwargs)}
     if labels is not None:
         labels = _labels(labels, place)
     _check_lengths({**tensors, "labels": labels} if labels is not None else tensors, place)
