@@ -371,13 +371,22 @@ def _single(x: Any) -> Any:
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:
-    """InputError where the model's own outputs are NaN, or its inputs others after a call: nothing can be
-    compared with either."""
-    if any(bool(output.isnan().any()) for output in _called(teacher, batch)):
+    """InputError where the model's own outputs are NaN or others at every call, or its inputs others after
+    a call: nothing can be compared with these."""
+    outputs, again = _called(teacher, batch), _called(teacher, batch)
+    if any(bool(output.isnan().any()) for output in outputs):
         raise InputError(
             f"{teacher.source}: the model's own outputs must be numbers on the data",
             got="NaN",
             help="leave out examples without active tokens, and inputs that are not finite",
+        )
+    apart = largest_difference(outputs, again)
+    if not apart <= OUTPUT_TOLERANCE:
+        raise InputError(
+            f"{teacher.source}: the model must compute the same from the same inputs",
+            got=f"two calls that differ by {apart:.2g}",
+            help="it draws random numbers in evaluation mode, too: switch its noise off, or pass the noise "
+            "as an argument",
         )
 
 

@@ -43,6 +43,7 @@ from asapc.passes.state import observed
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.state import Names, Reads, reachable
 
+LOSSLESS = {"operator": "lossless", "batch_size": 8}
 TAU = 1.0
 LIMITS = {"tau": 1.0, "compiled": 1.0}
 
@@ -172,8 +173,7 @@ def assert_told(warned: list[str], text: str | None) -> None:
 def made(kind: Callable[[], nn.Module], *size: int) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
-    recipe = {"operator": "lossless", "batch_size": 8}
-    return model, asapc.compile(model, {"input": x}, recipe=recipe, examples=8).model
+    return model, asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8).model
 
 
 def _set(*path: Any) -> Callable[[Layer], None]:
@@ -670,6 +670,22 @@ class OfWritingByPlace(Layer):
         return attended(self, kept)
 
 
+class OfNoise(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, bias=torch.empty(x.shape[1]).uniform_(0, 1))
+
+
+class OfAnyKeywords(Layer):
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
+        return attended(self, *args, named["x"], bias=named["bias"][:, None]) + named["more"]
+
+
+class OfNestedInputs(Layer):
+    def forward(self, data: dict[str, Any]) -> Tensor:
+        x, others = data["tokens"]
+        return attended(self, x) + others["image"].mean((1, 2, 3))[:, None, None] * data["weight"]
+
+
 class OfWrittenInputs(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x *= 2
@@ -880,6 +896,44 @@ def test_inputs_that_are_stored_otherwise_and_written_into(kind):
 def test_a_model_that_writes_into_its_inputs():
     with pytest.raises(InputError, match="it writes into them"):
         made(OfWrittenInputs)
+
+
+def test_a_model_that_draws_random_numbers():
+    with pytest.raises(InputError, match="the model must compute the same from the same inputs"):
+        made(OfNoise)
+
+
+@torch.no_grad()
+def test_keywords_of_any_name():
+    """Their sizes are free, as those of others are."""
+    model = OfAnyKeywords().eval()
+
+    def call(examples: int, tokens: int) -> dict[str, Tensor]:
+        shape = examples, tokens
+        return {"x": torch.randn(*shape, 4), "bias": torch.randn(shape), "more": torch.randn(*shape, 1)}
+
+    compiled = asapc.compile(model, [call(8, 6) for _ in range(5)], recipe=LOSSLESS, quiet=True).model
+    for examples, tokens in ((3, 6), (2, 11)):
+        given = call(examples, tokens)
+        with warnings.catch_warnings(action="error"):
+            assert torch.allclose(compiled(**given), model(**given), atol=1e-5)
+
+
+@torch.no_grad()
+def test_inputs_in_tuples_and_dicts():
+    model = OfNestedInputs().eval()
+
+    def call(examples: int, tokens: int) -> dict[str, Any]:
+        inside = {"image": torch.randn(examples, 3, 4, 4)}
+        return {"data": {"tokens": (torch.randn(examples, tokens, 4), inside), "weight": 0.5}}
+
+    compiled = asapc.compile(model, [call(8, 6) for _ in range(5)], recipe=LOSSLESS, quiet=True).model
+    for examples, tokens in ((3, 6), (2, 11)):
+        given = call(examples, tokens)
+        with warnings.catch_warnings(action="error"):
+            assert torch.allclose(compiled(**given), model(**given), atol=1e-5)
+    with pytest.raises(InputError, match=r"data\['weight'\] must be a tensor"):
+        asapc.compile(model, [{"data": {"weight": object()}}], quiet=True)
 
 
 @torch.no_grad()

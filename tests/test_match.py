@@ -176,6 +176,24 @@ def test_a_sliced_layer_is_captured_by_module() -> None:
     assert isinstance(site, EspSite) and site.name == "attention"
 
 
+BY_KIND: dict[type, str] = {}  # as einops remembers the library that a kind of tensor is of
+
+
+class KindsRemembered(zoo.LogDomainPlain):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        BY_KIND.setdefault(type(x), "torch")
+        return super().forward(x)
+
+
+def test_a_cache_by_the_kind_of_a_tensor_is_no_state() -> None:
+    """A trace of the whole model, which fails, leaves its tensors' kind there."""
+    model = build("NumpyMaps")
+    model.second = KindsRemembered()
+    result = capture(model.eval(), zoo.inputs_for(model), {})
+    assert [p.name for p in result.programs] == ["attention", "second"] and not result.skipped
+    assert [*BY_KIND] == [torch.Tensor]
+
+
 def test_a_model_that_returns_numpy_is_captured_by_module_and_is_what_it_was() -> None:
     """So are the state of torch and its random numbers."""
     model = build("NumpyMaps").train()
