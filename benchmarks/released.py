@@ -40,6 +40,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.measure.timing import interleaved_medians
 from asapc.passes.analyse import analyse
+from asapc.program.compiled import OwnCodeWarning
 
 TOLERANCE = 1e-4
 PATIENCE = 240  # seconds for the first call under torch.compile: loops of 200 half-steps take longer
@@ -66,7 +67,8 @@ def difference(theirs: Any, ours: Any) -> float:
 
 
 def errors(row: Row, model: nn.Module, compiled: nn.Module) -> dict[str, float | None]:
-    """By what was tried, None where it is none of the model's sizes."""
+    """By what was tried, None where the compiled model says that it does not hold for that, or runs the
+    original's own code with a warning."""
     (batch, tokens), (other_batch, other) = row.size, row.other
     tried = {
         "as given": inputs(row, batch, tokens, 11),
@@ -81,10 +83,11 @@ def errors(row: Row, model: nn.Module, compiled: nn.Module) -> dict[str, float |
         }
     differences: dict[str, float | None] = {}
     for what, x in tried.items():
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error", OwnCodeWarning)
             try:
                 differences[what] = difference(model(**x), compiled(**x))
-            except InputError as error:  # a size that the program does not hold for, and says so
+            except (InputError, OwnCodeWarning) as error:
                 print(f"released.py: {row.name}, {what}: {error}", file=sys.stderr)
                 differences[what] = None
     return differences
