@@ -371,8 +371,8 @@ def _single(x: Any) -> Any:
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:
-    """InputError where the model's own outputs are NaN or others at every call, or its inputs others after
-    a call: nothing can be compared with these."""
+    """InputError where the model's own outputs are NaN or differ from call to call, or it changes its
+    inputs: nothing can be compared with these."""
     outputs, again = _called(teacher, batch), _called(teacher, batch)
     if any(bool(output.isnan().any()) for output in outputs):
         raise InputError(
@@ -385,8 +385,8 @@ def _check_calls(teacher: Teacher, batch: Batch) -> None:
         raise InputError(
             f"{teacher.source}: the model must compute the same from the same inputs",
             got=f"two calls that differ by {apart:.2g}",
-            help="it draws random numbers in evaluation mode, too: switch its noise off, or pass the noise "
-            "as an argument",
+            help="it draws random numbers in evaluation mode, too: switch them off, or pass them as an "
+            "argument",
         )
 
 

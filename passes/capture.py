@@ -297,7 +297,7 @@ def _traced(
     """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
     that are alike are traced once.  functions: whether those of sizes are computed by the program."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
-    axes, observer = _free_axes(args, kwargs), Observer()
+    axes, observer = _with_lengths(module, _free_axes(args, kwargs), args, kwargs), Observer()
     answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
@@ -514,6 +514,36 @@ def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
         }
 
     return [*map(dims, leaves)]
+
+
+def _with_lengths(
+    module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Axes:
+    """Where more axes are as long as a free one, as in [B, D, N] beside [B, N, 2] or in scores [B, N, N],
+    they are free as well if the module runs with all of them one shorter."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    static, free = (
+        {
+            leaf.shape[axis] for leaf, dims in zip(leaves, axes, strict=True)
+            for axis, dim in (dims or {}).items() if axis and dim == hint and leaf.shape[axis] > 2
+        } for hint in (Dim.STATIC, Dim.AUTO)
+    )  # fmt: skip
+    both = static & free
+    if not both:
+        return axes
+    wider, shorter = [*axes], [*leaves]
+    for number, dims in enumerate(axes):
+        as_long = [axis for axis in dims or () if axis and leaves[number].shape[axis] in both]
+        wider[number] = dims and {**dims, **dict.fromkeys(as_long, Dim.AUTO)}
+        for axis in as_long:
+            shorter[number] = shorter[number].narrow(axis, 1, leaves[number].shape[axis] - 1)
+    args, kwargs = pytree.tree_unflatten(shorter, spec)
+    try:
+        with torch.random.fork_rng(devices=[]), Trace():
+            module(*args, **kwargs)
+    except Exception:  # other sizes are none of the module's
+        return axes
+    return wider
 
 
 def _nested(

@@ -144,7 +144,7 @@ class Cut:
             elif name in BENDS:
                 elsewhere = True
             if node.target not in POSITIONS and (sources & plain or name in _BANDS):
-                found |= {int(number) for number in numbers if number > max(PROBE_LENGTHS)}
+                found |= {int(n) for n in numbers if max(PROBE_LENGTHS) < n < 2**63 - 1}
         near = {number for number in found if number <= FARTHEST}
         return near, elsewhere or near != found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import InputError
+from asapc.formats.limits import MOST, limits_of
 from asapc.inputs.onnx.verify import run_program
 from asapc.ir import Program
 from asapc.measure.differences import largest_difference
@@ -154,3 +155,54 @@ def test_keywords_in_another_order_than_the_signatures_have_axes_of_their_own() 
     (program,) = capture(Masked(), (), given).programs
     longer = {"mask": torch.zeros(2, 1, 1, 15), "x": torch.randn(2, 15, 6)}
     assert torch.allclose(program.graph(**longer), Masked()(**longer), atol=1e-6)
+
+
+class OfPairs(nn.Module):
+    """Given scores, and points whose features come before them as a convolution has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(8, 8, 1)
+
+    def forward(self, scores: Tensor, places: Tensor, described: Tensor) -> Tensor:
+        for axis in (-1, -2, -1, -2):
+            scores = scores - scores.logsumexp(axis, keepdim=True)
+        return self.mix(described) @ scores.exp() @ places
+
+
+@pytest.mark.parametrize("dim", [8, 9])
+def test_axes_as_long_as_a_length_are_lengths(dim: int) -> None:
+    """But for the features that are as long by chance."""
+    model = OfPairs().eval()
+
+    def call(length: int) -> tuple[Tensor, ...]:
+        return torch.randn(2, length, length), torch.randn(2, length, 3), torch.randn(2, 8, length)
+
+    (program,) = capture(model, call(dim), {}).programs
+    for length in (dim, 5, 13) if dim != 8 else (dim,):
+        torch.testing.assert_close(rewritten(program)(*call(length)).shape, (2, 8, 3))
+
+
+class WithSlices(zoo._Projected):
+    """Potentials are given their axes by `[:, :, None, :]`, as many write it."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = (q @ k.mT).masked_fill(~keep[:, None, None, :], -1e9)
+        f = g = torch.zeros(scores.shape[:3])
+        for _ in range(3):
+            f = -torch.logsumexp(scores + g[:, :, None, :], -1)
+            g = -torch.logsumexp(scores + f[:, :, :, None], -2)
+            g = g.masked_fill(~keep[:, None, :], 0.0)
+        return self.merge(torch.exp(scores + f[:, :, :, None] + g[:, :, None, :]) @ v)
+
+
+def test_whole_slices_begin_nothing() -> None:
+    """Their end, the largest integer, is no size at which code does something else."""
+    given = torch.randn(2, 7, 16), torch.randint(0, 2, (2, 7)).bool()
+    (program,) = capture(WithSlices().eval(), given, {}).programs
+    (site,) = match(program)
+    assert not isinstance(site, Refusal)
+    for node in program.graph.graph.nodes:
+        for size in node.meta["val"].shape[:2] if node.op == "placeholder" else ():
+            assert limits_of(size.node.shape_env, size.node.expr)[1] == MOST
