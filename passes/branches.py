@@ -396,7 +396,9 @@ def text_of(place: Place) -> str:
     file, line = place
     code = linecache.getline(file, line).strip()
     where = f"{Path(file).name}, line {line}"
-    return f"`{code[:80]}` ({where})" if code else where
+    if len(code) > 80:
+        code = f"{code[:80].rsplit(' ', 1)[0]} …"
+    return f"`{code}` ({where})" if code else where
 
 
 def spoken(node: Node) -> str:

@@ -33,6 +33,7 @@ NAMES = 3  # names that are listed of each
 NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
+REFUSED = 4  # and why `inspect` leaves a layer alone
 WRITE_INSTEAD = "docs/recognition.md shows what to write in place of what is refused"
 
 
@@ -56,7 +57,7 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     if errors:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
-    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"))
+    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
     refused = any(site.get("status") == "refused" for site in sites)
     return lines + ([WRITE_INSTEAD] if refused else [])
 
@@ -269,13 +270,14 @@ def _left(items: Iterable[Mapping[str, Any]]) -> list[Kind]:
     return _grouped(items, lambda item: f"{item.get('status')}: {item.get('reason')}")
 
 
-def _told(kinds: Sequence[Kind], left: Sequence[Kind] = ()) -> list[str]:
-    """Each kind with its names; those that are left alone are never crowded out."""
+def _told(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED) -> list[str]:
+    """Each kind with its names; those that are left alone are never crowded out.  most: lines of why."""
     shown = [*kinds[: KINDS - min(LEFT, len(left))]]
     shown += left[: KINDS - len(shown)]
     lines: list[str] = []
     for what, names in shown:
-        lines += _wrapped(f"  {len(names)} x {what}", indent="      ")
+        room = most if (what, names) in left else WRAPPED
+        lines += _wrapped(f"  {len(names)} x {what}", indent="      ", most=room)
         listed = ", ".join(shortened(name) for name in names[:NAMES])
         more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
         lines += _wrapped(f"      {listed}{more}", indent="      ")
@@ -304,8 +306,16 @@ def _first(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "  ", most: int = WRAPPED) -> list[str]:
-    """At most so many lines; a longer text ends in "..."."""
+    """At most so many lines; a longer text ends in "…" after a whole word, and never inside `code`."""
+    words, room = one_line(text), {"max_lines": most, "placeholder": " …"}
+    lines = _lines(words, indent, **room)
+    shown = " ".join(line.strip() for line in lines)
+    if shown.count("`") % 2 and shown.endswith(" …"):
+        lines = _lines(f"{shown[: shown.rindex('`')].rstrip()} …", indent, **room)
+    return lines
+
+
+def _lines(text: str, indent: str, **room: Any) -> list[str]:
     return textwrap.wrap(
-        one_line(text), WIDTH, subsequent_indent=indent, max_lines=most, placeholder=" ...",
-        break_long_words=True, break_on_hyphens=False,
-    )  # fmt: skip
+        text, WIDTH, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False, **room
+    )
