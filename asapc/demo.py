@@ -90,7 +90,7 @@ def run_demo(
                 reading=reading,
             ),
         )  # fmt: skip
-    run.note("\ntiming the models in turn, the teacher under torch.compile too")
+    run.note("\ntiming the models in turn, and the teacher under torch.compile")
     timed = time_in_turn(folder, data, reports, device)
     comparison = side_by_side(reports, timed, compile_seconds)
     shipped, why = to_ship(comparison)
@@ -226,7 +226,7 @@ def _place(folder: Path, example: str) -> None:
     ours = (folder / "teacher" / "config.json").is_file() and (folder / f"{example}.npz").is_file()
     if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
-            f"{folder}: the demo works in a new folder or in that of an earlier demo of {example}",
+            f"{folder}: the demo needs a new folder, or that of an earlier demo of {example}",
             help="name another one with --out",
         )
     source = files("asapc") / "demo_data" / example

@@ -423,7 +423,7 @@ def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
     said = first_line(error)
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
-        said = "depends on a number of the data"
+        said = "depends on a value from the data"
     elif "unhashable type: non-nested SymInt" in said:
         said = "a length is looked up in a dictionary or cache; compute what is kept there"
     elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:

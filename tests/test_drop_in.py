@@ -706,7 +706,7 @@ def test_a_file_cannot_have_anything_else_taken_away(steps):
 
 def test_what_the_model_reads_of_such_an_attribute_is_refused():
     torch.manual_seed(0)
-    with pytest.raises(VerificationError, match="last is only kept there"):
+    with pytest.raises(VerificationError, match="last is only stored"):
         asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 

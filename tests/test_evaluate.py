@@ -324,7 +324,7 @@ def test_an_own_metric_is_gated_shown_and_compared(work, metrics, tmp_path):
         ("words", "must return one number for each of the batch's examples, got a str"),
         ("nan", "must be finite for the teacher's outputs, got nan, example"),
         ("fails", "must measure a batch without an error, got ZeroDivisionError"),
-        ("absent", "must define a callable 'absent', got nothing of that name"),
+        ("absent", "must define a callable 'absent', got no such name"),
     ],
 )
 def test_what_an_own_metric_may_do_wrong(work, metrics, name, message):
@@ -337,4 +337,4 @@ def test_a_gates_file_runs_no_code(work, tmp_path, capsys):
     gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5}\n")
     assert run("report", work / "out", "--gate", gates) == 2
-    assert "metric_drop is of your own metric, got no --metric" in capsys.readouterr().err
+    assert "metric_drop needs your own metric, got no --metric" in capsys.readouterr().err

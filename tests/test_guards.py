@@ -1076,5 +1076,5 @@ def test_a_length_that_the_parent_reads_of_a_layer():
     torch.manual_seed(0)
     model = Told().eval()
     model(torch.randn(2, 6, 4))  # as everybody does before
-    with pytest.raises(VerificationError, match="length is only kept there"):
+    with pytest.raises(VerificationError, match="length is only stored"):
         asapc.compile(model, {"x": torch.randn(24, 6, 4)}, recipe={"operator": "lossless"}, examples=8)

@@ -90,7 +90,8 @@ def test_a_phase_is_told_of_if_it_took_long(seconds: float) -> None:
 
 
 def test_a_long_phase_is_told_of_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asapc.terminal.progress.LONG", 0.02)
+    monkeypatch.setattr("asapc.terminal.progress.LONG", 0.01)
+    monkeypatch.setattr("asapc.terminal.progress.LONGER", 0.02)
     stream = io.StringIO()
     progress = PlainProgress(stream)
     with progress.phase("matching its layers"):

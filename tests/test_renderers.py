@@ -348,7 +348,7 @@ def test_a_reason_ends_after_a_word_and_never_inside_of_code(before: int) -> Non
 
 def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     lines = "\n".join(brief.report_brief(measured(3)))
-    assert lines.startswith("no gate file; by the default limits: Take the lossless model instead.")
+    assert lines.startswith("no gates file, default limits: Take the lossless model instead.")
     assert 'asapc.load("OUT", stage="lossless")' in lines
     words = " ".join(lines.split())
     assert "speed 19.8x (1468 ms -> 74.2 ms a batch of 32; 21.0x with every loop kept exactly" in words

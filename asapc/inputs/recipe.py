@@ -355,7 +355,7 @@ def _features(value: Any, place: Place) -> tuple[str, ...]:
         raise InputError(f'{place} must be a list such as ["coarse:32", gaussian]', got=repr(value))
     parsed = [str(Feature.parse(entry, str(place))) for entry in value]
     if len(set(parsed)) != len(parsed):
-        raise InputError(f"{place}: each entry must be there once", got=repr(list(value)))
+        raise InputError(f"{place}: each entry may appear only once", got=repr(list(value)))
     return tuple(parsed)
 
 

@@ -77,7 +77,7 @@ class Constants:
     def _other(self) -> str | None:
         """At every call, of a compiled caller, too."""
         other = next((held.name for held in self.held if not held.is_same()), None)
-        return other and f"{other} has another value than the one that was compiled into it as a constant"
+        return other and f"{other} no longer has the value that was compiled in as a constant"
 
     def missing(self, module: nn.Module, given: Sequence[Any]) -> str | None:
         """Which gradient may be asked for that the compiled code does not have."""

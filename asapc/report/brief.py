@@ -34,7 +34,7 @@ NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
 REFUSED = 4  # and why `inspect` leaves a layer alone
-WRITE_INSTEAD = "docs/recognition.md shows what to write in place of what is refused"
+WRITE_INSTEAD = "docs/recognition.md shows how to rewrite refused layers"
 
 
 def shortened(name: str, most: int = NAME) -> str:
@@ -80,7 +80,7 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left as they were"]
+    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left unchanged"]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
@@ -89,7 +89,7 @@ def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
 
     lines += _told(_grouped(sites, became), _left(left))
     if manifest.get("sizes"):
-        lines += _wrapped(f"holds for sizes: {manifest['sizes']}")
+        lines += _wrapped(f"supported sizes: {manifest['sizes']}")
     lines += _warned(manifest.get("warnings", ()))
     record = manifest.get("onnx_file")
     return lines + ([] if record is None else onnx_brief(record))
@@ -140,7 +140,7 @@ def key_figures(report: Report) -> list[KeyFigure]:
         where = f"attention error of {shortened(worst.name)}, {worst.operator}"
         add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
     device = report.environment.get("device")
-    rest = ("neither fitted nor selected on", f"on {device}" if device else "")
+    rest = ("unseen in fitting and selection", f"on {device}" if device else "")
     add("examples", "examples", number(model.metric("examples")), *rest)
     return figures
 
@@ -160,15 +160,15 @@ def _interval(model: ModelReport, key: str) -> str:
 def report_brief(report: Report) -> list[str]:
     """Verdict, what to do, the figures behind it, and what would help."""
     gate, decided = report.gate, decide(report)
-    verdict = gate.verdict if gate.verdict is not None else "no gate file; by the default limits"
+    verdict = gate.verdict if gate.verdict is not None else "no gates file, default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
-        lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")
+        lines.append(f"  {LOSSLESS_PYTHON} loads the lossless model")
     for label, value, notes in key_figures(report):
         beside = f" ({'; '.join(notes)})" if notes else ""
         lines += _wrapped(f"{label:<12}{value}{beside}", indent=" " * 12, most=4)
     if str(report.model.source).endswith("(no --weights)"):
-        lines.append("weights     those that the factory returned: no --weights were given")
+        lines.append("weights     as returned by the factory (no --weights)")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines += _warned([warning.to_json() for warning in report.warnings])
@@ -239,7 +239,7 @@ def study_brief(result: Mapping[str, Any]) -> list[str]:
     """The rows that nothing beats in both error and time, the closest to the teacher first."""
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     front = [row for row in rows if row.get("pareto")]
-    lines = [f"{counted(len(rows), 'row')}; not beaten in both error and time:"]
+    lines = [f"{counted(len(rows), 'row')}; Pareto front of error and time:"]
     told = []
     for row in front:
         how = [str(row.get("features")), *([str(row["side"])] if row.get("side") else [])]

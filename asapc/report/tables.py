@@ -96,7 +96,7 @@ MODEL_LABELS = {
     "examples": METRIC["examples"].label,
     "map_examples": "examples, attention compared",
     "data": "data",
-    "sizes": "holds for sizes",
+    "sizes": "supported sizes",
     "own_metric": "own metric",
     "batch": "batch size",
     **{metric.key: metric.label for metric in METRICS if metric.label},
@@ -317,7 +317,7 @@ def layers_table(report: Report) -> list[Table]:
         columns["against the baseline|"] = lambda site: changed(report, ERROR, site.name) or "-"
     if trail.sites:
         columns["speed|"] = lambda site: _speed_of(site, trail.of(site.name))
-    return listed("Layers, the worst first", report.worst_first, columns)
+    return listed("Layers, worst first", report.worst_first, columns)
 
 
 def _error_of(metric: str, site: SiteReport) -> str:
@@ -525,12 +525,12 @@ def _percent(value: Any) -> str:
 
 def _refused_table(refused: Sequence[Result]) -> list[Table]:
     """Layers that were left as they are, with the reason."""
-    return listed("Left as they were", refused, {key: key for key in ("name", "status", "reason")})
+    return listed("Left unchanged", refused, {key: key for key in ("name", "status", "reason")})
 
 
 def warnings_table(warnings: Sequence[Result]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
-    return listed("Warning: fits that rest on too little data", warnings, {
+    return listed("Warning: fits on too little data", warnings, {
         "site": lambda warning: text_of(warning.get("sites", ())[:1]),
         "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
         "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 LONG = 2.0  # seconds: a phase that took less is not worth a line afterwards
+LONGER = 5.0  # and one that takes less is not worth a line while it runs
 
 
 class Progress:
@@ -44,8 +45,8 @@ SILENT = Progress()
 
 
 class PlainProgress(Progress):
-    """A line at most every `interval` seconds of a loop, and one at its end; for a long phase, one while
-    it runs and one at its end."""
+    """A line at most every `interval` seconds of a loop, and one at its end; a line at the end of a long
+    phase, and for a longer one also a line while it runs."""
 
     def __init__(self, stream: TextIO | None = None, *, interval: float = 5.0) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -70,7 +71,7 @@ class PlainProgress(Progress):
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
         start = time.monotonic()
-        running = threading.Timer(LONG, self.note, [f"{label} ..."])
+        running = threading.Timer(LONGER, self.note, [f"{label} ..."])
         running.daemon = True
         running.start()
         try:
