@@ -86,7 +86,7 @@ class Constants:
         for held in self.held:
             tensor = held.tensor
             if tensor is not None and tensor.requires_grad:
-                return f"{held.name} requires a gradient, and is a constant of the compiled code"
+                return f"{held.name} requires a gradient, but is a constant of the compiled code"
         if self.no_gradient is not None and any(x.requires_grad for x in _tensors(module, given)):
             return f"it is compiled for inference only: {self.no_gradient}"
         return None

@@ -368,7 +368,7 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
         "How it was chosen": _selection_tables(document["selection"] or {}),
         "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
         "Left alone": _refused_table(document["refused"]),
-        "Trained after the replacement": refresh_tables(document["refresh"]) if report.refresh else [],
+        "Refresh": refresh_tables(document["refresh"]) if report.refresh else [],
         "Written as ONNX": onnx_tables(document["onnx"]) if report.onnx else [],
         "Environment and provenance": _pairs("Environment", {
             **{f"examples, {name}": value for name, value in report.splits.items()},
@@ -591,7 +591,7 @@ def refresh_tables(entry: Result) -> list[Table]:
     names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
     sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
     return [
-        *_pairs("Refresh: trained after the replacement", settings, REFRESH_LABELS),
+        *_pairs("Refresh: training", settings, REFRESH_LABELS),
         *listed("Refresh: on the selection split", before, {
             "": lambda key: str(MODEL_LABELS.get(key, key)),
             "before|": lambda key: metric_text(key, before[key]),
