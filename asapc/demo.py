@@ -198,7 +198,7 @@ def to_ship(rows: list[dict[str, Any]]) -> tuple[str, str]:
     if ratio <= 1 + NEARLY:
         return "lossless", (
             f"{lossless['speedup']:.1f}x as fast as the teacher with the same predictions; "
-            f"asap would be {ratio:.2f}x as fast as that"
+            f"asap would run at {ratio:.2f}x that speed"
         )
     changed = round((1 - asap["prediction_agreement"]) * asap["examples"])
     return "asap", (

@@ -184,7 +184,7 @@ def test_a_folder_that_does_not_fit_is_one_message(folder, case):
 
 
 def test_a_folder_takes_an_attention_and_nothing_else(folder):
-    with pytest.raises(InputError, match="attention alone, got depth"):
+    with pytest.raises(InputError, match="only set attention, got depth"):
         load_teacher(str(folder), kwargs={"depth": 3})
     with pytest.raises(InputError, match="no such file"):
         load_teacher(str(folder), kwargs={"attention": "nowhere.py:sinkhorn"})

@@ -34,7 +34,7 @@ NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
 REFUSED = 4  # and why `inspect` leaves a layer alone
-WRITE_INSTEAD = "docs/recognition.md shows how to rewrite refused layers"
+WRITE_INSTEAD = "docs/recognition.md shows how to rewrite layers that are left alone"
 
 
 def shortened(name: str, most: int = NAME) -> str:
@@ -58,8 +58,7 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
     lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
-    refused = any(site.get("status") == "refused" for site in sites)
-    return lines + ([WRITE_INSTEAD] if refused else [])
+    return lines + ([WRITE_INSTEAD] if len(matched) < len(sites) else [])
 
 
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
@@ -146,9 +145,9 @@ def key_figures(report: Report) -> list[KeyFigure]:
 
 
 def _whole_times(model: ModelReport) -> str:
-    """"1468 ms -> 74.2 ms a batch of 32"."""
+    """"1468 ms -> 74.2 ms per batch of 32"."""
     times = [model.metric(f"latency_{kind}_ms") for kind in ("teacher", "compiled")]
-    batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
+    batch = f" per batch of {model.values['batch']}" if model.values.get("batch") else ""
     return "" if None in times else " -> ".join(f"{number(time)} ms" for time in times) + batch
 
 
@@ -246,7 +245,7 @@ def study_brief(result: Mapping[str, Any]) -> list[str]:
         if row.get("c_transforms") is not None:
             how.append(counted(row["c_transforms"], "c-transform"))
         error, time = (number(row.get(key)) for key in ("attention_rel_l2", "site_ms"))
-        told.append(f"  attention {error}, {time} ms a layer: {', '.join(how)}")
+        told.append(f"  attention {error}, {time} ms/layer: {', '.join(how)}")
     return [*lines, *_first(told, 12)]
 
 
