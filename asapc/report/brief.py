@@ -134,7 +134,8 @@ def key_figures(report: Report) -> list[KeyFigure]:
         if model.metric(key) is not None:
             teachers = model.metric(key.replace("_compiled", "_teacher"))
             of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
-            add(label, key, metric_text(key, model.metric(key)), _interval(model, key), of_teacher)
+            name = shortened(model.own_metric or "", 50) if key == "metric_compiled" else ""
+            add(label, key, metric_text(key, model.metric(key)), name, _interval(model, key), of_teacher)
     if worst is not None:
         where = f"attention error of {shortened(worst.name)}, {worst.operator}"
         add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
