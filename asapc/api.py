@@ -37,7 +37,7 @@ from asapc.terminal.notebook import progress_here
 
 @dataclass(frozen=True, repr=False)
 class MeasuredReport:
-    """measured: the report, typed.  facts: what OUT/report.json holds of it."""
+    """A report.  measured: with types.  facts: the contents of OUT/report.json."""
 
     measured: document.Report
 
@@ -47,7 +47,7 @@ class MeasuredReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the gates were kept; True where none was set."""
+        """Whether all gates passed; True if there were none."""
         return self.measured.gate.passed
 
     def __repr__(self) -> str:  # the facts fill pages
@@ -57,7 +57,7 @@ class MeasuredReport:
         return self.measured._repr_html_()
 
     def figure(self, what: str = "errors", site: str | None = None) -> Any:
-        """A picture of it as a matplotlib Figure: errors, times, heads, lengths, candidates or maps; see
+        """Draw errors, times, heads, lengths, candidates or maps as a matplotlib Figure; see
         asapc.report.Report.figure."""
         return self.measured.figure(what, site)
 
@@ -89,31 +89,31 @@ def compile(
     examples: int = MEASURED_EXAMPLES,
     metric: OwnMetric | None = None,
     device: str | None = None,
-    quiet: bool = True,
+    quiet: bool = False,
 ) -> Compiled:
-    """Compile a trained model and measure what that did, on examples it was not fitted on.
+    """Compile a trained model, and measure its error and speed on examples it was not fitted on.
 
-    model:    a module, left as it is, or MODEL as on the command line.
+    model:    a module, which is not changed, or MODEL as on the command line.
     data:     DATA as on the command line; or arrays [examples, ...] named after forward's arguments,
-              with optional `labels` [examples]; one array for the first argument; or batches. Unlabelled
-              data will do.
-    budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.inputs.recipe.
-    recipe:   what may be tried, as in a recipe file.
+              with optional `labels` [examples]; one array for the first argument; or batches. Labels are
+              not needed.
+    budget:   replaces the recipe's, for example {"prediction_agreement": 0.998}; see asapc.inputs.recipe.
+    recipe:   what to try, as in a recipe file.
     gates:    limits on the report, as in a gates file; see MeasuredReport.passed.
-    out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
-              which a run that is cut short goes on. Without it both live in a temporary folder.
-    examples: measured for the report, at most.
-    metric:   asapc.OwnMetric(function, lower_is_better=False), measured of both models for the report;
-              function(output, batch) gives one number per example, see asapc.measure.own_metric.
-    device:   to calibrate, select and measure on, as with --device; unless told, where the module is. The
+    out:      the folder to keep the artefact in, for asapc.load. OUT.calibration beside it lets an
+              interrupted run resume. Without it, both are temporary.
+    examples: the most examples to measure for the report.
+    metric:   asapc.OwnMetric(function, lower_is_better=False), measured on both models for the report;
+              function(output, batch) returns one number per example, see asapc.measure.own_metric.
+    device:   where to calibrate, select and measure, as with --device. Default: where the module is. The
               compiled model is there too.
-    The compiled model is a patched copy of `model`, of its class and with its layers, see
-    asapc.program.live; a CompiledModel where the model came without its code, or its attention is not
-    called as a module. Where nothing is faster than the teacher's own code it is a copy with nothing
-    patched, with a warning.
-    Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
-    VerificationError where the rewritten model does not compute the same, InputError for the rest. Warns
-    with FewExamplesWarning where what was chosen was fitted on too little.
+    quiet:    show no progress.
+    The compiled model is a patched copy of `model`, with its class and layers, see asapc.program.live; or
+    a CompiledModel if the model came without its code, or its attention is not called as a module. If
+    nothing is faster than the teacher's own code, it is an unpatched copy, with a warning.
+    Raises the errors of asapc.errors, as the commands do: NoSiteError if nothing can be compiled,
+    VerificationError if the rewritten model computes something else, InputError otherwise. Warns with
+    FewExamplesWarning if a chosen fit rests on too little data.
 
     >>> import torch, asapc
     >>> from asapc.models import SinkformerText
@@ -221,8 +221,8 @@ def _teacher(model: nn.Module | str) -> Teacher:
         model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     except Exception as error:
         raise InputError(
-            "compile: the model can be copied, so that it stays as it is",
+            "compile: the model must be copyable, so that yours stays unchanged",
             got=f"{type(error).__name__}: {error}",
-            help="let its class leave out of __getstate__ what cannot be copied, such as locks and files",
+            help="exclude what cannot be copied, such as locks and files, in its class's __getstate__",
         ) from error
     return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)

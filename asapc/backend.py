@@ -250,7 +250,7 @@ def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
 
 def _identify_aloud(program: Program) -> Identified:
     """Says in the log that it takes long, where it does."""
-    still = "asapc: still finding out what the loops of a graph compute; this is done once"
+    still = "asapc: still identifying the loops of a graph; this happens only once"
     notice = threading.Timer(SILENCE, LOG.warning, [still])
     notice.daemon = True
     notice.start()
@@ -414,7 +414,7 @@ def _check(theirs: Whole, ours: Whole) -> None:
     with tracing(None), torch.inference_mode(False), torch.no_grad():
         error = largest_difference(theirs(*trained), ours(*trained))
     if not error <= (SAME_HALF if any(x.dtype in HALVES for x in values) else SAME):
-        raise Left(f"with operators its outputs are others, by {error:.2g}")
+        raise Left(f"with operators, its outputs differ by {error:.2g}")
     outputs = [example_of(node) for node in theirs.graph.output_node().all_input_nodes]
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outputs):
         program = Program("", ours, (), {}, None)  # type: ignore[arg-type]
@@ -432,7 +432,7 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
         for size, traced in zip(example_of(old).shape, new.meta["val"].shape, strict=True):
             low, high = limits(traced)
             if not ((low <= 2 or size >= low) and (high >= MOST or size <= high)):
-                raise Left(f"what was identified holds for sizes from {low} to {high}")
+                raise Left(f"it was identified only for sizes from {low} to {high}")
     for number in map(example_of, sources):
         if isinstance(number, torch.SymFloat):
             float(number)

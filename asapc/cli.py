@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="asapc",
     help=(
-        "Compile checkpoints with Sinkhorn attention into checkpoints without the loop.\n\n"
-        "MODEL is a folder with config.json and model.safetensors, of a built-in architecture or of "
-        "Hugging Face transformers, "
-        "pkg.module:factory or file.py:factory with --weights (and --kwargs), a .pt2 program, or an "
-        ".onnx file. "
-        "DATA is an .npz or .safetensors file with arrays named after the forward's arguments, or "
-        "module:callable yielding batches.\n\n"
+        "Make trained Sinkhorn-attention models faster.\n\n"
+        "MODEL is pkg.module:factory or file.py:factory with --weights (and --kwargs), a folder with "
+        "config.json and model.safetensors (a built-in architecture or a Hugging Face model), a .pt2 "
+        "program, or an .onnx file. "
+        "DATA is an .npz or .safetensors file with one array per argument of forward, or "
+        "module:callable, which yields batches.\n\n"
         "Exit codes: 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled; "
         "4 replay or verification failed; 70 internal error; 130 interrupted."
     ),
@@ -47,17 +46,17 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory, .pt2 or .onnx file.")
 ]
-ArtifactFolder = Annotated[str, typer.Argument(metavar="OUT", help="A folder `asapc compile` wrote.")]
+ArtifactFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder written by `asapc compile`.")]
 Weights = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A factory's weights: .safetensors, .pt, .pth.")
+    str | None, typer.Option(metavar="FILE", help="Weights for a factory: .safetensors, .pt or .pth.")
 ]
-Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="A factory's keyword arguments.")]
+Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="Keyword arguments for a factory.")]
 MaxMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Most the process may hold, such as 2GiB.")
+    str | None, typer.Option(metavar="SIZE", help="Memory limit of the process, such as 2GiB.")
 ]
 OptionalModel = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="The teacher, where OUT cannot rebuild it."),
+    typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
 ]
 Data = Annotated[str, typer.Option(metavar="DATA", help="Examples to run the model on.")]
 OptionalData = Annotated[
@@ -65,54 +64,54 @@ OptionalData = Annotated[
 ]
 RecipeFile = Annotated[
     str | None,
-    typer.Option("--recipe", metavar="FILE", help="YAML: what may be tried, and limits."),
+    typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
 ]
 Opset = Annotated[
     int | None,
     typer.Option(
         "--opset",
-        help="Of the ONNX file: 18 to 23. 18 by default; an .onnx teacher that is edited keeps its own.",
+        help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher.",
     ),
 ]
 Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tolerance",
-        help="Largest difference of the ONNX file's outputs, relative to each one's largest entry; "
-        "1e-4 by default, in float16 four times what PyTorch loses.",
+        help="Largest allowed difference of each ONNX output, relative to its largest entry. Default: "
+        "1e-4, or four times PyTorch's own error in float16.",
     ),
 ]
 GateFile = Annotated[
-    str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
+    str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit code 1 if exceeded.")
 ]
-Examples = Annotated[int, typer.Option("--examples", min=1, help="Examples measured, at most.")]
+Examples = Annotated[int, typer.Option("--examples", min=1, help="Most examples to measure.")]
 Fast = Annotated[
-    bool, typer.Option("--fast", help="Without certificates and pictures of attention.")
+    bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="The file is your own: any operator, any memory (see SECURITY.md)."),
+    typer.Option("--trust", help="Trust the file: allow any operator and any memory (see SECURITY.md)."),
 ]
 RemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Code in a transformers folder MODEL may run: it is yours."),
+    typer.Option("--trust-remote-code", help="Run code from a transformers folder MODEL that you trust."),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:1; auto takes a GPU if there is one."
+        "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:1; auto uses a GPU if there is one."
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", min=1, help="Threads of the CPU, unless as torch has it."),
+    typer.Option("--threads", metavar="N", min=1, help="Number of CPU threads. Default: torch's."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing on success, but for what --json asks.")
+    bool, typer.Option("--quiet", "-q", help="Print nothing on success, except the output of --json.")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every table of the result.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables of the result.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback on failure.")]
 
 
 # What every command takes last, and the options that a parameter of some type stands for.
@@ -132,47 +131,47 @@ BUNDLES: dict[Any, dict[str, Any]] = {
     commands.Measured: {
         "examples": Examples, "fast": Fast, "max_memory": MaxMemory,
         "torch_compile": _given(
-            bool, "Time teacher and compiled model under torch.compile, too.", "--torch-compile"
+            bool, "Also time teacher and compiled model under torch.compile.", "--torch-compile"
         ),
         "metric": _given(
-            str | None, "Your own validation function: runs it on what both models return.",
+            str | None, "Your own validation function, called on the outputs of both models.",
             metavar="FUNCTION",
         ),
-        "lower_is_better": _given(bool, "Of --metric: smaller values are better.", "--lower-is-better"),
+        "lower_is_better": _given(bool, "Smaller values of --metric are better.", "--lower-is-better"),
     },
     commands.Judged: {
         "gate": GateFile,
         "baseline": _given(
-            str | None, "An earlier report.json; exit 1 if this one is worse.", metavar="FILE"
+            str | None, "An earlier report.json; exit code 1 if the new report is worse.", metavar="FILE"
         ),
         "max_regression": _given(
             list[str] | None,
-            "How much worse than the baseline it may be: 2% (default), speedup=10%; repeatable.",
+            "Allowed regression from the baseline, such as 2% (default) or speedup=10%; repeatable.",
             metavar="[METRIC=]SHARE",
         ),
-        "junit": _given(str | None, "Write the checks here too, as JUnit XML.", metavar="FILE"),
+        "junit": _given(str | None, "Also write the checks to this file, as JUnit XML.", metavar="FILE"),
     },
     commands.Training: {
-        "labels": _given(bool, "Train on the labels in DATA: cross entropy.", "--labels"),
-        "distil": _given(bool, "Train on the teacher's predictions: KL, no labels.", "--distil"),
-        "anneal": _given(bool, "Cool soft sorts of ESP layers down to exact ones.", "--anneal"),
+        "labels": _given(bool, "Train on the labels in DATA (cross entropy).", "--labels"),
+        "distil": _given(bool, "Train on the teacher's predictions (KL, no labels).", "--distil"),
+        "anneal": _given(bool, "Turn the soft sorts of ESP layers into exact ones.", "--anneal"),
         "tail": _given(
             str | None,
-            "Pass gradients through the last R half-steps of each exact loop, or through as few "
-            "as --tolerance allows; all of them by default.",
+            "Pass gradients through only the last R half-steps of each exact loop, or through as few "
+            "as --tolerance allows. Default: all.",
             metavar="R|certified",
         ),
         "tolerance": _given(
-            float, "Part of a layer's score gradient that a certified tail may leave out."
+            float, "Fraction of a layer's score gradient that a certified tail may omit."
         ),
-        "epochs": _given(int, "Passes over the calibration split.", min=1),
+        "epochs": _given(int, "Number of passes over the calibration split.", min=1),
         "learning_rate": _given(float, "Adam's learning rate."),
-        "batch_size": _given(int, "Examples a step.", min=1),
+        "batch_size": _given(int, "Examples per step.", min=1),
         "parameters": _given(
-            list[str] | None, "Train these instead of the default; repeatable.", metavar="PATTERN"
+            list[str] | None, "Parameters to train instead of the default; repeatable.", metavar="PATTERN"
         ),
-        "examples": _given(int | None, "Examples to train on, at most; held in memory.", min=1),
-        "seed": _given(int, "Of the order of the examples.", min=0, max=2**63 - 1),
+        "examples": _given(int | None, "Most examples to train on; held in memory.", min=1),
+        "seed": _given(int, "Seed of the order of examples.", min=0, max=2**63 - 1),
     },
 }  # fmt: skip
 NO_TRAINING, NOT_JUDGED, AS_USUAL = commands.Training(), commands.Judged(), commands.Measured()
@@ -225,10 +224,9 @@ def inspect(
     data: OptionalData = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """List every attention layer, and every loop of row and column sums: its convention, or why it is
-    left alone.
+    """List every attention layer and Sinkhorn loop with its convention, or why it is left alone.
 
-    Exit code 3 where the model has neither.
+    Exit code 3 if the model has neither.
     """
     result = commands.inspect_model(model, data, reading, run.progress)
     run.present(result, "inspect")
@@ -247,21 +245,21 @@ def calibrate(
     recipe: RecipeFile = None,
     sequential: Annotated[
         bool,
-        typer.Option("--sequential", help="Fit each layer behind the already amortised ones."),
+        typer.Option("--sequential", help="Fit each layer with the layers before it already amortised."),
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an earlier run was cut short.")
+        bool, typer.Option("--restart", help="Start over instead of resuming an interrupted run.")
     ] = False,
     max_memory: MaxMemory = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """Fit each site's dual on data, streamed, or distil the operator that the recipe names."""
+    """Fit each site's dual on streamed data, or distil the operator that the recipe names."""
     summary = commands.calibrate_model(
         run, model, data, out, recipe, reading, sequential, restart, max_memory
     )
     run.present(summary, "calibration")
     if not summary["sites"]:
-        run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
+        run.note("nothing to fit: no layer predicts a dual or is distilled")
     run.note(f"wrote {out}")
     run.next(  # compile reads the calibration's recipe, and its data where that is a file
         "compile", model, calibration=out, o=f"{Path(out)}.compiled",
@@ -274,18 +272,18 @@ def study(
     run: Session,
     model: Model,
     data: Data,
-    grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of ways to try.")],
+    grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try.")],
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
     test: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Data to measure on; else a part of --data.")
+        str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data.")
     ] = None,
     examples: Annotated[
-        int, typer.Option(min=1, help="Examples to measure on, at most.")
+        int, typer.Option(min=1, help="Most examples to measure on.")
     ] = MEASURED_EXAMPLES,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per batch.")] = 32,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """Fit and measure a grid of ways to amortise one model, side by side."""
+    """Fit and measure a grid of candidates on one model, side by side."""
     check_model(model, reading.weights)
     check_data(data)
     check_data(test)
@@ -312,27 +310,27 @@ def compile(
     run: Session,
     model: Model,
     calibration: Annotated[
-        str, typer.Option(metavar="CALIB", help="A folder `asapc calibrate` wrote.")
+        str, typer.Option(metavar="CALIB", help="Folder written by `asapc calibrate`.")
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
     recipe: RecipeFile = None,
     data: OptionalData = None,
     emit: Annotated[
         str | None,
-        typer.Option(metavar="onnx", help="Write OUT/model.onnx too; an .onnx MODEL always does."),
+        typer.Option(metavar="onnx", help="Also write OUT/model.onnx (always done for an .onnx MODEL)."),
     ] = None,
     opset: Opset = None,
     tolerance: Tolerance = None,
     max_memory: MaxMemory = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """Pick an operator per site, rewrite the model, verify it and write it."""
+    """Choose an operator for each site, then rewrite, verify and save the model."""
     _only_onnx("--emit", emit)
     asked = opset is not None or tolerance is not None
     is_onnx = Path(model).suffix == ".onnx" and not Path(model).is_dir()
     if asked and emit is None and not is_onnx:
         raise InputError(
-            "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
+            "--opset and --tolerance apply only to ONNX files", got="no --emit onnx",
             help="add --emit onnx, or drop them",
         )  # fmt: skip
     from asapc.inputs.onnx.settings import MODEL, OnnxSettings, read_record
@@ -345,7 +343,7 @@ def compile(
     result = manifest if record is None else {**manifest, "onnx_file": record}
     run.present(result, "compile")
     if record is not None:
-        run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
+        run.note(f"wrote {Path(out) / MODEL}; ONNX Runtime gives the same outputs")
     around = manifest["capture"] == "module"
     run.note(f"wrote {out}; load it with asapc.load({out!r}{', model=...' if around else ''})")
     run.next(
@@ -366,9 +364,9 @@ def whole(
     measured: commands.Measured = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> int:
-    """Calibrate, compile and report in one go; writes OUT.calibration and OUT.
+    """Calibrate, compile and report in one go; write OUT.calibration and OUT.
 
-    What was cut short goes on where it was. Prints and exits as `asapc report` does.
+    An interrupted run resumes. Output and exit codes are those of `asapc report`.
     """
     result = commands.run_all(run, model, data, out, recipe, gate, measured, reading)
     return _reported(run, result, out, data)
@@ -382,15 +380,15 @@ def export(
     data: OptionalData = None,
     opset: Opset = None,
     float16: Annotated[
-        bool, typer.Option("--float16", help="Weights and activations in half precision.")
+        bool, typer.Option("--float16", help="Store weights and activations in half precision.")
     ] = False,
     tolerance: Tolerance = None,
     trust: Trust = False,
 ) -> None:
-    """Write a compiled model as OUT/model.onnx, run it with ONNX Runtime and compare.
+    """Write a compiled model as OUT/model.onnx, run it in ONNX Runtime and compare.
 
-    Exit code 4, and no new file, where an output differs by more than the tolerance: an earlier verified
-    model.onnx stays.
+    If an output differs by more than the tolerance, the exit code is 4 and an earlier verified model.onnx
+    is kept.
     """
     _only_onnx("--format", format)
     check_artifact(artifact)
@@ -412,14 +410,14 @@ def refresh(
     data: Data,
     training: commands.Training = NO_TRAINING,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
+        str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write. Default: OUT.")
     ] = None,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """Train coefficients, norms, projections and head of a compiled model for a few epochs.
+    """Fine-tune the coefficients, norms, projections and head of a compiled model for a few epochs.
 
-    With --anneal: train everything while soft sorts become exact.
+    With --anneal, train everything while soft sorts become exact.
     """
     check_artifact(artifact)
     check_data(data)
@@ -437,7 +435,7 @@ def refresh(
     run.present({"artifact": written, **entry}, "refresh")
     if has_onnx:
         again = command_line("export", written, data=data, trust=reading.trust)
-        run.note(f"{MODEL} is of the old weights and is left behind: {again}")
+        run.note(f"{MODEL} holds the old weights and was left behind; export it again: {again}")
     run.note(f"wrote {written}")
     run.next(
         "report", written, data=data, model=model, kwargs=reading.kwargs, trust=reading.trust,
@@ -471,19 +469,19 @@ def bench(
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which kernel each site runs, and why.")
+        bool, typer.Option("--explain", help="Show which kernel each site runs, and why.")
     ] = False,
     torch_compile: Annotated[
         bool,
         typer.Option(
             "--torch-compile/--no-torch-compile",
-            help="Time teacher and compiled model under torch.compile, too: it may take minutes.",
+            help="Also time teacher and compiled model under torch.compile, which may take minutes.",
         ),
     ] = True,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
-    """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
+    """Time the teacher, the lossless and the compiled model, as a whole and per site."""
     check_artifact(artifact)
     check_data(data)
     from asapc import pipeline
@@ -503,13 +501,13 @@ def demo(
         str, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to work in.")
     ] = "asapc-demo",
     example: Annotated[
-        str, typer.Option("--example", metavar="NAME", help="code (by default) or digits, the small one.")
+        str, typer.Option("--example", metavar="NAME", help="code (the default) or digits (smaller).")
     ] = "code",
     device: Device = AUTO,
 ) -> None:
-    """Go the whole way on a shipped checkpoint, and say what to ship.
+    """Compile a bundled checkpoint step by step, and say which result to ship.
 
-    code: which package of Python's standard library up to 896 tokens are from. digits: 8 x 8 images.
+    code: tell which package of Python's standard library a snippet comes from. digits: 8 x 8 images.
     """
     from asapc.demo import run_demo
 
@@ -561,7 +559,7 @@ def _note_unverified(run: Session, artifact: str, data: str | None) -> None:
     if is_unverified(Path(artifact)):
         place = Path(artifact) / MODEL
         again = command_line("export", artifact, data=data)
-        run.note(f"{place} is not the file that was verified, and is left out: {again}")
+        run.note(f"{place} is not the file that was verified, so it is left out: {again}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

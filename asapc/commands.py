@@ -5,12 +5,21 @@ torch takes seconds to import, so what needs it is imported after what can be re
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asapc.errors import InputError
-from asapc.inputs.paths import check_artifact, check_calibration, check_data, check_file, check_model
+from asapc.inputs.paths import (
+    check_artifact,
+    check_calibration,
+    check_data,
+    check_file,
+    check_model,
+    is_array_file,
+)
 from asapc.inputs.reading import NO_OPTIONS, Reading
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
@@ -238,6 +247,7 @@ def run_all(
     from asapc.stages.analyse import analysed_once
 
     analyse = analysed_once()
+    _tell_shortage(run, limits, data, teacher, measuring.examples)
     run.note(f"1 of 3: calibrating into {calibration}")
     pipeline.calibrate(
         teacher, data, calibration, resolved, run.progress, max_memory=measuring.max_memory,
@@ -260,7 +270,7 @@ def run_all(
 
 def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
     if ":" in model and reading.weights is None:
-        run.note(f"no --weights: what {model} returns is used, untrained unless it loads weights")
+        run.note(f"no --weights: using what {model} returns, untrained unless it loads weights itself")
     return reading.teacher(model)
 
 
@@ -272,10 +282,35 @@ def _limits(gate: str | None, measured: Measured) -> list[Gate]:
     own = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
     if own is not None and measured.metric is None:
         raise InputError(
-            f"gates {gate}: {own} is of your own metric", got="no --metric",
-            help="pass --metric FILE.py:FUNCTION (a file of limits runs no code)",
+            f"gates {gate}: {own} needs your own metric", got="no --metric",
+            help="pass --metric FILE.py:FUNCTION (a gates file cannot run code)",
         )  # fmt: skip
     return limits
+
+
+def _tell_shortage(
+    run: Session, limits: Sequence[Gate], data: str, teacher: Teacher, most: int
+) -> None:
+    """Warn before the work where the report will have too few examples for its limits."""
+    from asapc.inputs.data import open_data, split_of
+    from asapc.report.gates import examples_asked
+    from asapc.stages.analyse import forward_signature
+
+    needed = examples_asked(limits)
+    if not needed or not is_array_file(data):
+        return
+    if most < needed:
+        run.note(f"warning: the limits need {needed} examples: pass --examples {needed}")
+    source = open_data(data, forward_signature(teacher))
+    if (source.examples or 0) > 20 * needed:
+        return  # enough, and long to count
+    hashes = [content for batch in source.batches(1024) for content in batch.hashes]
+    held_out = sum(split_of(content) == "gate" for content in hashes)
+    if held_out < needed:
+        run.note(
+            f"warning: the limits need {needed} examples, and the report will have {held_out}, the gate "
+            f"split of {data}: pass about {math.ceil(needed * len(hashes) / max(held_out, 1))} in all"
+        )
 
 
 def _size(max_memory: str | None) -> int | None:

@@ -90,7 +90,7 @@ def run_demo(
                 reading=reading,
             ),
         )  # fmt: skip
-    run.note("\ntiming the models in turn, the teacher under torch.compile too")
+    run.note("\ntiming the models in turn, and the teacher under torch.compile")
     timed = time_in_turn(folder, data, reports, device)
     comparison = side_by_side(reports, timed, compile_seconds)
     shipped, why = to_ship(comparison)
@@ -198,7 +198,7 @@ def to_ship(rows: list[dict[str, Any]]) -> tuple[str, str]:
     if ratio <= 1 + NEARLY:
         return "lossless", (
             f"{lossless['speedup']:.1f}x as fast as the teacher with the same predictions; "
-            f"asap would be {ratio:.2f}x as fast as that"
+            f"asap would run at {ratio:.2f}x that speed"
         )
     changed = round((1 - asap["prediction_agreement"]) * asap["examples"])
     return "asap", (
@@ -226,7 +226,7 @@ def _place(folder: Path, example: str) -> None:
     ours = (folder / "teacher" / "config.json").is_file() and (folder / f"{example}.npz").is_file()
     if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
-            f"{folder}: the demo works in a new folder or in that of an earlier demo of {example}",
+            f"{folder}: the demo needs a new folder, or that of an earlier demo of {example}",
             help="name another one with --out",
         )
     source = files("asapc") / "demo_data" / example

@@ -47,7 +47,7 @@ def chosen_device(text: str) -> torch.device:
         raise InputError(
             f"--device {text} must be a device of this machine",
             got="no GPU that torch can use",
-            help="torch.cuda.is_available() says why not; leave out --device to run on the CPU",
+            help="check torch.cuda.is_available(), or leave out --device to run on the CPU",
         )
     index = local_rank() % there if name[2] is None else int(name[2])
     if index >= there:

@@ -19,10 +19,10 @@ MAX_GOT = 600  # characters of what arrived: a message, not a copy of the file
 
 
 class AsapcError(Exception):
-    """A failure with a cause the user can mend; printed as one message, without a traceback.
+    """A failure that the user can fix; printed as one message, without a traceback.
 
     rule: what must hold, in one clause, naming the place ("w.safetensors: not a safetensors file").
-    got:  what arrived instead, if it adds anything.
+    got:  what asapc got instead, if that adds anything.
     help: the fix.
     """
 
@@ -43,15 +43,15 @@ class AsapcError(Exception):
 
 
 class InputError(AsapcError):
-    """The model, data, recipe, gates or a command-line argument is not usable as given."""
+    """The model, data, recipe, gates or a command-line argument is unusable as given."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class BranchError(InputError):
-    """A program was captured where its code took one way, and the data asks for the other.
+    """A program was captured on one side of a branch, and the data takes the other.
 
-    asked: what was asked, with the place in the code.  answer: what it was.
+    asked: the condition, with its place in the code.  answer: its value at capture.
     """
 
     def __init__(self, asked: str, answer: bool) -> None:
@@ -59,8 +59,8 @@ class BranchError(InputError):
         super().__init__(
             f"the program was captured where {asked} is {str(answer).lower()}",
             got=f"data for which it is {str(not answer).lower()}",
-            help="load it with asapc.load(OUT, model=live): the model's own code runs there; or compile "
-            "on data that goes both ways",
+            help="load it with asapc.load(OUT, model=live), which then runs the model's own code; or "
+            "compile on data that covers both branches",
         )
 
 
@@ -73,9 +73,9 @@ class NoSiteError(AsapcError):
 def nothing_found() -> NoSiteError:
     """Of a model in which there is nothing to be matched or refused."""
     return NoSiteError(
-        "the model must hold attention, or a loop that normalises rows and columns in turn",
-        got="neither: no product of a map with values, and no sums over both sides of a matrix",
-        help="compile a model that has one; what a loop reads back into Python numbers is not seen",
+        "the model must contain attention, or a loop that normalises rows and columns in turn",
+        got="neither: no product of a map with values, and no sums over rows and columns of a matrix",
+        help="compile a model that has one; asapc does not see a loop that reads values into Python",
     )
 
 
@@ -86,7 +86,7 @@ class VerificationError(AsapcError):
 
 
 class FewExamplesWarning(UserWarning):
-    """A fit rests on too few examples or regression rows: from Python, as commands note it on stderr."""
+    """A fit rests on too few examples or regression rows (commands print this on stderr)."""
 
 
 def check_text(name: str, what: str) -> None:

@@ -100,9 +100,9 @@ class MemoryLimit:
     def told(self, size: int) -> str:
         """How much of what is allowed was taken.  size: of the batches."""
         most = self.peak()
-        kept = "" if most <= self.limit else ": more than allowed, later batches were larger"
+        kept = "" if most <= self.limit else " (more than allowed: later batches were larger)"
         return (
-            f"{format_size(most)} of {format_size(self.limit)} memory taken at most, "
+            f"{format_size(most)} of {format_size(self.limit)} memory used at most, "
             f"in batches of {size}{kept}"
         )
 

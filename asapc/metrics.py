@@ -76,7 +76,7 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("examples", "examples that the report rests on", "max", "model",
+    Metric("examples", "examples measured", "max", "model",
            label="examples, unseen in the fit", compared=False),
     Metric("attention_rel_l2", "|A^ - A|_F / |A|_F, mean over examples and heads", "min", "site",
            column="attention l2", every_site=True, untouched=0.0, budget=True, study="table"),
@@ -111,27 +111,27 @@ METRICS: tuple[Metric, ...] = (
     Metric("dual_stability", "proven ratio of plan entries, exp(range(f^ - f)), at the dual's error",
            "min", "site", of_fit=True),
     Metric("output_bound", "proven bound on a query's output error over the longest value, from the "
-           "dual's error; cases that were checked", "min", "site", of_fit=True),
+           "dual's error, on the cases checked", "min", "site", of_fit=True),
     Metric("divergence_bound", "proven bound on the mean KL(P^ || P) of one c-transform, from the fit's "
-           "residual; cases that were checked", "min", "site", of_fit=True),
+           "residual, on the cases checked", "min", "site", of_fit=True),
     Metric("logit_kl", "KL(teacher || compiled) of the predicted classes", "min", "model",
            label="logit KL", column="logit KL", low=None, budget=True),
     Metric("prediction_agreement", "share of equal predicted classes", "max", "model",
            column="agreement", label="prediction agreement", high=1.0, share=True, budget=True,
            study="table"),
-    Metric("accuracy_teacher", "of the teacher, where labels are given", "max", "model",
+    Metric("accuracy_teacher", "accuracy of the teacher, if labels are given", "max", "model",
            label="accuracy, teacher", high=1.0, share=True),
-    Metric("accuracy_compiled", "of the compiled model", "max", "model",
+    Metric("accuracy_compiled", "accuracy of the compiled model", "max", "model",
            label="accuracy, compiled", column="accuracy", high=1.0, share=True, study="table"),
     Metric("accuracy_drop", "accuracy_teacher - accuracy_compiled", "min", "model",
            label="accuracy drop", low=-1.0, high=1.0, share=True, budget=True, study="files"),
     Metric("metric_teacher", "mean of your own metric (--metric), teacher", "max", "model",
            label="own metric, teacher", low=None, compared=False),
-    Metric("metric_compiled", "of the compiled model", "max", "model",
+    Metric("metric_compiled", "mean of your own metric, compiled model", "max", "model",
            label="own metric, compiled", low=None, compared=False),
-    Metric("metric_drop", "by how much the compiled model is worse in it", "min", "model",
+    Metric("metric_drop", "how much worse the compiled model is in your own metric", "min", "model",
            label="own metric, drop", low=None),
-    Metric("accuracy", "of one model alone, in audits and refreshes", "max", "model",
+    Metric("accuracy", "accuracy of one model, in audits and refreshes", "max", "model",
            column="accuracy", high=1.0, share=True, gate=False, compared=False),
     Metric("prediction_change", "share of predicted classes that differ", "min", "model",
            column="predictions changed", high=1.0, share=True, gate=False, compared=False),
@@ -158,7 +158,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("fit_seconds", "time spent on calibration", "min", "both",
            label="fit (s)", column="fit s", compared=False, study="table"),
     Metric("break_even_batches", "batches after which the time saved exceeds fit_seconds", "min",
-           "model", label="batches until the fit has paid", compared=False),
+           "model", label="batches until the fit pays off", compared=False),
 )  # fmt: skip
 
 METRIC: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}

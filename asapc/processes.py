@@ -153,9 +153,9 @@ def _still_there(rank: int | None) -> Iterator[None]:
         yield
     except RuntimeError as error:  # of gloo, which has no class of its own
         raise InputError(
-            "every process must go on to the end",
+            "every process must finish",
             got="one has ended" if rank is None else f"rank {rank} has ended",
-            help="its own message, if it had any, says why; the same command goes on from what was done",
+            help="see its own message, if any; the same command resumes",
         ) from error  # fmt: skip
 
 

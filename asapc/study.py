@@ -496,6 +496,6 @@ def study_markdown(result: Mapping[str, Any]) -> str:
     blocks += [markdown_table(table) for table in study_tables(result)]
     blocks.append(
         "Sorted by attention l2, the mean over examples, heads and layers; * is on the Pareto front "
-        "of error and site time. Times are medians a site and batch, prediction included."
+        "of error and site time. Times are medians per site and batch, including prediction."
     )
     return "\n\n".join(blocks) + "\n"

@@ -172,9 +172,9 @@ class Shards:
             self._write_index(self.fingerprint)  # nothing worth keeping, or free to go on
         elif unlike:
             raise InputError(
-                f"{self.folder}: an interrupted run goes on only with what it was started with",
+                f"{self.folder}: an interrupted run can resume only with its original inputs",
                 got="another " + ", ".join(unlike),
-                help=f"repeat the interrupted command, or begin anew: --restart, or delete {self.folder}",
+                help=f"repeat the interrupted command, or start over: --restart, or delete {self.folder}",
             )
 
     def _write_index(self, fingerprint: Mapping[str, str | None]) -> None:
@@ -185,7 +185,7 @@ class Shards:
         """Raises InputError where another folder, to which a link leads, would be filled and removed."""
         if self.folder.is_symlink():
             raise InputError(
-                f"{self.folder}: must be a folder, or not be there", got="a link", help="remove the link"
+                f"{self.folder}: must be a folder, or not exist", got="a link", help="remove the link"
             )
 
     def _require_own(self) -> None:

@@ -40,7 +40,7 @@ from asapc.terminal.progress import Progress
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
 ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
 SAMPLE_BYTES = 1 << 28  # queries and keys of all sites that slices and pivots are made from
-_KEPT = "what was calibrated before is kept: {mend}the same command goes on from there"
+_KEPT = "finished work is kept: {mend}run the same command to resume"
 
 Collector = SiteStatistics | Distiller
 Observe = Callable[[Batch], list[SiteTensors]]
@@ -125,7 +125,7 @@ def stream(
             faulty = isinstance(error, InputError)
             if faulty:
                 aside.release("data")
-            progress.note(_KEPT.format(mend="mend the data, and " if faulty else ""))
+            progress.note(_KEPT.format(mend="fix the data, then " if faulty else ""))
         raise
     made = _fits(waiting, aside, progress, whole) if processes.first else {}
     return fitted | _shared(made, processes), [*seen, *held_out]
@@ -387,10 +387,10 @@ def _told(taken: int, others: int, fitted: int, fits: int) -> str:
     """In a sentence, what is kept of an earlier run: its examples and its fits."""
     told = []
     if taken:
-        told.append(f"going on after the first {taken} examples, which an earlier run took in")
+        told.append(f"resuming after the first {taken} examples")
     if others:
         begun = "" if taken else "starting again: "
-        told.append(f"{begun}some of the {others} examples that an earlier run took in have changed")
+        told.append(f"{begun}some of the {others} examples read by an earlier run have changed")
     if fits:
         told.append(f"{fitted} of {fits} finished fits are kept")
     return "; ".join(told)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/tutorial.md")
-PROGRESS = re.compile(r"[a-z][a-z ,]*: (\d+\.\d s|\d+(/\d+)?(, .*)?)")
+PROGRESS = re.compile(r"[a-z][a-z ,]*( \.\.\.|: (\d+\.\d s|\d+(/\d+)?(, .*)?))")
 SESSION = re.compile(r"(?<=<!-- run -->\n)```console\n(.*?)```", re.DOTALL)
 
 

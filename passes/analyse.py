@@ -206,8 +206,8 @@ def analyse(
             raise VerificationError(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
-                help="a data-dependent branch or early stop of the model takes another way than the "
-                "captured graph; lower its stopping threshold, or export that part as its own module",
+                help="a data-dependent branch or early stop makes the model differ from the "
+                "captured graph; lower its stopping threshold, or move that part into its own module",
             )
         found_all.replayed = replace(known, output_error=error)
     if sites:
@@ -224,12 +224,12 @@ def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:
     reason = f"does not replay on {tried}: relative error {worst:.2g}"
     if math.isinf(errors.rounding):
         reason = (
-            f"its own code gives NaN or infinity on {tried}, as a softmax of -inf does for "
-            "an example without active tokens"
+            f"its own code gives NaN or infinity on {tried}, such as a softmax of -inf "
+            "for an example without active tokens"
         )
     elif errors.rounding > TOLERANCE:
         reason += (
-            f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
+            f"; there its own code differs from itself in float64 by {errors.rounding:.2g}, as when "
             "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
         )
     return LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors)
@@ -252,7 +252,7 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
             gradient = no_gradient(model, lossless, batch.on(device), names) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)
     of_sites = {
-        name: f"where keys are hidden its own gradient is another, by {found.gradient:.2g}"
+        name: f"where keys are hidden, its own gradient differs by {found.gradient:.2g}"
         for name, found in analysis.replayed.sites.items() if not found.gradient <= GRADIENT_TOLERANCE
     }  # fmt: skip
     analysis.sites = [
@@ -293,7 +293,7 @@ def _identified(
         reason = not_the_model(captured.programs[0], outcomes[0])
         count = None if reason else _only_count(captured.programs[0], batch)
         if count:
-            reason = f"the model's code makes a number of the {count} examples that it is traced with"
+            reason = f"the model's code computes a number from the {count} examples of the trace"
         if reason is not None:
             with progress.phase("tracing its modules"):
                 alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)

@@ -396,7 +396,9 @@ def text_of(place: Place) -> str:
     file, line = place
     code = linecache.getline(file, line).strip()
     where = f"{Path(file).name}, line {line}"
-    return f"`{code[:80]}` ({where})" if code else where
+    if len(code) > 80:
+        code = f"{code[:80].rsplit(' ', 1)[0]} …"
+    return f"`{code}` ({where})" if code else where
 
 
 def spoken(node: Node) -> str:
@@ -421,7 +423,7 @@ def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
     said = first_line(error)
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
-        said = "depends on a number of the data"
+        said = "depends on a value from the data"
     elif "unhashable type: non-nested SymInt" in said:
         said = "a length is looked up in a dictionary or cache; compute what is kept there"
     elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:

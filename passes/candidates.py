@@ -125,7 +125,7 @@ def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[
             fits = calibration.sites.get(name, ())
             raise InputError(
                 f"calibration: {name} {_problem(alternative, plan, fits, fit)}",
-                help="run `asapc calibrate` with the recipe that compile is given",
+                help="run `asapc calibrate` with the recipe that you pass to compile",
             )
         place = next(i for i, other in enumerate(calibration.sites[name]) if other is fit)
         try:

@@ -339,13 +339,13 @@ def _traced(
 def _check_kinds(graph: GraphModule) -> None:
     """Raises ValueError for what no file of a program can hold."""
     if any(isinstance(leaf, str) for leaf in pytree.tree_leaves(graph.graph.output_node().args)):
-        raise ValueError("returns a text: let it return tensors and numbers")
+        raise ValueError("returns a string: return only tensors and numbers")
     for node in graph.graph.nodes:
         if node.target is round:
             raise ValueError(f"{spoken(node)} rounds a size: divide with //")
         held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, torch.Generator):
-            raise ValueError("draws from a generator of its own: let its numbers be a buffer")
+            raise ValueError("draws from its own random generator: store the numbers in a buffer")
 
 
 def _check_sizes(
@@ -472,7 +472,7 @@ def _check_stops(
         same = len(other) == len(full) and all(map(_equal, full, other))
         if computed >= count and not same:
             raise ValueError(
-                f"branches on {node.name}, a number of the data, and not only to end a loop early"
+                f"branches on {node.name}, a value from the data, other than to end a loop early"
             )
 
 

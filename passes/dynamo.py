@@ -43,7 +43,7 @@ def number_of(value: Any) -> Any:
     if isinstance(value, int | float):
         return value
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or not value.node.has_hint():
-        raise Left("it computes with what is no tensor, or with a number of its data")
+        raise Left("it computes with something that is not a tensor, or with a value from its data")
     return value.node.hint
 
 

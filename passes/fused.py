@@ -50,7 +50,7 @@ def why_it_stays(node: Node) -> str | None:
     if rank_of(given["query"]) < 3 or not isinstance(query.shape[-1], int):
         return f"softmax attention of queries with the sizes {tuple(query.shape)}"
     if same(given["value"].meta["val"].shape[-1], 1):
-        return "softmax attention of values with one number a head"
+        return "softmax attention of values with one number per head"
     return None
 
 

@@ -272,7 +272,7 @@ def _difference(
         allowed += factor * ROUNDING * largest
         if not error <= allowed and error / size > worst:
             worst, where = error / size, name
-    return f"its own gradient is another: that of {where} differs by {worst:.2g}" if where else None
+    return f"its own gradient differs: that of {where} by {worst:.2g}" if where else None
 
 
 def _apart(one: Tensor | None, other: Tensor | None) -> float:

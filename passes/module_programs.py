@@ -227,7 +227,7 @@ class _Reader:
                 sizes[node] = axes[str(value.node.expr)]
                 continue
             if node.op == "placeholder":
-                return f"reads {node.name} in another way than by its arguments"
+                return f"reads {node.name} other than through its arguments"
             found.add(node)
             stack.extend(n for n in node.all_input_nodes if n not in inputs)
         for node in self.nodes[call.start : call.end]:
@@ -294,7 +294,7 @@ class _Reader:
         """What a node reads, with its name in the module; None for a constant of the trace."""
         value: Any = operator.attrgetter(str(node.target))(self.program.graph)
         if not isinstance(value, Tensor):
-            raise Undescribable(f"reads {node.target}, which is no tensor")
+            raise Undescribable(f"reads {node.target}, which is not a tensor")
         full = self._full(str(node.target))
         theirs = self.weights.get(full)
         if theirs is None:

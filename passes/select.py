@@ -645,7 +645,7 @@ def _lost(tried: Tried) -> str:
     if tried.verdict.startswith(EXCEEDS):
         return tried.verdict
     if tried.verdict:
-        return "not enough faster"
+        return "gains too little"
     return "the whole model's budget had no room for it"
 
 

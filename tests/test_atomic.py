@@ -265,7 +265,7 @@ def test_an_output_that_holds_what_is_read_is_refused(tmp_path):
     inputs = [out, out / "data.npz", f"{out}/stream.py:batches", tmp_path / "link.npz"]
     for target in (out, tmp_path / "other", tmp_path / "x" / ".." / "out"):
         for source in inputs:
-            with pytest.raises(InputError, match="must not hold what is read"):
+            with pytest.raises(InputError, match="must not contain an input"):
                 check_replaceable(target, [tmp_path / "beside", source])
     check_replaceable(out, [tmp_path, tmp_path / "outer", "pkg.module:batches", "a\0b", ""])
 
@@ -282,7 +282,7 @@ def test_no_command_writes_over_what_it_reads(tmp_path):
         lambda: pipeline.compile(teacher, folder, folder, None, None, SILENT),
         lambda: pipeline.refresh(folder, data, None, progress=SILENT),
     ):
-        with pytest.raises(InputError, match="must not hold what is read"):
+        with pytest.raises(InputError, match="must not contain an input"):
             command()
     assert os.listdir(folder) == names
 
@@ -340,11 +340,11 @@ def test_only_files_are_replaced_by_a_file(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     before = sorted(os.listdir(tmp_path))
     for path in (tmp_path / "folder", tmp_path / "pipe", tmp_path / "link"):
-        with pytest.raises(InputError, match="must be a file, or not be there"):
+        with pytest.raises(InputError, match="must be a file, or not exist"):
             replace_file(path, "new")
     assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "pipe").is_fifo()
     # only looked at, for a test that fails must not write there
     for place in ("/dev/null", "/dev/absent", "/dev/stdout", "/proc/self/fd/1", "/proc/self/x", "/sys/a"):
-        with pytest.raises(InputError, match="must be a file, or not be there"):
+        with pytest.raises(InputError, match="must be a file, or not exist"):
             atomic._check_is_file(pathlib.Path(place))
     atomic._check_is_file(pathlib.Path("/dev/shm/absent"))

@@ -272,7 +272,7 @@ def test_files_that_are_no_reports(tmp_path: Path) -> None:
         file.truncate(MAX_BYTES + 1)
     for place, message in (
         ("missing.json", "no such file"), ("", "must be a JSON file"), ("a\0b", "must be a JSON file"),
-        ("bytes.json", "must be a JSON file"), ("pipe.json", "no file"),
+        ("bytes.json", "must be a JSON file"), ("pipe.json", "not a file"),
         ("big.json", "at most 16 MiB"), ("lacking.json", "model must be there"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):

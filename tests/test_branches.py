@@ -83,8 +83,8 @@ class Returned:
 
 COMPILED: list[Any] = []
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "text": (lambda y: {"y": y, "kind": "soft"}, "returns a text"),
-    "number": (lambda y: (y, float(y.max())), "depends on a number of the data"),
+    "text": (lambda y: {"y": y, "kind": "soft"}, "returns a string"),
+    "number": (lambda y: (y, float(y.max())), "depends on a value from the data"),
     "class": (Returned, "returns a Returned, which is not made of tensors"),
     "class of a function": (
         type("Local", (Returned,), {"__qualname__": "f.<locals>.Local"}),
@@ -133,7 +133,7 @@ def test_what_is_asked_of_inputs_is_held_to(ask: str) -> None:
 def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> None:
     found = capture(net(UNEXPORTED[ask]), (X,), {})
     assert [program.name for program in found.programs] == ["layer"] and not found.skipped
-    assert found.reason is not None and "depends on a number of the data" in found.reason
+    assert found.reason is not None and "depends on a value from the data" in found.reason
     assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
 
 
@@ -213,7 +213,7 @@ def test_a_compiled_model_says_where_it_would_be_another(compiled: tuple[nn.Modu
     torch.testing.assert_close(alone(X), model(X), atol=1e-5, rtol=1e-5)
     with pytest.warns(OwnCodeWarning, match=r"torch.any\(x > 1e6\)"):
         torch.testing.assert_close(live(scaled), model(scaled))
-    with pytest.raises(BranchError, match="model's own code runs there"):
+    with pytest.raises(BranchError, match="runs the model's own code"):
         alone(scaled)
 
 

@@ -132,7 +132,7 @@ def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(project: Pat
         project, artifact="compiled", gate="ci/gates.yaml", examples="20", data="ci/data.npz"
     )
     assert (code, verdict) == (1, "ANOMALOUS")
-    assert "the report rests on 20 examples, too few (min 100)" in errors
+    assert "the report has 20 examples, too few (min 100)" in errors
     assert "asapc: gate failed: ANOMALOUS" in errors
 
 

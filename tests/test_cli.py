@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -294,6 +295,32 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(calls, capsys):
     assert 'errors="1"' in text and 'failures="1"' in text
 
 
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ("prediction_agreement: {min: 0.99}", "warning: the limits need 100 examples, and the report"),
+        ("examples: {min: 600}", "warning: the limits need 600 examples: pass --examples 600"),
+        ("prediction_agreement: {min: 0.8}", ""), ("speedup: {min: 2}", ""),
+    ],
+)  # fmt: skip
+def test_too_few_examples_for_the_limits_are_told_before_the_work(
+    tmp_path, monkeypatch, capsys, limits, told
+):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 2)\n")
+    Path("gates.yaml").write_text(limits)
+    np.savez("d.npz", input=np.random.default_rng(0).normal(size=(80, 3)).astype("f"))
+
+    def stop(*_: object, **__: object) -> None:
+        raise InputError("the work")
+
+    monkeypatch.setattr("asapc.pipeline.calibrate", stop)
+    command = ["run", "net.py:build", "--data", "d.npz", "-o", "out", "--gate", "gates.yaml"]
+    assert cli.main(command) == 2
+    before = capsys.readouterr().err.split("asapc: the work")[0]
+    assert told in before and ("warning: the limits" in before) == bool(told)
+
+
 def test_a_baseline_is_held_against_the_report(calls, capsys):
     better = json.loads(json.dumps(REPORT))
     better["sites"][0]["metrics"]["attention_rel_l2"] = 0.02
@@ -408,7 +435,7 @@ def test_ctrl_c_is_one_line_in_a_real_process(tmp_path):
 def test_what_the_demo_refuses(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
-    assert "the demo works in a new folder" in capsys.readouterr().err
+    assert "the demo needs a new folder" in capsys.readouterr().err
     assert cli.main(["demo", "--example", "poems", "--out", str(tmp_path / "new")]) == 2
     assert "--example must be one of code, digits, got poems" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

@@ -280,7 +280,7 @@ def test_arrays_that_are_no_data(npz: Open, arrays: dict[str, Any], expected: st
         ("yield {'image': torch.ones(2, 2)}", "got image"),
         ("yield {'mask': torch.ones(2, 2)}", "got mask: missing a required argument: 'img'"),
         ("yield torch.ones(2, 2), torch.ones(3)", "got img 2, mask 3"),
-        ("yield torch.ones(2, 2), [torch.ones(2)]", "mask must be a tensor"),
+        ("yield torch.ones(2, 2), [torch.ones(2), {1}]", "mask[1] must be a tensor"),
         ("yield 'text'", "at least one array"), ("yield None", "at least one array"),
         ("yield torch.ones(3, 2)\nyield torch.tensor([[1.0], [float('nan')]])", "NaN in example 4"),
         ("yield {'img': torch.ones(2, 2), 'labels': torch.ones(2)}", "one class number"),

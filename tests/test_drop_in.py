@@ -133,16 +133,16 @@ def test_it_is_called_as_the_teacher_is(make, expected):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"sharp": True}, "sharp was captured as False, and is True"),
-        ({"sharp": 0}, "sharp was captured as False, and is 0"),
-        ({"labels": torch.zeros(5).long()}, "labels was captured as None, and is a tensor"),
-        ({"keep": None}, "keep was captured as a tensor, and is None"),
-        ({"keep": torch.ones(5, 9)}, "keep was captured as a tensor of bool, and is torch.float32"),
-        ({"keep": torch.ones(5, 8).bool()}, "keep: size 1 was captured as 9, and is 8"),
-        ({"keep": torch.ones(5, 9, 1).bool()}, "keep was captured with 2 dimensions, and has 3"),
-        ({"x": torch.ones(5, 9, 7)}, "x: size 2 was captured as 8, and is 7"),
-        ({"more": 1}, "extra was captured as a dict of nothing, and is a dict of more"),
-        ({"more": None}, "extra was captured as a dict of nothing, and is a dict of more"),
+        ({"sharp": True}, "sharp was captured as False, but is True"),
+        ({"sharp": 0}, "sharp was captured as False, but is 0"),
+        ({"labels": torch.zeros(5).long()}, "labels was captured as None, but is a tensor"),
+        ({"keep": None}, "keep was captured as a tensor, but is None"),
+        ({"keep": torch.ones(5, 9)}, "keep was captured as a tensor of bool, but is torch.float32"),
+        ({"keep": torch.ones(5, 8).bool()}, "keep: size 1 was captured as 9, but is 8"),
+        ({"keep": torch.ones(5, 9, 1).bool()}, "keep was captured with 2 dimensions, but has 3"),
+        ({"x": torch.ones(5, 9, 7)}, "x: size 2 was captured as 8, but is 7"),
+        ({"more": 1}, "extra was captured as a dict of nothing, but is a dict of more"),
+        ({"more": None}, "extra was captured as a dict of nothing, but is a dict of more"),
     ],
 )
 def test_another_call_is_refused_by_name(loaded, kwargs, message):
@@ -161,7 +161,7 @@ def test_python_refuses_what_no_forward_takes(make):
     with pytest.raises(TypeError, match="missing"):
         model(keep=keep)
     if isinstance(model, CompiledModel):
-        with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
+        with pytest.raises(InputError, match="keep was captured as a tensor, but is missing"):
             model(x)
 
 
@@ -396,7 +396,7 @@ def test_another_call_runs_the_modules_own_code_and_says_so_once(expected, patch
         with warnings.catch_warnings(action="error"):
             model(x, keep, sharp=True)
             assert torch.equal(logits(model, x, keep), expected)
-        with pytest.warns(OwnCodeWarning, match="keep was captured as a tensor, and is None"):
+        with pytest.warns(OwnCodeWarning, match="keep was captured as a tensor, but is None"):
             assert torch.equal(logits(model, x), logits(teacher, x))
 
 
@@ -583,7 +583,7 @@ def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out):
             torch.testing.assert_close(model(x), exact, rtol=1e-4, atol=1e-5)
         assert model.halved.forward is not theirs and model.halved.calls == 1
         model.halved.share = 1.0
-        with pytest.warns(OwnCodeWarning, match=r"halved: .*share was captured as 0\.5, and is 1\.0"):
+        with pytest.warns(OwnCodeWarning, match=r"halved: .*share was captured as 0\.5, but is 1\.0"):
             model(x)
         assert model.halved.calls == 2
     live.remove(model)
@@ -616,7 +616,7 @@ def test_a_number_that_is_set_is_not_ignored(expected, patched):
     block, teacher = model.blocks[0], drop_in_nets.net()
     with torch.no_grad():
         block.heads = teacher.blocks[0].heads = 4
-        with pytest.warns(OwnCodeWarning, match="blocks.0: .*heads was captured as 2, and is 4") as seen:
+        with pytest.warns(OwnCodeWarning, match="blocks.0: .*heads was captured as 2, but is 4") as seen:
             found = block(x, keep=keep, sharp=False)
             assert torch.equal(found, teacher.blocks[0](x, keep=keep, sharp=False))
             block(x, keep=keep, sharp=False)
@@ -706,7 +706,7 @@ def test_a_file_cannot_have_anything_else_taken_away(steps):
 
 def test_what_the_model_reads_of_such_an_attribute_is_refused():
     torch.manual_seed(0)
-    with pytest.raises(VerificationError, match="last is only kept there"):
+    with pytest.raises(VerificationError, match="last is only stored"):
         asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 
@@ -932,7 +932,7 @@ def test_structures_go_through_plain_data():
     flat, problem = again.flat((a, {"k": [b, None, 7]}, c), {})
     assert problem is None and [t is own for t, own in zip(flat, (a, b, c), strict=True)] == [True] * 3
     for rest, message in (
-        ({"k": [b, None, 8]}, "rest was captured as 7, and is 8"),
+        ({"k": [b, None, 8]}, "rest was captured as 7, but is 8"),
         ({"k": [b, None]}, "rest was captured as a list of 3"),
         ({"q": 1}, "rest was captured as a dict of k"),
     ):

@@ -345,7 +345,7 @@ def test_what_compile_refuses(work, compiled, tmp_path, capsys):
     before = contents(tmp_path)
     teacher, fresh = work / "teacher", tmp_path / "fresh"
     for given, out, *words in (
-        ((other,), fresh, "must be of the model that is compiled", "help:"),
+        ((other,), fresh, "must belong to the model being compiled", "help:"),
         ((teacher, "--recipe", tmp_path / "features.yaml"), fresh, "was fitted for", "asapc calibrate"),
         ((teacher, "--recipe", tmp_path / "ridge.yaml"), fresh, "was fitted with `ridge: 1e-05`"),
         ((teacher, "--data", tmp_path / "named.npz"), earlier, "tokens"),

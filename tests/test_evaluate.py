@@ -307,7 +307,8 @@ def test_an_own_metric_is_gated_shown_and_compared(work, metrics, tmp_path):
     verdicts = {check["metric"]: check["class"] for check in measured["gate"]["checks"]}
     assert (verdicts["metric_drop"], verdicts["metric_compiled"]) == ("REGRESSION", "ACCEPT")
     shown = Report.from_json(measured, "report")
-    assert "own metric  1.00 (95% interval 1.00 to 1.00; the teacher's 2.00)" in report_brief(shown)
+    words = " ".join(" ".join(report_brief(shown)).split())
+    assert "larger is better; 95% interval 1.00 to 1.00; the teacher's 2.00)" in words
     for text in (markdown(shown), html(shown)):
         assert "own metric, drop" in text and "doubled_when_called_again, larger is better" in text
     other = replace(shown, model=replace(shown.model, own_metric="another"))
@@ -324,7 +325,7 @@ def test_an_own_metric_is_gated_shown_and_compared(work, metrics, tmp_path):
         ("words", "must return one number for each of the batch's examples, got a str"),
         ("nan", "must be finite for the teacher's outputs, got nan, example"),
         ("fails", "must measure a batch without an error, got ZeroDivisionError"),
-        ("absent", "must define a callable 'absent', got nothing of that name"),
+        ("absent", "must define a callable 'absent', got no such name"),
     ],
 )
 def test_what_an_own_metric_may_do_wrong(work, metrics, name, message):
@@ -337,4 +338,4 @@ def test_a_gates_file_runs_no_code(work, tmp_path, capsys):
     gates = tmp_path / "gates.yaml"
     gates.write_text("metric_drop: {max: 0.5}\n")
     assert run("report", work / "out", "--gate", gates) == 2
-    assert "metric_drop is of your own metric, got no --metric" in capsys.readouterr().err
+    assert "metric_drop needs your own metric, got no --metric" in capsys.readouterr().err

@@ -197,7 +197,7 @@ CASES: list[Case] = [
                      limit("accuracy_drop", max=0), limit("accuracy_compiled", min=0),
                      limit("output_rel_l2", max=0.3))),
     (report(), limit("examples", min=500), {"model": "ANOMALOUS"},
-     "the report rests on 400 examples, too few (min 500)"),
+     "the report has 400 examples, too few (min 500)"),
 ]  # fmt: skip
 
 

@@ -198,12 +198,12 @@ def _set(*path: Any) -> Callable[[Layer], None]:
         (_set("anything", 7), None),
         (_set("context", "layer", 7), None),
         (_set("context", Context()), None),
-        (_set("context", "tau", 2.0), "context.tau was captured as 1.0, and is 2.0"),
+        (_set("context", "tau", 2.0), "context.tau was captured as 1.0, but is 2.0"),
         (_set("context", Context(3.0)), "context.tau"),
-        (_set("options", "n", 6), r"options['n'] was captured as 3, and is 6"),
-        (_set("_steps", 6), "_steps was captured as 3, and is 6"),
+        (_set("options", "n", 6), r"options['n'] was captured as 3, but is 6"),
+        (_set("_steps", 6), "_steps was captured as 3, but is 6"),
         (_set("taus", 0, 2.0), "taus[0]"),
-        (_set("tau", temperature(2.0)), "tau was captured as 1.0, and is 2.0"),
+        (_set("tau", temperature(2.0)), "tau was captured as 1.0, but is 2.0"),
         (_set("slots", "tau", 2.0), "slots.tau"),
         (_set("plain", torch.full((), 2.0)), "plain"),
         (lambda layer: layer.plain.mul_(2), "plain"),
@@ -429,7 +429,7 @@ def test_globals_are_guarded(pair, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "TAU", 2.0)
         (warned,) = _compared(pair, 0, lambda layer: None)
-        assert "TAU was captured as 1.0, and is 2.0" in warned
+        assert "TAU was captured as 1.0, but is 2.0" in warned
     monkeypatch.setitem(LIMITS, "tau", 2.0)
     (warned,) = _compared(pair, 0, lambda layer: None)
     assert "LIMITS['tau'] was captured as 1.0" in warned
@@ -955,7 +955,7 @@ def test_an_input_of_another_dtype_than_the_weights():
     model, compiled = copy.deepcopy(made(OfDtype))
     for kind in (torch.float64, torch.float16):
         other = copy.deepcopy(compiled)
-        assert_told(own_code(model, other, x.to(kind)), "mixed_precision()=no, and now it is torch")
+        assert_told(own_code(model, other, x.to(kind)), "mixed_precision()=no, which is now torch")
         with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
             other(x)
     for one in (model, compiled):
@@ -1130,5 +1130,5 @@ def test_a_length_that_the_parent_reads_of_a_layer():
     torch.manual_seed(0)
     model = Told().eval()
     model(torch.randn(2, 6, 4))  # as everybody does before
-    with pytest.raises(VerificationError, match="length is only kept there"):
+    with pytest.raises(VerificationError, match="length is only stored"):
         asapc.compile(model, {"x": torch.randn(24, 6, 4)}, recipe={"operator": "lossless"}, examples=8)

@@ -221,7 +221,7 @@ def test_pictures_do_not_grow_with_depth(
 def test_a_baseline_alone_is_no_limit(report: dict[str, Any]) -> None:
     report = deep_report(3, report)
     report["gate"]["checks"][0]["class"] = report["gate"]["verdict"] = "ACCEPT"
-    assert "default limits, no gate file was given" in shown(html(report))
+    assert "no gates file, so default limits apply" in shown(html(report))
     report["sites"][2]["metrics"]["attention_rel_l2"] = 0.9
     text = html(report)
     assert "Look at encoder.blocks.2.attention first." in text and 'class="tone-odd"' in text

@@ -132,5 +132,5 @@ def test_commands_keep_their_limit(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= 740 * MIB
-    batches = re.findall(r"of 740 MiB memory taken at most, in batches of (\d+)", done.stderr)
+    batches = re.findall(r"of 740 MiB memory used at most, in batches of (\d+)", done.stderr)
     assert len(batches) == 3 and all(1 <= int(size) < 128 for size in batches)

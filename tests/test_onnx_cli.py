@@ -159,7 +159,7 @@ def test_a_file_that_is_not_the_verified_one_is_told(command, tmp_path, monkeypa
     assert "verified" not in capsys.readouterr().err
     write(folder, b"another")
     assert cli.main(call) == 0
-    told = f"is not the file that was verified, and is left out: asapc export '{folder}' --data {data}"
+    told = f"was verified, so it is left out: asapc export '{folder}' --data {data}"
     assert told in words(capsys.readouterr().err)
 
 
@@ -194,7 +194,7 @@ def test_refresh_tells_that_the_file_is_left_behind(out, tmp_path, monkeypatch, 
         place.touch()
     options = ["refresh", folder, "--data", str(data), "--distil", *([] if out is None else ["-o", out])]
     assert cli.main(options) == 0
-    told = f"model.onnx is of the old weights and is left behind: asapc export {out or folder}"
+    told = f"the old weights and was left behind; export it again: asapc export {out or folder}"
     assert told in words(capsys.readouterr().err)
     (Path(folder) / "model.onnx").unlink(missing_ok=True)
     assert cli.main(options) == 0

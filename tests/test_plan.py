@@ -440,7 +440,7 @@ def test_a_model_with_nothing_in_it_says_so(tmp_path: Path, capsys: pytest.Captu
     np.savez(tmp_path / "x.npz", input=np.ones((6, 4), dtype="float32"))
     code = main(["inspect", f"{tmp_path}/net.py:build", "--data", str(tmp_path / "x.npz"), "--trust"])
     said = capsys.readouterr().err
-    assert code == 3 and "the model must hold attention, or a loop" in said
+    assert code == 3 and "the model must contain attention, or a loop" in said
 
 
 def test_a_matcher_is_compiled_from_end_to_end(tmp_path: Path) -> None:

@@ -264,4 +264,4 @@ def test_a_bias_in_every_half_step_may_hide_and_is_refused() -> None:
     """Beside -1e9, (S + g) + bias is not (S + bias) + g."""
     analysis = analysed(Biased(), random(4, 9, 4), random(4, 7, 4), random(4, 9, 7))
     (left,) = analysis.left_alone
-    assert "hide tokens by their marginals" in left.reason
+    assert "hide tokens through their marginals" in left.reason

@@ -285,7 +285,7 @@ def test_a_killed_process_ends_all_and_the_next_call_goes_on(
     ended, killed = in_processes(2, lambda: counted(3))
     assert ended[0] == 2 and killed is None
     message = (tmp_path / "messages.0").read_text()
-    assert message.startswith("asapc: every process must go on to the end, got rank 1 has ended")
+    assert message.startswith("asapc: every process must finish, got rank 1 has ended")
     assert not (tmp_path / "all").exists()
     again = in_processes(2, lambda: counted(0))
     assert again == [(0, 0), (0, 3)]  # of 5 each: the first had put all aside, the second two

@@ -1,4 +1,5 @@
 import io
+import time
 
 import pytest
 
@@ -86,6 +87,24 @@ def test_a_phase_is_told_of_if_it_took_long(seconds: float) -> None:
         with PlainProgress(stream).phase("tracing the model"):
             pass
     assert stream.getvalue() == ("tracing the model: 2.5 s\n" if seconds > 2 else "")
+
+
+def test_a_long_phase_is_told_of_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asapc.terminal.progress.LONG", 0.01)
+    monkeypatch.setattr("asapc.terminal.progress.LONGER", 0.02)
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    with progress.phase("matching its layers"):
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stream.getvalue() == "matching its layers ...\n"
+    with pytest.raises(KeyError), progress.phase("tracing the model"):
+        raise KeyError
+    time.sleep(0.05)
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [
+        "matching its layers ...", "matching its layers",
+    ]  # fmt: skip
 
 
 def test_a_phase_that_fails_gives_the_terminal_back(progress: Progress) -> None:

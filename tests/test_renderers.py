@@ -334,12 +334,31 @@ def test_what_is_left_alone_is_never_crowded_out() -> None:
     assert "48 of 96 layers can be compiled, replayed within 1.14e-06" in lines
 
 
+@pytest.mark.parametrize(("status", "hinted"), [("matched", False), ("refused", True), ("kept", True)])
+def test_what_is_left_alone_points_to_what_to_write(status: str, hinted: bool) -> None:
+    site = {"name": "layers.0", "status": status, "reason": "does not replay"}
+    lines = brief.inspect_brief({"model": "teacher", "capture": "whole", "sites": [site]})
+    assert (brief.WRITE_INSTEAD in lines) == hinted
+
+
+@pytest.mark.parametrize("before", range(3, 40, 3))
+def test_a_reason_ends_after_a_word_and_never_inside_of_code(before: int) -> None:
+    code = "`out = torch.einsum('b h i j, b h j d -> b h i d', attention, values)` (model.py, line 62)"
+    reason = " ".join(["words"] * before + [code] * 3)
+    site = {"name": "layers.0", "status": "refused", "reason": reason}
+    lines = brief.inspect_brief({"model": "teacher", "capture": "whole", "sites": [site]})
+    words = " ".join(" ".join(lines[2:-2]).split())
+    whole = f"1 x refused: {reason}"
+    assert words.count("`") % 2 == 0 and words.endswith(" …") == (words != whole)
+    assert whole.startswith(words.removesuffix("…")) and words.count("words") == before
+
+
 def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     lines = "\n".join(brief.report_brief(measured(3)))
-    assert lines.startswith("no gate file; by the default limits: Take the lossless model instead.")
+    assert lines.startswith("no gates file, default limits: Take the lossless model instead.")
     assert 'asapc.load("OUT", stage="lossless")' in lines
     words = " ".join(lines.split())
-    assert "speed 19.8x (1468 ms -> 74.2 ms a batch of 32; 21.0x with every loop kept exactly" in words
+    assert "speed 19.8x (1468 ms -> 74.2 ms per batch of 32; 21.0x with every loop kept exactly" in words
     assert "agreement 99.90% (95% interval 99.70% to 100.00%)" in words
     assert "worst layer 0.0361 (attention error of vision_tower" in words
     assert "left alone 3 layers" in words

@@ -267,7 +267,7 @@ class Afterwards(While):
 def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way(model: nn.Module) -> None:
     found = capture(model, (torch.randn(2, 9, 4),), {})
     ((_, reason),) = found.skipped
-    assert not found.programs and "not only to end a loop early" in reason
+    assert not found.programs and "other than to end a loop early" in reason
 
 
 class Diluted(While):

@@ -197,7 +197,7 @@ def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
     torch.testing.assert_close(run(Batch((x[:2],), {}, None, [0, 1])), model(x[:2]))
     with pytest.raises(InputError, match="the program holds for x") as caught:
         run(Batch((x[:, :5],), {}, None, [0, 1, 2]))
-    assert "x: size 1 was captured as 9, and is 5" in str(caught.value)
+    assert "x: size 1 was captured as 9, but is 5" in str(caught.value)
 
 
 class Places(nn.Module):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from asapc.measure.timing import interleaved_medians, ratio_interval
+from asapc.measure.timing import ENOUGH, interleaved_medians, interleaved_times, ratio_interval
 
 
 def test_functions_take_turns_with_a_rotating_start() -> None:
@@ -34,6 +34,18 @@ def test_min_time_adds_rounds_beyond_repeats() -> None:
 
     interleaved_medians({"a": sleep}, repeats=1, warmup=0, min_time=0.02)
     assert len(calls) > 1
+
+
+def test_calls_of_a_few_seconds_have_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def call() -> None:
+        clock[0] += 2.0
+
+    monkeypatch.setattr("asapc.measure.timing.time.perf_counter", lambda: clock[0])
+    times = interleaved_times({"a": call, "b": call}, repeats=10, enough=ENOUGH)
+    assert len(times["a"]) == 6
+    assert ratio_interval(times["a"], times["b"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("enough", "rounds"), [(0.0, 1), (1e9, 20)])

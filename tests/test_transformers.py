@@ -184,7 +184,7 @@ def test_a_folder_that_does_not_fit_is_one_message(folder, case):
 
 
 def test_a_folder_takes_an_attention_and_nothing_else(folder):
-    with pytest.raises(InputError, match="attention alone, got depth"):
+    with pytest.raises(InputError, match="only set attention, got depth"):
         load_teacher(str(folder), kwargs={"depth": 3})
     with pytest.raises(InputError, match="no such file"):
         load_teacher(str(folder), kwargs={"attention": "nowhere.py:sinkhorn"})
@@ -256,7 +256,7 @@ def test_a_folder_for_those_with_asapc_and_those_without(folder, tmp_path):
     out, saved = tmp_path / "out", tmp_path / "saved"
     teacher = load_teacher(str(folder), kwargs={"attention": ATTENTION})
     asapc.compile(teacher.model, tokens(), recipe={"operator": "sinkhorn"}, out=out, examples=16)
-    with pytest.raises(InputError, match="its original must be a folder of transformers"):
+    with pytest.raises(InputError, match="the original must be a transformers folder"):
         asapc.save_pretrained(out, saved)
     asapc.save_pretrained(out, saved, model=folder)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -55,22 +55,22 @@ def load(
     sequence_group: Any = None,
     trust: bool = False,
 ) -> nn.Module:
-    """The compiled model, with the teacher's call signature and output structure, in evaluation mode.
+    """Load a compiled model: the teacher's call signature and output structure, in evaluation mode.
 
-    out:   a folder `asapc compile` wrote; it may have been moved, and needs no training code.
-    model: a live model, or a factory of it, that is patched in place: it keeps its class, hooks and
-           layers (asapc.program.live). The artefact's weights are loaded into it, the teacher's or, of a
-           refreshed artefact, the trained ones; what it has beyond them stays. A capture per module
-           needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
-           the class of an output is not defined in the process, its outputs are a plain dict or tuple.
-           A model that is refused is left as it was, its weights and earlier patches included. Where
-           every site keeps the teacher's own code nothing is patched, with a warning.
-    stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
-    sequence_group: a process group of torch.distributed whose processes share every sequence, each its
-           queries: all of them call the model with the same tensors, and get the same outputs. Forward
-           only, without model= and without a monitor.  See asapc.program.sequence.
-    trust: the folder is your own: its programs may call operators that files may not.
-    The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
+    out:   a folder written by `asapc compile`; it may have been moved, and needs no training code.
+    model: a live model, or a factory of one, to patch in place: it keeps its class, hooks and layers
+           (asapc.program.live) and gets the artefact's weights, which are the teacher's or, after a
+           refresh, the trained ones. Other weights of it stay. Required if the teacher was captured
+           module by module; otherwise a CompiledModel is rebuilt without it, whose outputs are a plain
+           dict or tuple if the class of an output is not defined in the process. A model that is
+           refused is left unchanged, including its weights and earlier patches. If every site keeps the
+           teacher's own code, nothing is patched, with a warning.
+    stage: "graph" for the compiled model, "lossless" or "teacher" for those it was compared with.
+    sequence_group: a process group of torch.distributed whose processes share every sequence: all of
+           them call the model with the same tensors and get the same outputs. Forward pass only,
+           without model= and without a monitor.  See asapc.program.sequence.
+    trust: set if the folder is your own: its programs may then call operators that files may not.
+    For enable_monitor(), disable_monitor() and monitor of the compiled model, see asapc.program.monitor.
     Raises InputError.
     """
     if sequence_group is not None and model is not None:
@@ -86,14 +86,14 @@ def load(
                 return _rebuilt(artifact, stage, sequence_group)
         raise InputError(
             f"{out}: was captured per module and needs the model around it",
-            help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
+            help="use asapc.load(OUT, model=factory) with the factory that built the teacher",
         )
     built = model if isinstance(model, nn.Module) else model()
     if patches:
         return _patched(artifact, built)
     if artifact.capture == "whole":
         raise InputError(
-            f"{out}: a live model is patched with the compiled stage", got=f"stage={stage!r}",
+            f"{out}: a live model can only be patched with the compiled stage", got=f"stage={stage!r}",
             help="drop model=, or stage=",
         )  # fmt: skip
     _around(artifact, built)
@@ -125,7 +125,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     flat, operators = with_operators(graph, fitted, lines)
     (outputs,) = flat.output_node().args
     if count != len(known) or not call.gives(len(cast(tuple[Any, ...], outputs))):
-        raise ValueError("it takes or gives other tensors than the manifest says")
+        raise ValueError("its inputs or outputs differ from those in the manifest")
     for name in fitted:
         del graph._buffers[name]
     graph.add_module(OPERATORS, operators)
@@ -263,9 +263,9 @@ def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Ten
     empty = [name for name in weights if theirs[name].is_meta or theirs[name].is_inference()]
     if empty:
         raise InputError(
-            f"{artifact.folder}: weights are loaded into the model, which must have memory for them",
+            f"{artifact.folder}: the model must have memory for the weights that are loaded into it",
             got=f"{', '.join(empty[:4])} on the meta device or made in inference mode",
-            help="build it on a device (model.to_empty(device=...) will do), outside of inference_mode",
+            help="build it on a device (as with model.to_empty(device=...)), outside inference_mode",
         )  # fmt: skip
     return [(theirs[name], tensor) for name, tensor in weights.items()]
 

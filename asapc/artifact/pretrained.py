@@ -25,11 +25,11 @@ FOLDER = "asapc"
 def save_pretrained(
     out: str | Path, folder: str | Path, model: str | Path = "", *, trust_remote_code: bool = False
 ) -> None:
-    """Write a transformers folder that needs no asapc, with the compiled model of OUT in it.
+    """Write a transformers folder that works without asapc and also contains the compiled model OUT.
 
-    folder: new or empty.  It gets every file of the original but hidden ones, unchanged, and OUT.
-    model:  the transformers folder that OUT was compiled from, unless it is where it was.
-    Raises InputError; where the weights are not those that OUT was compiled from, too.
+    folder: new or empty.  It gets all files of the original (except hidden ones), unchanged, and OUT.
+    model:  the transformers folder that OUT was compiled from, if it has moved.
+    Raises InputError, also if the weights are not those that OUT was compiled from.
     """
     manifest = read_manifest(Path(out))
     check_files(Path(out), manifest)
@@ -37,7 +37,7 @@ def save_pretrained(
     original = Path(model or taught["source"])
     if not (original / "config.json").is_file():
         raise InputError(
-            f"{out}: its original must be a folder of transformers", got=str(original),
+            f"{out}: the original must be a transformers folder", got=str(original),
             help="name that folder with model=",
         )  # fmt: skip
     teacher = load_teacher(str(original), remote_code=trust_remote_code)
@@ -56,11 +56,11 @@ def save_pretrained(
 def from_pretrained(
     folder: str | Path, attention: str = "", *, trust: bool = False, trust_remote_code: bool = False
 ) -> nn.Module:
-    """The compiled model in a folder that save_pretrained wrote.
+    """Load the compiled model from a folder written by save_pretrained.
 
-    attention: "file.py:function", which runs: the model is then one of transformers with compiled layers
-    in it, for pipelines and generate.  Without, it is the program alone where that was captured whole.
-    trust: see load.  trust_remote_code: code in the folder may run.
+    attention: "file.py:function", whose code runs. The result is then a transformers model with compiled
+    layers, for pipelines and generate.  Without it, a model captured whole is loaded as a program.
+    trust: see load.  trust_remote_code: allow code in the folder to run.
     """
     artifact = Path(folder) / FOLDER
     check_artifact(artifact)

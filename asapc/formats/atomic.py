@@ -142,8 +142,8 @@ def _check_is_file(final: Path) -> None:
     systems = place == Path("/dev") or any(map(place.is_relative_to, ("/proc", "/sys")))
     if systems or (there is not None and not stat.S_ISREG(there.st_mode)):
         raise InputError(
-            f"{final}: must be a file, or not be there", got="something else",
-            help="choose another name; to print a result, leave the option out or use --json",
+            f"{final}: must be a file, or not exist", got="something else",
+            help="choose another name; to print a result, omit the option or use --json",
         )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def read_whole(folder: str | Path, read: Callable[[], Result]) -> Result:
             if before == _identity(folder):
                 return result
     raise InputError(
-        f"{folder}: must stay the same while it is read",
+        f"{folder}: must not change while it is read",
         got="a folder that another run keeps replacing",
         help="wait for that run to end",
     )
@@ -178,7 +178,7 @@ def check_replaceable(target: str | Path, inputs: Sequence[str | Path] = ()) -> 
             read = path and os.path.lexists(path)
             if read and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(final)):
                 raise InputError(
-                    f"{target}: the output folder must not hold what is read",
+                    f"{target}: the output folder must not contain an input",
                     got=f"{path}, which would be deleted",
                     help="choose another output folder",
                 )

@@ -34,7 +34,7 @@ def read_file(path: str | Path, most: int = -1) -> bytes:
     # not blocking: a named pipe would wait for its writer for ever
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("a pipe or a device, and no file")
+            raise ValueError("a pipe or a device, not a file")
         return file.read(most)
 
 

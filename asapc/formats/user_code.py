@@ -124,7 +124,7 @@ class UserCode:
             ]
             raise InputError(
                 f"{location} must define a callable {name!r}",
-                got="nothing of that name" if target is None else f"a {type(target).__name__}",
+                got="no such name" if target is None else f"a {type(target).__name__}",
                 help="it defines " + (", ".join(callables[:8]) if callables else "no function or class"),
             )
         self.target: Callable[..., Any] = target

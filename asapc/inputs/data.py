@@ -114,11 +114,11 @@ class DataSource(ABC):
     """Batches that can be read any number of times.
 
     source:      where the data came from, for reports.
-    names:       the arguments it provides, empty when they are known only batch by batch.
-    examples:    how many, None when unknown.
+    names:       the arguments it provides; empty if known only batch by batch.
+    examples:    their number, or None if unknown.
     fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
-    labels:      of all examples, None where there are none, or they are known only batch by batch.
-    device:      where batches are brought.
+    labels:      of all examples; None if there are none, or they are known only batch by batch.
+    device:      the device that batches are moved to.
     """
 
     source: str
@@ -535,7 +535,7 @@ def _input(value: object, name: str, place: str, first: int, own: bool = False) 
             raise InputError(
                 f"{place}: {name} must be finite",
                 got=f"{kind} in example {first + example} (counted from 0)",
-                help="remove or mend that example",
+                help="fix or remove that example",
             )
     elif tensor.dtype != torch.bool:
         tensor = tensor.long()
@@ -674,7 +674,7 @@ def recorded_data(record: str, folder: str | Path, command: str) -> str:
         code = ":" in data
         raise InputError(
             f"{command}: the data that {folder} was made from must be named again",
-            got=f"{data}, and code is run only where it is named" if code else data,
+            got=f"{data}; asapc runs code only if you name it" if code else data,
             help=f"pass --data {shlex.quote(data)}" if code else "pass --data DATA",
         )
     if not Path(data).is_file():

@@ -38,7 +38,7 @@ def data_fault(
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     told = "" if entry is None else f": {entry}"
     return InputError(
-        RULE, got=f"{type(error).__name__} in {place}{told} ({line})", help="mend or remove that example"
+        RULE, got=f"{type(error).__name__} in {place}{told} ({line})", help="fix or remove that example"
     )
 
 
@@ -52,7 +52,7 @@ def device_fault(error: Exception) -> InputError | None:
         )  # fmt: skip
     if "device-side assert" in str(error):
         return InputError(
-            RULE, got="a device-side assert, as of an index beyond its table",
+            RULE, got="a device-side assert, such as from an index out of range",
             help="run it again with --device cpu, which names the example",
         )  # fmt: skip
     return None
@@ -74,7 +74,7 @@ def check_labels(labels: Tensor, classes: int, numbers: Sequence[int] = (), plac
         raise InputError(
             f"{place}: labels must be class numbers from 0 to {classes - 1}",
             got=f"{int(labels[first])}{where}",
-            help="the model's outputs have as many classes as columns; leave labels out to go without",
+            help="every output column is a class; leave out labels to skip accuracy",
         )
 
 

@@ -49,7 +49,7 @@ def build_pretrained(
     unknown = sorted(set(kwargs) - {ATTENTION})
     if unknown:
         raise InputError(
-            f"{folder}: of a transformers folder --kwargs may give {ATTENTION} alone", got=unknown[0],
+            f"{folder}: for a transformers folder, --kwargs can only set {ATTENTION}", got=unknown[0],
             help="""--kwargs '{"attention": "my_attention.py:sinkhorn"}'""",
         )  # fmt: skip
     transformers = _transformers(folder)
@@ -82,7 +82,7 @@ def build_pretrained(
 
 
 _OWN_ATTENTION = (
-    "an attention of your own is named with --kwargs '{\"attention\": \"file.py:function\"}'"
+    "name your own attention function with --kwargs '{\"attention\": \"file.py:function\"}'"
 )
 
 

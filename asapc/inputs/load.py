@@ -98,7 +98,7 @@ def example_inputs(teacher: Teacher) -> dict[str, Tensor] | None:
 
 def _not_for(model: str | Path, option: str) -> InputError:
     return InputError(
-        f"{option} belongs to a factory (pkg.module:factory or file.py:factory)",
+        f"{option} applies only to a factory (pkg.module:factory or file.py:factory)",
         got=f"it together with {model}",
         help=f"drop {option}: a folder or a program brings its own",
     )

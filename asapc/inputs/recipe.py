@@ -143,36 +143,36 @@ def beside(settings: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every field has a default; `Recipe()` is the recipe used when none is given.
+    """What asapc may try, and how close the result must be; `Recipe()` holds the defaults.
 
-    from:                "softmax" compiles softmax layers, too: loops of one half-step, on rows.
-    operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
-                         is the site's own operator, "sinkhorn" that of a Sinkhorn site.
+    from:                "softmax" also compiles softmax layers, as loops of one half-step on rows.
+    operator:            "auto" measures and chooses within the budget; any other value is forced.
+                         "lossless" is the site's exact operator, "sinkhorn" that of a Sinkhorn site.
     side:                which dual is predicted: "source" the queries', "target" the keys'.
-    c_transforms:        most half-steps after the predicted dual (fewer if the parity asks for it).
-    aim:                 "aligned", the dual from which c-transforms are the teacher's last half-steps;
-                         "last", its last one, whatever their number.
-    points:              "active" leaves padded queries out of features and regression.
+    c_transforms:        most half-steps after the predicted dual (fewer if the parity requires it).
+    aim:                 "aligned" predicts the dual from which the teacher's last half-steps start;
+                         "last" predicts its last dual.
+    points:              "active" excludes padded queries from features and regression.
     features:            entries `family`, `family:count` or `family:count:kind`.
-    fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
+    fit:                 "ls": least squares on the dual; "kl": Kullback-Leibler divergence of the plan.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
-    coefficients:        one vector for each head, for all heads of a site, or for all sites.
-    pivots, slices:      of each head, where a site is distilled into lot or esp_hard.
-    half_steps:          of the loop that a site is distilled into, where that is fitted_sinkhorn.
-    summary_tokens:      first tokens of softmax layers whose rows stay softmax over all keys, while the
-                         others become the distilled operator among themselves.
-    depthwise:           width of a convolution on the values of each channel, which is fitted to what a
-                         distilled operator leaves of a softmax layer's outputs; 0 for none.
-    candidates:          what `operator: auto` tries beside the lossless operator; each one is the keys
-                         above, overridden by those it has. Empty: those keys as they stand.
-    seed:                directions and any sampling.
-    budget:              what the selection keeps, see BUDGET_BOUNDS: attention_rel_l2 of the worst site,
-                         the rest of the whole model. For a site: of the model with it alone replaced.
-    objective:           what the selection makes small inside the budget.
-    shapes:              (batch, tokens) it is timed at; batch 0 is batch_size. Empty: as in the data.
-    drop_attention_maps: leave out attention maps the teacher returned.
+    coefficients:        one vector per head, per site, or for all sites.
+    pivots, slices:      number per head if a site is distilled into lot or esp_hard.
+    half_steps:          length of the loop if a site is distilled into fitted_sinkhorn.
+    summary_tokens:      leading tokens of softmax layers whose rows stay softmax over all keys, while
+                         the distilled operator handles the others among themselves.
+    depthwise:           width of a convolution on the values of each channel, fitted to the residual
+                         of a distilled operator in a softmax layer; 0 for none.
+    candidates:          what `operator: auto` tries besides the lossless operator; each overrides keys
+                         above. Empty: the keys above as they are.
+    seed:                seed of directions and sampling.
+    budget:              limits that the selection keeps, see BUDGET_BOUNDS: attention_rel_l2 of the worst
+                         site, the rest of the whole model; under `sites`, with only that site replaced.
+    objective:           what the selection minimises within the budget.
+    shapes:              (batch, tokens) to time at; batch 0 is batch_size. Empty: as in the data.
+    drop_attention_maps: skip attention maps that the teacher returns.
     batch_size, max_examples, selection_examples: how data is streamed.
-    sites:               glob pattern on site names -> overrides, later patterns win.
+    sites:               glob pattern on site names -> overrides; later patterns win.
     """
 
     from_: From = "sinkhorn"
@@ -355,7 +355,7 @@ def _features(value: Any, place: Place) -> tuple[str, ...]:
         raise InputError(f'{place} must be a list such as ["coarse:32", gaussian]', got=repr(value))
     parsed = [str(Feature.parse(entry, str(place))) for entry in value]
     if len(set(parsed)) != len(parsed):
-        raise InputError(f"{place}: each entry must be there once", got=repr(list(value)))
+        raise InputError(f"{place}: each entry may appear only once", got=repr(list(value)))
     return tuple(parsed)
 
 

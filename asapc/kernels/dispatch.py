@@ -77,7 +77,7 @@ def attention_backend(
         return backend
 
     if half_steps == 0:
-        return choose("plain", "plain PyTorch", "no half-step: there is nothing to close")
+        return choose("plain", "plain PyTorch", "there are no half-steps to run")
     on_cpu = q.device.type == "cpu"
     some = q.shape[2] > 0 and k.shape[2] > 0  # else the engine is not asked
     reason = (native.missing() if some else None) if on_cpu else _why_no_gpu(q)
@@ -86,7 +86,7 @@ def attention_backend(
     if on_cpu:
         return "cpu" if reason is None else choose("plain", "plain PyTorch", reason)
     if reason is None and v is None:
-        reason = "the dense attention map is wanted"
+        reason = "the dense attention map was requested"
     if reason is None:
         from asapc.kernels.gpu.tiles import supported
 
@@ -131,7 +131,7 @@ def token_backend(
     if q.device.type != "cpu":
         reason = f"there are no kernels for {q.device.type} devices"
     if v is None and not maps:
-        reason = "the dense attention map is wanted"
+        reason = "the dense attention map was requested"
     if reason is not None:
         note_plain(operator, q, k, reason)
     elif describe is not None:

@@ -24,7 +24,11 @@ KEYS = ("metric_teacher", "metric_compiled", "metric_drop")  # asapc.metrics
 
 
 class OwnMetric:
-    """given: "file.py:function" or "pkg.module:function", or the function.  name: with its direction."""
+    """Your own metric.
+
+    given: the function, or "file.py:function" or "pkg.module:function".  lower_is_better: its direction.
+    name: shown in reports, with the direction.
+    """
 
     def __init__(self, given: str | Callable[..., Any], lower_is_better: bool = False) -> None:
         self.lower = lower_is_better

@@ -17,7 +17,7 @@ from asapc.measure.bootstrap import LEVEL, Interval
 from asapc.memory import current, forget_peak, give_back, peak
 
 MAX_ROUNDS = 10_000
-FEWEST = 3  # rounds of calls of a few seconds
+FEWEST = 6  # rounds of calls of a few seconds: with fewer, a ratio has no interval
 ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 

@@ -157,7 +157,7 @@ def place(
 def _check_place(folder: Path) -> None:
     for name in (MODEL, MODEL + DATA, RECORD):
         if (folder / name).is_dir():
-            raise InputError(f"{folder / name}: must be a file, or not be there", got="a folder")
+            raise InputError(f"{folder / name}: must be a file, or not exist", got="a folder")
 
 
 def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:

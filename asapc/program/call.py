@@ -172,7 +172,7 @@ class Call(Record):
             elif self._is_neutral(parameter.captured):
                 continue
             elif parameter.captured != parameter.default:
-                text = f"{parameter.name} was captured as {shown(parameter.captured)}, and is left out"
+                text = f"{parameter.name} was captured as {shown(parameter.captured)}, but is missing"
                 return flat, text
         problem = self._sizes(flat, counts)
         return flat, problem
@@ -184,9 +184,9 @@ class Call(Record):
             if tensor is None:
                 continue
             if kind_of(tensor.dtype) != like.kind:
-                problem = f"was captured as a tensor of {like.kind}, and is {tensor.dtype}"
+                problem = f"was captured as a tensor of {like.kind}, but is {tensor.dtype}"
             elif tensor.dim() != len(like.sizes):
-                problem = f"was captured with {len(like.sizes)} dimensions, and has {tensor.dim()}"
+                problem = f"was captured with {len(like.sizes)} dimensions, but has {tensor.dim()}"
             elif like.same_as is not None and flat[like.same_as] is not tensor:
                 problem = f"was captured as the very tensor that {self._name(like.same_as)} is"
             if problem is not None:
@@ -196,7 +196,7 @@ class Call(Record):
                 return f"{self._name(index)}: {problem}"
         for name, count, argument in counts:
             if name not in seen or seen[name] != count:
-                return f"{argument} was captured as a size of the other arguments, and is {count}"
+                return f"{argument} was captured as a size of the other arguments, but is {count}"
         return self._fill(flat, seen)
 
     def _is_neutral(self, captured: Tree) -> bool:
@@ -211,7 +211,7 @@ class Call(Record):
             named = self.tensors[index].sizes
             sizes: list[Any] = [seen.get(size) if isinstance(size, str) else size for size in named]
             if like is None or None in sizes:
-                return f"{self._name(index)} was captured as a tensor, and is None"
+                return f"{self._name(index)} was captured as a tensor, but is None"
             if self.tensors[index].kind == "bool":
                 flat[index] = torch.ones(sizes, dtype=torch.bool, device=like.device)
             else:
@@ -408,31 +408,31 @@ def _taken(
     """Put the value's tensors into their places; why it is not what was captured, or None."""
     if isinstance(tree, Leaf):
         if not isinstance(value, Tensor):
-            return f"{name} was captured as a tensor, and is {shortened(value)}"
+            return f"{name} was captured as a tensor, but is {shortened(value)}"
         flat[tree.index] = value
         return None
     if isinstance(tree, Constant):
         captured = tree.value
         if type(value) is type(captured) and value == captured:
             return None
-        return f"{name} was captured as {captured!r}, and is {shortened(value)}"
+        return f"{name} was captured as {captured!r}, but is {shortened(value)}"
     if isinstance(tree, Size):
         if not isinstance(value, int | torch.SymInt):
-            return f"{name} was captured as a size, and is {shortened(value)}"
+            return f"{name} was captured as a size, but is {shortened(value)}"
         counts.append((tree.name, value, name))
         return None
     if isinstance(tree, Default):
-        return f"{name} was captured at its default {tree.text}, and is given"
+        return f"{name} was captured at its default {tree.text}, but is given"
     if tree.kind == "dict":
         if not isinstance(value, dict) or tuple(value) != tree.keys:
-            return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
+            return f"{name} was captured as {shown(tree)}, but is {shortened(value)}"
         for key, item in zip(tree.keys, tree.items, strict=True):
             problem = _taken(item, value[key], flat, counts, name)
             if problem is not None:
                 return problem
         return None
     if not isinstance(value, list | tuple) or len(value) != len(tree.items):
-        return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
+        return f"{name} was captured as {shown(tree)}, but is {shortened(value)}"
     for item, part in zip(tree.items, value, strict=True):
         problem = _taken(item, part, flat, counts, name)
         if problem is not None:
@@ -547,7 +547,7 @@ def other_size(
                     f"{high if high < MOST else 'any'} that the program was captured for"
                 )
         if found != expected:
-            return f"size {axis} was captured as {expected}, and is {found}"
+            return f"size {axis} was captured as {expected}, but is {found}"
     return None
 
 

@@ -98,10 +98,10 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
             graph.output(tuple(nodes[value] for value in outputs if isinstance(value, Node)))
         elif node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
             if node.users:
-                raise ValueError(f"the program reads {node.name}, which is no tensor")
+                raise ValueError(f"the program reads {node.name}, which is not a tensor")
         elif node.op == "call_module" or node.target in _CHECKS:
             if node.users:
-                raise ValueError(f"the program uses {node.name}, which is no operator")
+                raise ValueError(f"the program uses {node.name}, which is not an operator")
         else:
             nodes[node] = graph.node_copy(node, lambda n: nodes[n])
             if node.op == "placeholder":  # a name of the user's could be one that Python has

@@ -297,7 +297,7 @@ class Forward:
         if problem not in self.warned:
             self.warned.add(problem)
             warnings.warn(
-                f"{self.name}: the module's own code runs, not the compiled one: {problem}",
+                f"{self.name}: running the module's own code instead of the compiled code: {problem}",
                 OwnCodeWarning,
                 stacklevel=3,
             )

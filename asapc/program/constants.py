@@ -77,7 +77,7 @@ class Constants:
     def _other(self) -> str | None:
         """At every call, of a compiled caller, too."""
         other = next((held.name for held in self.held if not held.is_same()), None)
-        return other and f"{other} has another value than the one that was compiled into it as a constant"
+        return other and f"{other} no longer has the value that was compiled in as a constant"
 
     def missing(self, module: nn.Module, given: Sequence[Any]) -> str | None:
         """Which gradient may be asked for that the compiled code does not have."""
@@ -86,7 +86,7 @@ class Constants:
         for held in self.held:
             tensor = held.tensor
             if tensor is not None and tensor.requires_grad:
-                return f"{held.name} requires a gradient, and is a constant of the compiled code"
+                return f"{held.name} requires a gradient, but is a constant of the compiled code"
         if self.no_gradient is not None and any(x.requires_grad for x in _tensors(module, given)):
             return f"it is compiled for inference only: {self.no_gradient}"
         return None

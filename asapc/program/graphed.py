@@ -21,12 +21,12 @@ WARM_UP = 3  # calls that compile kernels and make workspaces, before the captur
 
 
 def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """model(*args, **kwargs) as a function of other tensors of the same shapes, without gradients.
+    """Record model(*args, **kwargs) as a CUDA graph; return it as a function, without gradients.
 
-    args, kwargs: an example call; what is no tensor in it is kept as it is. Outputs are new tensors, as
-    the model's are. The weights are those of the model, also after they are changed in place; it is to be
-    in eval mode.  Raises InputError where the model or a tensor is not on a GPU, for a model in training,
-    and, from the function, for a call of another layout, shape, dtype or device.
+    args, kwargs: an example call. The function takes other tensors of the same shapes; arguments that are
+    not tensors are fixed. Outputs are new tensors, as the model's are. The weights stay those of the
+    model, even if changed in place.  Raises InputError if the model is in training mode, or if it or a
+    tensor is not on a GPU; the function raises it for another layout, shape, dtype or device.
     """
     leaves, layout = pytree.tree_flatten((args, kwargs))
     held = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

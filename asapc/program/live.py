@@ -156,7 +156,7 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
         raise InputError(
             f"{what}: a module is patched in place of the forward that was captured",
             got="another forward, which was put on the instance",
-            help="take it off (del module.forward), load, and put it on again",
+            help="remove it (del module.forward), load, then set it again",
         )
     if hasattr(module, OPERATORS) and not isinstance(getattr(module, OPERATORS), Operators):
         raise InputError(

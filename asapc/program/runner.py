@@ -108,8 +108,8 @@ class _Limited:
                 raise InputError(
                     f"{where}the program holds for {sizes_text(self.names, self.tensors, self.limits)}",
                     got=f"{name}: {problem}",
-                    help="the code branches on a size, or makes a number of it, and a program "
-                    "has one way: keep to such sizes",
+                    help="the code branches on a size, or computes a number from it, and a "
+                    "program follows one branch: keep to these sizes",
                 )
 
 

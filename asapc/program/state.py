@@ -574,7 +574,7 @@ class Reads(Record):
             if not same_value(now, expected):
                 text = "is gone" if value is GONE else f"is {_shown(value)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
-                return text_of(steps), f"was captured as {captured}, and {text}"
+                return text_of(steps), f"was captured as {captured}, but {text}"
         self._watched[:] = [module, *_checks(module, [steps for steps, _ in self.values])]
         return None
 
@@ -728,9 +728,9 @@ def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> s
         if question not in QUESTIONS:
             now = answered(question.partition("()=")[0], module, flat)
             if now != question:
-                return f"its code asks for {question}, and now it is {now.partition('=')[2]}"
+                return f"its code queries {question}, which is now {now.partition('=')[2]}"
             continue
         text, is_so = QUESTIONS[question]
         if is_so(module, flat):
-            return f"{text}, which its code asks for, and was captured without"
+            return f"{text}, unlike at capture, and its code queries that"
     return None

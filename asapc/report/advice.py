@@ -62,7 +62,7 @@ class Judgement:
         checks = self.gate.checks
         if self.default:
             kept = f"{sum(check.passed for check in checks)} of {len(checks)} kept"
-            return f"default limits, no gate file was given: {kept}"
+            return f"no gates file, so default limits apply: {kept}"
         return f"{len(self.gate.failures) or 'None'} of {counted(len(checks), 'check')} failed"
 
 
@@ -173,7 +173,7 @@ def decide(report: Report) -> Decision:
     judged, sites, lossless = judgement(report), report.sites, _lossless(report)
     gate = judged.gate
     if gate.verdict is None:
-        return Decision("measure", "There is nothing to decide on yet.", "Nothing was measured.", judged)
+        return Decision("measure", "There is nothing to decide yet.", "Nothing was measured.", judged)
     if gate.verdict == "ANOMALOUS":
         again = "on more examples" if _few_examples(gate.failures[0]) else "again"
         because = _message(gate.failures[0])
@@ -197,9 +197,9 @@ def decide(report: Report) -> Decision:
     speedup = finite(report.model.metric("speedup"))
     slow = any((check.metric, check.scope) == ("speedup", "model") for check in gate.failures)
     if slow and speedup is not None and speedup < LEAST_SPEEDUP:
-        because = f"The compiled model is slower: {number(speedup)}x the teacher's speed."
+        because = f"The compiled model is slower: it runs at {number(speedup)}x the teacher's speed."
         if mends and lossless is not None and (lossless.speedup or 0.0) >= LEAST_SPEEDUP:
-            because += f" The lossless one has {number(lossless.speedup)}x."
+            because += f" The lossless model runs at {number(lossless.speedup)}x."
             return Decision("lossless", instead, because, judged, lossless=lossless)
         return Decision("teacher", "Keep the teacher.", because, judged)
     names = {site.name for site in sites}
@@ -216,7 +216,7 @@ def _under_torch_compile(report: Report) -> str:
     under = positive(report.model.metric("speedup_teacher_torch_compile"))
     if under is None or under <= (1 + NEARLY) * gained:
         return ""
-    return f"It is {number(under)}x as fast as the teacher there, and asapc gains {number(gained)}x."
+    return f"It is {number(under)}x as fast there; asapc gains {number(gained)}x."
 
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
@@ -343,15 +343,15 @@ def error_shares(report: Report) -> dict[str, float]:
 def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
     cost, timed = _cost(report, site)
     about = "" if timed else "about "
-    price = "Lossless there costs no speed."
+    price = " at no cost in speed"
     if cost is None:
-        price = "What the exact operator costs there was not timed."
+        price = "; the cost in speed was not timed"
     elif cost < -0.005:
-        price = f"Lossless there is {about}{-cost / (1 - cost):.0%} faster, too."
+        price = f" and make the model {about}{-cost / (1 - cost):.0%} faster"
     elif cost >= 0.005:
-        price = f"Lossless there costs {about}{cost:.0%} of the speed."
+        price = f" and cost {about}{cost:.0%} of the speed"
     pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
-    sentence = f"{_name(site.name)} makes {share:.0%} of the error. {price}"
+    sentence = f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
     return Advice(sentence, site.name, share, cost, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
 
 
@@ -390,11 +390,11 @@ def _more_examples(report: Report) -> list[Advice]:
         return []
     examples = finite(report.model.metric("examples")) or 0.0
     needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
-    how = f"at least {needed} are needed" if examples < needed else "more of them narrow it"
+    how = f"at least {needed} are needed" if examples < needed else "use more"
     return [Advice(
         f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
         f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
-        f"prove it, {how}."
+        f"prove it; {how}."
     )]  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _compare_model(
         if earlier is None:
             continue
         if metric == "metric_drop" and now.own_metric != old.own_metric:
-            skipped.append(_skip(metric, "model", "measured with another --metric"))
+            skipped.append(_skip(metric, "model", "measured with a different --metric"))
             continue
         if METRIC[metric].speed and other_machine:
             skipped.append(_skip(metric, "model", other_machine))
@@ -237,7 +237,7 @@ def _require_same(report: Report, baseline: Baseline) -> None:
             raise InputError(
                 f"baseline {baseline.path}: the baseline must be a report {what}",
                 got=f"{key} {short(str(old.get(key))[:12])}, this one is {short(str(now.get(key))[:12])}",
-                help="measure a baseline again whenever the teacher or the data change",
+                help="measure a new baseline whenever the teacher or the data changes",
             )
 
 

@@ -33,7 +33,8 @@ NAMES = 3  # names that are listed of each
 NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
-WRITE_INSTEAD = "docs/recognition.md shows what to write in place of what is refused"
+REFUSED = 4  # and why `inspect` leaves a layer alone
+WRITE_INSTEAD = "docs/recognition.md shows how to rewrite layers that are left alone"
 
 
 def shortened(name: str, most: int = NAME) -> str:
@@ -56,9 +57,8 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     if errors:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
-    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"))
-    refused = any(site.get("status") == "refused" for site in sites)
-    return lines + ([WRITE_INSTEAD] if refused else [])
+    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
+    return lines + ([WRITE_INSTEAD] if len(matched) < len(sites) else [])
 
 
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
@@ -79,7 +79,7 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left as they were"]
+    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left unchanged"]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
@@ -88,7 +88,7 @@ def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
 
     lines += _told(_grouped(sites, became), _left(left))
     if manifest.get("sizes"):
-        lines += _wrapped(f"holds for sizes: {manifest['sizes']}")
+        lines += _wrapped(f"supported sizes: {manifest['sizes']}")
     lines += _warned(manifest.get("warnings", ()))
     record = manifest.get("onnx_file")
     return lines + ([] if record is None else onnx_brief(record))
@@ -134,20 +134,21 @@ def key_figures(report: Report) -> list[KeyFigure]:
         if model.metric(key) is not None:
             teachers = model.metric(key.replace("_compiled", "_teacher"))
             of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
-            add(label, key, metric_text(key, model.metric(key)), _interval(model, key), of_teacher)
+            name = shortened(model.own_metric or "", 50) if key == "metric_compiled" else ""
+            add(label, key, metric_text(key, model.metric(key)), name, _interval(model, key), of_teacher)
     if worst is not None:
         where = f"attention error of {shortened(worst.name)}, {worst.operator}"
         add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
     device = report.environment.get("device")
-    rest = ("neither fitted nor selected on", f"on {device}" if device else "")
+    rest = ("unseen in fitting and selection", f"on {device}" if device else "")
     add("examples", "examples", number(model.metric("examples")), *rest)
     return figures
 
 
 def _whole_times(model: ModelReport) -> str:
-    """"1468 ms -> 74.2 ms a batch of 32"."""
+    """"1468 ms -> 74.2 ms per batch of 32"."""
     times = [model.metric(f"latency_{kind}_ms") for kind in ("teacher", "compiled")]
-    batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
+    batch = f" per batch of {model.values['batch']}" if model.values.get("batch") else ""
     return "" if None in times else " -> ".join(f"{number(time)} ms" for time in times) + batch
 
 
@@ -159,15 +160,15 @@ def _interval(model: ModelReport, key: str) -> str:
 def report_brief(report: Report) -> list[str]:
     """Verdict, what to do, the figures behind it, and what would help."""
     gate, decided = report.gate, decide(report)
-    verdict = gate.verdict if gate.verdict is not None else "no gate file; by the default limits"
+    verdict = gate.verdict if gate.verdict is not None else "no gates file, default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
-        lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")
+        lines.append(f"  {LOSSLESS_PYTHON} loads the lossless model")
     for label, value, notes in key_figures(report):
         beside = f" ({'; '.join(notes)})" if notes else ""
         lines += _wrapped(f"{label:<12}{value}{beside}", indent=" " * 12, most=4)
     if str(report.model.source).endswith("(no --weights)"):
-        lines.append("weights     those that the factory returned: no --weights were given")
+        lines.append("weights     as returned by the factory (no --weights)")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines += _warned([warning.to_json() for warning in report.warnings])
@@ -238,14 +239,14 @@ def study_brief(result: Mapping[str, Any]) -> list[str]:
     """The rows that nothing beats in both error and time, the closest to the teacher first."""
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     front = [row for row in rows if row.get("pareto")]
-    lines = [f"{counted(len(rows), 'row')}; not beaten in both error and time:"]
+    lines = [f"{counted(len(rows), 'row')}; Pareto front of error and time:"]
     told = []
     for row in front:
         how = [str(row.get("features")), *([str(row["side"])] if row.get("side") else [])]
         if row.get("c_transforms") is not None:
             how.append(counted(row["c_transforms"], "c-transform"))
         error, time = (number(row.get(key)) for key in ("attention_rel_l2", "site_ms"))
-        told.append(f"  attention {error}, {time} ms a layer: {', '.join(how)}")
+        told.append(f"  attention {error}, {time} ms/layer: {', '.join(how)}")
     return [*lines, *_first(told, 12)]
 
 
@@ -269,13 +270,14 @@ def _left(items: Iterable[Mapping[str, Any]]) -> list[Kind]:
     return _grouped(items, lambda item: f"{item.get('status')}: {item.get('reason')}")
 
 
-def _told(kinds: Sequence[Kind], left: Sequence[Kind] = ()) -> list[str]:
-    """Each kind with its names; those that are left alone are never crowded out."""
+def _told(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED) -> list[str]:
+    """Each kind with its names; those that are left alone are never crowded out.  most: lines of why."""
     shown = [*kinds[: KINDS - min(LEFT, len(left))]]
     shown += left[: KINDS - len(shown)]
     lines: list[str] = []
     for what, names in shown:
-        lines += _wrapped(f"  {len(names)} x {what}", indent="      ")
+        room = most if (what, names) in left else WRAPPED
+        lines += _wrapped(f"  {len(names)} x {what}", indent="      ", most=room)
         listed = ", ".join(shortened(name) for name in names[:NAMES])
         more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
         lines += _wrapped(f"      {listed}{more}", indent="      ")
@@ -304,8 +306,16 @@ def _first(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "  ", most: int = WRAPPED) -> list[str]:
-    """At most so many lines; a longer text ends in "..."."""
+    """At most so many lines; a longer text ends in "…" after a whole word, and never inside `code`."""
+    words, room = one_line(text), {"max_lines": most, "placeholder": " …"}
+    lines = _lines(words, indent, **room)
+    shown = " ".join(line.strip() for line in lines)
+    if shown.count("`") % 2 and shown.endswith(" …"):
+        lines = _lines(f"{shown[: shown.rindex('`')].rstrip()} …", indent, **room)
+    return lines
+
+
+def _lines(text: str, indent: str, **room: Any) -> list[str]:
     return textwrap.wrap(
-        one_line(text), WIDTH, subsequent_indent=indent, max_lines=most, placeholder=" ...",
-        break_long_words=True, break_on_hyphens=False,
-    )  # fmt: skip
+        text, WIDTH, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False, **room
+    )

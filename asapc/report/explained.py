@@ -104,9 +104,10 @@ def note(facts: Facts, graph: GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def explain(model: nn.Module | None = None) -> Explanation:
-    """What torch.compile(model, backend="asapc") made of a model that was called, or of all models.
+    """Explain what torch.compile(model, backend="asapc") did to a model after its first call.
 
-    model: the module, or what torch.compile returned. Print it, or take its to_dict().
+    model: the module, or the result of torch.compile; all models if None. Print the result, or call its
+    to_dict().
     """
     module = None if model is None else uncompiled(model)
     seen = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]

@@ -116,7 +116,7 @@ def implausible(report: Report) -> list[Check]:
     for metric in METRICS:
         value = finite(report.model.metric(metric.key)) if metric.speed else None
         if value is not None and not 0 < value <= IMPLAUSIBLE_SPEEDUP:
-            text = f"{metric.key} of model is {value:.6g}: no kernel does that, a timing is wrong"
+            text = f"{metric.key} of model is {value:.6g}: no kernel is that fast; a timing must be wrong"
             found.append(_anomaly(metric.key, "model", text, value))
     return found + _too_accurate(report)
 
@@ -191,7 +191,7 @@ def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
         kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
         shown = f"{value:.6g}"
         if gate.metric == "examples" and gate.bound == "min" and not kept:
-            message = f"the report rests on {shown} examples, too few ({limit})"
+            message = f"the report has {shown} examples, too few ({limit})"
         else:
             verdict = "ACCEPT" if kept else "REGRESSION"
             message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
@@ -215,19 +215,30 @@ def _too_few(report: Report, gate: Gate) -> str | None:
     more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
     on a confidence bound needs so many examples that a perfect result keeps it.
     """
-    metric = METRIC[gate.metric]
-    if not metric.share or gate.bound != metric.bound:
-        return None
-    ideal = 1.0 if gate.bound == "min" else 0.0
-    needed = examples_needed(gate.limit, ideal, FOR_CONFIDENCE if gate.confidence else 1)
+    needed = _needed(gate)
     if not needed:
         return None
     examples = finite(report.model.metric("examples"))
     if examples is None:
-        return f"rests on an unknown number of examples, at least {needed} are needed"
+        return f"rests on an unknown number of examples; at least {needed} are needed"
     if examples >= needed:
         return None
-    return f"rests on {examples:g} examples, too few: at least {needed} are needed"
+    return f"rests on only {examples:g} examples; at least {needed} are needed"
+
+
+def _needed(gate: Gate) -> int:
+    """The examples without which a limit on a share cannot be judged; 0 where any number will do."""
+    metric = METRIC[gate.metric]
+    if not metric.share or gate.bound != metric.bound:
+        return 0
+    ideal = 1.0 if gate.bound == "min" else 0.0
+    return examples_needed(gate.limit, ideal, FOR_CONFIDENCE if gate.confidence else 1)
+
+
+def examples_asked(gates: Sequence[Gate]) -> int:
+    """The examples that a report must have so that none of these limits fails for want of them."""
+    least = [gate.limit for gate in gates if gate.metric == "examples" and gate.bound == "min"]
+    return math.ceil(max([0, *least, *map(_needed, gates)]))
 
 
 def _worst(readings: Sequence[_Reading], gate: Gate) -> _Reading:

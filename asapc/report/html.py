@@ -40,8 +40,8 @@ LONGEST = 500  # characters of a value that are shown
 # Not in the words of a verdict, which only a gate file gives.
 DEFAULT_WORDS = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
 LOSSLESS = f"""\
-{LOSSLESS_PYTHON}      # from the same artefact, at once
-{LOSSLESS_RECIPE}                        # or in a recipe, lossless.yaml, compiled with
+{LOSSLESS_PYTHON}      # from the same artefact
+{LOSSLESS_RECIPE}                        # or as a recipe, lossless.yaml, with
 {LOSSLESS_COMMAND}"""
 
 
@@ -83,7 +83,7 @@ def page(report: Report) -> dict[str, Any]:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
     for heading, tables in report_sections(report).items():
         sections[heading] = sections.get(heading, []) + tables
-    sections["What the figures are"] = _explained(report)
+    sections["What the figures mean"] = _explained(report)
     tone = "good" if decision.action in ("ship", "lossless") else "odd"
     return {
         "source": report.model.source or "a model",
@@ -111,7 +111,7 @@ def _explained(report: Report) -> list[Table]:
     """What each metric of a layer is."""
     measured = {key for site in report.sites for key in site.metrics}
     return listed("Metrics of a layer", [metric for metric in METRICS if metric.key in measured], {
-        "metric": lambda metric: metric.key, "what it is": lambda metric: metric.doc,
+        "metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc,
     })  # fmt: skip
 
 

@@ -96,7 +96,7 @@ MODEL_LABELS = {
     "examples": METRIC["examples"].label,
     "map_examples": "examples, attention compared",
     "data": "data",
-    "sizes": "holds for sizes",
+    "sizes": "supported sizes",
     "own_metric": "own metric",
     "batch": "batch size",
     **{metric.key: metric.label for metric in METRICS if metric.label},
@@ -317,7 +317,7 @@ def layers_table(report: Report) -> list[Table]:
         columns["against the baseline|"] = lambda site: changed(report, ERROR, site.name) or "-"
     if trail.sites:
         columns["speed|"] = lambda site: _speed_of(site, trail.of(site.name))
-    return listed("Layers, the worst first", report.worst_first, columns)
+    return listed("Layers, worst first", report.worst_first, columns)
 
 
 def _error_of(metric: str, site: SiteReport) -> str:
@@ -368,7 +368,7 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
         "How it was chosen": _selection_tables(document["selection"] or {}),
         "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
         "Left alone": _refused_table(document["refused"]),
-        "Trained after the replacement": refresh_tables(document["refresh"]) if report.refresh else [],
+        "Refresh": refresh_tables(document["refresh"]) if report.refresh else [],
         "Written as ONNX": onnx_tables(document["onnx"]) if report.onnx else [],
         "Environment and provenance": _pairs("Environment", {
             **{f"examples, {name}": value for name, value in report.splits.items()},
@@ -525,12 +525,12 @@ def _percent(value: Any) -> str:
 
 def _refused_table(refused: Sequence[Result]) -> list[Table]:
     """Layers that were left as they are, with the reason."""
-    return listed("Left as they were", refused, {key: key for key in ("name", "status", "reason")})
+    return listed("Left unchanged", refused, {key: key for key in ("name", "status", "reason")})
 
 
 def warnings_table(warnings: Sequence[Result]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
-    return listed("Warning: fits that rest on too little data", warnings, {
+    return listed("Warning: fits on too little data", warnings, {
         "site": lambda warning: text_of(warning.get("sites", ())[:1]),
         "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
         "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
@@ -591,7 +591,7 @@ def refresh_tables(entry: Result) -> list[Table]:
     names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
     sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
     return [
-        *_pairs("Refresh: trained after the replacement", settings, REFRESH_LABELS),
+        *_pairs("Refresh: training", settings, REFRESH_LABELS),
         *listed("Refresh: on the selection split", before, {
             "": lambda key: str(MODEL_LABELS.get(key, key)),
             "before|": lambda key: metric_text(key, before[key]),

@@ -34,7 +34,7 @@ def markdown(report: Report) -> str:
             return text
     while len(text) > MAX_CHARACTERS and tables:
         tables = tables[:-1]
-        text = _document(report, tables, most, "More tables are left out; see report.json.")
+        text = _document(report, tables, most, "Further tables are in report.json.")
     return text
 
 
@@ -50,7 +50,7 @@ def _document(report: Report, tables: list[Table], most: int | None, note: str =
     blocks += [_folded(table, most) for table in tables]
     blocks += [
         note,
-        "Fidelity is measured against the teacher, on examples neither fitted nor selected on. "
+        "Fidelity is measured against the teacher, on examples unseen in fitting and selection. "
         "Attention l2 is `|A' - A| / |A|` per batch and head (mean, and worst over them); row and "
         "column errors are mean deviations from the marginals; R2 (in-sample) and cond belong to "
         "the fit of the dual.",

@@ -109,7 +109,7 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
         raise nothing_found()
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
-        help = "`asapc inspect` lists every layer with its reason, docs/recognition.md what to write"
+        help = "`asapc inspect` gives the reason for each layer; docs/recognition.md shows what to write"
         if not any(program.softmax for program in analysis.capture.programs):
             help += "; to replace softmax layers, write `from: softmax` in the recipe"
         raise NoSiteError(
@@ -129,7 +129,7 @@ def forward_signature(teacher: Teacher) -> inspection.Signature:
     if isinstance(teacher.model, torch.jit.ScriptModule):
         raise InputError(
             "a model must be Python code, which is traced anew",
-            got="one that torch.jit has scripted or traced", help="compile the model that it was made of",
+            got="one that torch.jit has scripted or traced", help="compile the model it was made from",
         )  # fmt: skip
     if teacher.model is not None:
         return inspection.signature(teacher.model.forward)
@@ -145,7 +145,7 @@ def _examples_of(teacher: Teacher, data: str | None) -> list[Batch]:
     built_in = example_inputs(teacher)
     if built_in is None:
         raise InputError(
-            "inspect: a model that is not built in needs one batch to be run on",
+            "inspect: a model that is not built in needs a batch of data",
             help="pass --data DATA with arrays named after the arguments of forward",
         )
     return [Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)]

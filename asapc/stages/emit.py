@@ -184,8 +184,8 @@ def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progre
     names = {name for parts in programs.values() for program in parts for name in unlisted(program.graph)}
     if names:
         progress.note(
-            f"the programs call {', '.join(sorted(names))}, beyond the operators that files may call: "
-            "they are read with --trust (in Python asapc.load(OUT, trust=True)) alone"
+            f"the programs call {', '.join(sorted(names))}, which files may not call by default: "
+            "load them with --trust (in Python asapc.load(OUT, trust=True))"
         )
 
 
@@ -234,7 +234,7 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         except OwnCodeWarning as warning:
             raise VerificationError(
                 "live: the patched model runs what was compiled", got=warning,
-                help="let layers return what others read, and set nothing between the examples",
+                help="return what other layers read, and set nothing between the examples",
             ) from None  # fmt: skip
         except AttributeError as missing:
             inside = [one for patch in patches for one in patch.inside]
@@ -243,7 +243,7 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
             if not kept:
                 raise
             raise VerificationError(
-                f"what the model reads of a layer is returned, and {', '.join(kept)} is only kept there",
+                f"layers must return what the model reads from them: {', '.join(kept)} is only stored",
                 got=missing, help="return it from forward, or read it after the model's own code has run",
             ) from None  # fmt: skip
     if not all(error <= ROUND_TRIP_TOLERANCE for error in errors):

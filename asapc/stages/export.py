@@ -34,7 +34,7 @@ def write_edited_or_whole(
     try:
         write_edited(folder, teacher, captured, compiled, batches, settings, progress)
     except InputError as error:
-        progress.note(f"writing the whole program anew, for the teacher's file cannot be edited: {error}")
+        progress.note(f"writing the whole program anew: the teacher's file cannot be edited: {error}")
         write_verified(read_artifact(folder, ("graph",), trust=True), source, settings, progress)
 
 

@@ -45,7 +45,7 @@ def calibration_of(teacher: Teacher, path: str | Path) -> Calibration:
     calibration = load_calibration(path)
     if calibration.teacher != teacher.fingerprint:
         raise InputError(
-            f"{path}: must be of the model that is compiled",
+            f"{path}: must belong to the model being compiled",
             got=f"teacher {calibration.teacher[:12]}, this model is {teacher.fingerprint[:12]}",
             help="run `asapc calibrate` on this model",
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 LONG = 2.0  # seconds: a phase that took less is not worth a line afterwards
+LONGER = 5.0  # and one that takes less is not worth a line while it runs
 
 
 class Progress:
@@ -43,7 +45,8 @@ SILENT = Progress()
 
 
 class PlainProgress(Progress):
-    """A line at most every `interval` seconds of a loop, and one at its end."""
+    """A line at most every `interval` seconds of a loop, and one at its end; a line at the end of a long
+    phase, and for a longer one also a line while it runs."""
 
     def __init__(self, stream: TextIO | None = None, *, interval: float = 5.0) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -68,13 +71,20 @@ class PlainProgress(Progress):
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
         start = time.monotonic()
-        yield
+        running = threading.Timer(LONGER, self.note, [f"{label} ..."])
+        running.daemon = True
+        running.start()
+        try:
+            yield
+        finally:
+            running.cancel()
         took = time.monotonic() - start
         if took >= LONG:
             self.note(f"{label}: {took:.1f} s")
 
     def note(self, text: str) -> None:
-        print(escaped(text), file=self.stream, flush=True)
+        self.stream.write(f"{escaped(text)}\n")  # in one piece: a phase's line comes from another thread
+        self.stream.flush()
 
 
 class Bars(Progress):

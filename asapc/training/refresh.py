@@ -206,7 +206,7 @@ def _tail_entry(
     half_steps = passed_through(passed)
     progress.note(
         f"gradients passed through {half_steps['min']:g} to {half_steps['max']:g} half-steps "
-        f"of a loop, {half_steps['median']:g} in the middle"
+        f"of a loop (median {half_steps['median']:g})"
     )
     tolerance = settings.tolerance if settings.tail == CERTIFIED else None
     return {"half_steps": settings.tail, "tolerance": tolerance, "passed": half_steps}

@@ -33,19 +33,19 @@ TAILED = {operator.overload(dense) for operator in LOOPS for dense in operator.f
 def tail_gradients(
     model: nn.Module, tail: int | str | None = None, tolerance: float = TOLERANCE
 ) -> nn.Module:
-    """Pass gradients of a loaded model's Sinkhorn layers through a tail of their loops; in place.
+    """Pass gradients of a loaded model's Sinkhorn layers through only a tail of their loops, in place.
 
-    model: of `asapc.load`, or any module around one.
-    tail: the number of half-steps, from the last one; "certified" for as few as the tolerance allows;
-    None for all of them, as before the first call.
-    tolerance: of a certified tail: what is left out of the gradient of a layer's scores is at most this
-    part of it, in L1 and for every head, see `asapc.kernels.loop.Tail`.
+    model: from `asapc.load`, or any module around one.
+    tail: a number of half-steps, counted from the end; "certified" for as few as the tolerance allows;
+    None for all of them, which is the default of a loaded model.
+    tolerance: for a certified tail: the largest part of the gradient of a layer's scores that may be
+    omitted, in L1 and for every head, see `asapc.kernels.loop.Tail`.
 
-    Outputs stay what they were. Layers whose loop is stabilised or on given scores keep their full
-    gradient, as do amortised ones, which have no loop. On a GPU a certified tail waits for it after every
-    half-step. Returns the model.
+    Outputs do not change. Layers whose loop is stabilised or runs on given scores keep their full
+    gradient, as do amortised layers, which have no loop. On a GPU, a certified tail synchronises after
+    every half-step. Returns the model.
 
-    Raises InputError for another tail or tolerance, and where no layer has such a loop.
+    Raises InputError for an invalid tail or tolerance, and if no layer has such a loop.
     """
     most, allowed = checked_tail(tail, tolerance)
     if not set_tail(_codes(model), most, allowed):

@@ -333,7 +333,7 @@ def _glued(
     keys = shared
     whole = _Whole(program.graph, candidate, (query_half, key_half), hidden)
     if not whole.apart:
-        return "something else enters between the two plans and the values"
+        return "another value enters between the two plans and the values"
     glue: Masses | None = None
     rows = _observed(whole, queries, keys, sizes, None)
     factor, error = _factor(rows)

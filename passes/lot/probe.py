@@ -131,7 +131,7 @@ def _best_loop(
     if budget.rival is not None and budget.error <= STABILISED:
         rival = budget.rival[1]
         return NoFit(
-            f"{budget.half_steps} and {rival} half-steps give the same plan on everything that was tried"
+            f"{budget.half_steps} and {rival} half-steps give the same plan in every test"
         )
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
     first = next(sample for sample in samples if sample.mild)

@@ -89,7 +89,7 @@ def with_hidden(
             return replace(fit, convention=convention)
         failures.append(wrong)
     text, error = failures[0]
-    return f"{text} gives another plan (relative error {error:.2g}): hide tokens by their marginals"
+    return f"{text} gives another plan (relative error {error:.2g}): hide tokens through their marginals"
 
 
 def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:

@@ -91,7 +91,7 @@ def find_loops(graph: GraphModule) -> list[Loop]:
             low, high = sorted(axes)
             loops.append(Loop(tuple(chain), members[0].matrix, (low, high)))
         else:
-            why = "its sums are over more than two axes, or over axes that change places on the way"
+            why = "its sums are over more than two axes, or over axes that swap places in the loop"
             loops.append(Loop(tuple(chain), members[0].matrix, None, why))
     known = {node for loop in loops for node in loop.sums}
     loops += _of_parts({node: one for node, one in sums.items() if node not in known})
@@ -111,8 +111,8 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column."""
     whole = {node: replace(one, matrix=_unsliced(one.matrix)) for node, one in sums.items()}
     why = (
-        "each of its sums leaves out a row or column, which is not normalised itself: its plan is no row "
-        "and column scaling with marginals"
+        "each of its sums leaves out a row or column, which is not normalised itself: its plan is not a "
+        "row and column scaling with marginals"
     )
     return [
         Loop(tuple(chain), sums[chain[0]].matrix, None, why) for chain in _chains(whole)
@@ -295,7 +295,7 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
         else:
             used = leaving
     if not ends:
-        why = "no tensor of its size holds its plan: it goes on in sums, or in scalings applied apart"
+        why = "no tensor of its size holds its plan: it continues in sums, or in separate scalings"
         if used is not None:
             why = "a value of the loop other than its plan is also used elsewhere"
         return Borders(tuple(candidates[:MOST_ENDS]), (), why, used or loop.sums[-1])

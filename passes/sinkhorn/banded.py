@@ -113,11 +113,11 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
         return found
     fit, mask, bias, neutral = found
     if bias is not None:
-        return f"{spoken(bias.node)} is added to its scores, for which there is no operator with a band"
+        return f"{spoken(bias.node)} is added to its scores, which no operator with a band supports"
     if fit.convention.mask == "both":
-        return "a mask hides queries, too, for which there is no operator with a band"
+        return "a mask hides queries, too, which no operator with a band supports"
     if fit.convention.stabiliser is not None:
-        return "a constant in its divisions, for which there is no operator with a band"
+        return "a constant in its divisions, which no operator with a band supports"
     loop = fit.convention
     convention = BandedConvention(
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,

@@ -294,7 +294,7 @@ def separated(
     first, rival = fit.convention, fit.rival
     return fit if rival is None else NoFit(
         f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
-        f"({rival.first_side}s first) give the same attention on everything that was tried"
+        f"({rival.first_side}s first) give the same attention in every test"
     )
 
 

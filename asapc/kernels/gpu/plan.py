@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def supported(scores: Tensor, task: Task) -> str | None:
     """Why the kernel cannot run; None if it can."""
     if scores.dtype not in DTYPES:
-        return f"the kernels take no {str(scores.dtype).removeprefix('torch.')}"
+        return f"the kernels do not support {str(scores.dtype).removeprefix('torch.')}"
     if not is_small(scores):
         return "the kernel is for small matrices"
     if task.settings["half_steps"] < 1 or scores.numel() == 0:

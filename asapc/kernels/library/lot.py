@@ -23,7 +23,7 @@ def _lot(
 ) -> Any:
     name = plain.func.__name__
     if 0 in (query_half_steps, key_half_steps):
-        dispatch.note_plain(name, q, k, "no half-step: there is nothing to close")
+        dispatch.note_plain(name, q, k, "there are no half-steps to run")
         return plain()
     if dispatch.token_backend(name, q, k, v, None, engine=True) == "plain":
         return plain()

@@ -43,7 +43,7 @@ def missing() -> str | None:
     if os.environ.get("ASAPC_NATIVE") == "0":
         return "ASAPC_NATIVE=0"
     if _build() is None:
-        return "the C++ engine was not built, for want of a compiler"
+        return "the C++ engine was not built: no compiler was found"
     return None if _engine() else "the C++ engine was built from another version: install asapc again"
 
 
