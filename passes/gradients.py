@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,7 @@ def _above(output: Node, inputs: Container[Node]) -> set[Node]:
 
 
 def no_gradient(
-    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Container[str]
+    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Iterable[str]
 ) -> str | None:
     """Why the rewrite of a model has other gradients than it, None where it has the same.
 
