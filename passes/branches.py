@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from asapc.passes.cut import depends_on_data, reaches
+from asapc.passes.cut import ancestors, depends_on_data, reaches
 from asapc.passes.observe import STOP
 from asapc.passes.products import NORMALISERS
 
@@ -316,13 +316,13 @@ def held_branches(graph: GraphModule) -> list[Node]:
 def check_branches(graph: GraphModule) -> None:
     """Raises ValueError where a branch that is held to depends on what an attention has computed.
 
-    One that depends on no input, not on its sizes, and on no weight either, is always as it was, and is
-    taken out.
+    One that depends on no weight and on no input, neither its numbers nor its sizes, is always as it was,
+    and is taken out.
     """
     for node in held_branches(graph):
         condition, _, text = node.args
         assert isinstance(condition, Node)
-        if not reaches(condition, lambda n: n.op in ("placeholder", "get_attr")):
+        if not any(n.op in ("placeholder", "get_attr") for n in ancestors(condition)):
             graph.graph.erase_node(node)
         elif reaches(condition, lambda n: n.target in NORMALISERS and depends_on_data(n)):
             raise ValueError(f"branches on a number that comes out of a loop: {text}")

@@ -15,6 +15,7 @@ import copy
 import inspect
 import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_functions import free_functions, free_lengths, texts_of_sizes
+from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import Observed, is_the_same_traced, observed, untraced
@@ -308,9 +309,10 @@ def _traced(
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
-            texts = texts_of_sizes()
+            texts, kinds = texts_of_sizes(), kinds_of_sizes(state.spaces)
             named = _keywords_named(module, kwargs)
-            with once, watching, noting_questions() as questions, free, remembered, texts, named:
+            with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
+                  named):  # fmt: skip
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
@@ -324,7 +326,7 @@ def _traced(
     one_spelling(graph)
     split_einsums(graph)
     check_branches(graph)
-    _check_kinds(graph)
+    _check_kinds(graph, unknown=None in budget.thresholds)
     layers = observer.calls(graph)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
@@ -336,13 +338,24 @@ def _traced(
     return Program(name, graph, args, kwargs, shapes, stops, layers)
 
 
-def _check_kinds(graph: GraphModule) -> None:
-    """Raises ValueError for what no file of a program can hold."""
+_UNWRITTEN: Mapping[Any, str] = {
+    round: "rounds a size: divide with //", math.floor: "rounds a size: divide with //",
+    math.ceil: "rounds a size: write -(-n // 4)", operator.rshift: "shifts a size: divide with //",
+    operator.lshift: "shifts a size: multiply it", operator.abs: "takes abs of a size: write max(n, -n)",
+}  # fmt: skip
+"""What torch, or what reads its files, does not know of sizes."""
+
+
+def _check_kinds(graph: GraphModule, unknown: bool) -> None:
+    """Raises ValueError for what no file of a program can hold.  unknown: whether the trace had NaN for
+    numbers of the data."""
     if any(isinstance(leaf, str) for leaf in pytree.tree_leaves(graph.graph.output_node().args)):
         raise ValueError("returns a string: return only tensors and numbers")
     for node in graph.graph.nodes:
-        if node.target is round:
-            raise ValueError(f"{spoken(node)} rounds a size: divide with //")
+        if node.target in _UNWRITTEN:
+            raise ValueError(f"{spoken(node)} {_UNWRITTEN[node.target]}")
+        if unknown and any(leaf != leaf for leaf in pytree.tree_leaves((node.args, node.kwargs))):
+            raise ValueError(f"{spoken(node)} computes with a number of the data")
         held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, torch.Generator):
             raise ValueError("draws from its own random generator: store the numbers in a buffer")

@@ -226,8 +226,8 @@ def _is_step(node: Node) -> bool:
     if not is_tensor(node) or not sources or not sources[0].meta["val"].is_floating_point():
         return False
     modes = {"floor", "trunc"} & {*node.args, *node.kwargs.values()}
-    to_whole = node.target in _CASTS and not _is_float(node) and not is_bool(node)
+    to_whole = node.target in CASTS and not _is_float(node) and not is_bool(node)
     return operator_name(node) in STEPS or bool(modes) or to_whole
 
 
-_CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}
+CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}

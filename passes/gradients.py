@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,7 @@ def _above(output: Node, inputs: Container[Node]) -> set[Node]:
 
 
 def no_gradient(
-    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Container[str]
+    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Iterable[str]
 ) -> str | None:
     """Why the rewrite of a model has other gradients than it, None where it has the same.
 
@@ -89,25 +89,29 @@ def no_gradient(
         few = shorter
     graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
     alone, parts = graphs.get("", model), {} if "" in graphs else graphs
+    first = {id(weight): name for name, weight in model.named_parameters()}
+    names = {name: first[id(weight)] for name, weight in model.named_parameters(remove_duplicate=False)}
+    held = {names.get(name, name) for name in held}
+    gradients = functools.partial(_gradients, batch=few, known_as=names)
 
     try:
-        theirs = _gradients(model, {}, few)
+        theirs = gradients(model, {})
     except Exception as error:  # the user's code, which may have no gradient at all
         return f"its own gradient fails: {type(error).__name__}: {reason(error, 80)}"
     if theirs is None:
         return "its own outputs have no gradient"
     try:
-        ours = _gradients(alone, parts, few) or [{}] * len(theirs)
+        ours = gradients(alone, parts) or [{}] * len(theirs)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
         return f"the compiled code has no gradient: {reason(error, 80)}"
     if _first_difference(theirs, ours, theirs, held) is not None:
-        nudged = _gradients(model, {}, few, nudge=True) or theirs
+        nudged = gradients(model, {}, nudge=True) or theirs
         return _first_difference(theirs, ours, nudged, held)
     if any(program.stops for program in lifted):
         return None
     try:
-        theirs = _gradients(model, {}, few, sharper=True, held=held) or []
-        ours = _gradients(alone, parts, few, sharper=True, held=held) or []
+        theirs = gradients(model, {}, sharper=True, held=held) or []
+        ours = gradients(alone, parts, sharper=True, held=held) or []
     except Exception:  # code that takes no float64, or another way with such weights
         return None
     return _first_difference(theirs, ours, theirs, held) if len(theirs) == len(ours) else None
@@ -170,14 +174,15 @@ def _kept_bytes(programs: Sequence[Program]) -> int:
 
 
 def _gradients(
-    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch, nudge: bool = False,
-    sharper: bool = False, held: Container[str] = (),
+    caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch, known_as: Mapping[str, str],
+    nudge: bool = False, sharper: bool = False, held: Container[str] = (),
 ) -> list[Gradients] | None:  # fmt: skip
     """Of a random combination of the outputs, by weight and number of the input, for cotangents of each
     of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
-    put in place of its modules.  nudge: whether weights and inputs are first rounded elsewhere.  sharper:
-    whether inputs, and matrices among the weights that are not held, are first multiplied by SHARPER, and
-    weights that are all the same made lively."""
+    put in place of its modules.  known_as: a weight's first name by all of its names, of which programs
+    have only some.  nudge: whether weights and inputs are first rounded elsewhere.  sharper: whether
+    inputs, and matrices among the weights that are not held, are first multiplied by SHARPER, and weights
+    that are all the same made lively."""
     signs = torch.Generator().manual_seed(1)
 
     def widened(x: Tensor) -> Tensor:
@@ -198,8 +203,9 @@ def _gradients(
         names: dict[str, Tensor] = {}
         for name, weight in caller.named_parameters(remove_duplicate=False):
             if id(weight) not in leaves:
-                known = weight if not sharper or name in held else lively(weight)
-                leaves[id(weight)] = leaf_like(known, fixed=weight.dim() < 2 or name in held)
+                is_held = known_as.get(name, name) in held
+                known = weight if not sharper or is_held else lively(weight)
+                leaves[id(weight)] = leaf_like(known, fixed=weight.dim() < 2 or is_held)
             names[name] = leaves[id(weight)]
         for name, buffer in caller.named_buffers(remove_duplicate=False):
             names[name] = widened(buffer)
@@ -215,8 +221,8 @@ def _gradients(
             return inputs.setdefault(f"input {len(inputs)}", leaf_like(x))
 
         args, kwargs = pytree.tree_map(leaf_of, (batch.args, batch.kwargs))
-        wanted = {**{name: x for name, x in names.items() if x.requires_grad}, **inputs}
-        outputs = tensor_outputs(functional_call(caller, names, args, kwargs))
+        wanted = {known_as.get(name, name): x for name, x in names.items() if x.requires_grad} | inputs
+        outputs = tensor_outputs(_called_with(caller, names, *args, **kwargs))
         outputs = [x for x in outputs if x.requires_grad]
         if not outputs or not wanted:
             return None
@@ -234,10 +240,18 @@ def _gradients(
     return [dict(zip(wanted, grads, strict=True)) for grads in found]
 
 
-def _called_with(graph: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """A program on these weights, as far as it has them."""
-    known = {name for name, _ in (*graph.named_parameters(), *graph.named_buffers())}
-    return functional_call(graph, {name: tensors[name] for name in known & tensors.keys()}, args, kwargs)
+def _called_with(
+    module: nn.Module, tensors: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+) -> Any:
+    """A model or a program on these weights, as far as it has them.  A layer in two places is given them
+    in the first alone: torch would leave it with those that it was given there."""
+    places = (
+        name for path, part in module.named_modules()
+        for named in (part.named_parameters, part.named_buffers)
+        for name, _ in named(path, recurse=False, remove_duplicate=False)
+    )  # fmt: skip
+    given = {name: tensors[name] for name in places if name in tensors}
+    return functional_call(module, given, args, kwargs, tie_weights=False)
 
 
 def _first_difference(

@@ -30,6 +30,7 @@ from asapc.measure.differences import largest_difference
 from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
 from asapc.passes.cut import ancestors, holds_tensors, moved_nodes, recorded
+from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
 from asapc.passes.site import Site
@@ -312,6 +313,7 @@ class _Reader:
         """
         outer = inside.call.name
         hooked = {call.name for call in self.program.calls if call.hooked}
+        cast = [call.name for number, call in enumerate(self.program.calls) if self._is_cast(number)]
         done: set[Node] = set()
         count = 0
         for number in reversed(range(len(self.program.calls))):  # outer calls first
@@ -320,6 +322,8 @@ class _Reader:
                 continue
             if call.name in hooked and not call.hooked:
                 continue  # a call of the layer runs its hooks, too
+            if any(_within(name, call.name) for name in cast):
+                continue  # its call would not be under the autocast that the code around it switched on
             # A layer that gives what it was given: a later use could be of either.
             passed = [node for node in call.outputs if node in call.inputs or _is_ambiguous(node, call)]
             gives = bool(layer.nodes) and not passed
@@ -335,6 +339,17 @@ class _Reader:
             _mark(call, nodes, {nodes[node] for node in computed}, str(count))
             count += 1
             yield child
+
+
+    def _is_cast(self, number: int) -> bool:
+        """Whether a layer of torch's computes in another dtype than its weights': under autocast."""
+        call, layer = self.program.calls[number], self._inside(number)
+        torchs = type(self.model.get_submodule(self._full(call.name))).__module__.startswith("torch.nn.")
+        return torchs and not isinstance(layer, str) and any(
+            source.op == "get_attr" and node.target in CASTS
+            and node.meta["val"].dtype != source.meta["val"].dtype
+            for node in layer.nodes for source in node.all_input_nodes
+        )  # fmt: skip
 
 
 def _is_ambiguous(output: Node, call: ModuleCall) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ _OF_TORCH = {
 }  # fmt: skip
 _CALLED = ((_OF_TORCH - _IMPURE - _OF_CONTAINERS) | _OF_LOCALS) | {*dir(math)}
 _MODULES = (torch, nn, nn.functional, math)
+_CHANGING_LAYERS = _CALLED & {*dir(nn.Module)} - {*dir(object)}  # as `to`, which leaves a tensor as it is
 _IN_PLACE = {"out", "inplace", "max_norm"}  # arguments that let torch's functions write
 
 
@@ -91,7 +93,19 @@ def leaves_nothing(
                 attributes[name] = attributes.get(name, True) and _is_harmless(value, codes)
         for name in (*module._modules, *module._parameters, *module._buffers):
             attributes.setdefault(name, True)
-    return all(_is_pure(code, functions, attributes, spaces, codes) for code in codes)
+    layers = {"self"}.union(*(module._modules for module in modules))
+    return not any(_changes_layers(instructions_of(code), layers) for code in codes) and all(
+        _is_pure(code, functions, attributes, spaces, codes) for code in codes
+    )
+
+
+def _changes_layers(steps: Sequence[dis.Instruction], layers: Container[Any]) -> bool:
+    """Whether `self.linear.to(...)` is called, or on one of several.  layers: names."""
+    return any(
+        step.opname in OF_ATTRIBUTES and step.argval in _CHANGING_LAYERS
+        and (before.opname == "BINARY_SUBSCR" or before.argval in layers)
+        for before, step in itertools.pairwise(steps)
+    )  # fmt: skip
 
 
 def _is_pure(

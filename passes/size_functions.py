@@ -54,22 +54,41 @@ def free_lengths() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kinds_of_sizes(spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Let `isinstance(n, int)` be true of a size.  spaces: the globals of the model's code."""
+    numbers: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+
+    def is_one(x: Any, kinds: Any, /) -> bool:
+        return isinstance(x, kinds) or (type(x) in numbers and isinstance(numbers[type(x)], kinds))
+
+    changed = [space for space in spaces if "isinstance" not in space]
+    for space in changed:
+        space["isinstance"] = is_one
+    try:
+        yield
+    finally:
+        for space in changed:
+            del space["isinstance"]
+
+
+@contextlib.contextmanager
 def texts_of_sizes() -> Iterator[None]:
     """Let `f"bias_{n}"` be the text of the number, and not of a symbol: a program with it holds for that
     size alone."""
-    plain = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)}
+    kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
+    plain = {kind: kind.__repr__ for kind in kinds}
 
     def text(size: Any) -> str:
-        number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
-        return repr(number(size)) if by_the_model() else plain[type(size)](size)
+        number = int if isinstance(size, torch.SymInt) else float
+        return repr(number(size)) if by_the_model() else str(plain[type(size)](size))
 
     for kind in plain:
-        kind.__repr__ = text  # type: ignore[method-assign]
+        kind.__repr__ = text
     try:
         yield
     finally:
         for kind, own in plain.items():
-            kind.__repr__ = own  # type: ignore[method-assign]
+            kind.__repr__ = own
 
 
 def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import math
 import operator
 import random
 import sys
@@ -45,9 +46,17 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
     ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.USub: operator.neg,
     ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.BitAnd: operator.and_,
+    ast.Pow: math.pow,
 }  # fmt: skip
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "int": int}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "min": min, "max": max, "abs": abs, "int": int, "round": round, "torch.sym_float": float,
+    "math.trunc": math.trunc, "math.floor": math.floor, "math.ceil": math.ceil,
+}  # fmt: skip
+
+
+# Where Python wants to know a condition on sizes: a branch, a key, an index, a number, a text.
+_ANSWERS = ("__bool__", "__hash__", "__eq__", "__index__", "__float__", "__repr__")
 
 
 class _Unreadable(Exception):
@@ -74,21 +83,33 @@ def noting_questions() -> Iterator[list[Question]]:
     """All that the model's own code asks of its sizes while it is traced, each once."""
     noted: dict[Question, None] = {}
     questions: list[Question] = []
+    plain = {name: vars(torch.SymBool).get(name) for name in _ANSWERS}
     asked = torch.SymBool.__bool__
 
-    def __bool__(self: torch.SymBool) -> bool:
-        answer = asked(self)
-        question = Question(self.node.expr, answer)
-        if by_the_model() and question not in noted:
-            noted[question] = None
-            questions.append(question)
-        return answer
+    def answering(name: str) -> Callable[..., Any]:
+        def method(self: torch.SymBool, *others: Any) -> Any:
+            if not by_the_model():
+                own = plain[name]
+                return getattr(asked(self), name)(*others) if own is None else own(self, *others)
+            answer = asked(self)
+            question = Question(self.node.expr, answer)
+            if question not in noted:
+                noted[question] = None
+                questions.append(question)
+            return answer if name == "__bool__" else getattr(answer, name)(*others)
 
-    torch.SymBool.__bool__ = __bool__  # type: ignore[method-assign]
+        return method
+
+    for name in plain:
+        setattr(torch.SymBool, name, answering(name))
     try:
         yield questions
     finally:
-        torch.SymBool.__bool__ = asked  # type: ignore[method-assign]
+        for name, own in plain.items():
+            if own is None:
+                delattr(torch.SymBool, name)
+            else:
+                setattr(torch.SymBool, name, own)
 
 
 def by_the_model() -> bool:
@@ -183,7 +204,7 @@ class _Guard:
     def __call__(self, sizes: Mapping[str, int]) -> bool:
         try:
             return bool(self.value(sizes))
-        except ZeroDivisionError:
+        except (ArithmeticError, ValueError):  # a power that is none, or is too large
             return False
 
 
@@ -196,7 +217,7 @@ def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
         value(dict.fromkeys(names, 2))
     except ZeroDivisionError:
         pass
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise _Unreadable from error
     return _Guard(value, frozenset(names))
 
@@ -227,8 +248,10 @@ def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
             pairs = itertools.pairwise([of(left), *map(of, others)])
             links = [_applied(_OPERATORS[type(op)], pair) for op, pair in zip(ops, pairs, strict=True)]
             return links[0] if len(links) == 1 else lambda sizes: all(link(sizes) for link in links)
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _applied(_FUNCTIONS[name], [*map(of, arguments)])
+        case ast.Call(func=function, args=arguments, keywords=[]):
+            name = ast.unparse(function)
+            if name in _FUNCTIONS:
+                return _applied(_FUNCTIONS[name], [*map(of, arguments)])
     raise _Unreadable
 
 

@@ -129,6 +129,24 @@ def test_what_is_asked_of_inputs_is_held_to(ask: str) -> None:
             program.graph(other)
 
 
+OF_SIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "any": lambda x: x * 2 if (torch.arange(x.shape[1]) > 9).any() else x,
+    "sum": lambda x: x * 2 if torch.ones(x.shape[1]).sum() > 10 else x,
+    "float": lambda x: x * float(torch.ones(x.shape[1]).sum()),
+    "int": lambda x: x * int(torch.tensor(x.shape[1])),
+    "shape": lambda x: x * float(torch.tensor(x.shape)[1]),
+}
+
+
+@pytest.mark.parametrize("ask", OF_SIZES)
+def test_what_is_asked_of_a_tensor_of_sizes_is_held_to(ask: str) -> None:
+    model = net(OF_SIZES[ask])
+    (program,) = capture(model, (X,), {}).programs
+    torch.testing.assert_close(program.graph(X.flip(1)), model(X.flip(1)))
+    with pytest.raises(BranchError, match=r"test_branches.py, line \d+\) is (true|false), got data"):
+        program.graph(torch.cat([X, X], 1))
+
+
 @pytest.mark.parametrize("ask", UNEXPORTED)
 def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> None:
     found = capture(net(UNEXPORTED[ask]), (X,), {})

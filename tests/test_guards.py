@@ -739,6 +739,15 @@ class OfAutocast(Layer):
             return attended(self, x.float())
 
 
+class WithAutocast(Layer):
+    """Around one of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.out(x)
+        return attended(self, x + out.float())
+
+
 class OfGradients(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return attended(self, x, 1.0 if self.out.weight.grad is None else 3.0)
@@ -962,6 +971,11 @@ def test_an_input_of_another_dtype_than_the_weights():
         one.double()
     assert own_code(model, compiled, x.double()) == []
     assert_told(own_code(model, compiled, x), "mixed_precision")
+
+
+@torch.no_grad()
+def test_a_layer_that_is_called_under_autocast():
+    assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
 
 
 def wider(layer: Any) -> None:

@@ -188,6 +188,20 @@ def test_weights_of_zero_hide_no_gradient(kind):
     assert not bool(model.get_parameter("0.out.weight").any())
 
 
+@pytest.mark.parametrize("kind", ["temperature", "inside"])
+def test_a_weight_of_two_layers(kind):
+    """Of which a program knows one name; a shared layer is left with its own weights."""
+    model = net(kind, kind)
+    first, second = model
+    second.log_tau, second.out = first.log_tau, first.out
+    before = dict(model.named_parameters(remove_duplicate=False))
+    program, lifted, found = lossless(model)
+    held = {name for its in held_by(program, lifted, found).values() for name in its}
+    assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), held) is None
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(after[name] is x for name, x in before.items())
+
+
 # Compiled models
 
 

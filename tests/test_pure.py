@@ -86,6 +86,7 @@ def aliased(m: Any, x: Tensor) -> Tensor:
 PURE = {
     "loops and lists": listed,
     "a layer": lambda m, x: m.linear(x).softmax(-1),
+    "another precision": lambda m, x: m.linear(x.double().to(x.dtype)).float() + m.linear.weight.float(),
     "functions": lambda m, x: F.gelu(scaled(x)) + sum(p for p in [x, x]),
     "functions that can write": lambda m, x: F.dropout(F.elu(F.relu(x), 0.5), 0.1, m.training),
     "a function inside": halved,
@@ -119,6 +120,8 @@ KEEPING = {
     "running means": lambda m, x: F.batch_norm(x, m.buffer, m.buffer, None, None, True),
     "a cache": lambda m, x: x * half(x.shape[1]),
     "setattr": lambda m, x: setattr(m, "buffer", x) or x,
+    "a layer in another precision": lambda m, x: m.linear.double() if x.shape[1] > 9 else x.double(),
+    "one of several": lambda m, x: m.listed[0].to(x.dtype) and x,
     "the parts": lambda m, x: m.__dict__.update(steps=m.steps + 1) or x,
 }
 
@@ -132,6 +135,7 @@ class Net(nn.Module):
         self.keywords: dict[str, Any] = {}
         self.act, self.square, self.two = F.relu, torch.ones(4, 4), (torch.ones(4), True)
         self.register_buffer("buffer", torch.zeros(4))
+        self.listed = nn.ModuleList([nn.Linear(4, 4)])
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:

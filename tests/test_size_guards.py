@@ -31,8 +31,19 @@ BRANCHES: dict[str, Callable[[int, int], int]] = {
     "b * n": lambda b, n: 3 if b * n <= 100 else 7,
     "b % 2": lambda b, n: 3 if b % 2 else 7,
     "n != 12": lambda b, n: 3 if n != 12 else 7,
+    "int(n / 4)": lambda b, n: int(n / 4),
+    "ceil(n / 4) > 2": lambda b, n: 3 if math.ceil(n / 4) > 2 else 7,
+    "int(n**0.5)": lambda b, n: int(n**0.5),
+    "n & 1": lambda b, n: 3 if n & 1 else 7,
+    "{True: 3}[n > 9]": lambda b, n: {True: 3, False: 7}[n > 9],
+    "(3, 7)[n > 9]": lambda b, n: (3, 7)[n > 9],
+    "float(n > 9)": lambda b, n: 3 + int(4 * float(n > 9)),
+    "(n > 9) in (False,)": lambda b, n: 3 if (n > 9) in (False,) else 7,
+    "str(n > 9)": lambda b, n: 3 if str(n > 9) == "False" else 7,
+    "isinstance(n, int)": lambda b, n: 3 if isinstance(n, int) and isinstance(n > 9, bool) else 7,
     "none": lambda b, n: 3,
 }
+FREE = {"none", "isinstance(n, int)"}
 
 
 class Steps(nn.Module):
@@ -70,7 +81,8 @@ def test_a_program_is_the_model_wherever_it_says_so(branch: str) -> None:
                 x = torch.randn(b, n, 4)
                 torch.testing.assert_close(program.graph(x), model(x))
                 ran += 1
-    assert ran == 40 if branch == "none" else 0 < ran < 40
+    assert ran == 40 if branch in FREE else 0 < ran < 40
+    assert limits[0] == (0, MOST) or "b" in branch
     assert all(low <= size <= high for size, (low, high) in zip(EXAMPLE, limits, strict=True))
 
 
@@ -113,6 +125,7 @@ ONES: dict[str, tuple[Callable[[int, int], bool], int, int]] = {
     "n // 2 == 0": (lambda b, n: n // 2 == 0, 0, 2),
     "(b, n) == (1, 1)": (lambda b, n: (b, n) == (1, 1), 2, 0),
     "b * n < 2": (lambda b, n: b * n < 2, 1, 2),
+    "[b * n < 2]": (lambda b, n: (False, True)[b * n < 2], 1, 2),
     "n >= 1": (lambda b, n: n >= 1, 0, 0),
 }
 
@@ -198,6 +211,23 @@ def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
     with pytest.raises(InputError, match="the program holds for x") as caught:
         run(Batch((x[:, :5],), {}, None, [0, 1, 2]))
     assert "x: size 1 was captured as 9, but is 5" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda n: math.ceil(n / 4), "rounds a size"), (lambda n: math.floor(n / 4), "rounds a size"),
+        (lambda n: round(n / 4), "rounds a size"), (lambda n: abs(n - 12), "takes abs of a size"),
+        (lambda n: n >> 1, "shifts a size"), (lambda n: n << 1, "shifts a size"),
+    ],
+)  # fmt: skip
+def test_what_no_file_holds_of_a_size_is_told(function: Callable[[Any], int], says: str) -> None:
+    class Rounding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT * function(x.shape[1])).softmax(-1) @ x
+
+    ((_, reason),) = capture(Rounding(), (torch.randn(*EXAMPLE, 4),), {}).skipped
+    assert says in reason and "test_size_guards.py, line " in reason
 
 
 class Places(nn.Module):
