@@ -29,6 +29,7 @@ ANALYSED_ONCE = {
     "test_forged.py", "test_resume.py", "test_untrusted.py", "test_onnx_out.py", "test_onnx_edit.py",
     "test_ci_examples.py", "test_hints.py", "test_audit.py", "test_memory.py", "test_processes.py",
     "test_device.py", "test_onnx_in.py", "test_softmax_students.py", "test_sequence.py", "test_tails.py",
+    "test_kill.py",
 }  # fmt: skip
 
 

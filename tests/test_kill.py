@@ -7,71 +7,111 @@ then what any kill between that call and the one before would have left.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
+from steps import compiled, run
 
+import asapc.onnx.export
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
+from asapc.formats import atomic
 from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
 KILLS = 48
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
+FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
 
-class Nursery:
-    """Imports once; every line of input forks a worker, whose process id is the answer."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("nursery.py")), str(SHARDS), str(SIZE)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def _say(self, *words: object) -> str:
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def analyse(self, teacher: Path, data: Path) -> None:
-        """Once for all commands that are started from now on."""
-        assert self._say("analyse", str(teacher), str(data)) == "analysed"
-
-    def start(self, *words: object) -> int:
-        return int(self._say(*words))
-
-    def run(self, *words: object) -> None:
-        self.wait(self.start(*words))
-
-    def wait(self, worker: int) -> None:
-        assert self._say("reap", worker) == "reaped"
+# Calls that change a disk, and flushes, which lie between a file's first byte and its last.
+CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    own = Nursery()
-    yield own
-    own.process.kill()
-    own.process.wait()
+def armed(last: int) -> list[str]:
+    """Notes the names of such calls from now on; before the last one the process is killed."""
+    calls: list[str] = []
+
+    def noted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*arguments, **options)
+
+        return call
+
+    for module, name in CALLS:
+        setattr(module, name, noted(name, getattr(module, name)))
+    return calls
+
+
+def start(work: Callable[..., object], *arguments: Any) -> int:
+    """A process that does this and ends; its id."""
+    worker = os.fork()
+    if worker == 0:
+        try:
+            torch.set_num_threads(1)  # no other thread of this process is there
+            work(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return worker
+
+
+def folder(root: str, n: int, name: str = "folder") -> None:
+    with atomic.replace_folder(f"{root}/{name}") as partial:
+        (partial / "modules").mkdir()
+        save_file({"x": torch.full((SIZE,), float(n))}, partial / "model.safetensors")
+        (partial / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
+        (partial / "manifest.json").write_text(json.dumps({"number": n}))
+
+
+def two_renames(root: str, n: int) -> None:
+    exchange, atomic._exchange = atomic._exchange, lambda first, second: False
+    folder(root, n, "two_renames")
+    atomic._exchange = exchange
+
+
+def file(root: str, n: int) -> None:
+    atomic.replace_file(f"{root}/file", f"{n} " * SIZE)
+
+
+def shards(root: str, n: int) -> None:
+    with Shards(f"{root}/parts", {"model": "a"}) as parts:
+        key = str(n // 1000 % SHARDS)
+        parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
+
+
+WRITES = (folder, two_renames, file, shards)
+
+
+def loop(root: str, first: int, seed: int, last: int) -> None:
+    """Until a signal ends it, its own before its call of the number `last`."""
+    armed(last)
+    try:
+        for n in itertools.count(first):
+            for i in range(len(WRITES)):
+                WRITES[(i + seed) % len(WRITES)](root, n)
+    except BaseException as error:
+        Path(root, "error").write_text(repr(error))
 
 
 def number_in_folder(folder: Path) -> int:
@@ -132,7 +172,7 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(place)
 
 
-def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
+def test_kills_while_writing(quick_disk: Path) -> None:
     root = quick_disk
     chance = random.Random(0)
     counts: Counter[str] = Counter()
@@ -141,7 +181,7 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
     for kill in range(KILLS):
         timed = kill % 4 == 0  # in the middle of whatever it does; the others at one of their own calls
         last = 0 if timed else chance.randrange(1, 30)
-        worker = nursery.start("loop", str(root), 1000 * kill, chance.randrange(4), last)
+        worker = start(loop, str(root), 1000 * kill, chance.randrange(4), last)
         if timed:
             time.sleep(chance.uniform(0.005, 0.1))
             for name in ("folder", "folder by two renames"):
@@ -149,7 +189,7 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
                     assert READERS[name](root) >= latest[name]
                     counts["read beside a writer"] += 1
             os.kill(worker, signal.SIGKILL)
-        nursery.wait(worker)
+        os.waitpid(worker, 0)
         assert not (root / "error").exists(), (root / "error").read_text()
         left = leftovers(root)
         most = max(most, len(left))
@@ -189,36 +229,60 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: sha256(p.read_bytes()) for name, p in found.items() if not name.startswith(".")}
 
 
-@pytest.fixture(scope="module")
-def work(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a compiled model in out/."""
-    folder = tmp_path_factory.mktemp("killed")
-    teacher, data = write_teacher(folder / "teacher", n_layers=1), write_data(folder / "data.npz", 300)
-    nursery.analyse(teacher, Path(data))
-    recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], max_examples: 40}"
-    (folder / "quick.yaml").write_text(recipe)
-    nursery.run("asapc", "calibrate", str(teacher), "--data", data, "-o", str(folder / "quick"),
-                "--recipe", str(folder / "quick.yaml"), "--quiet")  # fmt: skip
-    nursery.run("asapc", "compile", str(teacher), "--calibration", str(folder / "quick"),
-                "-o", str(folder / "out"), "--quiet")  # fmt: skip
-    assert (folder / "out" / "manifest.json").exists()
-    return folder
+def many_times(folder: str, states: str, arguments: list[str]) -> None:
+    """The export up to where its files take their places, and the rest of it often: in one child that
+    lives, for each rename in one that is killed before it, and in some at flushes.  What each leaves of
+    the folder is copied."""
+    owner, true = asapc.onnx.export, asapc.onnx.export.place
+    before, record = Path(states, "before"), Path(states, "calls")
+    living: list[list[str]] = []
+
+    def branching(*given: Any, **options: Any) -> Any:
+        owner.place = true
+        shutil.copytree(folder, before)
+        lasts = [0]
+        while lasts:
+            last = lasts.pop(0)
+            child = os.fork()
+            if child == 0:
+                living.append(armed(last))
+                return true(*given, **options)
+            os.waitpid(child, 0)
+            shutil.copytree(folder, Path(states, str(last)))
+            if last == 0:
+                calls = list(enumerate(json.loads(record.read_text()), 1))
+                flushes = [n for n, own in calls if own == "fsync"]
+                lasts = [n for n, own in calls if own != "fsync"]
+                lasts += random.Random(0).sample(flushes, min(FLUSHES, len(flushes)))
+            if lasts:
+                shutil.rmtree(folder)
+                shutil.copytree(before, folder)
+        shutil.rmtree(before)
+        return true(*given, **options)
+
+    owner.place = branching
+    run(*arguments)
+    for calls in living:  # in the child that nothing killed
+        record.write_text(json.dumps(calls))
 
 
-def test_export_killed(nursery: Nursery, work: Path) -> None:
+def test_export_killed(tmp_path: Path) -> None:
     """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
-    out = work / "exporting" / "out"
-    shutil.copytree(work / "out", out)
-    arguments = ["export", str(out), "--data", str(work / "data.npz"), "--quiet"]
+    work, states = tmp_path / "work", tmp_path / "states"
+    for place in (work, states):
+        place.mkdir()
+    data = write_data(tmp_path / "data.npz", 300)
+    recipe = {"operator": "asap", "c_transforms": 1, "side": "source", "features": ["norm"],
+              "max_examples": 40}  # fmt: skip
+    out = compiled(work, write_teacher(tmp_path / "teacher", n_layers=1), data, recipe)
+    arguments = ["export", str(out), "--data", data, "--quiet"]
     (out / MODEL).write_bytes(b"of an earlier export")
     record = {"opset": 18, "bytes": 20, "sha256": sha256(b"of an earlier export"), "float16": False,
               "functions": [], "largest": 0.0, "tolerance": 1.0, "shapes": [], "skipped": []}  # fmt: skip
     (out / RECORD).write_text(json.dumps(record))
     old = digests(out)
     assert read_record(out) == record
-    states = work / "states"
-    states.mkdir()
-    nursery.run("many times", str(out.parent), str(states), arguments)
+    os.waitpid(start(many_times, str(work), str(states), arguments), 0)
     left = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
     whole, *cut = [place / out.name for place in left]  # the first is of the command that lives
     new = digests(whole)
