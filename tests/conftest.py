@@ -20,7 +20,7 @@ LONGEST = (
     "test_guards.py", "test_plan.py", "test_replay.py", "test_processes.py", "test_softmax.py",
     "test_match.py", "test_every_operator.py", "test_banded.py", "test_gpu_loops.py", "test_drop_in.py",
     "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_adversary.py", "test_select.py",
-    "test_onnx_in.py", "test_ci_examples.py", "test_kill.py", "test_differences.py", "test_sm90.py",
+    "test_onnx_in.py", "test_ci_examples.py", "test_differences.py", "test_sm90.py",
 )  # fmt: skip
 # Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
 ANALYSED_ONCE = {
@@ -29,7 +29,6 @@ ANALYSED_ONCE = {
     "test_forged.py", "test_resume.py", "test_untrusted.py", "test_onnx_out.py", "test_onnx_edit.py",
     "test_ci_examples.py", "test_hints.py", "test_audit.py", "test_memory.py", "test_processes.py",
     "test_device.py", "test_onnx_in.py", "test_softmax_students.py", "test_sequence.py", "test_tails.py",
-    "test_kill.py",
 }  # fmt: skip
 
 

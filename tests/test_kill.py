@@ -24,22 +24,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_text import write_data, write_teacher
-from steps import compiled, run
 
-import asapc.onnx.export
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
 from asapc.formats import atomic
 from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
+from asapc.terminal.progress import SILENT
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+import onnx
+import onnx_ir
+
+from asapc.inputs.onnx.verify import Verified
+from asapc.onnx.export import place
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 KILLS = 48
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
-FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
-
 # Calls that change a disk, and flushes, which lie between a file's first byte and its last.
 CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
 
@@ -229,72 +233,42 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: sha256(p.read_bytes()) for name, p in found.items() if not name.startswith(".")}
 
 
-def many_times(folder: str, states: str, arguments: list[str]) -> None:
-    """The export up to where its files take their places, and the rest of it often: in one child that
-    lives, for each rename in one that is killed before it, and in some at flushes.  What each leaves of
-    the folder is copied."""
-    owner, true = asapc.onnx.export, asapc.onnx.export.place
-    before, record = Path(states, "before"), Path(states, "calls")
-    living: list[list[str]] = []
-
-    def branching(*given: Any, **options: Any) -> Any:
-        owner.place = true
-        shutil.copytree(folder, before)
-        lasts = [0]
-        while lasts:
-            last = lasts.pop(0)
-            child = os.fork()
-            if child == 0:
-                living.append(armed(last))
-                return true(*given, **options)
-            os.waitpid(child, 0)
-            shutil.copytree(folder, Path(states, str(last)))
-            if last == 0:
-                calls = list(enumerate(json.loads(record.read_text()), 1))
-                flushes = [n for n, own in calls if own == "fsync"]
-                lasts = [n for n, own in calls if own != "fsync"]
-                lasts += random.Random(0).sample(flushes, min(FLUSHES, len(flushes)))
-            if lasts:
-                shutil.rmtree(folder)
-                shutil.copytree(before, folder)
-        shutil.rmtree(before)
-        return true(*given, **options)
-
-    owner.place = branching
-    run(*arguments)
-    for calls in living:  # in the child that nothing killed
-        record.write_text(json.dumps(calls))
+TINY = """<ir_version: 10, opset_import: ["" : 18]> g (float[n] x) => (float[n] y) { y = Neg (x) }"""
 
 
 def test_export_killed(tmp_path: Path) -> None:
-    """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
-    work, states = tmp_path / "work", tmp_path / "states"
-    for place in (work, states):
-        place.mkdir()
-    data = write_data(tmp_path / "data.npz", 300)
-    recipe = {"operator": "asap", "c_transforms": 1, "side": "source", "features": ["norm"],
-              "max_examples": 40}  # fmt: skip
-    out = compiled(work, write_teacher(tmp_path / "teacher", n_layers=1), data, recipe)
-    arguments = ["export", str(out), "--data", data, "--quiet"]
-    (out / MODEL).write_bytes(b"of an earlier export")
+    """At each of its calls: a model.onnx that is there is the old or the new one, and the record is of it
+    or of none."""
+    out, before, noted = (tmp_path / name for name in ("out", "before", "calls"))
+    before.mkdir()
+    (before / MODEL).write_bytes(b"of an earlier export")
     record = {"opset": 18, "bytes": 20, "sha256": sha256(b"of an earlier export"), "float16": False,
               "functions": [], "largest": 0.0, "tolerance": 1.0, "shapes": [], "skipped": []}  # fmt: skip
-    (out / RECORD).write_text(json.dumps(record))
-    old = digests(out)
-    assert read_record(out) == record
-    os.waitpid(start(many_times, str(work), str(states), arguments), 0)
-    left = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
-    whole, *cut = [place / out.name for place in left]  # the first is of the command that lives
-    new = digests(whole)
-    assert new != old and set(new) == set(old) and read_record(whole) is not None
+    (before / RECORD).write_text(json.dumps(record))
+    old = digests(before)
+    assert read_record(before) == record
+
+    def export(last: int) -> None:
+        calls = armed(last)
+        model = onnx_ir.from_proto(onnx.parser.parse_model(TINY))
+        place(out, model, lambda path, **_: Verified(1e-4, 0.0, [], []), 1e-4, False, SILENT)
+        noted.write_text(json.dumps(calls))
+
+    def left_by(last: int) -> dict[str, str]:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(before, out)
+        os.waitpid(start(export, last), 0)
+        return digests(out)
+
+    new = left_by(0)  # which lives
+    assert new != old and set(new) == set(old) and read_record(out) is not None
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
     seen = set()
-    for place in cut:
-        found = digests(place)
+    for last in range(1, len(json.loads(noted.read_text())) + 1):
+        found = left_by(last)
         for name, digest in found.items():
             assert digest in (old[name], new[name]), f"{name} is torn"
-        if found.get(RECORD) is not None and read_record(place) is not None:
-            assert json.loads((place / RECORD).read_text())["sha256"] == found[MODEL]
+        if found.get(RECORD) is not None and read_record(out) is not None:
+            assert json.loads((out / RECORD).read_text())["sha256"] == found[MODEL]
         seen.add((found.get(MODEL) == new[MODEL], found.get(RECORD) == new[RECORD]))
     assert {(False, False), (True, False)} <= seen  # before the model's rename, and after it
-    assert digests(out) == new
-    assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []
