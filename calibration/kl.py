@@ -283,7 +283,7 @@ class _Scaled:
         features = start.shape[0]
         self.objective, self.start, self.maps = objective, start, max(1, objective.maps)
         self.basis = _metric_basis(objective.metric(features) / self.maps)
-        self._last: tuple[bytes, Evaluation] | None = None  # SciPy asks for one point at a time
+        self._last: tuple[bytes, Evaluation] | None = None  # mostly where the search ends
 
     def omega(self, z: _Vector) -> Tensor:
         return self.start + self.basis @ torch.from_numpy(z)
@@ -294,11 +294,10 @@ class _Scaled:
             self._last = key, self.objective.evaluate(self.omega(z))
         return self._last[1]
 
-    def value(self, z: _Vector) -> float:
-        return self.at(z).value / self.maps
-
-    def gradient(self, z: _Vector) -> _Vector:
-        return (self.basis.T @ self.at(z).gradient / self.maps).numpy()
+    def per_map(self, z: _Vector) -> tuple[float, _Vector]:
+        """J and its gradient."""
+        found = self.at(z)
+        return found.value / self.maps, (self.basis.T @ found.gradient / self.maps).numpy()
 
     def tolerance(self, evaluation: Evaluation) -> float:
         # A gradient this small predicts a decrease below the rounding of J, which no step can verify.
@@ -322,7 +321,7 @@ def _minimise(
         gradient, left = scaled.tolerance(best), max_iterations - iterations
         # Its gtol bounds the largest entry; ftol = 0 leaves the gradient as the only verdict.
         result = scipy.optimize.minimize(
-            scaled.value, z, method="L-BFGS-B", jac=scaled.gradient,
+            scaled.per_map, z, method="L-BFGS-B", jac=True,
             options={"gtol": gradient / math.sqrt(len(z)), "ftol": 0.0, "maxiter": left},
         )  # fmt: skip
         end, iterations = scaled.at(result.x), iterations + int(result.nit)
