@@ -225,4 +225,4 @@ def _teacher(model: nn.Module | str) -> Teacher:
             got=f"{type(error).__name__}: {error}",
             help="exclude what cannot be copied, such as locks and files, in its class's __getstate__",
         ) from error
-    return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)
+    return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()))

@@ -23,6 +23,7 @@ from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
+from asapc.training.settings import RefreshSettings
 
 if TYPE_CHECKING:
     from asapc.report import Report
@@ -151,7 +152,7 @@ BUNDLES: dict[Any, dict[str, Any]] = {
         ),
         "junit": _given(str | None, "Also write the checks to this file, as JUnit XML.", metavar="FILE"),
     },
-    commands.Training: {
+    RefreshSettings: {
         "labels": _given(bool, "Train on the labels in DATA (cross entropy).", "--labels"),
         "distil": _given(bool, "Train on the teacher's predictions (KL, no labels).", "--distil"),
         "anneal": _given(bool, "Turn the soft sorts of ESP layers into exact ones.", "--anneal"),
@@ -174,7 +175,7 @@ BUNDLES: dict[Any, dict[str, Any]] = {
         "seed": _given(int, "Seed of the order of examples.", min=0, max=2**63 - 1),
     },
 }  # fmt: skip
-NO_TRAINING, NOT_JUDGED, AS_USUAL = commands.Training(), commands.Judged(), commands.Measured()
+NO_TRAINING, NOT_JUDGED, AS_USUAL = RefreshSettings(), commands.Judged(), commands.Measured()
 
 
 def command(name: str | None = None, processes: bool = False) -> Callable[..., Any]:
@@ -408,7 +409,7 @@ def refresh(
     run: Session,
     artifact: ArtifactFolder,
     data: Data,
-    training: commands.Training = NO_TRAINING,
+    settings: RefreshSettings = NO_TRAINING,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write. Default: OUT.")
     ] = None,
@@ -421,7 +422,7 @@ def refresh(
     """
     check_artifact(artifact)
     check_data(data)
-    settings = training.settings()
+    settings.check()
     from asapc import pipeline
     from asapc.inputs.onnx.settings import MODEL
 

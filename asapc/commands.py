@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from asapc.report import Report
     from asapc.report.evaluate import Measuring
     from asapc.report.gates import Gate
-    from asapc.training.refresh import RefreshSettings
 
 
 @dataclass(frozen=True)
@@ -63,39 +62,6 @@ class Judged:
     baseline: str | None = None
     max_regression: list[str] | None = None
     junit: str | None = None
-
-
-@dataclass(frozen=True)
-class Training:
-    """training.refresh.RefreshSettings as options."""
-
-    labels: bool = False
-    distil: bool = False
-    anneal: bool = False
-    tail: str | None = None
-    tolerance: float = 1e-3
-    epochs: int = 5
-    learning_rate: float = 2e-4
-    batch_size: int = 32
-    parameters: list[str] | None = None
-    examples: int | None = None
-    seed: int = 0
-
-    def settings(self) -> RefreshSettings:
-        if self.labels == self.distil:
-            raise InputError(
-                "refresh: exactly one of --labels and --distil must be given",
-                got="both" if self.labels else "none",
-                help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
-            )
-        from asapc.training.refresh import RefreshSettings
-        from asapc.training.tails import parsed_tail
-
-        return RefreshSettings(
-            "labels" if self.labels else "distil", self.epochs, self.learning_rate, self.batch_size,
-            tuple(self.parameters or ()), self.seed, self.examples, self.anneal,
-            tail=parsed_tail(self.tail), tolerance=self.tolerance,
-        )  # fmt: skip
 
 
 def inspect_model(

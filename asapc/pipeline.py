@@ -47,7 +47,8 @@ from asapc.stages.export import write_verified
 from asapc.stages.rewrite import rewrite
 from asapc.stages.select import calibration_of, choose
 from asapc.terminal.progress import SILENT, Progress
-from asapc.training.refresh import Refreshed, RefreshSettings, put_weights, train
+from asapc.training.refresh import Refreshed, put_weights, train
+from asapc.training.settings import RefreshSettings
 
 
 def inspect(

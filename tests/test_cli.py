@@ -442,10 +442,11 @@ def test_what_the_demo_refuses(tmp_path, capsys):
 
 
 TIMED = {
-    "teacher": {"latency_ms": 80.0}, "torch.compile": {"latency_ms": 50.0, "compile_seconds": 20.0},
-    "lossless": {"latency_ms": 40.0}, "asap": {"latency_ms": 20.0},
+    "latency_teacher_ms": 80.0, "latency_lossless_ms": 40.0, "latency_compiled_ms": 20.0,
+    "latency_teacher_torch_compile_ms": 50.0, "torch_compile_seconds": 20.0,
 }  # fmt: skip
-UNCOMPILED = {**TIMED, "torch.compile": {"failed": "no compiler"}, "asap": {"latency_ms": 38.0}}
+UNCOMPILED = {**TIMED, "latency_compiled_ms": 38.0, "latency_teacher_torch_compile_ms": None,
+              "torch_compile_failed": "teacher: no compiler"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,9 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     calls: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     timed: dict[str, Any], shipped: str, why: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("asapc.demo.time_in_turn", lambda *_: timed)
+    document = {**REPORT, "model": {**REPORT["model"], **timed}}
+    measured = Report.from_json(document, "REPORT")
+    monkeypatch.setattr("asapc.report.evaluate.report", lambda *_, **__: measured)
     for name in ("lossless", "asap", "calib"):  # what the commands would have made
         Path("asapc-demo", name).mkdir(parents=True)
         Path("asapc-demo", name, "manifest.json").touch()
@@ -475,6 +478,7 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     assert list(rows) == ["teacher", "torch.compile", "lossless", "asap"]
     assert rows["lossless"]["speedup"] == 2.0 and rows["lossless"]["compile_seconds"] >= 0
     assert ("no compiler" in rows["torch.compile"]["name"]) == (timed is UNCOMPILED)
+    assert rows["torch.compile"]["speedup"] == (None if timed is UNCOMPILED else 1.6)
     for step in result["steps"]:
         assert f"$ {step['command']}" in err
     assert sum(step["command"].startswith("asapc compile") for step in result["steps"]) == 2

@@ -7,71 +7,115 @@ then what any kill between that call and the one before would have left.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from small_text import write_data, write_teacher
+from safetensors.torch import load_file, save_file
 
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
+from asapc.formats import atomic
 from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
+from asapc.terminal.progress import SILENT
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+import onnx
+import onnx_ir
+
+from asapc.inputs.onnx.verify import Verified
+from asapc.onnx.export import place
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 KILLS = 48
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
-
-class Nursery:
-    """Imports once; every line of input forks a worker, whose process id is the answer."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("nursery.py")), str(SHARDS), str(SIZE)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def _say(self, *words: object) -> str:
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def analyse(self, teacher: Path, data: Path) -> None:
-        """Once for all commands that are started from now on."""
-        assert self._say("analyse", str(teacher), str(data)) == "analysed"
-
-    def start(self, *words: object) -> int:
-        return int(self._say(*words))
-
-    def run(self, *words: object) -> None:
-        self.wait(self.start(*words))
-
-    def wait(self, worker: int) -> None:
-        assert self._say("reap", worker) == "reaped"
+# Calls that change a disk, and flushes, which lie between a file's first byte and its last.
+CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    own = Nursery()
-    yield own
-    own.process.kill()
-    own.process.wait()
+def armed(last: int) -> list[str]:
+    """Notes the names of such calls from now on; before the last one the process is killed."""
+    calls: list[str] = []
+
+    def noted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*arguments, **options)
+
+        return call
+
+    for module, name in CALLS:
+        setattr(module, name, noted(name, getattr(module, name)))
+    return calls
+
+
+def start(work: Callable[..., object], *arguments: Any) -> int:
+    """A process that does this and ends; its id."""
+    worker = os.fork()
+    if worker == 0:
+        try:
+            torch.set_num_threads(1)  # no other thread of this process is there
+            work(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return worker
+
+
+def folder(root: str, n: int, name: str = "folder") -> None:
+    with atomic.replace_folder(f"{root}/{name}") as partial:
+        (partial / "modules").mkdir()
+        save_file({"x": torch.full((SIZE,), float(n))}, partial / "model.safetensors")
+        (partial / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
+        (partial / "manifest.json").write_text(json.dumps({"number": n}))
+
+
+def two_renames(root: str, n: int) -> None:
+    exchange, atomic._exchange = atomic._exchange, lambda first, second: False
+    folder(root, n, "two_renames")
+    atomic._exchange = exchange
+
+
+def file(root: str, n: int) -> None:
+    atomic.replace_file(f"{root}/file", f"{n} " * SIZE)
+
+
+def shards(root: str, n: int) -> None:
+    with Shards(f"{root}/parts", {"model": "a"}) as parts:
+        key = str(n // 1000 % SHARDS)
+        parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
+
+
+WRITES = (folder, two_renames, file, shards)
+
+
+def loop(root: str, first: int, seed: int, last: int) -> None:
+    """Until a signal ends it, its own before its call of the number `last`."""
+    armed(last)
+    try:
+        for n in itertools.count(first):
+            for i in range(len(WRITES)):
+                WRITES[(i + seed) % len(WRITES)](root, n)
+    except BaseException as error:
+        Path(root, "error").write_text(repr(error))
 
 
 def number_in_folder(folder: Path) -> int:
@@ -132,7 +176,7 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(place)
 
 
-def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
+def test_kills_while_writing(quick_disk: Path) -> None:
     root = quick_disk
     chance = random.Random(0)
     counts: Counter[str] = Counter()
@@ -141,7 +185,7 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
     for kill in range(KILLS):
         timed = kill % 4 == 0  # in the middle of whatever it does; the others at one of their own calls
         last = 0 if timed else chance.randrange(1, 30)
-        worker = nursery.start("loop", str(root), 1000 * kill, chance.randrange(4), last)
+        worker = start(loop, str(root), 1000 * kill, chance.randrange(4), last)
         if timed:
             time.sleep(chance.uniform(0.005, 0.1))
             for name in ("folder", "folder by two renames"):
@@ -149,7 +193,7 @@ def test_kills_while_writing(nursery: Nursery, quick_disk: Path) -> None:
                     assert READERS[name](root) >= latest[name]
                     counts["read beside a writer"] += 1
             os.kill(worker, signal.SIGKILL)
-        nursery.wait(worker)
+        os.waitpid(worker, 0)
         assert not (root / "error").exists(), (root / "error").read_text()
         left = leftovers(root)
         most = max(most, len(left))
@@ -189,48 +233,42 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: sha256(p.read_bytes()) for name, p in found.items() if not name.startswith(".")}
 
 
-@pytest.fixture(scope="module")
-def work(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a compiled model in out/."""
-    folder = tmp_path_factory.mktemp("killed")
-    teacher, data = write_teacher(folder / "teacher", n_layers=1), write_data(folder / "data.npz", 300)
-    nursery.analyse(teacher, Path(data))
-    recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], max_examples: 40}"
-    (folder / "quick.yaml").write_text(recipe)
-    nursery.run("asapc", "calibrate", str(teacher), "--data", data, "-o", str(folder / "quick"),
-                "--recipe", str(folder / "quick.yaml"), "--quiet")  # fmt: skip
-    nursery.run("asapc", "compile", str(teacher), "--calibration", str(folder / "quick"),
-                "-o", str(folder / "out"), "--quiet")  # fmt: skip
-    assert (folder / "out" / "manifest.json").exists()
-    return folder
+TINY = """<ir_version: 10, opset_import: ["" : 18]> g (float[n] x) => (float[n] y) { y = Neg (x) }"""
 
 
-def test_export_killed(nursery: Nursery, work: Path) -> None:
-    """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
-    out = work / "exporting" / "out"
-    shutil.copytree(work / "out", out)
-    arguments = ["export", str(out), "--data", str(work / "data.npz"), "--quiet"]
-    (out / MODEL).write_bytes(b"of an earlier export")
+def test_export_killed(tmp_path: Path) -> None:
+    """At each of its calls: a model.onnx that is there is the old or the new one, and the record is of it
+    or of none."""
+    out, before, noted = (tmp_path / name for name in ("out", "before", "calls"))
+    before.mkdir()
+    (before / MODEL).write_bytes(b"of an earlier export")
     record = {"opset": 18, "bytes": 20, "sha256": sha256(b"of an earlier export"), "float16": False,
               "functions": [], "largest": 0.0, "tolerance": 1.0, "shapes": [], "skipped": []}  # fmt: skip
-    (out / RECORD).write_text(json.dumps(record))
-    old = digests(out)
-    assert read_record(out) == record
-    states = work / "states"
-    states.mkdir()
-    nursery.run("many times", str(out.parent), str(states), arguments)
-    left = sorted((p for p in states.iterdir() if p.is_dir()), key=lambda p: int(p.name))
-    whole, *cut = [place / out.name for place in left]  # the first is of the command that lives
-    new = digests(whole)
-    assert new != old and set(new) == set(old) and read_record(whole) is not None
+    (before / RECORD).write_text(json.dumps(record))
+    old = digests(before)
+    assert read_record(before) == record
+
+    def export(last: int) -> None:
+        calls = armed(last)
+        model = onnx_ir.from_proto(onnx.parser.parse_model(TINY))
+        place(out, model, lambda path, **_: Verified(1e-4, 0.0, [], []), 1e-4, False, SILENT)
+        noted.write_text(json.dumps(calls))
+
+    def left_by(last: int) -> dict[str, str]:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(before, out)
+        os.waitpid(start(export, last), 0)
+        return digests(out)
+
+    new = left_by(0)  # which lives
+    assert new != old and set(new) == set(old) and read_record(out) is not None
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
     seen = set()
-    for place in cut:
-        found = digests(place)
+    for last in range(1, len(json.loads(noted.read_text())) + 1):
+        found = left_by(last)
         for name, digest in found.items():
             assert digest in (old[name], new[name]), f"{name} is torn"
-        if found.get(RECORD) is not None and read_record(place) is not None:
-            assert json.loads((place / RECORD).read_text())["sha256"] == found[MODEL]
+        if found.get(RECORD) is not None and read_record(out) is not None:
+            assert json.loads((out / RECORD).read_text())["sha256"] == found[MODEL]
         seen.add((found.get(MODEL) == new[MODEL], found.get(RECORD) == new[RECORD]))
     assert {(False, False), (True, False)} <= seen  # before the model's rename, and after it
-    assert digests(out) == new
-    assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []

@@ -130,7 +130,7 @@ def value(pieces, penalty, coefficients, head=None):
 
 @pytest.mark.parametrize("head", [None, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_value_gradient_hessian_against_autograd(layout, head):
+def test_value_and_gradient_against_autograd(layout, head):
     piece, _ = piece_for(layout)
     omega = torch.tensor([0.3, -0.7, 0.2, 0.5], dtype=torch.float64)
     objective = KlObjective([piece], 0.3, head)
@@ -138,16 +138,11 @@ def test_value_gradient_hessian_against_autograd(layout, head):
     def exact(omega):
         return direct_objective(piece, 0.3, omega, head)
 
-    got = objective.evaluate(omega, torch.eye(4, dtype=torch.float64))
+    got = objective.evaluate(omega)
     leaf = omega.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(exact(leaf), leaf)
-    hessian = torch.autograd.functional.hessian(exact, omega)
     assert got.value == pytest.approx(float(exact(omega)), rel=1e-13)
     torch.testing.assert_close(got.gradient, gradient, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(got.hessian, hessian, rtol=1e-11, atol=1e-12)
-    basis = torch.randn(4, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    inside = objective.evaluate(omega, basis).hessian
-    torch.testing.assert_close(inside, basis.T @ hessian @ basis, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -194,26 +189,13 @@ def test_streaming_changes_nothing(layout, groups, monkeypatch):
         assert all(other.converged)
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.1])
-def test_lbfgs_equals_newton(penalty, monkeypatch):
-    piece, _ = piece_for("y_keep", batch=6, features=9)
-    dense = solved([piece], penalty, groups=2)
-    monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
-    lbfgs = solved([piece], penalty, groups=2)
-    assert all(dense.converged) and all(lbfgs.converged)
-    torch.testing.assert_close(lbfgs.coefficients, dense.coefficients, atol=1e-6, rtol=1e-6)
-
-
 def finite(fit):
     return bool(fit.coefficients.isfinite().all()) and all(map(math.isfinite, fit.gradient_norm))
 
 
-@pytest.mark.parametrize(
-    ("features", "spread", "penalty"), [(4, 5.0, 1e-3), (0, 50.0, 0.0), (4, 50.0, 1e6), (0, 5.0, 1e-3)]
-)
+@pytest.mark.parametrize(("spread", "penalty"), [(5.0, 1e-3), (50.0, 0.0), (50.0, 1e6)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_never_nan_never_worse(layout, spread, penalty, features, monkeypatch):
-    monkeypatch.setattr(kl, "DENSE_FEATURES", features)
+def test_never_nan_never_worse(layout, spread, penalty):
     piece, dual = piece_for(layout, spread=spread, teacher=True)  # huge: scores to 1e4
     equations = NormalEquations(4)
     equations.add(piece.columns[..., :4], dual)
@@ -277,9 +259,7 @@ def test_examples_without_a_key_are_passed_over():
     torch.testing.assert_close(fit.coefficients, alone.coefficients, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("features", [4, 0], ids=["newton", "lbfgs"])
-def test_says_when_it_did_not_converge(features, monkeypatch):
-    monkeypatch.setattr(kl, "DENSE_FEATURES", features)
+def test_says_when_it_did_not_converge():
     piece, _ = piece_for("square", spread=2.0, teacher=True)
     start = torch.full((1, 4), 30.0)
     cut = solved([piece], start=start, max_iterations=1)

@@ -111,23 +111,19 @@ def test_what_is_kept_is_shared() -> None:
 
 
 def test_commands_keep_their_limit(tmp_path: Path) -> None:
-    """Whole commands, seen from outside. One batch of the recipe's size would take more."""
+    """Calibrate, compile and report, seen from outside. A batch of the recipe would take more."""
     write_teacher(tmp_path / "teacher", seq_len=256, n_layers=1, max_iter=3)
     write_data(tmp_path / "data.npz", examples=100, tokens=256)
     (tmp_path / "recipe.yaml").write_text(
         "{batch_size: 128, max_examples: 32, operator: asap, fit: kl, features: [norm]}"
     )
-    commands = (
-        "calibrate teacher --data data.npz -o calib --recipe recipe.yaml",
-        "compile teacher --calibration calib -o out", "report out --fast",
-    )  # fmt: skip
+    command = "run teacher --data data.npz -o out --recipe recipe.yaml --fast --max-memory 740MiB"
     code = (
         "import sys; from asapc.cli import main; from asapc.memory import peak\n"
-        "for line in sys.argv[1:]:\n    assert main([*line.split(), '--max-memory', '740MiB']) == 0\n"
-        "print(peak())"
+        "assert main(sys.argv[1:]) == 0\nprint(peak())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *commands], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -100,8 +100,19 @@ def test_the_edited_file_is_the_compiled_model(folder: Path, out: Path) -> None:
         assert float((a - b).abs().max()) < 1e-5
 
 
-def test_the_report_is_that_of_the_pytorch_teacher(folder: Path, out: Path) -> None:
-    """The same conventions, and the same fidelity to rounding."""
+def test_the_report_is_that_of_the_pytorch_teacher(
+    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same sites and conventions, and the same fidelity to rounding."""
+    found = []
+    for name in ("teacher.onnx", "teacher"):
+        capsys.readouterr()
+        assert call("inspect", folder / name, "--data", folder / "data.npz", "--json", "-q") == 0
+        found.append(json.loads(capsys.readouterr().out)["sites"])
+    for mine, theirs in zip(*found, strict=True):
+        for key in ("name", "status", "heads", "head_dim"):
+            assert mine[key] == theirs[key]
+    assert json.loads((out / "manifest.json").read_text())["teacher"]["source"].endswith("teacher.onnx")
     other = folder / "out_pytorch"
     calibration = folder / "teacher.calibration"
     assert call("compile", folder / "teacher", "--calibration", calibration, "-o", other, "-q") == 0

@@ -386,7 +386,7 @@ def test_a_zip_bomb(parts, tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in parts.items():
             archive.writestr(f"model/{name}", content)
-        archive.writestr("model/data/weights/weight_7", bytes(2**28))
+        archive.writestr("model/data/weights/weight_7", bytes(2**22))
     refused(tmp_path / "x.pt2")
 
 
@@ -401,7 +401,7 @@ OTHER_TYPES: list[Any] = [None, [], {}, "x", 10**400]
 
 @pytest.mark.parametrize("name", [MODEL, WEIGHTS, CONSTANTS])
 def test_a_value_of_another_type(parts, tmp_path, monkeypatch, name):
-    """Two of them anywhere, with torch left out: what is checked before it reads the file is told."""
+    """One of them anywhere, with torch left out: what is checked before it reads the file is told."""
 
     def stop(*arguments: Any) -> None:
         raise ValueError("all checks passed")
@@ -410,12 +410,11 @@ def test_a_value_of_another_type(parts, tmp_path, monkeypatch, name):
     document, reached = json.loads(parts[name]), 0
     ways = {tuple(key for key in way if isinstance(key, str))[-2:]: way for way in places(document)}
     for index, way in enumerate(ways.values()):  # one under every pair of keys that there is
-        for step in (0, 2):
-            evil = with_junk(document, way, OTHER_TYPES[(index + step) % len(OTHER_TYPES)])
-            path = write(tmp_path / "x.pt2", {**parts, name: json.dumps(evil).encode()})
-            with pytest.raises(InputError) as caught:
-                load_program(path)
-            reached += "all checks passed" in str(caught.value)
+        evil = with_junk(document, way, OTHER_TYPES[index % len(OTHER_TYPES)])
+        path = write(tmp_path / "x.pt2", {**parts, name: json.dumps(evil).encode()})
+        with pytest.raises(InputError) as caught:
+            load_program(path)
+        reached += "all checks passed" in str(caught.value)
     assert reached or name != MODEL  # or nothing was tried
 
 

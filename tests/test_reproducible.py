@@ -17,6 +17,7 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.pipeline import calibrate, compile
+from asapc.stages.analyse import Analyse, analysed_once
 from asapc.terminal.progress import Progress
 
 RECIPE = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4", "gaussian"],
@@ -33,10 +34,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def calibrated(work: Path, name: str, **changes: Any) -> Path:
+def calibrated(work: Path, name: str, analyse: Analyse, **changes: Any) -> Path:
     teacher = load_teacher(str(work / "teacher"))
     recipe = Recipe.from_dict({**RECIPE, **changes})
-    calibrate(teacher, str(work / "data.npz"), work / name, recipe, Progress())
+    calibrate(teacher, str(work / "data.npz"), work / name, recipe, Progress(), analyse=analyse)
     return work / name
 
 
@@ -48,10 +49,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_two_runs_write_the_same_bytes(work: Path) -> None:
     runs = []
     for number in range(2):
-        calibration = calibrated(work, f"calib{number}")
+        analyse = analysed_once()  # in each run
+        calibration = calibrated(work, f"calib{number}", analyse)
         out = work / f"out{number}"
         teacher = load_teacher(str(work / "teacher"))
-        compile(teacher, calibration, out, None, str(work / "data.npz"), Progress())
+        compile(teacher, calibration, out, None, str(work / "data.npz"), Progress(), analyse=analyse)
         runs.append((contents(calibration), contents(out)))
     assert len(runs[0][0]) >= 2 and len(runs[0][1]) >= 6
     fitted = load_file(work / "calib0" / "calibration.safetensors")
@@ -111,8 +113,9 @@ def test_the_batch_size_does_not_change_a_bit(
 
 def test_batch_sizes_of_a_whole_calibration(work: Path) -> None:
     """Behind layers whose float32 products depend on the batch, only rounding is left to differ."""
+    analyse = analysed_once()
     own, other = (
-        load_file(calibrated(work, f"batch{size}", batch_size=size) / "calibration.safetensors")
+        load_file(calibrated(work, f"batch{size}", analyse, batch_size=size) / "calibration.safetensors")
         for size in (5, 32)
     )
     assert own.keys() == other.keys()

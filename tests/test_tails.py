@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import asapc
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.kernels.library.gradients import depths
-from asapc.training.tails import parsed_tail
+from asapc.training.settings import checked_tail
 
 NET = """
 
@@ -92,8 +92,8 @@ def test_what_is_no_tail(work: Path) -> None:
     with pytest.raises(InputError, match="a model with Sinkhorn layers is needed"):
         asapc.tail_gradients(asapc.load(work / "amortised"), 2)
     for text in ("-1", "1.5", "all", "", "9" * 12):
-        with pytest.raises(InputError, match="--tail"):
-            parsed_tail(text)
+        with pytest.raises(InputError, match="a tail is a number"):
+            checked_tail(text, 1e-3)
 
 
 def refreshed(work: Path, out: Path, *arguments: str) -> dict[str, Any]:

@@ -118,19 +118,12 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _module_teacher(
-    model: nn.Module, source: str, factory: str | None = None, builtin: bool | None = None
+    model: nn.Module, source: str, factory: str | None = None, builtin: bool = False
 ) -> Teacher:
     model = uncompiled(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     check_finite(state, {name for name, _ in model.named_parameters()}, source)
-    return Teacher(
-        model=model.eval(),
-        program=None,
-        source=source,
-        fingerprint=fingerprint(state),
-        builtin=factory is None if builtin is None else builtin,
-        factory=factory,
-    )
+    return Teacher(model.eval(), None, source, fingerprint(state), builtin, factory)
 
 
 def _factory_teacher(spec: str, weights: str | None, kwargs: str | Mapping[str, Any] | None) -> Teacher:
@@ -151,7 +144,7 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
         raise InputError(f"{config_path} must be JSON", got=describe(error)) from error
     if is_transformers(config):
         built = build_pretrained(folder, config, _parse_kwargs(kwargs), remote_code)
-        return _module_teacher(built, str(folder), builtin=False)
+        return _module_teacher(built, str(folder))
     if kwargs is not None:
         raise _not_for(folder, "--kwargs")
     if not weights_path.is_file():
@@ -183,7 +176,7 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
         ) from error
     if not whole:
         load_weights(model, state, str(folder))
-    return _module_teacher(model, str(folder))
+    return _module_teacher(model, str(folder), builtin=True)
 
 
 def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:
@@ -217,11 +210,4 @@ def _program_teacher(path: Path, trust: bool) -> Teacher:
     program = load_program(path, trust=trust)
     state = dict(program.state_dict)
     check_finite(state, set(program.graph_signature.parameters), str(path))
-    return Teacher(
-        model=None,
-        program=program,
-        source=str(path),
-        fingerprint=fingerprint(state),
-        builtin=False,
-        factory=None,
-    )
+    return Teacher(None, program, str(path), fingerprint(state))

@@ -38,7 +38,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
+
+from annotated_types import Ge, Interval
+from pydantic import AllowInfNan, Strict
 
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
@@ -46,6 +49,7 @@ from asapc.features.clouds import Points
 from asapc.features.predictor import Aim, RecipeSide
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.settings import (
+    FROM_TEXT,
     Compound,
     NonNegative,
     Place,
@@ -58,7 +62,6 @@ from asapc.inputs.settings import (
     list_of,
     mapping_of,
     model,
-    number_in,
     pair_of,
     parse,
 )
@@ -87,49 +90,13 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
     **{name: (OPERATORS[name].size, *HYBRID_KEYS, "seed", "max_examples") for name in HYBRIDS},
 }
 
-_Count = integer(1, MAX_COUNT)
-_Size = integer(1)
+Count = Annotated[int, Strict(), Interval(ge=1, le=MAX_COUNT)]
+Size = Annotated[int, Strict(), Ge(1)]
 _Tokens = integer(1, MAX_SHAPE)
 _Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
 BUDGET_TYPES: Mapping[str, Any] = {
     key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
     for key, bound in BUDGET_BOUNDS.items()
-}
-# Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
-CANDIDATE_TYPES: Mapping[str, Any] = {
-    "operator": Literal.__getitem__(OPERATOR_NAMES),
-    "side": RecipeSide,
-    "c_transforms": integer(0, MAX_C_TRANSFORMS),
-    "aim": Aim,
-    "points": Points,
-    "features": list_of(str, 1),
-    "fit": Fit,
-    "ridge": number_in(0, MAX_RIDGE),
-    "ridge_mode": RidgeMode,
-    "coefficients": Coefficients,
-    "pivots": _Count,
-    "slices": _Count,
-    "half_steps": integer(1, MAX_HALF_STEPS),
-    "summary_tokens": integer(0, MAX_COUNT),
-    "depthwise": Depthwise,
-}
-_Block = model(
-    "Candidates",
-    {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()},
-)
-_Budget = model("Budget", BUDGET_TYPES)
-SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": _Budget}
-TYPES: Mapping[str, Any] = {
-    "from": From,
-    **SITE_TYPES,
-    "seed": integer(0, 2**63 - 1),
-    "objective": Objective,
-    "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
-    "drop_attention_maps": Switch,
-    "batch_size": _Size,
-    "max_examples": _Size,
-    "selection_examples": _Size,
-    "sites": mapping_of(model("Site", SITE_TYPES)),
 }
 
 
@@ -178,28 +145,28 @@ class Recipe:
     from_: From = "sinkhorn"
     operator: str = "auto"
     side: RecipeSide = "target"
-    c_transforms: int = 1
+    c_transforms: Annotated[int, Strict(), Interval(ge=0, le=MAX_C_TRANSFORMS)] = 1
     aim: Aim = "aligned"
     points: Points = "all"
     features: tuple[str, ...] = ("coarse:32",)
     fit: Fit = "ls"
-    ridge: float = 1e-5
+    ridge: Annotated[float, Strict(), AllowInfNan(False), Interval(ge=0, le=MAX_RIDGE), FROM_TEXT] = 1e-5
     ridge_mode: RidgeMode = "risk"
     coefficients: Coefficients = "per_head"
-    pivots: int = 32
-    slices: int = 32
-    half_steps: int = 3
-    summary_tokens: int = 0
+    pivots: Count = 32
+    slices: Count = 32
+    half_steps: Annotated[int, Strict(), Interval(ge=1, le=MAX_HALF_STEPS)] = 3
+    summary_tokens: Annotated[int, Strict(), Interval(ge=0, le=MAX_COUNT)] = 0
     depthwise: Depthwise = 0
     candidates: tuple[Mapping[str, Any], ...] = ()
-    seed: int = 0
+    seed: Annotated[int, Strict(), Interval(ge=0, le=2**63 - 1)] = 0
     budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
     objective: Objective = "latency"
     shapes: tuple[tuple[int, int], ...] = ()
-    drop_attention_maps: bool = False
-    batch_size: int = 32
-    max_examples: int = 512
-    selection_examples: int = 256
+    drop_attention_maps: Switch = False
+    batch_size: Size = 32
+    max_examples: Size = 512
+    selection_examples: Size = 256
     sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def for_site(self, name: str) -> Recipe:
@@ -332,6 +299,23 @@ class Recipe:
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
+
+
+# Of the keys in a file: of fields, but where _COMPOUND has a parser, what the schema says of them.
+_KEYS: dict[str, Any] = {
+    key.rstrip("_"): kind for key, kind in get_type_hints(Recipe, include_extras=True).items()
+} | {"operator": Literal.__getitem__(OPERATOR_NAMES), "features": list_of(str, 1)}
+CANDIDATE_TYPES: Mapping[str, Any] = {
+    key: _KEYS[key] for key in itertools.takewhile("candidates".__ne__, _KEYS) if key != "from"
+}
+_Block = model("Candidates", {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()})
+SITE_TYPES = {
+    **CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": model("Budget", BUDGET_TYPES)
+}  # fmt: skip
+TYPES: Mapping[str, Any] = {
+    **_KEYS, **SITE_TYPES, "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
+    "sites": mapping_of(model("Site", SITE_TYPES)),
+}  # fmt: skip
 
 
 def load_recipe(path: str | Path | None) -> Recipe:

@@ -39,15 +39,15 @@ def _from_text(value: Any) -> Any:
 
 
 # A validator in front comes last: what stands before it is part of the number's schema.
-_FROM_TEXT = BeforeValidator(_from_text)
-Finite = Annotated[float, Strict(), AllowInfNan(False), _FROM_TEXT]
-NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), _FROM_TEXT]
-Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), _FROM_TEXT]
+FROM_TEXT = BeforeValidator(_from_text)
+Finite = Annotated[float, Strict(), AllowInfNan(False), FROM_TEXT]
+NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), FROM_TEXT]
+Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), FROM_TEXT]
 
 
 def number_in(low: float, high: float) -> Any:
     """The type of a number within bounds."""
-    return Annotated[float, Strict(), AllowInfNan(False), Interval(ge=low, le=high), _FROM_TEXT]
+    return Annotated[float, Strict(), AllowInfNan(False), Interval(ge=low, le=high), FROM_TEXT]
 
 
 Share = number_in(0, 1)

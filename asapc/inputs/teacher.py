@@ -28,8 +28,8 @@ class Teacher:
     program: ExportedProgram | None
     source: str
     fingerprint: str
-    builtin: bool
-    factory: str | None
+    builtin: bool = False
+    factory: str | None = None
     onnx: Path | None = None
 
     @contextmanager

@@ -16,7 +16,6 @@ divide evenly, and needs a strategy for each of our operators.
 from __future__ import annotations
 
 import copy
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -187,35 +186,34 @@ def _size(target: Any, bound: Bound) -> Any:
     return _first(bound).shape[bound["dim"]]
 
 
-def _by_token(last: Callable[[Bound], int] = lambda _: 0, tokens: str | None = None) -> Rule:
-    """Something of each token by itself, whose axis stays where it is.
-
-    last: of how many of the last axes.  tokens: the argument that has them, the first one unless named.
-    """
-
-    def rule(target: Any, bound: Bound) -> Any:
-        x = _first(bound) if tokens is None else bound[tokens]
-        if not isinstance(x, Shard) or _only_shard(bound) is not x or -x.from_end <= last(bound):
-            return NotImplemented
-        # Of native_layer_norm the mean and deviation of a token, too.
-        return pytree.tree_map(lambda y: x.like(y) if y.dim() > x.axis else y, _on_local(target, bound))
-
-    return rule
-
-
-def _dims(x: Shard, bound: Bound) -> list[int]:
+def _dims(x: Shard, bound: Bound) -> Sequence[int]:
     """The axes that an operator is along; all of them where it does not say."""
     dim = bound.get("dim", bound.get("dims"))
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(x.shape)))
     return [d % len(x.shape) for d in dims]
 
 
-def _along(target: Any, bound: Bound) -> Any:
-    """softmax, cumsum, sort: along one axis, which no other token has a part in unless it is theirs."""
-    x = _first(bound)
-    if not isinstance(x, Shard) or x.axis in _dims(x, bound):
-        return NotImplemented
-    return pytree.tree_map_only(Tensor, x.like, _on_local(target, bound))
+def _last(count: Callable[[Bound], int]) -> Callable[[Shard, Bound], Sequence[int]]:
+    """So many of the last axes."""
+    return lambda x, bound: range(len(x.shape) - count(bound), len(x.shape))
+
+
+def _by_token(
+    along: Callable[[Shard, Bound], Sequence[int]] = lambda *_: (), tokens: str | None = None
+) -> Rule:
+    """Something of each token by itself, whose axis stays where it is.
+
+    along: the axes that are mixed.  tokens: the argument that has them, the first one unless named.
+    """
+
+    def rule(target: Any, bound: Bound) -> Any:
+        x = _first(bound) if tokens is None else bound[tokens]
+        if not isinstance(x, Shard) or _only_shard(bound) is not x or x.axis in along(x, bound):
+            return NotImplemented
+        # Of native_layer_norm the mean and deviation of a token, too.
+        return pytree.tree_map(lambda y: x.like(y) if y.dim() > x.axis else y, _on_local(target, bound))
+
+    return rule
 
 
 def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
@@ -246,32 +244,44 @@ def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
     return getattr(x.group.all_of(own), name)(0)
 
 
-def _seen(target: Any, bound: Bound) -> Any:
-    """A view, through which the tokens' axis is the one that keeps its stride where all others have none.
-
-    transpose, unsqueeze; select, slice, split, chunk, unbind along other axes, or of all tokens.
-    """
+def _places(target: Any, bound: Bound) -> tuple[list[Tensor], list[int], Any] | None:
+    """What a view makes of a tensor in which the tokens' axis alone has a stride, and where that axis is
+    in each part.  None where one has lost it, or is a copy."""
     x, name = _first(bound), next(iter(bound))
     strides = [int(axis == x.axis) for axis in range(len(x.shape))]
     probe = torch.empty_strided(x.shape, strides, device="meta")
-    parts, spec = pytree.tree_flatten(_call(target, {**bound, name: probe}))
-    places = [[a for a, size in enumerate(p.shape) if p.stride(a) == 1 and size == x.size] for p in parts]
-    if any(len(axes) != 1 for axes in places):
+    try:
+        parts, spec = pytree.tree_flatten(_call(target, {**bound, name: probe}))
+    except RuntimeError:  # tokens would be mixed with another axis
+        return None
+    memory = probe.untyped_storage()._cdata
+    axes = [
+        [a for a, size in enumerate(part.shape) if part.stride(a) == 1 and size == x.size]
+        if part.untyped_storage()._cdata == memory else [] for part in parts
+    ]  # fmt: skip
+    return (parts, [found for (found,) in axes], spec) if all(len(own) == 1 for own in axes) else None
+
+
+def _seen(target: Any, bound: Bound) -> Any:
+    """transpose; select, slice, split, chunk, unbind along other axes, or of all tokens."""
+    found = _places(target, bound)
+    if found is None:
         return NotImplemented
+    _, axes, spec = found
     own = pytree.tree_leaves(_on_local(target, bound))
-    shards = [x.like(part, axes[0]) for part, axes in zip(own, places, strict=True)]
+    shards = [_first(bound).like(part, axis) for part, axis in zip(own, axes, strict=True)]
     return pytree.tree_unflatten(shards, spec)
 
 
-def _squeezed(target: Any, bound: Bound) -> Any:
-    x = _first(bound)
-    dims = [d for d in _dims(x, bound) if x.shape[d] == 1]
-    if x.axis in dims:
+def _viewed(target: Any, bound: Bound) -> Any:
+    """What names the sizes of its result: view, squeeze, expand."""
+    x, found = _first(bound), None if "dtype" in bound else _places(target, bound)
+    if found is None:
         return NotImplemented
-    local = x.local
-    for d in sorted(dims, reverse=True):
-        local = local.squeeze(d)
-    return x.like(local, x.axis - sum(d < x.axis for d in dims))
+    (part,), (axis,), _ = found
+    sizes = list(part.shape)
+    sizes[axis] = x.local.shape[x.axis]
+    return x.like(x.local.expand(sizes) if "implicit" in bound else x.local.reshape(sizes), axis)
 
 
 def _selected(target: Any, bound: Bound) -> Any:
@@ -301,16 +311,6 @@ def _concatenated(target: Any, bound: Bound) -> Any:
     return first.like(result, first.axis + (stacks and dim <= first.axis))
 
 
-def _expanded(target: Any, bound: Bound) -> Any:
-    x = _first(bound)
-    sizes = list(bound["size"])
-    axis = len(sizes) + x.from_end
-    if sizes[axis] not in (-1, x.size):
-        return NotImplemented
-    sizes[axis] = -1
-    return x.like(x.local.expand(sizes), axis)
-
-
 def _expanded_as(target: Any, bound: Bound) -> Any:
     x, other = bound["self"], bound["other"]
     if not isinstance(other, Shard) or isinstance(x, Shard):
@@ -322,21 +322,6 @@ def _repeated(target: Any, bound: Bound) -> Any:
     x = _first(bound)
     axis = len(bound["repeats"]) + x.from_end
     return NotImplemented if bound["repeats"][axis] != 1 else x.like(_on_local(target, bound), axis)
-
-
-def _viewed(target: Any, bound: Bound) -> Any:
-    """A view that leaves the tokens an axis of their own, with as much before it as before."""
-    x = _first(bound)
-    if "dtype" in bound:  # other numbers in the same memory
-        return NotImplemented
-    whole_shape = torch.empty(x.shape, device="meta")
-    sizes = list(_call(target, {**bound, next(iter(bound)): whole_shape}).shape)
-    before = math.prod(x.shape[: x.axis])
-    for axis, size in enumerate(sizes):
-        if size == x.size and math.prod(sizes[:axis]) == before:
-            sizes[axis] = x.local.shape[x.axis]
-            return x.like(x.local.reshape(sizes), axis)
-    return NotImplemented
 
 
 def _multiplied(target: Any, bound: Bound) -> Any:
@@ -381,26 +366,24 @@ RULES: dict[str, Rule] = dict((
             "zeros_like", "ones_like", "full_like", "type_as", "float"),
     # Of whole sizes, and of nothing that is in the shard.
     *_named(_on_local, "new_zeros", "new_ones", "new_full", "new_empty"),
-    *_named(_by_token(lambda _: 1), "linear"),
-    *_named(_by_token(lambda bound: len(bound["normalized_shape"])), "layer_norm", "rms_norm",
+    *_named(_by_token(_last(lambda _: 1)), "linear"),
+    *_named(_by_token(_last(lambda bound: len(bound["normalized_shape"]))), "layer_norm", "rms_norm",
             "native_layer_norm"),
     *_named(_by_token(tokens="indices"), "embedding"),
-    *_named(_along, "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort", "topk",
-            "argsort", "glu"),
+    *_named(_by_token(_dims), "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort",
+            "topk", "argsort", "glu"),
     *_named(_reduction(lambda x, own: x.group.summed(own)), "sum"),
     *_named(_reduction(_joined_mean), "mean"),
     *((name, _reduction(partial(_joined_by, name))) for name in ("amax", "amin", "any", "all")),
     *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
             "linalg_vector_norm", "norm"),
-    *_named(_seen, "transpose", "permute", "t", "unsqueeze", "slice", "split", "split_with_sizes",
-            "chunk", "unbind"),
-    *_named(_squeezed, "squeeze"),
+    *_named(_seen, "transpose", "permute", "t", "slice", "split", "split_with_sizes", "chunk", "unbind"),
     *_named(_selected, "select"),
     *_named(_concatenated, "cat", "concat", "stack"),
-    *_named(_expanded, "expand"),
     *_named(_expanded_as, "expand_as"),
     *_named(_repeated, "repeat"),
-    *_named(_viewed, "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
+    *_named(_viewed, "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
+            "expand"),
     *_named(_multiplied, "matmul", "bmm", "mm"),
     *_named(_attended, "scaled_dot_product_attention"),
 ))  # fmt: skip

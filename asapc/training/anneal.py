@@ -21,6 +21,7 @@ from asapc.passes.rewrite import Hardened, harden, heat, soft_calls, temperature
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 
+GAMMA = 0.8  # from stage to stage
 LOWEST = 1e-6  # squared units of the projections, as every temperature
 
 

@@ -36,7 +36,7 @@ from asapc.processes import ALONE, Processes
 from asapc.processes import Part as Shared
 from asapc.program.runner import Runner
 from asapc.terminal.progress import Progress
-from asapc.training.anneal import LOWEST, Annealing
+from asapc.training.anneal import GAMMA, LOWEST, Annealing
 from asapc.training.parameters import (
     Trained,
     choose_parameters,
@@ -44,32 +44,11 @@ from asapc.training.parameters import (
     freed_parameters,
     parameters_of,
 )
-from asapc.training.tails import CERTIFIED, TOLERANCE, checked_tail, passed_through, set_tail
+from asapc.training.settings import CERTIFIED, RefreshSettings, checked_tail
+from asapc.training.tails import passed_through, set_tail
 
 WRITTEN = ("mode", "epochs", "learning_rate", "batch_size", "seed")  # of the settings, in a manifest
 _SINCE = "; coefficients trained since"
-
-
-@dataclass(frozen=True)
-class RefreshSettings:
-    """mode: "labels" is cross entropy on the data's labels, "distil" KL(teacher || compiled).
-
-    patterns: of parameter names, instead of the choice from the graph; examples: at most, of each
-    split, None for all. anneal: cool soft sorts by the factor gamma from stage to stage, and make them
-    exact at the end. tail, tolerance: of the loops that are left, see training.tails.
-    """
-
-    mode: Literal["labels", "distil"]
-    epochs: int = 5
-    learning_rate: float = 2e-4
-    batch_size: int = 32
-    patterns: tuple[str, ...] = ()
-    seed: int = 0
-    examples: int | None = None
-    anneal: bool = False
-    gamma: float = 0.8
-    tail: int | str | None = None
-    tolerance: float = TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -134,13 +113,12 @@ def train(
     sorts exact throughout, as it will run.  processes: have the same weights all the while, and share
     the examples of every step.
     """
-    check_settings(settings)
     programs = artifact.programs["graph"]
     teacher = Runner(model, artifact.programs["teacher"])
     compiled = Runner(model, programs, gradients=True)
     training = _examples(source, "calibration", settings)
     steps = settings.epochs * _steps(training, settings.batch_size)
-    annealing = Annealing(programs, settings.gamma, steps) if settings.anneal else None
+    annealing = Annealing(programs, GAMMA, steps) if settings.anneal else None
     selection = _examples(source, "selection", settings)
     example = rows(selection[0], range(min(len(selection[0]), settings.batch_size)))
     leaf = scores_leaf(teacher(example))
@@ -157,15 +135,16 @@ def train(
     else:
         _check_labels([*training, *selection], measured, source.source)
 
-    if annealing is not None and not settings.patterns:
+    if annealing is not None and not settings.parameters:
         trained = freed_parameters(programs, model, parameters_of(programs))
         trained = trainer.with_gradient(compiled, _rows(parts[0], range(len(example))), trained)
     else:
-        names = choose_parameters(programs, leaf, settings.patterns)
+        names = choose_parameters(programs, leaf, settings.parameters or ())
         trained = freed_parameters(programs, model, names)
     progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
     graphs = [program.graph for program in programs]
-    loops = set_tail(graphs, *checked_tail(settings.tail, settings.tolerance))
+    tail = checked_tail(settings.tail, settings.tolerance)
+    loops = set_tail(graphs, *tail)
     try:
         with depths() as passed:
             before, best = trainer.fit(compiled, trained, parts, measured, annealing)
@@ -185,7 +164,7 @@ def train(
         "after": best.metrics,
     }
     if settings.tail is not None and loops and passed:
-        entry["tail"] = _tail_entry(settings, passed, progress)
+        entry["tail"] = _tail_entry(*tail, passed, progress)
     if annealing is not None:
         soft = trainer.evaluate(teacher, measured)
         entry |= _annealed_entry(annealing, {"soft": soft, "before": before, "after": best.metrics})
@@ -200,16 +179,17 @@ def train(
 
 
 def _tail_entry(
-    settings: RefreshSettings, passed: Sequence[Tensor], progress: Progress
+    most: int | None, tolerance: float, passed: Sequence[Tensor], progress: Progress
 ) -> dict[str, Any]:
-    """passed: half-steps that gradients passed through."""
+    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through."""
     half_steps = passed_through(passed)
     progress.note(
         f"gradients passed through {half_steps['min']:g} to {half_steps['max']:g} half-steps "
         f"of a loop (median {half_steps['median']:g})"
     )
-    tolerance = settings.tolerance if settings.tail == CERTIFIED else None
-    return {"half_steps": settings.tail, "tolerance": tolerance, "passed": half_steps}
+    if most is None:
+        return {"half_steps": CERTIFIED, "tolerance": tolerance, "passed": half_steps}
+    return {"half_steps": most, "tolerance": None, "passed": half_steps}
 
 
 def _annealed_entry(
@@ -232,17 +212,6 @@ def put_weights(programs: Sequence[Program], weights: Mapping[tuple[int, str], T
     with torch.no_grad():
         for (number, name), tensor in weights.items():
             operator.attrgetter(name)(programs[number].graph).copy_(tensor)
-
-
-def check_settings(settings: RefreshSettings) -> None:
-    """Raises InputError for a learning rate, a cooling factor or a tail that is none."""
-    checked_tail(settings.tail, settings.tolerance)
-    if not 0 < settings.gamma < 1:
-        raise InputError("refresh: gamma must be between 0 and 1", got=settings.gamma)
-    if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
-        raise InputError(
-            "refresh: the learning rate must be positive and finite", got=settings.learning_rate
-        )
 
 
 # Training

@@ -9,7 +9,6 @@ Source: block-wise paper, Propositions 1, 5 and 6, Corollary 2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +21,8 @@ from asapc.operators.catalogue import OF_GRADIENTS, OPERATORS, by_name, ordered
 from asapc.program import calls
 from asapc.program.code import Code
 from asapc.program.compiled import Forward
+from asapc.training.settings import TOLERANCE, checked_tail
 
-CERTIFIED = "certified"
-TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
 assert calls  # registers the operators
 LOOPS = (OPERATORS["sinkhorn"], OPERATORS["banded_sinkhorn"])
 TAILED = {operator.overload(dense) for operator in LOOPS for dense in operator.forms}
@@ -65,26 +63,6 @@ def _codes(model: nn.Module) -> Iterator[Code]:
             yield forward.code
         elif isinstance(module, GraphModule):
             yield module
-
-
-def checked_tail(tail: int | str | None, tolerance: float) -> tuple[int | None, float]:
-    """(half-steps at most, tolerance), as the operator takes them."""
-    if tail == CERTIFIED:
-        if not (0 < tolerance < math.inf):
-            raise InputError("the tolerance of a certified tail must be positive", got=tolerance)
-        return None, float(tolerance)
-    if tail is None or (isinstance(tail, int) and not isinstance(tail, bool) and tail >= 0):
-        return tail, 0.0
-    raise InputError(f"a tail is a number of half-steps or {CERTIFIED!r}", got=repr(tail))
-
-
-def parsed_tail(text: str | None) -> int | str | None:
-    """What a command line says.  Raises InputError unless it is a number or "certified"."""
-    if text is None or text == CERTIFIED:
-        return text
-    if text.isascii() and text.isdigit() and len(text) < 10:
-        return int(text)
-    raise InputError(f"--tail: a number of half-steps or {CERTIFIED!r} is needed", got=repr(text))
 
 
 def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:

@@ -57,10 +57,7 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     module.trusted = trust
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
     check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
-    return Teacher(
-        model=module, program=None, source=str(path), fingerprint=_fingerprint(reader, graph, inputs),
-        builtin=False, factory=None, onnx=path,
-    )  # fmt: skip
+    return Teacher(module, None, str(path), _fingerprint(reader, graph, inputs), onnx=path)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
