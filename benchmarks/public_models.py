@@ -6,11 +6,10 @@ is written here only calls it as its own repository does.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,19 +36,17 @@ if not torch.cuda.is_available():  # code that moves its tensors to a GPU by its
 Build = Callable[[ModuleType], nn.Module]
 
 
-@contextlib.contextmanager
-def importable(*folders: Path) -> Iterator[None]:
-    """With the folders first on sys.path, and their modules forgotten afterwards: names repeat."""
-    path, before = list(sys.path), set(sys.modules)
-    sys.path[:0] = [str(folder) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            if any(file.startswith(f"{folder}{os.sep}") for folder in folders):
-                del sys.modules[name]
+def import_from(checkouts: Path, *folders: Path) -> None:
+    """Puts the folders first on sys.path; modules of other checkouts are forgotten, since names repeat.
+
+    They stay until the next call: torch.compile imports them again, by name.
+    """
+    below = f"{checkouts}{os.sep}"
+    sys.path[:] = [*map(str, folders), *(path for path in sys.path if not path.startswith(below))]
+    for name, module in [*sys.modules.items()]:
+        stands_in = isinstance(module, mock.MagicMock)
+        if stands_in or (getattr(module, "__file__", None) or "").startswith(below):
+            del sys.modules[name]
 
 
 class Call(nn.Module):
@@ -221,9 +218,9 @@ def repository_rows(folder: Path) -> list[Row]:
         others of its package import."""
 
         def make() -> nn.Module:
-            absent = mock.patch.dict(sys.modules, {other: mock.MagicMock() for other in unneeded})
-            with absent, importable(folder / place, folder / place.split("/")[0]):
-                return sharpened(build(importlib.import_module(name)), ("ref",), 2.0)
+            import_from(folder, folder / place, folder / place.split("/")[0])
+            sys.modules.update({other: mock.MagicMock() for other in unneeded})
+            return sharpened(build(importlib.import_module(name)), ("ref",), 2.0)
 
         return Row(f"{owner}/{place.split('/')[0]}: {title}", make, inputs, size, other, scaled)
 

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from written import write_results
 
 import asapc
-from asapc.errors import AsapcError, InputError
+from asapc.errors import AsapcError, InputError, NoSiteError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.measure.timing import interleaved_medians
@@ -43,8 +43,8 @@ from asapc.passes.analyse import analyse
 from asapc.program.compiled import OwnCodeWarning
 
 TOLERANCE = 1e-4
-PATIENCE = 240  # seconds for the first call under torch.compile: loops of 200 half-steps take longer
-EXAMPLES = 40
+PATIENCE = 60  # seconds for the first call under torch.compile: loops of 200 half-steps take longer
+EXAMPLES = 80
 RECIPE = {"operator": "lossless", "batch_size": 8, "max_examples": 8, "selection_examples": 8}
 
 
@@ -106,7 +106,8 @@ def compiled_row(row: Row, repeats: int) -> dict[str, Any]:
     try:
         result = asapc.compile(copy.deepcopy(model), batches, recipe=RECIPE, examples=4)
     except AsapcError as error:
-        reason = "; ".join(listed(model, inputs(row, 2, tokens, 0))) or str(error).splitlines()[0]
+        reasons = listed(model, inputs(row, 2, tokens, 0)) if isinstance(error, NoSiteError) else []
+        reason = "; ".join(reasons) or str(error).splitlines()[0]
         return {"name": row.name, "status": "left alone", "reason": reason}
     facts = result.report.facts
     entry: dict[str, Any] = {
