@@ -33,7 +33,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from asapc.passes.cut import ancestors, depends_on_data, reaches
-from asapc.passes.observe import STOP
+from asapc.passes.observe import STOP, builtin_replaced
 from asapc.passes.products import NORMALISERS
 
 Place = tuple[str, int]
@@ -372,17 +372,9 @@ class _Plain(metaclass=_TypeOf):
     """`type`, to which a tensor of a trace is what it stands for."""
 
 
-@contextlib.contextmanager
-def plain_types(spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+def plain_types(spaces: Sequence[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """type(x) is torch.Tensor, of a tensor in a trace, in the modules of these namespaces."""
-    changed = [space for space in spaces if "type" not in space]
-    for space in changed:
-        space["type"] = _Plain
-    try:
-        yield
-    finally:
-        for space in changed:
-            space.pop("type", None)
+    return builtin_replaced(spaces, "type", _Plain)
 
 
 def asking_for_types(error: BaseException) -> list[dict[str, Any]]:

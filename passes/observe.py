@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,6 +236,19 @@ def replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[
                 del vars(module)["forward"]
             else:
                 vars(module)["forward"] = own
+
+
+@contextlib.contextmanager
+def builtin_replaced(spaces: Sequence[dict[str, Any]], name: str, value: Any) -> Iterator[None]:
+    """A builtin is this value for a while, to the code of these globals that has no name like it."""
+    changed = [space for space in spaces if name not in space]
+    for space in changed:
+        space[name] = value
+    try:
+        yield
+    finally:
+        for space in changed:
+            space.pop(name, None)
 
 
 def _see(values: Any, label: str) -> None:

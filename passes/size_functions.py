@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asapc.passes.observe import builtin_replaced
 from asapc.passes.size_guards import by_the_model
 
 FUNCTIONS = ("log", "log2", "log10", "log1p", "sqrt", "exp")
@@ -53,22 +54,14 @@ def free_lengths() -> Iterator[None]:
         builtins.len = plain
 
 
-@contextlib.contextmanager
-def kinds_of_sizes(spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+def kinds_of_sizes(spaces: Sequence[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """Let `isinstance(n, int)` be true of a size.  spaces: the globals of the model's code."""
     numbers: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
     def is_one(x: Any, kinds: Any, /) -> bool:
         return isinstance(x, kinds) or (type(x) in numbers and isinstance(numbers[type(x)], kinds))
 
-    changed = [space for space in spaces if "isinstance" not in space]
-    for space in changed:
-        space["isinstance"] = is_one
-    try:
-        yield
-    finally:
-        for space in changed:
-            del space["isinstance"]
+    return builtin_replaced(spaces, "isinstance", is_one)
 
 
 @contextlib.contextmanager
