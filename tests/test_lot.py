@@ -178,14 +178,14 @@ SIZES = {
     "streamed": ((5, 1, 5000, 4500, 4, 4, 32), 1),
     "one head": ((1, 1, 5000, 4500, 4, 4, 16), 2),
 }
-# Up to which span of a row's scores, of a query or of a pivot, float32 inputs run in what.
+# Up to which span of a pivot's scores float32 inputs run in what.
 DOMAINS = {40.0: "linear domain", 340.0: "linear domain in float64", math.inf: "log domain"}
 
 
-def widest(scores: Tensor, keep: Tensor | None, over: int) -> float:
-    """Of the rows of pivots, or the columns of tokens, [B, H, R, N]: the widest span of active tokens."""
+def widest(scores: Tensor, keep: Tensor | None) -> float:
+    """Of the rows of pivots, [B, H, R, N]: the widest span of active tokens."""
     there = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep[:, None, None]
-    low, high = scores.masked_fill(~there, 1e9).amin(over), scores.masked_fill(~there, -1e9).amax(over)
+    low, high = scores.masked_fill(~there, 1e9).amin(-1), scores.masked_fill(~there, -1e9).amax(-1)
     return float((high - low).max())
 
 
@@ -203,10 +203,10 @@ def test_kernel_is_within_the_honest_error_in_every_domain(
     q, k, _, keep, query_keep, bias, pivots, _ = arguments
     pivots += 1.5  # scores larger than they span
     multipliers, spans = [], []
-    for x, mask, added, over in ((q, query_keep, None, -2), (k, keep, bias, -1)):
+    for x, mask, added in ((q, query_keep, None), (k, keep, bias)):
         scores = partial(meaning.pivot_scores, x, mask, added, pivots, dtype=torch.float32)
-        multipliers.append(span / widest(scores(multiplier=1.0), mask, over))
-        spans.append(widest(scores(multiplier=multipliers[-1]), mask, over))
+        multipliers.append(span / widest(scores(multiplier=1.0), mask))
+        spans.append(widest(scores(multiplier=multipliers[-1]), mask))
     settings = (*multipliers, 3, True, 3, False, COUNTED)
     before = torch.get_num_threads()
     try:

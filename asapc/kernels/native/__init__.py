@@ -31,7 +31,7 @@ from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
+PROBLEM, SCALING = Struct("9P26q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
 PLAN = Struct("8P14q9d3q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
@@ -101,6 +101,7 @@ def sinkhorn_loop(
     query_keep: Tensor | None = None,
     mass: Tensor | None = None,
     rows_weigh: bool = False,
+    to_columns: bool = False,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
 
@@ -109,19 +110,21 @@ def sinkhorn_loop(
     [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
     more than float64 holds, what is returned means nothing then.  query_keep: [B, N], rows of 0 are 0.
     mass: [B, H, N] of rows that weigh, by N times which the output is divided, or [B, H, M] of columns.
+    to_columns: A^T v, for v [B, H, N, E] of the rows: [B, H, M, E], 0 at columns that are not kept; of the
+    plan as it is, where rows weigh.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     width = keys if v is None else v.shape[3]
     out_dtype = q.dtype if v is None else v.dtype
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out = q.new_empty((batch, heads, queries, width), dtype=dtype)
-    if query_keep is not None or keys == 0:
+    out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
+    if query_keep is not None or keys == 0 or (to_columns and keep is not None):
         out.zero_()
     if keys == 0 or out.numel() == 0:
         return out.to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep, query_keep = _masks(q, k, v, keep, query_keep)
+    keep, query_keep = _masks(q, k, v, keep, query_keep, to_columns)
     if mass is not None:
         mass = mass.to(dtype).expand(batch, heads, queries if rows_weigh else keys).contiguous()
     if dual is not None:
@@ -133,7 +136,7 @@ def sinkhorn_loop(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
-        rows_weigh, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
+        rows_weigh, to_columns, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
         loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
@@ -151,20 +154,22 @@ def lot(
     keys_first: bool, output_factor: Sequence[float], interleaved: bool = False,
     pivot_weight: Tensor | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """As operators.lot.lot, of at least one half-step each; the widest range of a row's scores, of pivots
-    among all tokens or of a query among all pivots."""
+    """As operators.lot.lot, of at least one half-step each; the widest range of a pivot's scores."""
     batch, heads, count = q.shape[0], *pivots.shape[:2]
     dtype = lot_reference.work_dtype(q)
 
     def each(x: Tensor) -> Tensor:
         return lot_reference.by_example(x, batch) if interleaved else x.expand(batch, heads, count)
 
-    z, mass, bias = pivots.expand(batch, -1, -1, -1), each(pivot_mass), key_bias
-    side: Side = "column" if keys_first else "row"
-    per_key = 0.0 if (key_half_steps % 2 == 1) == (side == "row") else 1.0  # the loop ends on keys
-    run = Loop(key_multiplier, key_half_steps, side, [1.0, 1.0, per_key, -per_key])
+    def loop(multiplier: float, half_steps: int, tokens_first: bool, power: float) -> Loop:
+        active = float(tokens_first == (half_steps % 2 == 1))  # where it ends on the tokens
+        side: Side = "column" if tokens_first else "row"
+        return Loop(multiplier, half_steps, side, [1.0, power, active, -active])
+
+    z, mass = pivots.expand(batch, -1, -1, -1).to(dtype), each(pivot_mass)
+    run = loop(key_multiplier, key_half_steps, keys_first, 1.0)
     mixed, widest = sinkhorn_loop(
-        z.to(dtype), k.to(dtype), v.to(dtype), keep, bias, None, run, mass=mass, rows_weigh=True
+        z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass, rows_weigh=True
     )
     factor = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
     if pivot_weight is not None:
@@ -172,10 +177,9 @@ def lot(
     mixed = mixed * factor
     if keep is not None:
         mixed.masked_fill_(~keep.any(-1)[:, None, None, None], 0.0)
-    side = "row" if queries_first else "column"
-    run = Loop(query_multiplier, query_half_steps, side, [1.0, 0.0, 0.0, 0.0])
+    run = loop(query_multiplier, query_half_steps, queries_first, 0.0)
     out, wider = sinkhorn_loop(
-        q.to(dtype), z, mixed, None, None, None, run, query_keep=query_keep, mass=mass
+        z, q.to(dtype), mixed, query_keep, None, None, run, mass=mass, rows_weigh=True, to_columns=True
     )
     return out.to(v.dtype), max(widest, wider)
 
@@ -325,14 +329,16 @@ def _rule(
 
 
 def _masks(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
+    to_columns: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """keep [B, M] and query_keep [B, N], whole.
 
     Raises RuntimeError where sizes differ, as torch's own operators do: the engine would read elsewhere.
     """
     (batch, heads, queries, dim), (*of_keys, keys, keys_dim) = q.shape, k.shape
-    if of_keys != [batch, heads] or keys_dim != dim or (v is not None and v.shape[:3] != k.shape[:3]):
+    of_values = q if to_columns else k
+    if of_keys != [batch, heads] or keys_dim != dim or (v is not None and v.shape[:3] != of_values.shape[:3]):
         given = ", ".join(str([*x.shape]) for x in (q, k, v) if x is not None)
         raise RuntimeError(f"asapc: queries, keys and values must be of the same batch, got {given}")
     if keep is not None:

@@ -92,7 +92,8 @@ struct Rule {
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
 // [B, H, N, E or M]; query_keep: [B, N] bytes or null, and nothing is written to rows of 0; mass: [B, H, N] of
 // rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of the output are divided by
-// N times theirs. Strides are of numbers; where none is given, tensors are contiguous. The output factor is
+// N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan A
+// as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors are contiguous. The output factor is
 // coefficient * N^queries * M^keys * n^active.
 struct Problem {
   const void *q, *k, *v;
@@ -103,7 +104,7 @@ struct Problem {
   const void* mass;
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
-  int64_t bias_key_stride, half_steps, rows_first, rows_weigh, is_double, resident_bytes, threads;
+  int64_t bias_key_stride, half_steps, rows_first, rows_weigh, to_columns, is_double, resident_bytes, threads;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
 };
@@ -186,17 +187,17 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
 }
 
-// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products' inner
-// part; or of (x[r][d] - panel[d])^2.
+// out[r] = sum_d x[r][d step] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products'
+// inner part; or of (x[r][d step] - panel[d])^2.
 template <class T, bool squares = false> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
-                                   int64_t stride, int64_t across = 2 * kLanes<T>) {
+                                   int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
   constexpr int L = kLanes<T>;
   V<T> sum[kRows][2] = {};
   for (int64_t d = 0; d < depth; ++d) {
     const V<T> left = load(panel + d * across), right = load(panel + d * across + L);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const V<T> factor = all(x[r][d]);
+      const V<T> factor = all(x[r][d * step]);
       const V<T> first = squares ? factor - left : left, second = squares ? factor - right : right;
       sum[r][0] += (squares ? first : factor) * first;
       sum[r][1] += (squares ? second : factor) * second;
@@ -343,14 +344,15 @@ void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width
   }
 }
 
-// to[r] = factors[r] x[r] values for `count` of kRows rows; values: panels of pack_values, [depth, width].
+// to[r] = factors[r] x[r] values for `count` of kRows rows, entries of x[r] `step` apart; values: panels of
+// pack_values, [depth, width].
 template <class S, class W>
 INLINE void multiply(const W* const* x, int64_t count, int64_t depth, const W* values, int64_t width,
-                     const W* factors, S* const* to) {
+                     const W* factors, S* const* to, int64_t step = 1) {
   constexpr int64_t E = 2 * kLanes<W>;
   for (int64_t start = 0; start < width; start += E) {
     W part[kRows * E];
-    tile<W>(x, depth, values + start * depth, part, E);
+    tile<W>(x, depth, values + start * depth, part, E, E, step);
     const int64_t here = std::min(E, width - start);
     for (int64_t r = 0; r < count; ++r) {
       S* out = to[r] + start;
@@ -368,7 +370,7 @@ template <class S, class W> class Head {
 
  public:
   Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : p_(p), keys_(keys), rows_(queries.active), active_(keys.active), count_(rows_.size()),
+      : p_(p), queries_(queries), keys_(keys), rows_(queries.active), active_(keys.active), count_(rows_.size()),
         size_(active_.size()), padded_(rounded_up(size_, P)) {
     const int64_t batch = index / p.heads, head = index % p.heads;
     const auto at = [&](const void* from, const Strides& s) {
@@ -378,7 +380,7 @@ template <class S, class W> class Head {
     v_ = p.v ? at(p.v, p.v_strides) : nullptr;
     dim_ = keys.none ? 0 : p.dim;  // whatever they hold, scores are 0
     bias_ = p.bias && !keys.none ? at(p.bias, p.bias_strides) : nullptr;
-    out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
+    out_ = static_cast<S*>(p.out) + index * (p.to_columns ? p.keys : p.queries) * p.width;
     const int64_t length = p.rows_first ? p.keys : p.queries;
     const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
@@ -389,7 +391,7 @@ template <class S, class W> class Head {
     double least = 1;
     for (int64_t i = 0; mass && i < weighing; ++i) if (mass[i] > 0) least = std::min(least, double(mass[i]));
     spare_ = std::max(0.0, -std::log(least) - 8) / 2;
-    kept_ = count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
+    kept_ = p.to_columns || count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(count_) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
     stabilised_ = p.rule.form != kPlain;
@@ -457,15 +459,15 @@ template <class S, class W> class Head {
 
   void take(Scratch& scratch) {
     const int64_t rows = kept_ ? count_ : kRows;
-    const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0;
+    const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0, valued = p_.to_columns ? count_ : size_;
     const size_t bytes = (padded_ * (p_.dim + 1) + kRows * padded_) * sizeof(S) +
-                         (rows * stride_ + 2 * count_ + 3 * padded_ + value_panels * size_) * sizeof(W);
+                         (rows * stride_ + 2 * count_ + 3 * padded_ + value_panels * valued) * sizeof(W);
     scratch.reserve(bytes + 16 * kBytes);
     panels_ = scratch.take<S>(padded_ * p_.dim), added_ = scratch.take<S>(padded_);
     scores_ = scratch.take<S>(kRows * padded_), kernel_ = scratch.take<W>(rows * stride_);
     a_ = scratch.take<W>(count_), log_a_ = scratch.take<W>(count_);
     b_ = scratch.take<W>(padded_), total_ = scratch.take<W>(padded_), top_ = scratch.take<W>(padded_);
-    values_ = scratch.take<W>(value_panels * size_);
+    values_ = scratch.take<W>(value_panels * valued);
     pack_keys();
   }
 
@@ -526,6 +528,7 @@ template <class S, class W> class Head {
   }
 
   bool linear_pass(const Pass& pass) {
+    const double scale = scale_ / (ends_on_rows_ ? 1.0 : share_);
     if (pass.closes_columns) std::fill_n(total_, padded_, W(0));
     else pack_values(b_);
     for (int64_t row = 0; row < count_; row += kRows) {
@@ -545,15 +548,18 @@ template <class S, class W> class Head {
       for (int64_t r = 0; r < count; ++r) {
         const W mass = row_mass(row + r);
         const bool divided = of_density(pass) || !(mass > 0);
-        weights[r] = pass.closes_columns ? (of_density(pass) ? a[r] * mass : a[r])
+        weights[r] = pass.closes_columns || p_.to_columns ? (of_density(pass) ? a[r] * mass : a[r])
                      : divided ? a[r] * W(mass > 0) : a[r] / mass;
       }
-      if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale_ / (ends_on_rows_ ? 1.0 : share_));
+      if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale);
       else by_rows(count, [&](int64_t r, auto R) {
         add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_);
       });
     }
-    if (!pass.closes_columns) return true;
+    if (!pass.closes_columns) {
+      if (p_.to_columns) apply_to_columns(b_, scale);
+      return true;
+    }
     for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
     if (pass.first && !pass.closes_rows && !stabilised_)  // in the units of the last block, which are everyone's
       for (int64_t i = 0; i < count_; ++i) a_[i] = started(i);
@@ -609,7 +615,7 @@ template <class S, class W> class Head {
       form_log_plan(row, count, pass.first || !kept_, rows);
       for (int64_t r = 0; r < count; ++r) {
         W* x = rows + r * stride_;
-        ones[r] = row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
+        ones[r] = p_.to_columns ? W(1) : row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
         if (pass.closes_rows) a_[row + r] += close_log_row(x, std::log(row_mass(row + r)));
         if (pass.closes_columns) continue;
         for (int64_t j = 0; j < padded_; j += L) store(x + j, exponential<W>(load(x + j)));
@@ -617,7 +623,10 @@ template <class S, class W> class Head {
       if (pass.closes_columns) add_log_rows(rows, count);
       else apply(row, count, rows, ones, total_, scale_);
     }
-    if (!pass.closes_columns) return;
+    if (!pass.closes_columns) {
+      if (p_.to_columns) apply_to_columns(total_, scale_);
+      return;
+    }
     for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
       const W correction = top_[j] == W(-kInfinity) ? W(0) : std::log(column_mass(j)) - (top_[j] + std::log(total_[j]));
       b_[j] = kept_ ? correction : b_[j] + correction;
@@ -652,11 +661,15 @@ template <class S, class W> class Head {
   }
 
   void pack_values(const W* weights) {
-    if (v_) ::pack_values(v_, p_.v_strides.token, keys_, p_.width, weights, values_);
+    if (v_ && !p_.to_columns) ::pack_values(v_, p_.v_strides.token, keys_, p_.width, weights, values_);
   }
 
-  // A block of rows of the map, times the values where there are some.
+  // A block of rows of the map, times the values where there are some; or what it weighs in all columns, in a_.
   void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
+    if (p_.to_columns) {
+      std::copy_n(a, count, a_ + row);
+      return;
+    }
     if (v_ == nullptr) {
       for (int64_t r = 0; r < count; ++r) {
         S* out = out_ + rows_[row + r] * p_.width;
@@ -677,8 +690,24 @@ template <class S, class W> class Head {
     multiply(x, count, size_, values_, p_.width, factors, to);
   }
 
+  // diag(weights) K^T diag(a) v of the rows' values, by blocks of columns.
+  void apply_to_columns(const W* weights, double scale) {
+    ::pack_values(v_, p_.v_strides.token, queries_, p_.width, a_, values_);
+    const W* x[kRows];
+    W factors[kRows];
+    S* to[kRows];
+    for (int64_t start = 0; start < size_; start += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, size_ - start);
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t j = start + std::min(r, count - 1);
+        x[r] = kernel_ + j, factors[r] = W(weights[j] * scale), to[r] = out_ + active_[j] * p_.width;
+      }
+      multiply(x, count, count_, values_, p_.width, factors, to, stride_);
+    }
+  }
+
   const Problem& p_;
-  const Tokens& keys_;
+  const Tokens &queries_, &keys_;
   const std::vector<int64_t> &rows_, &active_;
   const int64_t count_, size_, padded_;
   const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_, *row_mass_, *column_mass_;
@@ -879,7 +908,7 @@ template <class S> double run(const Problem& p) {
           example = index / p.heads;
           queries.emplace(p.query_keep, p.queries, example), keys.emplace(p.keep, p.keys, example);
         }
-        if (queries->none) continue;
+        if (queries->none || (p.to_columns && keys->none)) continue;
         const double range = run_head<S>(p, index, scratch, *queries, *keys);
         if (!(range <= own)) own = range;
       }
