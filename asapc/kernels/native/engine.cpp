@@ -504,13 +504,15 @@ template <class S, class W> class Head {
     form_scores(row, count);
     for (int64_t r = 0; r < count; ++r) {
       const S* s = scores_ + r * padded_;
-      V<S> high = load(s), low = high;
-      for (int64_t j = kLanes<S>; j < padded_; j += kLanes<S>) {
-        const V<S> here = load(s + j);
-        high = here > high ? here : high, low = here < low ? here : low;
+      V<S> high[2] = {load(s), load(s + kLanes<S>)}, low[2] = {high[0], high[1]};  // two: neither waits for the other
+      for (int64_t j = P; j < padded_; j += P) {
+        for (int64_t side = 0; side < 2; ++side) {
+          const V<S> here = load(s + j + side * kLanes<S>);
+          high[side] = here > high[side] ? here : high[side], low[side] = here < low[side] ? here : low[side];
+        }
       }
-      const S top = max_of<S>(high);
-      const double range = double(top) + double(max_of<S>(-low)) + spare_;
+      const S top = max_of<S>(high[0] > high[1] ? high[0] : high[1]);
+      const double range = double(top) + double(max_of<S>(low[0] < low[1] ? -low[0] : -low[1])) + spare_;
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
       const V<W> shift = all(W(top));
@@ -560,7 +562,12 @@ template <class S, class W> class Head {
       if (p_.to_columns) apply_to_columns(b_, scale);
       return true;
     }
-    for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
+    if (stabilised_ || column_mass_) {
+      for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
+    } else {
+      for (int64_t j = 0; j < padded_; j += L) store(b_ + j, all(W(share_)) / load(total_ + j));
+      std::fill(b_ + size_, b_ + padded_, W(0));
+    }
     if (pass.first && !pass.closes_rows && !stabilised_)  // in the units of the last block, which are everyone's
       for (int64_t i = 0; i < count_; ++i) a_[i] = started(i);
     return true;
