@@ -19,6 +19,7 @@ from asapc.passes.products import SAME, Canonical, KeyMask, Product, rank_of
 from asapc.program.calls import SITE, put_call, put_tensor
 
 aten = torch.ops.aten
+MERGES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 Swap = tuple[Node, Node, Callable[[Node], bool]]
 """A node, what is put in its place, and for which of its users."""
@@ -58,6 +59,9 @@ class Lifting:
             return node
         if self.heads == 1:
             return self.call(aten.unsqueeze.default, node, 1)
+        unmerged = _unmerged(canonical, self.heads)
+        if unmerged is not None:
+            return self.nodes[unmerged]
         return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
 
     def turned(self, node: Node, order: tuple[int, ...] | None) -> Node:
@@ -185,6 +189,20 @@ class Lifting:
                 size = self.call(aten.sym_size.int, tensor, 2)
                 number = self.call(operator.mul if power > 0 else operator.truediv, number, size)
         return number
+
+
+def _unmerged(canonical: Canonical, heads: int) -> Node | None:
+    """The [B, H, X, Y] that was merged to [B * H, X, Y], by a copy that kernels do not need."""
+    merged, order = canonical.node, canonical.order or (0, 1, 2)
+    if merged.target is aten.transpose.int and order == (0, 2, 1):
+        before, *axes = merged.args
+        if isinstance(before, Node) and axes in ([1, 2], [2, 1], [-1, -2], [-2, -1]):
+            merged, order = before, (0, 1, 2)
+    source = merged.args[0] if merged.target in MERGES else None
+    if order != (0, 1, 2) or not isinstance(source, Node):
+        return None
+    shape, wanted = source.meta["val"].shape, (heads, *merged.meta["val"].shape[1:])
+    return source if len(shape) == 4 and [*map(str, shape[1:])] == [*map(str, wanted)] else None
 
 
 def _narrowest(node: Node) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 import attention_zoo as zoo
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import BranchError, InputError
@@ -221,7 +221,7 @@ def test_a_model_that_returns_numpy_is_captured_by_module_and_is_what_it_was() -
 class Branching(nn.Module):
     """A branch on the data that is no early stop must not be traced one way in silence."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * 2 if (x > 0).any() else x
 
 
@@ -240,3 +240,28 @@ def test_a_failing_forward_is_the_users_to_mend(error: type[Exception] | None) -
     with pytest.raises(InputError, match="the model runs on the given data") as raised:
         capture(model, (torch.randn(3, 10, 7),), {})
     assert isinstance(raised.value.__cause__, error or RuntimeError)
+
+
+class Merged(nn.Module):
+    """Heads are merged with the batch by copies, as for torch.bmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], 6, 4).transpose(1, 2)
+        q, k, v = (part.reshape(-1, x.shape[1], 4) for part in heads.split(2, 1))
+        plan = (q @ k.mT).softmax(-1)
+        for _ in range(3):
+            plan = plan / plan.sum(1, keepdim=True)
+            plan = plan / plan.sum(2, keepdim=True)
+        return (plan @ v).view(-1, 2, x.shape[1], 4)
+
+
+def test_merged_heads_are_read_where_they_lie() -> None:
+    net, x = Merged().eval(), torch.randn(4, 6, 8)
+    program = capture(net, (x,), {}).programs[0]
+    lifted = lift(program, match(program)).graph
+    torch.testing.assert_close(lifted(x), net(x))
+    assert torch.ops.aten.reshape.default not in {node.target for node in lifted.graph.nodes}

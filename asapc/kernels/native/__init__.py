@@ -110,8 +110,8 @@ def sinkhorn_loop(
     [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
     more than float64 holds, what is returned means nothing then.  query_keep: [B, N], rows of 0 are 0.
     mass: [B, H, N] of rows that weigh, by N times which the output is divided, or [B, H, M] of columns.
-    to_columns: A^T v, for v [B, H, N, E] of the rows: [B, H, M, E], 0 at columns that are not kept; of the
-    plan as it is, where rows weigh.
+    to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
+    of the plan as it is where rows weigh.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -136,8 +136,8 @@ def sinkhorn_loop(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
-        rows_weigh, to_columns, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
-        loop.score_multiplier, *loop.output_factor,
+        rows_weigh, to_columns, dtype is torch.float64, thresholds().resident_bytes,
+        torch.get_num_threads(), loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
@@ -337,8 +337,9 @@ def _masks(
     Raises RuntimeError where sizes differ, as torch's own operators do: the engine would read elsewhere.
     """
     (batch, heads, queries, dim), (*of_keys, keys, keys_dim) = q.shape, k.shape
-    of_values = q if to_columns else k
-    if of_keys != [batch, heads] or keys_dim != dim or (v is not None and v.shape[:3] != of_values.shape[:3]):
+    paired = q if to_columns else k
+    unlike = v is not None and v.shape[:3] != paired.shape[:3]
+    if of_keys != [batch, heads] or keys_dim != dim or unlike:
         given = ", ".join(str([*x.shape]) for x in (q, k, v) if x is not None)
         raise RuntimeError(f"asapc: queries, keys and values must be of the same batch, got {given}")
     if keep is not None:
