@@ -12,6 +12,9 @@ from test_plan import analysed, random
 from torch import Tensor, nn
 
 from asapc.inputs.data import Batch
+from asapc.kernels import native
+from asapc.kernels.cpu import plan as kernel
+from asapc.operators import plan as operators
 from asapc.program.runner import Runner
 
 Spelling = Callable[[Tensor, list[int]], Tensor]
@@ -265,3 +268,19 @@ def test_a_bias_in_every_half_step_may_hide_and_is_refused() -> None:
     analysis = analysed(Biased(), random(4, 9, 4), random(4, 7, 4), random(4, 9, 7))
     (left,) = analysis.left_alone
     assert "hide tokens through their marginals" in left.reason
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the reference runs")
+@pytest.mark.parametrize("log", [True, False])
+def test_hidden_tokens_without_mass_stay_in_the_linear_domain(
+    log: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the teacher adds its terms: beside -1e12 none of them shows."""
+    scores, hidden = torch.randn(3, 1, 40, 30), torch.arange(40) > 25
+    scores[:, :, hidden], scores[..., hidden[:30]] = -1e12, -1e12
+    equal = [torch.zeros(3, 1, n).log_softmax(-1) for n in (40, 30)]
+    masses = [x.masked_fill(hidden[: x.shape[-1]], -1e12) for x in equal]
+    given = (scores, *masses, 1.0, 20, True, [1.0, 0.0, 0.0, 0.0], log)
+    expected = operators.plan(*given, form="reversed")
+    monkeypatch.delattr(kernel, "_in_log_domain")
+    torch.testing.assert_close(torch.ops.asapc.plan(*given, form="reversed"), expected)

@@ -1107,10 +1107,23 @@ template <class X> class Planned {
     return true;
   }
 
-  // No row and no column is so low, or high, as a whole that its dual loses digits that count.
+  // No row and no column is so low, or high, as a whole that its dual loses digits that count. Those of a token
+  // whose mass is smaller still do not: it has no part in sums, and its scores vanish beside its log mass.
   bool is_near(int64_t g) const {
-    const auto near = [&](const X* tops) { return [=, this](int64_t i) { return std::abs(of(tops[i], g)) <= p_.near; }; };
-    return !std::isfinite(p_.near) || (all_of(n_, near(row_tops_)) && all_of(m_, near(column_tops_)));
+    const auto near = [&](const X* tops, const X* mass, const T* logs) {
+      return [=, this](int64_t i) {
+        const double top = std::abs(of(tops[i], g));
+        const bool absent = logs && of(mass[i], g) == 0 && logs[i] <= p_.lost && logs[i] > -kInf;
+        return top <= p_.near || (absent && top <= -2.0 * logs[i]);
+      };
+    };
+    return !std::isfinite(p_.near) || (all_of(n_, near(row_tops_, mu_, logs_of(p_.log_mu, p_.mu_each, n_, g))) &&
+                                       all_of(m_, near(column_tops_, nu_, logs_of(p_.log_nu, p_.nu_each, m_, g))));
+  }
+
+  // Of matrix g, null where none are given.
+  const T* logs_of(const void* logs, int64_t each, int64_t size, int64_t g) const {
+    return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
   }
 
   // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
@@ -1201,10 +1214,7 @@ template <class X> class Planned {
   // up to what the other duals have moved since, which is nothing beside 1e12. They take no part in the sums of
   // others. A side that was not closed has none. Returns whether all are known.
   bool put_lost(int64_t g) {
-    const auto logs_of = [&](const void* logs, int64_t each, int64_t size) {
-      return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
-    };
-    const T *log_mu = logs_of(p_.log_mu, p_.mu_each, n_), *log_nu = logs_of(p_.log_nu, p_.nu_each, m_);
+    const T *log_mu = logs_of(p_.log_mu, p_.mu_each, n_, g), *log_nu = logs_of(p_.log_nu, p_.nu_each, m_, g);
     const auto lost = [](const T* logs, const X& mass, int64_t g, int64_t i) {
       return logs && of(mass, g) < std::numeric_limits<T>::min() && logs[i] > -kInf;
     };
