@@ -24,7 +24,6 @@ from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.processes import Part, apart, together
-from asapc.program.monitor import ScoreRange
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
 _PIECE = 2**20
@@ -47,7 +46,6 @@ class SiteStatistics:
         self.duals = [_DualStatistics(name, convention, plan, side, recipe) for side in plan.sides()]
         self.examples = 0
         self.seconds = 0.0
-        self.range = ScoreRange()
         self._intercepts: list[Tensor] = []  # [B, H] each; only where no c-transform finds it
 
     def prepare(self, tensors: SiteTensors) -> None:
@@ -73,7 +71,6 @@ class SiteStatistics:
         if self.plan.side == "both":
             self._intercepts.append(teacher.intercept(self.plan.half_steps))
         self.examples += teacher.tensors.q.shape[0]
-        self.range = self.range.joined(teacher.range)
 
     def keep_at_most(self, size: int) -> None:
         """Bytes of activations for a KL fit, of all duals; examples beyond them only enter its start."""
@@ -100,7 +97,7 @@ class SiteStatistics:
         parts: theirs, in the order of ranks.
         """
         one = SiteStatistics(self.name, self.convention, self.plan, self.recipe)
-        self.examples, self.seconds, self.range, self._intercepts = 0, 0.0, ScoreRange(), []
+        self.examples, self.seconds, self._intercepts = 0, 0.0, []
         for dual in self.duals:
             dual.equations = None
             its = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
@@ -115,7 +112,6 @@ class SiteStatistics:
     def _add(self, other: SiteStatistics) -> None:
         """Its sums."""
         self.examples += other.examples
-        self.range = self.range.joined(other.range)
         self._intercepts += other._intercepts
         for dual, its in zip(self.duals, other.duals, strict=True):
             dual.parameters = its.parameters
@@ -141,9 +137,7 @@ class SiteStatistics:
                 tensors.update({f"{dual.side}.{name}": tensor for name, tensor in equations})
         if self._intercepts:
             tensors["intercepts"] = torch.cat(self._intercepts)
-        seen = self.range.to_json() if self.range.known else None
-        facts = {"examples": self.examples, "seconds": self.seconds, "range": seen}
-        return tensors, facts
+        return tensors, {"examples": self.examples, "seconds": self.seconds}
 
     def restore(
         self,
@@ -160,7 +154,6 @@ class SiteStatistics:
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        seen = ScoreRange() if facts["range"] is None else ScoreRange.from_json(facts["range"], "range")
         found = [
             (dual, *dual.restored(tensors, heads, head_dim))
             for dual in self.duals if examples
@@ -168,7 +161,7 @@ class SiteStatistics:
         intercepts = []
         if self.plan.side == "both" and found:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
-        self.range, self.examples, self.seconds = seen, examples, seconds
+        self.examples, self.seconds = examples, seconds
         self._intercepts = intercepts
         for dual, parameters, equations in found:
             dual.parameters, dual.equations = parameters, equations
@@ -190,7 +183,6 @@ class SiteStatistics:
             fit_seconds=self.seconds,
             sharing=self.recipe.coefficients,
             settings=self.recipe.fit_settings(),
-            range=self.range.rounded() if self.range.known else None,
         )
 
 

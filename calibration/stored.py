@@ -36,7 +36,6 @@ from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.operators.catalogue import OPERATORS
 from asapc.processes import Part
-from asapc.program.monitor import ScoreRange
 from asapc.terminal.printed import short
 
 FORMAT_VERSION = 6
@@ -85,7 +84,6 @@ class SiteCalibration(Record):
         default="per_head", metadata={"key": "coefficients"}
     )
     settings: Mapping[str, Any] = field(default_factory=dict)
-    range: ScoreRange | None = None  # of the scores, for a monitor
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -388,7 +386,7 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
     names = ("side", "c_transforms", "rescaled", "aim", "points", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
-             "fit_rel_l2", "range")  # fmt: skip
+             "fit_rel_l2")  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys(names)
     if fitted is None:
         return nothing
@@ -409,9 +407,6 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     conditions = [c for quality in fitted.quality for c in quality.condition_number]
     finite = [c for c in conditions if c is not None and math.isfinite(c)]
     converged = [c for quality in fitted.quality for c in quality.converged]
-    r2 = min(r2 for quality in fitted.quality for r2 in quality.r2)
-    condition = max(finite) if finite else None
-    seen = None if fitted.range is None else fitted.range.to_json()
     plan = fitted.amortised.plan
     return nothing | {
         "side": plan.side,
@@ -422,9 +417,8 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
         "features": list(fitted.features),
         "fit": fitted.quality[0].fit,
         "coefficients": fitted.sharing,
-        "r2": r2,
-        "condition_number": condition,
-        "range": None if seen is None else {**seen, "r2": r2, "condition_number": condition},
+        "r2": min(r2 for quality in fitted.quality for r2 in quality.r2),
+        "condition_number": max(finite) if finite else None,
         "fit_converged": all(converged) if converged else None,
         "kl_examples": fitted.quality[0].kl_examples,
         "examples": fitted.examples,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from asapc.features.clouds import Points, PredictedSide, clouds_of
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
-from asapc.program.monitor import ScoreRange, score_bound
 
 # float64 overflows at exp(709): scores and duals within these leave room for every product of two.
 _LINEAR_SCORE_LIMIT = 100.0
@@ -42,12 +39,6 @@ class TeacherDuals:
         f, g = self.after(self.convention.half_steps)
         plan = torch.exp(self.scores + f[..., :, None] + g[..., None, :])
         return (plan * self.scores.shape[-2]).float()
-
-    @cached_property
-    def range(self) -> ScoreRange:
-        """Of the scores, and of the bound that a monitor watches."""
-        t, multiplier = self.tensors, self.convention.score_multiplier
-        return ScoreRange.of(self.scores, score_bound(t.q, t.k, t.keep, multiplier))
 
     def target(self, half_steps: int, side: PredictedSide, points: Points = "all") -> Tensor:
         """The dual of `side` in cost coordinates, centred over its points with mass, 0 elsewhere."""

@@ -86,7 +86,7 @@ def full_report() -> dict[str, Any]:
 def small_report() -> dict[str, Any]:
     """Every part of a report, with little in each: two layers, and what was tried at one of them."""
     report = full_report()
-    site, left = report["sites"][0], {"name": "layers.1.mha", "operator": "teacher", "range": None}
+    site, left = report["sites"][0], {"name": "layers.1.mha", "operator": "teacher"}
     for part in ("by_length", "certificates"):
         site[part] = site[part][:1]
     site["by_head"] = {"attention_rel_l2": [0.01, 0.03]}
@@ -168,7 +168,6 @@ def _site(index: int, name: str) -> dict[str, Any]:
              "Proposition 4", "bound": 0.9987, "measured": 0.412, "holds": True, "cases": 8000,
              "vacuous": True, "vacuous_cases": 264},
         ],
-        "range": {"score_low": -7.21, "score_high": 9.04, "r2": 0.9971, "condition_number": 3.1e4},
     }  # fmt: skip
 
 

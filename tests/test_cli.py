@@ -230,7 +230,7 @@ def test_calibrate_summarises_the_fit(calls, capsys):
             "aim": "aligned", "points": "all", "features": ["norm"],
             "fit": "ls", "coefficients": "per_head", "r2": 0.7, "condition_number": 10.0,
             "fit_converged": None, "kl_examples": None, "examples": 8, "pivots": None, "slices": None,
-            "fit_rel_l2": None, "range": None, "tokens": 512, "fit_seconds": 0.1,
+            "fit_rel_l2": None, "tokens": 512, "fit_seconds": 0.1,
         }
     ]  # fmt: skip
 

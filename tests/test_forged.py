@@ -142,7 +142,7 @@ def test_a_fit_of_another_model_is_refused_at_the_site(work: Path) -> None:
     shutil.copy(work / "calibration" / TENSORS, work / "forged")
 
 
-ALIKE = {"convention", "settings", "range"}  # of every fit of a site: junk in those of the first alone
+ALIKE = {"convention", "settings"}  # of every fit of a site: junk in those of the first alone
 
 
 def test_every_fact_is_looked_at(work: Path) -> None:

@@ -42,7 +42,6 @@ from asapc.program.live import (
     warn_left,
     with_operators,
 )
-from asapc.program.monitor import attach
 from asapc.program.state import OPERATORS
 from asapc.program.summary import Summary, shown_by
 
@@ -68,9 +67,8 @@ def load(
     stage: "graph" for the compiled model, "lossless" or "teacher" for those it was compared with.
     sequence_group: a process group of torch.distributed whose processes share every sequence: all of
            them call the model with the same tensors and get the same outputs. Forward pass only,
-           without model= and without a monitor.  See asapc.program.sequence.
+           without model=.  See asapc.program.sequence.
     trust: set if the folder is your own: its programs may then call operators that files may not.
-    For enable_monitor(), disable_monitor() and monitor of the compiled model, see asapc.program.monitor.
     Raises InputError.
     """
     if sequence_group is not None and model is not None:
@@ -144,7 +142,6 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
     if stage == "graph" and sequence_group is None:
-        attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
         shown_by(model, Summary(source, lines, artifact.folder))
     return model
 
@@ -201,14 +198,12 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
         )
     weights = _weights_for(artifact, model)
     made = prepared(model, patches, sites)
-    codes = [(ready.forward.code, patch.sites) for ready, patch in zip(made, patches, strict=True)]
     warn_left(left, compiled)
     if len(kept) == len(sites):
         warnings.warn(
             f"asapc.load: nothing is patched: every site keeps the model's own code ({', '.join(kept)})",
             stacklevel=3,
         )
-    attach(model, codes, sites)
     with torch.no_grad():
         for live, stored in weights:
             live.copy_(stored)

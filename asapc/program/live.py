@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from asapc.errors import BranchError, InputError
 from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
+from asapc.program.calls import operator_calls
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.program.compiled import REPLICATE, Forward, Inside, Operators, site_line
 from asapc.program.constants import Constants
@@ -164,6 +165,9 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
             got="one that has an attribute of this name", help="rename it, or load without model=",
         )  # fmt: skip
     try:
+        count = len(operator_calls(patch.program))
+        if len(sites) != count:
+            raise ValueError(f"{len(sites)} sites for {count} operator calls")
         graph, operators = with_operators(patch.program, patch.tensors, [site_line(own) for own in sites])
         _call_children(graph, patch.children)
         sweep(graph)

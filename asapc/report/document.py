@@ -173,9 +173,6 @@ class SiteReport(Measured, Record):
     replay: Annotated[
         Numbers, "largest error against the teacher's own code, by what was tried"
     ] = field(default_factory=dict)
-    range: Annotated[
-        Numbers | None, "what calibration saw, for the detection of drift"
-    ] = None
     metrics: Annotated[
         Numbers, {"properties": {metric.key: metric.schema() for metric in of("site")}}
     ] = field(default_factory=dict)
