@@ -1148,18 +1148,22 @@ template <class X> class Planned {
       return low >= -bound && high <= bound && all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
     const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
+    const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
+      return all_of(size, [&](int64_t i) {  // none is divided by less
+        return absent(mass, tops, i) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
+      });
+    };
+    if (!finite(n_, a_, mu_, row_tops_) || !finite(m_, b_, nu_, column_tops_)) return false;
+    if (low >= -safe) return true;
     const auto spread = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
-      double most = -kInfinity, least = kInfinity;
+      double most = 0, least = kInfinity;
       for (int64_t i = 0; i < size; ++i) {
         if (absent(mass, tops, i)) continue;
-        if (!(of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least))) return kInfinity;  // divided by less
-        const double log = std::log(double(of(scaling[i], g)));
-        most = std::max(most, log), least = std::min(least, log);
+        most = std::max(most, double(of(scaling[i], g))), least = std::min(least, double(of(scaling[i], g)));
       }
-      return most - least;
+      return std::log(most) - std::log(least);
     };
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
-    if (low >= -safe) return rows < kInfinity && columns < kInfinity;
     const X *tops = p_.rows_first ? column_tops_ : row_tops_, *mass = p_.rows_first ? nu_ : mu_;
     double top = 0;
     for (int64_t i = 0; i < (p_.rows_first ? m_ : n_); ++i)
