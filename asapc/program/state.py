@@ -544,8 +544,10 @@ class Reads(Record):
         default_factory=lambda: [None, (), ()], init=False, repr=False, compare=False,
         metadata=APART,
     )
+    _traced: tuple[tuple[Steps, Value], ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_traced", tuple(read for read in self.values if _is_traced(*read)))
         for kind, name in (step for steps, _ in self.values for step in steps):
             if kind not in _KINDS or (kind == "item" and not (isinstance(name, int) and name >= 0)):
                 raise ValueError(f"a step is one of {', '.join(_KINDS)}, and a name or a place")
@@ -579,13 +581,10 @@ class Reads(Record):
         return None
 
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
-        """The same in plain Python, which torch.compile follows and guards; of attributes and items."""
-        for steps, expected in self.values:
-            followed = [kind in ("attr", "key", "item") for kind, _ in steps]
-            if isinstance(expected, tuple) and expected[0] in ("tensor", "array") and all(followed):
+        """The same in plain Python, which torch.compile follows, guarding all that is looked at on the way."""
+        for steps, expected in self._traced:
+            if isinstance(expected, tuple):
                 return text_of(steps), f"is of the kind {expected[0]}, which torch.compile does not guard"
-            if isinstance(expected, tuple) or not all(followed):
-                continue
             value: Any = module
             for kind, name in steps:
                 value = getattr(value, str(name), GONE) if kind == "attr" else value[name]
@@ -598,6 +597,12 @@ class Reads(Record):
 
     def __reduce__(self) -> Any:
         return Reads, (self.values, self.questions)
+
+
+def _is_traced(steps: Steps, expected: Value) -> bool:
+    """Whether torch.compile follows the way to a value, and guards it or cannot."""
+    compared = not isinstance(expected, tuple) or expected[0] in ("tensor", "array")
+    return compared and all(kind in ("attr", "key", "item") for kind, _ in steps)
 
 
 def _shown(found: Any) -> str:
