@@ -544,7 +544,9 @@ class Reads(Record):
         default_factory=lambda: [None, (), ()], init=False, repr=False, compare=False,
         metadata=APART,
     )
-    _traced: tuple[tuple[Steps, Value], ...] = field(init=False, repr=False, compare=False, metadata=APART)
+    _traced: tuple[tuple[Steps, Value], ...] = field(
+        init=False, repr=False, compare=False, metadata=APART
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_traced", tuple(read for read in self.values if _is_traced(*read)))
@@ -581,7 +583,7 @@ class Reads(Record):
         return None
 
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
-        """The same in plain Python, which torch.compile follows, guarding all that is looked at on the way."""
+        """The same in plain Python, which torch.compile follows, guarding all that it looks at."""
         for steps, expected in self._traced:
             if isinstance(expected, tuple):
                 return text_of(steps), f"is of the kind {expected[0]}, which torch.compile does not guard"
