@@ -416,8 +416,8 @@ def reason_of(error: BaseException) -> str:
     said = first_line(error)
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a value from the data"
-    elif "unhashable type: non-nested SymInt" in said:
-        said = "a length is looked up in a dictionary or cache; compute what is kept there"
+    elif known := [words for part, words in _IN_WORDS.items() if part in said]:
+        said = known[0]
     elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:
         where = "is given" if unknown[1] == "Unsupported input type" else "returns"
         said = f"it {where} a {unknown[2]}, which is not made of tensors"
@@ -448,8 +448,13 @@ def _chain(error: BaseException) -> list[BaseException]:
 _UNKNOWN_TYPE = re.compile(r"(Unsupported input type|Found) <class '(?:[\w<>]+\.)*(\w+)'>")
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual",
-    "_Number", "float NaN to integer", ".numpy() is not supported", "User output nan",
+    "_Number", "float NaN to integer", "User output nan",
 }  # fmt: skip
+_IN_WORDS = {
+    "non-nested SymInt": "a length is looked up in a dictionary or cache; compute what is kept there",
+    ".numpy() is not supported": "a tensor is read as a NumPy array; compute with it in torch",
+    "Couldn't swap": "a layer is cast or moved while the model runs; do it before",
+}
 
 
 def _place_of(frame: FrameType | None) -> Place | None:

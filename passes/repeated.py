@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,7 @@ class Repeated:
         after = pytree.tree_leaves((args, kwargs))
         unchanged = (
             self.trace.asked == asked
-            and len(after) == len(given) and all(map(_is, given, after))
+            and len(after) == len(given) and all(map(operator.is_, given, after))
             and written == [_node_of(x, tracer) for x in (*given, *weights.values())]
             and key[0] == self._state(name, module)
         )  # fmt: skip
@@ -325,7 +326,3 @@ def _is_copied(value: Any, tracer: Any, known: set[Node]) -> bool:
     if isinstance(value, Tensor):
         return _node_of(value, tracer) in known
     return isinstance(value, (*_PLAIN, torch.SymInt))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

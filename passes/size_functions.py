@@ -67,7 +67,7 @@ def kinds_of_sizes(spaces: Sequence[dict[str, Any]]) -> contextlib.AbstractConte
 @contextlib.contextmanager
 def texts_of_sizes() -> Iterator[None]:
     """Let `f"bias_{n}"` be the text of the number, and not of a symbol: a program with it holds for that
-    size alone."""
+    size alone.  Let `divmod(n, 4)` be its quotient and remainder, which symbols do not know."""
     kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
     plain = {kind: kind.__repr__ for kind in kinds}
 
@@ -77,11 +77,13 @@ def texts_of_sizes() -> Iterator[None]:
 
     for kind in plain:
         kind.__repr__ = text
+        kind.__divmod__ = lambda one, other: (one // other, one % other)
     try:
         yield
     finally:
         for kind, own in plain.items():
             kind.__repr__ = own
+            del kind.__divmod__
 
 
 def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:

@@ -67,8 +67,8 @@ def one_spelling(graph: GraphModule) -> bool:
 def merge_masks(graph: GraphModule) -> bool:
     """Make masks that are computed alike within one call of a module once, in place; whether any were.
 
-    Only what is computed of booleans and integers alone: the sums of a loop, of which another part of the
-    model may read a copy, stay as they are.
+    Only what is computed of booleans, integers and logarithms of given masses: the sums of a loop, of
+    which another part of the model may read a copy, stay as they are.
     """
     masks: set[Node] = set()
     first: dict[str, Node] = {}
@@ -79,7 +79,7 @@ def merge_masks(graph: GraphModule) -> bool:
         if node.op != "call_function" or not _is_repeatable(node, masks):
             continue
         masks.add(node)
-        key = repr((node.target, node.args, node.kwargs, _scope(node)))
+        key = repr((node.target, node.args, node.kwargs, list(node.meta.get("nn_module_stack") or ())))
         other = first.setdefault(key, node)
         if other is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(other)
@@ -95,18 +95,14 @@ def _is_repeatable(node: Node, masks: set[Node]) -> bool:
     if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
-    compared = not _is_float(node) and all(source.op == "placeholder" for source in sources)
-    return bool(sources) and (compared or all(source in masks for source in sources))
+    masses = node.target is aten.log.default and node.meta["val"].dim() <= 2  # [B, M], scores have more
+    of_inputs = (masses or not _is_float(node)) and all(x.op == "placeholder" for x in sources)
+    return bool(sources) and (of_inputs or all(source in masks for source in sources))
 
 
 def _is_float(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _scope(node: Node) -> tuple[str, ...]:
-    """The calls of modules that a node was traced in."""
-    return tuple(node.meta.get("nn_module_stack") or ())
 
 
 def _respell(graph: GraphModule, node: Node) -> bool:

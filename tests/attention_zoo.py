@@ -173,6 +173,17 @@ class Alternating(_Projected):
         return self.merge(weights @ v)
 
 
+class Multiplied(Alternating):
+    """Its first softmax sees the keys that every division hides again."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        p, active = (q @ k.mT).softmax(-1), keep[:, None, None].float()
+        for axis in (-2, -1, -2, -1):
+            p = p / (p.sum(axis, keepdim=True) + 1e-8) * active
+        return self.merge(p @ v)
+
+
 class ColumnsFirst(_Projected):
     """Log-softmax normalisation, columns first."""
 

@@ -205,6 +205,15 @@ def test_gradients_of_no_tokens_are_nothing(name: str, size: tuple[int, int, int
     assert all(x.shape == y.shape and not x.any() for x, y in zip(outputs[1:], (q, k), strict=False))
 
 
+@pytest.mark.parametrize("size", [(2, 0, 7), (2, 9, 0), (2, 0, 0)], ids=["no queries", "no keys", "none"])
+def test_operators_run_without_tokens(size: tuple[int, int, int]) -> None:
+    """But for those whose originals do not: a convolution and an argmax.  Duals may be NaN there."""
+    for name, (operator, inputs) in calls(*size).items():
+        if "hybrid" not in name and "released" not in name:
+            outputs = run(operator, inputs, False)
+            assert "dual" in name or all(x.isfinite().all() for x in outputs), name
+
+
 def in_double(value: Any) -> Any:
     if isinstance(value, list):
         return [in_double(x) for x in value]

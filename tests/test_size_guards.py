@@ -34,6 +34,7 @@ BRANCHES: dict[str, Callable[[int, int], int]] = {
     "int(n / 4)": lambda b, n: int(n / 4),
     "ceil(n / 4) > 2": lambda b, n: 3 if math.ceil(n / 4) > 2 else 7,
     "int(n**0.5)": lambda b, n: int(n**0.5),
+    "divmod(n, 4)": lambda b, n: 3 + divmod(n, 4)[1],
     "n & 1": lambda b, n: 3 if n & 1 else 7,
     "{True: 3}[n > 9]": lambda b, n: {True: 3, False: 7}[n > 9],
     "(3, 7)[n > 9]": lambda b, n: (3, 7)[n > 9],

@@ -70,3 +70,20 @@ def test_a_loop_is_matched_however_it_is_spelt(kind: type[nn.Module], size: tupl
     (found,) = match(capture(kind().eval(), (torch.randn(size),), {}).programs[0])
     assert isinstance(found, AttentionSite if kind is Attention else PlanSite)
     assert found.convention.half_steps == (5 if kind is Attention else 8)
+
+
+class Masses(nn.Module):
+    """Given masses, whose logarithms are taken anew in every half-step."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        g = torch.zeros_like(scores[..., 0, :])
+        for _ in range(4):
+            f = mu.log()[:, None] - (scores + g[..., None, :]).logsumexp(-1)
+            g = nu.log()[:, None] - (scores + f[..., None]).logsumexp(-2)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
+def test_logarithms_of_given_masses_are_one() -> None:
+    masses = (torch.rand(3, 7).softmax(-1), torch.rand(3, 5).softmax(-1))
+    (found,) = match(capture(Masses(), (torch.randn(3, 1, 7, 5), *masses), {}).programs[0])
+    assert isinstance(found, PlanSite) and found.convention.half_steps == 8

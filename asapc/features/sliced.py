@@ -104,6 +104,8 @@ def potentials(
     """
     lines = project(clouds, theta)
     num_x, num_y = lines.a.shape[-1], lines.b.shape[-1]
+    if num_x * num_y == 0:
+        return torch.zeros_like(lines.a)
     ordered, order = sort(lines.a)
     ordered = drop_massless(ordered, clouds.x_keep, lines.n_x)
     ordered_y = drop_massless(sort_values(lines.b), clouds.y_keep, lines.n_y)

@@ -34,12 +34,8 @@ from asapc.formats.yaml_file import Located
 Compound = Callable[[Any, "Place"], Any]
 
 
-def _from_text(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value  # YAML 1.1 reads 1e-3 as text
-
-
-# A validator in front comes last: what stands before it is part of the number's schema.
-FROM_TEXT = BeforeValidator(_from_text)
+# YAML 1.1 reads 1e-3 as text. A validator in front comes last: what stands before it is in the schema.
+FROM_TEXT = BeforeValidator(lambda value: float(value) if isinstance(value, str) else value)
 Finite = Annotated[float, Strict(), AllowInfNan(False), FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), FROM_TEXT]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), FROM_TEXT]

@@ -167,7 +167,7 @@ def token_factor(
         if power == 0:
             continue
         if mask is None:
-            value = value * tokens.shape[2] ** float(power)
+            value = value * torch.sym_max(1, tokens.shape[2]) ** float(power)
         else:
             counts = mask.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
             value = value * counts**power

@@ -61,7 +61,7 @@ def keys_of_empty(
     """
     empty = ~keep.any(-1)
     on_cpu = mask.device.type == "cpu"
-    if on_cpu and not bool(empty.any()):
+    if keep.numel() * q.numel() == 0 or (on_cpu and not bool(empty.any())):
         return keep.clone()
     highest = mask.amax(-1)
     unit = last_place(highest, q.dtype)
@@ -93,7 +93,7 @@ def rows_kept(bias: Tensor, small: bool) -> Tensor:
         elif not bool(kept):
             largest = float(bias.flatten()[bias.abs().argmax()])
             raise InputError(RULE_OF_BIAS, got=f"{largest:g}", help=HELP)
-    return bias.amax(-1, keepdim=True) > -math.inf
+    return (bias > -math.inf).any(-1, keepdim=True)
 
 
 def last_place(number: Tensor, dtype: torch.dtype) -> Tensor:

@@ -118,6 +118,8 @@ def plan(
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
     1/N and 1/M in that order, not 1.
     """
+    if scores.numel() == 0:
+        return scores.clone()
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
         s = scaled(scores, score_multiplier, by_head)

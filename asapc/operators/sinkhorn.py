@@ -126,6 +126,7 @@ def factor_value(
 ) -> float | Tensor:
     """Evaluate [coefficient, N power, M power, n power]; a [B, 1, 1, 1] tensor if n enters."""
     coefficient, queries, keys, active = output_factor
+    num_queries, num_keys = torch.sym_max(num_queries, 1), torch.sym_max(num_keys, 1)
     value = coefficient * num_queries**queries * num_keys**keys
     if active and keep is not None:
         count = keep.sum(-1).clamp(min=1).to(torch.float64)

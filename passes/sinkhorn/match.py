@@ -79,6 +79,7 @@ SHARP_MASKED = 25.0
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 ROWS_ONLY = "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
+MULTIPLIED = "an input multiplies its attention within the loop: mask the scores before it"
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
@@ -258,7 +259,9 @@ def run_experiments(
     search.neutral = neutral
     fit = search.without_masks()
     if isinstance(fit, str):
-        return fit
+        ones = [x + 1 if x.is_floating_point() else x for x in neutral]
+        zero, one = (experiment.attention(search.scores(0.1), given) for given in (neutral, ones))
+        return MULTIPLIED if not bool((zero > 0).all()) and bool((one > 0).all()) else fit
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):

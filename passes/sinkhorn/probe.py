@@ -402,10 +402,6 @@ def _mass_spread(sample: Sample, side: Side) -> float:
     return float(((sums.amax(-1) - sums.amin(-1)) / sums.amax(-1).abs().clamp(min=1e-300)).max())
 
 
-def _last_side(first: Side, half_steps: int) -> Side:
-    return Convention(half_steps, first, 1.0).last_side
-
-
 # Budgets
 
 
@@ -433,7 +429,7 @@ def search_budget(
             if half_steps > most:
                 break
             ours = [next(plan) for plan in running]
-            if _last_side(first, half_steps) not in sides:
+            if Convention(half_steps, first, 1.0).last_side not in sides:
                 continue
             known = [
                 (plan, error if plan is before else _up_to_scale(plan, target))
