@@ -40,6 +40,8 @@ BRANCHES: dict[str, Callable[[int, int], int]] = {
     "float(n > 9)": lambda b, n: 3 + int(4 * float(n > 9)),
     "(n > 9) in (False,)": lambda b, n: 3 if (n > 9) in (False,) else 7,
     "str(n > 9)": lambda b, n: 3 if str(n > 9) == "False" else 7,
+    "f'{n}'": lambda b, n: {"12": 3}.get(f"{n}", 7),  # as of a key of a ModuleDict
+    "log(n) > 3": lambda b, n: 3 if math.log(n) > 3 else 7,
     "isinstance(n, int)": lambda b, n: 3 if isinstance(n, int) and isinstance(n > 9, bool) else 7,
     "none": lambda b, n: 3,
 }
