@@ -38,9 +38,8 @@ def test_loops_are_short_and_spill_nothing(tmp_path: Path) -> None:
     assert all(own["waits"] <= 0.25 for own in built)  # products of a tile overlap
 
 
-@pytest.mark.parametrize("tokens", [65, 197])
-def test_the_resident_loop_reads_no_register_unset(tokens: int, tmp_path: Path) -> None:
+def test_the_resident_loop_reads_no_register_unset(tmp_path: Path) -> None:
     """As it did with one warp group."""
-    built = built_of(f"resident bfloat16 N{tokens} D64", tmp_path, spills=True)
+    built = built_of("resident bfloat16 N197 D64", tmp_path, spills=True)
     assert {own["kernel"] for own in built} == {"_resident", "_by_products"}
     assert all(own["shared"] < 160 << 10 and own["spilled"] < 1 << 9 for own in built)
