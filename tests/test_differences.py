@@ -218,7 +218,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {  # and the heads 
     "potentials last": (lambda: Layer(scaled), [2, 2]),
     "sliced plans, unrolled": (lambda: Layer(unrolled, heads=4), [4, 4]),
     "a softmax and a loop": (lambda: Layer(softmax, sinkhorn), [2]),
-    "a loop and sliced plans": (lambda: Layer(sinkhorn, sliced), [2, 2]),
     "lerp, dropout; signs; by query, einsum": (
         lambda: nn.Sequential(Lerped(), Negative(), ByQuery()), [2] * 6
     ),
@@ -292,7 +291,7 @@ class Scored(Layer):
 
 
 ALONE: dict[str, Callable[[], nn.Module]] = {
-    "softmaxes": lambda: Layer(softmax), "halves of a softmax": lambda: Transformer(softmax),
+    "softmaxes": lambda: Layer(softmax),
     "returned": Returned, "normalised again": Scored,
 }  # fmt: skip
 
