@@ -55,7 +55,7 @@ def assert_honest(
         ("sinkhorn", meaning, (q, k, v, *loop)),
         ("sinkhorn_attention", meaning, (q, k, *loop)),
     ]
-    for source, key, c_transforms in ((f, None, 3), (None, g, 2), (None, g, 1)):
+    for source, key, c_transforms in ((f, None, 3), (f, None, 1), (None, g, 2), (None, g, 1)):
         tail = (keep, bias, source, key, score_multiplier, c_transforms, ATTENTION)
         calls.append(("asap", asap_meaning, (q, k, v, *tail)))
         if c_transforms > 1:  # one c-transform from g has a kernel for the output alone
@@ -193,13 +193,6 @@ def test_one_wide_head_among_narrow_ones() -> None:
     q, k, v = tokens(2, 3, 12, 4)
     q[1, 2] *= 500
     assert_honest(q, k, v)
-
-
-@pytest.mark.usefixtures("memory")
-def test_duplicated_tokens() -> None:
-    q, k, v = tokens(2, 2, 8, 4)
-    out = assert_honest(q[:, :, [0, 0, 1, 1, 1, 2]], k[:, :, [3] * 6], v[:, :, :6])
-    torch.testing.assert_close(out[:, :, 0], out[:, :, 1])
 
 
 @pytest.mark.usefixtures("memory")
