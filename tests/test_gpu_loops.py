@@ -350,7 +350,7 @@ def test_scalings_that_grow_without_end(runner: str) -> None:
     case = Case((1, 1, 13, 13, 8, 8), bias=())
     assert case.bias is not None
     case.bias[0, 12] = case.bias[1:, :12] = -math.inf
-    assert_loop(case, RUNNERS[runner], (81, "row", False))
+    assert_loop(case, RUNNERS[runner], (41, "row", False))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

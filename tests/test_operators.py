@@ -82,13 +82,6 @@ def test_nothing_at_all(shape: tuple[int, ...]) -> None:
     assert out.shape == (*shape[:3], 6) and not out.any()
 
 
-def test_one_token_takes_its_only_key() -> None:
-    q, k, v = torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 3)
-    for half_steps in (1, 2, 7):
-        out = ops.sinkhorn(q, k, v, None, None, 1.0, half_steps, True, ATTENTION)
-        torch.testing.assert_close(out, v)
-
-
 def test_equal_tokens_attend_uniformly() -> None:
     q = torch.ones(1, 2, 6, 4) * 0.3
     k = torch.ones(1, 2, 6, 4) * 0.7

@@ -247,7 +247,6 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
 # The family
 
 FOUND: dict[str, list[PlanConvention]] = {
-    "Mixer": [PlanConvention(6, "column", 1.0, OutputFactor(queries=1))],
     "Latents": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",

@@ -224,7 +224,7 @@ def test_a_guard_does_not_end_the_loop(guard: str) -> None:
 class StoppingGlue(zoo.Glued):
     """A glued plan whose loops end early, far from their budget."""
 
-    half_steps = 10
+    half_steps = 6
 
     def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         u, w = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
