@@ -96,7 +96,7 @@ def test_layers_are_sites_where_that_is_asked_for(fused: bool) -> None:
     torch.testing.assert_close(program.graph(inputs), model(inputs))
 
 
-FAR = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize("mask, scale", [
@@ -113,7 +113,7 @@ def test_a_fused_call_spelt_out_is_the_same(mask: str, scale: float | None) -> N
                     ~keep[:, None, None, :], -math.inf
                 ),
                 "a chosen bias": torch.where(
-                    keep[:, None, None], q[..., :1] - k[..., 0][:, :, None], FAR
+                    keep[:, None, None], q[..., :1] - k[..., 0][:, :, None], LOWEST
                 ),
             }[mask]  # fmt: skip
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=given, scale=scale)
@@ -308,7 +308,6 @@ def test_masks_that_may_differ_between_merged_heads_are_refused(name: str, fused
     torch.testing.assert_close(lift(program, [found]).graph(x, others), Net()(x, others))
 
 
-LOWEST = torch.finfo(torch.float32).min
 KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "numbers": lambda keep: (1 - keep[:, None, None].float()).masked_fill(~keep[:, None, None], LOWEST),
     "multiplied, filled": lambda keep: ((1 - keep.float()) * -1e9).masked_fill(
