@@ -365,12 +365,6 @@ class SlicedMasked(SlicedSoft):
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
 
 
-class SlicedMaskedNear(SlicedMasked):
-    """Points below -1e3 are taken for padded ones."""
-
-    low = -1e4
-
-
 class SlicedHard(SlicedSoft):
     """Exact sorting: permutation matrices from a stable argsort."""
 
@@ -514,17 +508,6 @@ class GluedInside(Glued):
         first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
         second = self.plan(0.5 * (k @ self.pivots.mT), uniform, sigma.log()).mT
         return self.merge(first @ (x.shape[1] * (second @ v) / sigma[..., None]))
-
-
-class SlicedNumpy(nn.Module):
-    """An attention module of its own, beside code that cannot be exported."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = SlicedSoft()
-
-    def forward(self, x: Tensor) -> np.ndarray[Any, Any]:
-        return self.attention(x).detach().numpy()
 
 
 class GluedByDistance(Glued):

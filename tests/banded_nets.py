@@ -46,23 +46,15 @@ def added(s: Tensor) -> Tensor:
 
 IDIOMS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     "positions": (lambda s: s.masked_fill(offsets(s).abs() > WINDOW, -math.inf), (-4, 4)),
-    "tril and triu": (
-        lambda s: torch.where(torch.ones_like(s).tril(WINDOW).triu(-1) > 0, s, -1e9), (-1, 4),
-    ),
     "two masks": (lower_and_upper, (-4, 4)),
     "added, causal": (added, (-4, 0)),
     "the token alone": (lambda s: s.masked_fill(offsets(s) != 0, -1e9), (0, 0)),
 }  # fmt: skip
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dilated": lambda s: s.masked_fill((offsets(s).abs() > 8) | (offsets(s) % 2 != 0), -math.inf),
-    "blocks": lambda s: s.masked_fill(
-        torch.arange(s.shape[-1])[None, :] // 5 != torch.arange(s.shape[-1])[:, None] // 5, -1e9
-    ),
     "by head": lambda s: s.masked_fill(
         offsets(s).abs() > torch.tensor([2, 4])[:, None, None], -math.inf
     ),
     "grows": lambda s: s.masked_fill(offsets(s).abs() > s.shape[-1] // 4, -1e9),
-    "causal": lambda s: s.masked_fill(offsets(s) > 0, -1e9),
     "global tokens": lambda s: s.masked_fill(
         (offsets(s).abs() > 3) & (torch.arange(s.shape[-1]) * torch.arange(s.shape[-1])[:, None] > 0),
         -1e9,

@@ -37,21 +37,6 @@ class Matcher(nn.Module):
         return log_plan, log_plan[:, :-1, :-1].argmax(-1)
 
 
-class Mixer(nn.Module):
-    """Streams mixed by a doubly-stochastic matrix a token: n x n by softmax over both axes."""
-
-    def __init__(self, streams: int = 4, half_steps: int = 6, dim: int = 8) -> None:
-        super().__init__()
-        self.streams, self.half_steps = streams, half_steps
-        self.to_mix = nn.Linear(dim * streams, streams * streams)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mix = self.to_mix(x.flatten(-2)).unflatten(-1, (self.streams, self.streams))
-        for step in range(self.half_steps):
-            mix = mix.log_softmax(-2 if step % 2 == 0 else -1)
-        return torch.einsum("btij,btjd->btid", mix.exp(), x)
-
-
 class Latents(nn.Module):
     """Learnt queries, squared distances as costs, one learnt epsilon a head, duals in cost units."""
 
@@ -331,8 +316,6 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
         return random(batch, tokens, 8), torch.arange(tokens) < tokens - torch.arange(batch)[:, None]
     if isinstance(net, Bridged):
         return random(batch, tokens, 8), random(batch, tokens).square()
-    if isinstance(net, Mixer):
-        return (random(batch, tokens, net.streams, 8),)
     if isinstance(net, Masses):
         masses = random(batch, tokens).softmax(-1), random(batch, 5).softmax(-1).clone()
         masses[1][0, 3] = 0.0

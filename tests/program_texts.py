@@ -62,7 +62,7 @@ class Twist:
 
     asks:   an expression, of a condition or, with `factor`, of a number that scores are multiplied with.
     init:   lines of the layer's __init__.  parent: lines of the parent before it calls `layer` on x.
-    before: lines of the layer's forward.  after: those behind its loop.  top: lines of the module.
+    before: lines of the layer's forward.  top: lines of the module.
     event: what is done after compiling.  undo: of what is no program's own.
     """
 
@@ -73,7 +73,6 @@ class Twist:
     top: str = ""
     event: str = ""
     factor: bool = False
-    after: str = ""
     undo: str = ""
 
 
@@ -173,60 +172,11 @@ TWISTS: dict[str, Twist] = {
 INGREDIENTS["twist"] += sorted(TWISTS)
 INGREDIENTS["second"] += ["none"] * len(TWISTS) + sorted(TWISTS)
 LATE: dict[str, Twist] = {  # drawn apart, so that the programs of a seed are what they were besides
-    # state
-    "hook_state": Twist("self.same(1.0)", top="HOOKED = {'n': 1.0}\n\nclass Same(nn.Module):\n"
-                        "    def forward(self, x):\n        return x\n", factor=True,
-                        init="self.same = Same()\n"
-                        "self.same.register_forward_hook(lambda m, args, out: out * HOOKED['n'])",
-                        event="space['HOOKED']['n'] = 1.7", undo="space['HOOKED']['n'] = 1.0"),
-    "config": Twist("self.config.sharp", top="class Config:\n    def __init__(self):\n"
-                    "        self.__dict__['kept'] = {'sharp': False}\n\n"
-                    "    def __getattr__(self, name):\n        kept = self.__dict__.get('kept', {})\n"
-                    "        if name not in kept:\n            raise AttributeError(name)\n"
-                    "        return kept[name]\n",
-                    init="self.config = Config()", event="layer.config.kept['sharp'] = True"),
-    "told": Twist("1.0", before="self.seen = float(N)", factor=True,
-                  parent="x = x * (1 + 0.01 * getattr(layer, 'seen', 7.0))"),
     "longest": Twist("(self.longest / 16)", init="self.longest = 16", factor=True,
                      before="self.longest = max(self.longest, N)"),
-    "peak": Twist("(self.peak / 20)", init="self.peak = torch.tensor(20.0)", factor=True,
-                  before="self.peak = torch.maximum(self.peak, x.detach().abs().max())"),
-    "long_table": Twist("self.levels[70]", init="self.levels = [1.0] * 90", factor=True,
-                        event="layer.levels[70] = 1.7"),
     "context_variable": Twist("LEVEL.get()", factor=True, top="import contextvars\n"
                               "LEVEL = contextvars.ContextVar('level', default=1.0)\n",
                               event="space['LEVEL'].set(1.7)", undo="space['LEVEL'].set(1.0)"),
-    "environment": Twist("os.environ.get('LEVEL_OF_PROGRAM') == 'high'", top="import os\n",
-                         event="import os; os.environ['LEVEL_OF_PROGRAM'] = 'high'",
-                         undo="import os; os.environ.pop('LEVEL_OF_PROGRAM', None)"),
-    "eps": Twist("(1 + getattr(self, 'norm%d' % 1).eps)", init="self.norm1 = nn.LayerNorm(8)",
-                 factor=True, event="layer.norm1.eps = 0.7"),
-    "function": Twist("self.act(1.0)", init="self.act = ACTS['a']", factor=True,
-                      top="ACTS = {'a': lambda s: s * 1, 'b': lambda s: s * 2}\n",
-                      event="layer.act = space['ACTS']['b']"),
-    "match": Twist("is_hard(self)", init="self.kind = 'soft'", event="layer.kind = 'hard'",
-                   top="def is_hard(layer):\n    match layer.kind:\n        case 'hard':\n"
-                   "            return True\n    return False\n"),
-    # modes
-    "default_dtype": Twist("torch.get_default_dtype() == torch.float64",
-                           event="torch.set_default_dtype(torch.float64)",
-                           undo="torch.set_default_dtype(torch.float32)"),
-    "deterministic": Twist("torch.are_deterministic_algorithms_enabled()",
-                           event="torch.use_deterministic_algorithms(True)",
-                           undo="torch.use_deterministic_algorithms(False)"),
-    "other_mode": Twist("self.others[0].training", init="self.others = [nn.Dropout().eval()]",
-                        event="layer.others[0].train()"),
-    "part": Twist("x.storage_offset() > 0"),
-    "dynamo": Twist("torch._dynamo.is_compiling()", top="import torch._dynamo\n"),
-    # numbers
-    "log_by_name": Twist("log(M + 1)", top="from math import log\n", factor=True),
-    "clipping": Twist("1.0", before="s = Clip.apply(s)", factor=True,
-                      top="class Clip(torch.autograd.Function):\n    @staticmethod\n"
-                      "    def forward(ctx, s):\n        return s.clone()\n\n    @staticmethod\n"
-                      "    def backward(ctx, g):\n        return g.clamp(-2, 2)\n"),
-    "nan_behind": Twist("1.0", after="p = torch.nan_to_num(p)", factor=True),
-    "key_gate": Twist("1.0", before="s = s + F.logsigmoid(self.gate(k)).mT", factor=True,
-                      init="self.gate = nn.Linear(D, 1)", event="layer.gate.weight.mul_(1e5)"),
 }  # fmt: skip
 INGREDIENTS["late"] = ["none"] * (len(LATE) // 2) + sorted(LATE)
 
@@ -311,10 +261,6 @@ def settled(spec: Spec) -> Spec:
     if s["parent"] == "root":
         s.update(returns="tensor" if s["returns"] in ("stash", "attribute") else s["returns"],
             hook="none")
-    if s["family"] in ("mixer", "esp", "lot") and s["late"] in ("key_gate", "nan_behind", "peak"):
-        s.update(late="none")
-    if s["parent"] == "root" and s["late"] == "told":
-        s.update(late="none")
     if s["second"] == s["twist"]:
         s.update(second="none")
     return s
@@ -621,7 +567,6 @@ def _returned(spec: Spec) -> list[str]:
 def _attention(spec: Spec, loop: list[str]) -> tuple[list[str], list[str]]:
     bias, own = _bias(spec)
     loop, init = _called(spec, loop)
-    loop = [*loop, *(twist.after for twist in twists_of(spec) if twist.after)]
     before = _masking(spec) if spec["place"] != "inside" else []
     scores = [*_scores(spec), *bias, *_twisted(spec, twists_of(spec)), *_cast(spec), *_hide(spec),
         *before]

@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -417,12 +417,6 @@ class Verdict:
     sites: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def huge_alone(self) -> bool:
-        """Whether it differs nowhere but at scores a thousand times those of the data."""
-        silent = [name for name, text in self.cases.items() if text.startswith("SILENT")]
-        return bool(silent) and all(name.endswith("huge") for name in silent)
-
 
 ORDER = ("equal", "warned", "error", "raw error", "SILENT")
 SAFE = ("refused", "kept", "error", "warned", "equal")
@@ -570,21 +564,6 @@ def show(spec: Spec, seed: int, shrink: bool) -> None:
         print(f"  {name}: {text}")
 
 
-def _one(seed: int) -> tuple[int, Verdict]:
-    torch.set_num_threads(1)
-    return seed, judge(drawn(seed), seed)
-
-
-def verdicts(seeds: range, jobs: int) -> Iterator[tuple[int, Verdict]]:
-    if jobs == 1:
-        yield from map(_one, seeds)
-        return
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_one, seeds)
-
-
 def main() -> None:
     import argparse
 
@@ -596,8 +575,6 @@ def main() -> None:
         "--spec", help="the program of these ingredients, such as \"twist='training', steps=2\""
     )
     parser.add_argument("--shrink", action="store_true", help="the plainest program that fails alike")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--verbose", action="store_true", help="refusals, errors and ingredients, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.spec is not None:
@@ -611,16 +588,12 @@ def main() -> None:
         return
     counts: Counter[str] = Counter()
     seconds = 0.0
-    for seed, verdict in verdicts(
-        range(arguments.seed, arguments.seed + arguments.count), arguments.jobs
-    ):
+    for seed in range(arguments.seed, arguments.seed + arguments.count):
+        verdict = judge(drawn(seed), seed)
         counts[verdict.outcome] += 1
-        counts["SILENT, at huge scores alone"] += verdict.huge_alone
         seconds += verdict.seconds
-        loud = verdict.outcome in ("SILENT", "raw error", "broken")
-        if loud or arguments.verbose:
+        if verdict.outcome in ("SILENT", "raw error", "broken"):
             print(f"{seed} {verdict.outcome} {verdict.seconds:.1f} s  {verdict.text[:300]}", flush=True)
-        if loud:
             failing = [n for n, t in verdict.cases.items() if t.startswith(verdict.outcome)]
             print(f"     in {failing}\n     {differing(drawn(seed))}", flush=True)
     print(f"{arguments.count} programs, {seconds / max(1, arguments.count):.1f} s each")

@@ -199,28 +199,26 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(nn.Softmax(-1), "inductor")(torch.randn(5, 77).requires_grad_(False))
 
 
-@pytest.mark.parametrize("how", [{}, {"fullgraph": True}, {"dynamic": True}], ids=str)
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_outputs_gradients_and_state_are_the_models(how: dict[str, bool], training: bool) -> None:
+@pytest.mark.parametrize(
+    ("training", "how"), [(False, {"fullgraph": True}), (True, {"dynamic": True})], ids=str
+)
+def test_outputs_gradients_and_state_are_the_models(training: bool, how: dict[str, bool]) -> None:
     model = Attention(dropout=0.3 if training else 0.0).train(training)
     assert_trains_alike(model, tokens(), **how)
     assert operators(model) == ["plan" if training else "sinkhorn"]
 
 
-@pytest.mark.parametrize(
-    "model", [Counts(), nn.Sequential(Attention(), Attention(4))],
-    ids=["changes its buffers", "two layers"],
-)  # fmt: skip
-def test_the_rest_of_a_graph_stays_as_it_is(model: nn.Module) -> None:
+def test_the_rest_of_a_graph_stays_as_it_is() -> None:
+    """Another layer, and buffers that change."""
+    model = nn.Sequential(Counts(), Attention(4))
     assert_trains_alike(model, tokens())
-    assert set(operators(model)) == {"sinkhorn"}
+    assert operators(model) == ["sinkhorn", "sinkhorn"]
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_what_is_changed_in_place_is_replaced(inner: str) -> None:
+def test_what_is_changed_in_place_is_replaced() -> None:
     model, x = Attention(changes=True), tokens()
     with torch.no_grad():
-        assert_same(compiled(model, inner)(x), model(x))
+        assert_same(compiled(model, "eager")(x), model(x))
     assert operators(model) == ["sinkhorn"]
 
 
@@ -232,21 +230,13 @@ def test_a_scores_buffer_is_filled_and_differentiated() -> None:
     assert operators() == ["plan"]
 
 
-def test_another_gradient_leaves_the_site_while_it_is_asked_for() -> None:
-    x = tokens().requires_grad_()
-    model = Without()
-    fast = compiled(model)
-    assert_same(*(torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (fast, model)))
-    assert not operators() and "its own gradient differs" in reasons()
-    with torch.no_grad():
-        assert_same(fast(x), model(x))
-    assert operators() == ["sinkhorn"] or operators() == ["plan"]
-
-
-def test_another_gradient_leaves_its_site_and_no_other() -> None:
-    model = nn.Sequential(Attention(), Without())
-    assert_trains_alike(model, tokens())
+def test_another_gradient_leaves_its_site_and_no_other_while_it_is_asked_for() -> None:
+    model, x = nn.Sequential(Attention(), Without()), tokens()
+    assert_trains_alike(model, x)
     assert operators(model) == ["sinkhorn"] and "its own gradient differs" in reasons()
+    with torch.no_grad():
+        assert_same(compiled(model)(x), model(x))
+    assert len(operators(model)) == 3
 
 
 def test_another_gradient_shows_behind_weights_of_zero() -> None:
@@ -262,7 +252,7 @@ def test_another_gradient_shows_behind_weights_of_zero() -> None:
 def test_numbers_that_operators_hold_are_guarded() -> None:
     model = Sharpened()
     fast, x = compiled(model), tokens()
-    for epsilon in (2, 3, 5, 9):
+    for epsilon in (2, 3, 9):
         assert_same(fast(x, epsilon), model(x, epsilon))
     assert set(operators()) == {"sinkhorn"}
 
@@ -304,7 +294,7 @@ def test_what_is_kept_of_graphs_is_few_and_no_example(monkeypatch: pytest.Monkey
 def test_masks_lengths_and_batches() -> None:
     model = Attention().eval()
     fast = compiled(model)
-    for batch, length in ((3, 11), (5, 11), (5, 17), (1, 9), (2, 2), (4, 70)):
+    for batch, length in ((3, 11), (5, 17), (1, 9), (2, 2)):
         x = tokens(batch, length)
         keep = torch.rand(batch, length) > 0.3
         keep[:, 0] = True
@@ -318,15 +308,14 @@ def test_another_batch_is_not_identified_again() -> None:
     with torch.no_grad():
         fast(tokens(6, 13))
         known = len(under_test._KNOWN)
-        fast(tokens(9, 13))
         fast(tokens(9, 15))
-    assert len(under_test._KNOWN) == known and len(asapc.explain().graphs) == 3
+    assert len(under_test._KNOWN) == known and len(asapc.explain().graphs) == 2
 
 
 def test_what_changes_between_calls_takes_effect() -> None:
     model, x = Attention().eval(), tokens()
     fast = compiled(model)
-    for change in ({}, {"half_steps": 9}, {"tau": 0.5}, {"tau": 0.7}, {"tau": 0.9}):
+    for change in ({}, {"half_steps": 9}, {"tau": 0.5}):
         for name, value in change.items():
             setattr(model, name, value)
         assert_same(fast(x), model(x))
@@ -336,10 +325,9 @@ def test_what_changes_between_calls_takes_effect() -> None:
     assert set(operators(model)) == {"sinkhorn"}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    model = Attention().to(dtype)
-    assert_trains_alike(model, tokens().to(dtype), 2e-2 if dtype is torch.bfloat16 else 1e-12)
+def test_another_dtype() -> None:
+    model = Attention().double()
+    assert_trains_alike(model, tokens().double(), 1e-12)
     assert operators(model) == ["sinkhorn"]
 
 
@@ -410,15 +398,15 @@ def test_graphs_are_explained_by_model() -> None:
             torch._dynamo.graph_break()
             return self.second(x)
 
-    model, other, plain = Broken(), Attention(), nn.Linear(16, 16)
-    calls = [compiled(each) for each in (model, other, plain)]
+    model, plain = Broken(), nn.Linear(16, 16)
+    calls = [compiled(each) for each in (model, plain)]
     for call in calls:
         call(tokens())
     assert [len(facts.sites) for facts in asapc.explain(calls[0]).graphs] == [1, 1]
-    assert len(asapc.explain(other).graphs) == 1 and len(asapc.explain().graphs) == 4
+    assert len(asapc.explain(plain).graphs) == 1 and len(asapc.explain().graphs) == 3
     text = str(asapc.explain(model))
     assert "graph 2, compiled by aot_eager\n  second: asapc::sinkhorn, T=4, row first" in text
     assert "no loop of rows and columns" in str(asapc.explain(plain))
-    (site,) = asapc.explain(other).to_dict()["graphs"][0]["sites"]
+    (site,) = asapc.explain(model).to_dict()["graphs"][0]["sites"]
     assert site["convention"]["half_steps"] == 6 and site["replay_error"] < 1e-5
     assert "call it first" in str(asapc.explain(nn.Linear(3, 3)))

@@ -173,7 +173,7 @@ def test_gradients_are_those_of_the_reference(name: str, masked: bool) -> None:
     """Of the whole loop and of tails, from smooth to sharp, wherever the window lies."""
     keep = keeps(3, SIZES[name][1], masked)
     every = [*itertools.product((1.0, 60.0), (False, True), LOOPS, BANDS)]
-    for spread, of_tail, (half_steps, rows_first), (low, high) in every[masked::2]:
+    for spread, of_tail, (half_steps, rows_first), (low, high) in every[masked::4]:
         tail = half_steps - 1 if of_tail else None
         q, k, v = (x.double() for x in problem(3, 2, *SIZES[name], spread=spread))
         rest = (keep, 0.35, half_steps, rows_first, [1.0, 1.0, 0.0, 1.0], low, high, tail)
@@ -283,7 +283,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
         assert site.convention == expected
         assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
         assert convention_from_json(json.loads(json.dumps(expected.to_json()))) == expected
-    for shape, scale in (((3, 33, 16), 1.0), ((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
+    for shape, scale in (((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
         alike(net, analysis.lifted, scale * random(*shape, seed=3))
 
 

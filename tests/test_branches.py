@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import asapc
 from asapc import pipeline
-from asapc.errors import BranchError, InputError, NoSiteError
+from asapc.errors import BranchError, InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.load import build_factory
 from asapc.inputs.teacher import Teacher
@@ -154,12 +154,6 @@ def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> 
     words = "is read as a NumPy array" if ask == "numpy" else "depends on a value from the data"
     assert found.reason is not None and words in found.reason
     assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
-
-
-def test_lengths_in_a_dictionary_are_named() -> None:
-    scales: dict[int, float] = {X.shape[1]: 2.0}
-    found = capture(net(lambda x: x * scales[x.shape[1]]), (X,), {})
-    assert found.reason is not None and "a length is looked up in a dictionary or cache" in found.reason
 
 
 def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
@@ -322,9 +316,3 @@ def test_a_factory_may_import_when_it_is_called_and_when_it_runs(tmp_path: Path)
     assert model(torch.ones(1, 3)).shape == (1, 3)
     assert sys.path == before and "asapc_lazy_one" not in sys.modules
     sys.modules.pop("asapc_lazy_two")
-
-
-def test_nothing_compiled_is_exit_code_3(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", x=X.numpy())
-    with pytest.raises(NoSiteError, match="cannot be captured"):
-        asapc.compile(net(inner=UNEXPORTED["scale"]), str(tmp_path / "x.npz"))

@@ -15,7 +15,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import Analysis, analyse
 
-SCALES = (1e-3, 0.05, 1.0, 30.0, 1e3)  # at larger ones single precision is 1e-4 from itself
+SCALES = (1e-3, 1.0, 1e3)  # at larger ones single precision is 1e-4 from itself
 
 
 def log_loop(s: Tensor, half_steps: int = 3) -> Tensor:
@@ -65,13 +65,10 @@ def cut_off(p: Tensor, below: float) -> Tensor:
 THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads of small scores are uniform": lambda s: torch.where(largest(s) < 0.2, torch.zeros_like(s), s),
     "clamp far above": lambda s: s.clamp(-1e4, 1e4),
-    "clamp by filling": lambda s: s.masked_fill(s.abs() > 5e3, 0.0),
-    "rescaled where the spread is large": lambda s: s / (s.std() / 2000).clamp(min=1.0),
     "a window between two decades": lambda s: torch.where(
         (largest(s) > 0.045) & (largest(s) < 0.055), torch.zeros_like(s), s
     ),
     "a smooth step": lambda s: s + s * torch.sigmoid(1e6 * (largest(s) - 3e3)),
-    "a sign": lambda s: s * (1.5 + 0.5 * torch.sign(s.std() - 0.01)),
     "what never happens here": lambda s: torch.where(
         s.amax(-1, keepdim=True) > 5 * s.std(-1, keepdim=True) + s.mean(-1, keepdim=True), s * 0.0, s
     ),
@@ -89,7 +86,6 @@ def test_thresholds_on_scores_are_seen_on_both_sides() -> None:
 
 BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
     "behind the loop": lambda s: torch.nan_to_num(divided(s.softmax(-2))),
-    "behind the loop, of masses 1": lambda s: 6 * torch.nan_to_num(divided(s.exp()) / 6),
     "at every division": lambda s: rescued(s.softmax(-2)),
     "small entries left out, of which a thousand sum up": lambda s: cut_off(log_loop(s, 10), 1e-5),
 }
@@ -151,12 +147,9 @@ def test_what_is_rounded_on_the_way_is_refused() -> None:
 
 GUARDS: dict[str, Callable[[Tensor], Tensor]] = {
     "only numbers": lambda s: log_loop(torch.nan_to_num(s)),
-    "only numbers, asked": lambda s: log_loop(torch.where(s.isnan(), torch.zeros_like(s), s)),
     "the least number": lambda s: log_loop(s.clamp(min=torch.finfo(s.dtype).min)),
-    "an added constant": lambda s: divided(s.softmax(-1), 1e-8),
     "nothing above 0": lambda s: divided((s - s.amax(-1, keepdim=True)).clamp(max=0.0).exp(), 1e-8),
     "in float64": lambda s: divided(s.double().softmax(-1), torch.finfo(torch.float64).eps).float(),
-    "tiny entries": lambda s: cut_off(log_loop(s), 1e-9),
     "between 0 and 1": lambda s: divided(s.softmax(-1)).clamp(0.0, 1.0),
 }
 

@@ -134,9 +134,9 @@ class Transformer(nn.Module):
     """One map of 2 H heads, values twice as wide, lambda by its usual reparametrisation, a norm a head:
     as the Differential Transformer is released, but for the map."""
 
-    def __init__(self, plan: Map = sinkhorn, heads: int = 2, width: int = 4) -> None:
+    def __init__(self, heads: int = 2, width: int = 4) -> None:
         super().__init__()
-        self.heads, self.plan, self.start = heads, plan, 0.3
+        self.heads, self.start = heads, 0.3
         dim = 2 * heads * width
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.lambdas = nn.Parameter(0.4 * torch.randn(4, width))
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
 
     def map(self, x: Tensor) -> Tensor:
         heads = (2 * self.heads, -1)
-        return self.plan(*(layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.q, self.k)))
+        return sinkhorn(*(layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.q, self.k)))
 
     def halves(self, a: Tensor) -> tuple[Tensor, Tensor]:
         a = a.view(a.shape[0], self.heads, 2, *a.shape[-2:])
@@ -218,11 +218,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {  # and the heads 
     "potentials last": (lambda: Layer(scaled), [2, 2]),
     "sliced plans, unrolled": (lambda: Layer(unrolled, heads=4), [4, 4]),
     "a softmax and a loop": (lambda: Layer(softmax, sinkhorn), [2]),
-    "a loop and sliced plans": (lambda: Layer(sinkhorn, sliced), [2, 2]),
     "lerp, dropout; signs; by query, einsum": (
         lambda: nn.Sequential(Lerped(), Negative(), ByQuery()), [2] * 6
     ),
-    "halves of sliced plans": (lambda: Transformer(sliced), [4]),
     "halves by chunk, by slices, rearranged, summed": (
         lambda: nn.Sequential(Chunked(), Sliced(), Rearranged(), Weighed()), [4] * 4
     ),
@@ -292,7 +290,7 @@ class Scored(Layer):
 
 
 ALONE: dict[str, Callable[[], nn.Module]] = {
-    "softmaxes": lambda: Layer(softmax), "halves of a softmax": lambda: Transformer(softmax),
+    "softmaxes": lambda: Layer(softmax),
     "returned": Returned, "normalised again": Scored,
 }  # fmt: skip
 

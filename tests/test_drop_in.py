@@ -36,7 +36,6 @@ from asapc.inputs.recipe import Recipe
 from asapc.measure.differences import largest_difference
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
-from asapc.passes.lift import lift
 from asapc.passes.match import match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
@@ -213,7 +212,7 @@ def test_another_process_reads_it_without_the_teachers_code(loaded, expected, tm
 # Dtypes and devices
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_it_moves_to_another_dtype(make, dtype, expected):
     x, keep = inputs()
     model = make().to(dtype)
@@ -773,7 +772,6 @@ def test_a_captured_module_returns_its_own_type(tmp_path):
         torch.testing.assert_close(stage(x[:4]), exact, rtol=1e-4, atol=1e-5)
 
 
-
 # Which module is patched
 
 
@@ -806,11 +804,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.inner(x.relu()))
-
-
-class Twice(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(self.inner(x)))
 
 
 class Beside(Around):
@@ -857,9 +850,7 @@ def cut(model: nn.Module, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("model", "name", "layers"),
     [
-        (Model, "inner", {"q", "k", "v"}),
         (Hooked, "inner", {"q", "k", "v"}),
-        (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
     ],
 )
@@ -880,26 +871,6 @@ def test_the_smallest_module_that_computes_the_site_by_itself(model, name, layer
             torch.testing.assert_close(built(x), exact)
             built.last = nn.Identity()
             assert not torch.allclose(built(x), exact)
-
-
-class Maps(nn.Module):
-    """The plan goes through a cast and a dropout, as attention maps do, and is used once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.loop, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), Loop(), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = (self.q(x) @ self.k(x).mT).float()
-        return self.drop(self.loop(scores).to(x.dtype)) @ x
-
-
-def test_no_loop_stays_beside_its_operator():
-    (program,) = capture(Maps().eval(), (torch.randn(3, 5, 4),), {}).programs
-    sites = [own for own in match(program) if not isinstance(own, Refusal)]
-    called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
-    assert "asapc.sinkhorn.default" in called
-    assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
 
 
 def test_structures_go_through_plain_data():

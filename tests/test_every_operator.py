@@ -265,12 +265,7 @@ def test_gradients_are_laid_out_as_their_fakes(half_steps: int) -> None:
     assert [x.stride() for x in fakes] == [x.stride() for x in found]
 
 
-EXPORTED = (
-    "sinkhorn_attention", "asap, source", "esp_hard", "lot", "dual, coarse:4 source", "plan, larger",
-)
-
-
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", ["sinkhorn_attention", "plan, larger"])
 def test_exported_for_other_sizes_and_compiled(name: str) -> None:
     """Sizes that differ between two calls are dynamic; compiled with its gradient where it has values."""
     operator, inputs = CALLS[name]

@@ -40,7 +40,7 @@ class Held(nn.Module):
         return {"z": z * count, "x": x, "y": y, "pair": (z.sum(-1), count), "tokens": x.shape[1]}
 
 
-MODELS = ("LogDomainMasked", "Biased", "SlicedSoft", "whatever")
+MODELS = ("Alternating", "whatever")
 
 
 @functools.cache

@@ -268,10 +268,13 @@ def test_half_steps(name: str) -> None:
 
 
 SAMPLED = list(zip(CASES, itertools.cycle(LOOPS.values())))
+TURNS = [  # two of the three ways to run each of them
+    (name, loop, [*RUNNERS][(place + turn) % 3])
+    for place, (name, loop) in enumerate(SAMPLED) for turn in range(2)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("name", "loop"), SAMPLED, ids=CASES)
+@pytest.mark.parametrize(("name", "loop", "runner"), TURNS)
 def test_hostile_inputs(name: str, loop: Any, runner: str) -> None:
     assert_loop(Case(**CASES[name]), RUNNERS[runner], loop)
 
@@ -289,8 +292,10 @@ def test_loops(name: str) -> None:
     assert_gradients(case, LOOPS[name])
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 33, 50, 16, 40), (2, 1, 150, 197, 40, 64)], ids=str)
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("name", "shape"), [
+    *((name, (2, 2, 33, 50, 16, 40)) for name in LOOPS),
+    *((name, (2, 1, 150, 197, 40, 64)) for name in ("R", "CRC from f", "RCRCRC")),
+], ids=str)  # fmt: skip
 def test_products_of_bfloat16(name: str, shape: tuple[int, ...]) -> None:
     """The resident loop's sums on tensor cores: of one chunk of keys and of two."""
     case = Case(shape, torch.bfloat16, masked=True)
@@ -298,9 +303,8 @@ def test_products_of_bfloat16(name: str, shape: tuple[int, ...]) -> None:
     assert_loop(case, in_one_launch, LOOPS[name])
 
 
-@pytest.mark.parametrize("spread", [30.0, 600.0])
-def test_scores_that_products_cannot_scale(spread: float) -> None:
-    case = Case((1, 2, 33, 140, 16, 16), torch.bfloat16, spread=spread)
+def test_scores_that_products_cannot_scale() -> None:
+    case = Case((1, 2, 33, 140, 16, 16), torch.bfloat16, spread=600.0)
     for name in ("RCRCR from g", "CRCRC"):
         assert_loop(case, in_one_launch, LOOPS[name])
 
@@ -317,10 +321,10 @@ def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("apart", [100.0, 600.0, math.inf])
-@pytest.mark.parametrize(
-    "loop", [(1, "row", True), (2, "row", True), (2, "column", True), (6, "row", True)]
-)
+@pytest.mark.parametrize(("loop", "apart"), [
+    ((1, "row", True), 100.0), ((2, "row", True), math.inf), ((2, "column", True), 600.0),
+    ((6, "row", True), math.inf), ((6, "row", True), 600.0),
+])  # fmt: skip
 def test_starts_that_float32_cannot_scale(loop: Any, apart: float, runner: str) -> None:
     """The tokens are in two parts, which a bias keeps apart, and one starts far below the other."""
     case = Case((1, 2, 16, 18, 8, 8), bias=())
@@ -332,7 +336,7 @@ def test_starts_that_float32_cannot_scale(loop: Any, apart: float, runner: str) 
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("loop", [(2, "row", True), (3, "row", True), (2, "column", True)])
+@pytest.mark.parametrize("loop", [(3, "row", True), (2, "column", True)])
 def test_a_start_without_mass_anywhere(loop: Any, runner: str) -> None:
     case = Case((1, 1, 16, 18, 8, 8))
     case.f.fill_(-math.inf)
@@ -346,7 +350,7 @@ def test_scalings_that_grow_without_end(runner: str) -> None:
     case = Case((1, 1, 13, 13, 8, 8), bias=())
     assert case.bias is not None
     case.bias[0, 12] = case.bias[1:, :12] = -math.inf
-    assert_loop(case, RUNNERS[runner], (81, "row", False))
+    assert_loop(case, RUNNERS[runner], (41, "row", False))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -107,7 +107,6 @@ def host_sides() -> dict[str, Callable[[], Any]]:
     return {
         "resident": lambda: resident.resident_loop(q, k, v, keep, bias, None, loop),
         "streaming": lambda: sinkhorn.streaming_loop(q, k, v, keep, bias, None, loop),
-        "dual": lambda: dual.dual(q, k, *fitted, "source", 0.4, 5, True),
         "dual and row mass": lambda: dual.dual_and_row_mass(q, k, *fitted, 0.4, 5, True),
         "plan": lambda: plan.plan(torch.ones(3, 2, 4, 4), task),
         "gradients": lambda: backward.sinkhorn_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,7 @@ def with_packages(name: str) -> Iterator[str]:
     yield from (".".join(parts[:count]) for count in range(2, len(parts) + 1))
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     found = modules()
     known = set(found)

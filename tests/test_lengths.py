@@ -38,7 +38,6 @@ def inputs(length: int) -> tuple[Tensor, Tensor]:
 
 
 CALLS: dict[str, Any] = {
-    "positional": lambda x, keep: ((x, keep), {}),
     "mixed": lambda x, keep: ((x,), {"keep": keep}),
     "by name": lambda x, keep: ((), {"keep": keep, "x": x}),
 }

@@ -65,39 +65,27 @@ def filled(low: float) -> Spelling:
     return lambda s, keep: divided(s.masked_fill(~keep[:, None, None], low).softmax(-1), 4)
 
 
-def shifted(low: float) -> Spelling:
-    def plan(s: Tensor, keep: Tensor) -> Tensor:
-        s = torch.where(keep[:, None, None], s, low)
-        return divided((s - s.amax(-1, keepdim=True)).exp())
-
-    return plan
+def subtracted(s: Tensor, keep: Tensor) -> Tensor:
+    return divided((s + (1.0 - keep.float())[:, None, None] * -1e9).softmax(-1), 4)
 
 
-def subtracted(low: float) -> Spelling:
-    return lambda s, keep: divided((s + (1.0 - keep.float())[:, None, None] * low).softmax(-1), 4)
+def hidden_in_the_loop(s: Tensor, keep: Tensor) -> Tensor:
+    return log_divided(s, lambda s: s.masked_fill(~keep[:, None, None], LOWEST))
 
 
-def hidden_in_the_loop(low: float) -> Spelling:
-    return lambda s, keep: log_divided(s, lambda s: s.masked_fill(~keep[:, None, None], low))
+def added_in_the_loop(s: Tensor, keep: Tensor) -> Tensor:
+    return log_divided(s, lambda s: s + torch.where(keep, 0.0, -1e9)[:, None, None])
 
 
-def added_in_the_loop(low: float) -> Spelling:
-    return lambda s, keep: log_divided(s, lambda s: s + torch.where(keep, 0.0, low)[:, None, None])
-
-
-def potentials(low: float) -> Spelling:
+def potentials(s: Tensor, keep: Tensor) -> Tensor:
     """Potentials [B, H, N] and [B, H, M], the latter with a mask [B, 1, M]."""
-
-    def plan(s: Tensor, keep: Tensor) -> Tensor:
-        s = s.masked_fill(~keep[:, None, None], low)
-        f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
-        for _ in range(2):
-            f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
-            g = (-torch.logsumexp(s + f[..., None], -2) - math.log(N)).masked_fill(~keep[:, None], low)
+    s = s.masked_fill(~keep[:, None, None], -1e9)
+    f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+    for _ in range(2):
         f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
-        return torch.exp(s + f[..., None] + g[..., None, :]) * N
-
-    return plan
+        g = (-torch.logsumexp(s + f[..., None], -2) - math.log(N)).masked_fill(~keep[:, None], -1e9)
+    f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
+    return torch.exp(s + f[..., None] + g[..., None, :]) * N
 
 
 def shares_of_active_keys(s: Tensor, keep: Tensor) -> Tensor:
@@ -125,10 +113,9 @@ def without_nan(s: Tensor, keep: Tensor) -> Tensor:
 
 SPELLINGS = {
     "filled with -1e4": filled(-1e4), "filled with -inf": filled(-math.inf),
-    "where, -1e9": shifted(-1e9), "subtracted -1e9": subtracted(-1e9),
-    "subtracted the least": subtracted(LOWEST), "in the loop, the least": hidden_in_the_loop(LOWEST),
-    "in the loop, -inf": hidden_in_the_loop(-math.inf), "added in the loop": added_in_the_loop(-1e9),
-    "potentials, -1e9": potentials(-1e9), "shares of active keys": shares_of_active_keys,
+    "subtracted -1e9": subtracted, "in the loop, the least": hidden_in_the_loop,
+    "added in the loop": added_in_the_loop,
+    "potentials, -1e9": potentials, "shares of active keys": shares_of_active_keys,
     "multiplied": multiplied, "without NaN": without_nan,
 }  # fmt: skip
 
@@ -148,7 +135,7 @@ def assert_same(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-DATA = [*((name, "padded") for name in SPELLINGS), *((name, "full") for name in [*SPELLINGS][::6])]
+DATA = [*((name, "padded") for name in SPELLINGS), *((name, "full") for name in [*SPELLINGS][::5])]
 
 
 @pytest.mark.parametrize(("name", "data"), DATA)  # without padding, data says nothing about padding
@@ -179,7 +166,6 @@ def soft(shape: tuple[int, ...]) -> Tensor:
 
 ADDED = {  # loop, and the mask that calibration has
     "protected, nothing hidden": (lambda s: divided(s.softmax(-1), 4), torch.zeros(B, N)),
-    "protected, soft": (lambda s: divided(s.softmax(-1), 4), soft((B, N))),
     "protected, of pairs": (lambda s: divided(s.softmax(-1), 4), torch.zeros(B, N, N)),
     "plain, nothing hidden": (log_divided, torch.zeros(B, N)),
     "plain, soft": (log_divided, soft((B, N))),

@@ -183,9 +183,8 @@ def outcome_of(model: nn.Module) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("how", ["item", "reversed"])
-def test_a_stop_that_changes_nothing_is_reproduced(how: str) -> None:
-    found = outcome_of(While(1e-13, how))
+def test_a_stop_that_changes_nothing_is_reproduced() -> None:
+    found = outcome_of(While(1e-13))
     assert isinstance(found, AttentionSite), found
     c = found.convention
     assert (c.half_steps, c.first_side, c.early_stop) == (10, "column", True)
@@ -212,12 +211,10 @@ class Guarded(While):
     def small(self, residual: Tensor) -> bool:
         if self.guard == "number":
             return residual.item() > 1e6
-        if self.guard == "tensor":
-            return bool(residual > 1e6)
         return math.isnan(residual.item())
 
 
-@pytest.mark.parametrize("guard", ["number", "tensor", "isnan"])
+@pytest.mark.parametrize("guard", ["number", "isnan"])
 def test_a_guard_does_not_end_the_loop(guard: str) -> None:
     """Taken for a loop that goes on while the residual is large, it once cut a loop to one iteration."""
     found = outcome_of(Guarded(guard))
@@ -227,7 +224,7 @@ def test_a_guard_does_not_end_the_loop(guard: str) -> None:
 class StoppingGlue(zoo.Glued):
     """A glued plan whose loops end early, far from their budget."""
 
-    half_steps = 10
+    half_steps = 6
 
     def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         u, w = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
@@ -277,20 +274,16 @@ class Diluted(While):
         return change.square().mean()
 
 
-def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps() -> None:
-    found = outcome_of(Diluted(1e-8, "item"))
-    assert isinstance(found, Refusal) and "ends early" in found.reason
-    assert isinstance(outcome_of(Diluted(1e-20, "item")), AttentionSite)
-
-
 class Averaged(Diluted):
+    """At 512 examples of 300 tokens, one of which is not flat, 5e-6 changes the attention by 4e-3."""
+
     def residual(self, change: Tensor) -> Tensor:
         return change.square().mean().sqrt()
 
 
-def test_a_stop_on_a_mean_is_tried_as_in_a_far_larger_batch() -> None:
-    """At 512 examples of 300 tokens, one of which is not flat, this one changes the attention by 4e-3."""
-    found = outcome_of(Averaged(5e-6, "item"))
+@pytest.mark.parametrize("model", [Diluted(1e-8), Averaged(5e-6)], ids=["few", "in a larger batch"])
+def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps(model: nn.Module) -> None:
+    found = outcome_of(model)
     assert isinstance(found, Refusal) and "ends early" in found.reason
 
 

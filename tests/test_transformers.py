@@ -238,19 +238,6 @@ def test_grouped_queries_with_an_additive_mask_match():
     assert site.loop.half_steps == 9 and found.replayed.output_error < 1e-5
 
 
-def test_pictures_match():
-    config = transformers.ViTConfig(**{**SIZES, "image_size": 16, "patch_size": 4})
-    model = sharp(transformers.ViTForImageClassification(config))
-    found = analysed(model, pixel_values=torch.randn(4, 3, 16, 16))
-    assert [site.loop.half_steps for site in found.sites] == [9] and found.capture.kind == "whole"
-
-
-def test_a_causal_mask_made_by_the_library_stays_refused():
-    config = transformers.BertConfig(**{**SIZES, "is_decoder": True, "use_cache": False})
-    found = analysed(sharp(transformers.BertModel(config)), **batch(4))
-    assert not found.sites and "differs between queries" in found.left_alone[0].reason
-
-
 def test_a_folder_for_those_with_asapc_and_those_without(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     out, saved = tmp_path / "out", tmp_path / "saved"
