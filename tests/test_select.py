@@ -58,7 +58,7 @@ class Ground:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
     folder = tmp_path_factory.mktemp("select")
-    data = write_data(folder / "data.npz")
+    data = write_data(folder / "data.npz", 320)
     teacher = load_teacher(str(write_teacher(folder / "teacher")))
     pipeline.calibrate(teacher, data, folder / "calib", Recipe.from_dict(SMALL), QUIET)
     source = open_data(data, forward_signature(teacher))
@@ -107,14 +107,6 @@ def labels(trail: Mapping[str, Any]) -> list[str]:
     picked = [[c["label"] for c in site["candidates"] if c["chosen"]] for site in trail["sites"]]
     assert all(len(own) == 1 for own in picked)
     return [own[0] for own in picked]
-
-
-def test_every_candidate_is_fitted_once(ground):
-    assert len(ground.calibration.sites) == 3
-    for fits in ground.calibration.sites.values():
-        assert [(fit.amortised.plan.side, fit.amortised.plan.c_transforms) for fit in fits] == [  # type: ignore[union-attr]
-            ("target", 1), ("source", 3),
-        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [0.045, 0.2, 1e-6])
@@ -327,17 +319,6 @@ def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(ground, monk
     own = {"*": {"budget": {"prediction_agreement": 0.5}}}
     with pytest.raises(InputError, match=r"prediction_agreement cannot be measured here, got no output"):
         chosen(ground, {"sites": own})
-
-
-def test_exact_operators_come_before_the_teacher(ground, monkeypatch):
-    """The whole model is slower than the teacher with approximations, and faster with exact operators."""
-    compiled = iter([2.0, 0.5])
-    monkeypatch.setattr(
-        select, "timed", lambda calls, **_: {"teacher": [1.0], "compiled": [next(compiled)]}
-    )
-    made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
-    assert {choice.operator for choice in made.choices} == {"sinkhorn"}
-    assert labels(made.trail) == ["sinkhorn"] * 3
 
 
 def test_a_bias_by_position_has_one_length(ground):
