@@ -156,14 +156,6 @@ def test_text_forward_equals_one_written_out() -> None:
     torch.testing.assert_close(output, torch.stack(rows), rtol=0, atol=1e-5)
 
 
-def test_single_pixel_images_and_single_tokens() -> None:
-    logits, maps = small_vit(image_size=4)(torch.randn(1, 2, 4, 4))
-    assert logits.shape == (1, 3) and maps[0].shape == (1, 2, 2, 2)
-    probabilities, maps = small_text(seq_len=1)(torch.tensor([[4]]))
-    torch.testing.assert_close(maps[0], torch.ones(1, 2, 1, 1))
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1))
-
-
 def test_shipped_digits_teacher() -> None:
     folder = Path(__file__).resolve().parents[1] / "asapc" / "demo_data" / "digits"
     weights = folder / "teacher" / "model.safetensors"

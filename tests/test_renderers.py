@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 from xml.sax.saxutils import unescape
@@ -17,8 +16,7 @@ import pytest
 from junk import JUNK, places, survives, with_junk
 from page_report import full_report, pictures, shown, small_report, typed
 
-from asapc.errors import InputError
-from asapc.report import Report, brief, json_text, junit_text, markdown, write_report
+from asapc.report import Report, brief, json_text, junit_text, markdown
 from asapc.report.advice import advise, decide
 from asapc.report.console import print_result
 from asapc.report.gates import gate_result, parse_gates
@@ -73,14 +71,6 @@ def test_every_cell_of_every_table_is_on_the_page_and_in_markdown() -> None:
     advice = [decide(report).sentence, *(each.sentence for each in advise(report))]
     headings = [heading for heading, tables in report_sections(report).items() if tables]
     assert len(headings) > 5 and all(words in on_page for words in (*advice, *headings))
-
-
-def test_memory_that_was_predicted_is_told_as_memory() -> None:
-    report = small_report()
-    report["selection"] |= {"objective": "memory"}
-    report["selection"]["rounds"][0] |= {"predicted_mib": 7.25}
-    text = markdown(typed(report))
-    assert "| predicted MiB |" in text and "| 7.25 |" in text and "predicted ms" not in text
 
 
 def test_an_empty_report_is_shown_and_the_headline_says_that_no_gate_was_set() -> None:
@@ -148,23 +138,6 @@ def test_json_is_strict_and_takes_any_name() -> None:
     text = json_text({"a\udcff": ["\ud800é", "😀"]})
     assert json.loads(text.encode()) == {"a\ufffd": ["\ufffdé", "😀"]}
     assert json.loads(json_text({"é": "😀"}, ascii=True).encode("ascii")) == {"é": "😀"}
-
-
-def test_written_files_replace_earlier_ones(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("old")
-    report = typed({"model": {"source": "x"}})
-    written = write_report(tmp_path, report)
-    assert [path.name for path in written] == ["report.json", "report.md", "junit.xml", "report.html"]
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    assert json.loads(written[0].read_text()) == report.to_json()
-    assert write_report(tmp_path, report) == written
-
-
-def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(InputError, match="cannot be written"):
-            write_report(folder, typed({"model": {}}))
 
 
 # JUnit
