@@ -193,6 +193,44 @@ def test_an_old_folder_that_lost_its_name_is_put_back(tmp_path):
     assert read(out) == "old" and os.listdir(tmp_path) == ["out"]
 
 
+def test_a_reader_between_the_two_renames_takes_nothing_from_the_writer(
+    tmp_path, monkeypatch, two_renames
+):
+    out = tmp_path / "out"
+    with replace_folder(out) as folder:
+        write(folder, "old")
+    rename, seen = os.rename, []
+
+    def watched(source, target):
+        rename(source, target)
+        if str(target).endswith(".previous") and not seen:
+            assert not out.exists() and clean_leftovers(out) == 0
+            seen.append(read_whole(out, lambda: read(out)))
+
+    monkeypatch.setattr(atomic.os, "rename", watched)
+    with replace_folder(out) as folder:
+        write(folder, "new")
+    assert seen == ["old"] and read(out) == "new" and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_reader_never_sees_two_folders_mixed(tmp_path, either_way):
+    out = tmp_path / "out"
+
+    def save(text):
+        with replace_folder(out) as folder:
+            write(folder, text)
+            (folder / "weights").write_text(text)
+
+    def disturbed_read():
+        first = read(out)
+        if first == "one":
+            save("two")
+        return first, (out / "weights").read_text()
+
+    save("one")
+    assert read_whole(out, disturbed_read) == ("two", "two")
+
+
 def test_everything_is_on_disk_before_the_name_changes(tmp_path, monkeypatch, either_way):
     out, events = tmp_path / "out", []
     flush, swap, fsync = atomic.flush, atomic._swap, os.fsync

@@ -92,6 +92,16 @@ def test_the_diameter_is_taken_while_its_budget_lasts(monkeypatch):
     assert exact["truncation_bound"] < rough["truncation_bound"] / 2
 
 
+def test_contraction_bound_ignores_offsets():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 1, 4, 5, generator=generator).double()
+    rows, columns = (30 * torch.randn(size, generator=generator).double() for size in (4, 5))
+    assert contraction_bound(scores) <= math.tanh(float(scores.max() - scores.min()) / 2) ** 2
+    shifted = contraction_bound(scores + rows[:, None] + columns)
+    assert shifted < 1 and shifted >= contraction_bound(scores) - 1e-12
+    assert contraction_bound(scores[..., :1]).item() == pytest.approx(0.0, abs=1e-30)
+
+
 # One dual of two plans, tilted into each other (B.10)
 
 

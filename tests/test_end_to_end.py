@@ -105,6 +105,13 @@ def test_lossless_model_reproduces_the_untouched_teacher(work, lossless):
         assert float((mine - its).abs().max()) < 1e-5
 
 
+def test_a_lossless_model_is_timed_once(lossless, capsys):
+    """It is its own exact model."""
+    model = run_json(capsys, "report", lossless, "--fast", "--examples", 8)["model"]
+    assert model["speedup"] == model["speedup_lossless"]
+    assert model["confidence"]["speedup"] == model["confidence"]["speedup_lossless"]
+
+
 def test_compiled_model_takes_other_batches_and_lengths(work, compiled):
     model = asapc.load(compiled)
     for count, length in ((1, 12), (7, 12), (5, 9)):

@@ -190,10 +190,11 @@ def test_intervals_lengths_heads_and_certificates(work, whole):
         assert site["metrics"].items() <= whole["metrics"].items()
 
 
-def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(work, whole, monkeypatch):
+@pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])
+def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(work, whole, monkeypatch, limit):
     everywhere, _ = whole
     assert "map_examples" not in everywhere["model"]
-    monkeypatch.setattr(evaluate, "MAP_ENTRIES", 1)  # the first batch
+    monkeypatch.setattr(evaluate, limit, 1)  # the first batch
     found, _ = report(work / "out", fast=True)
     model, batch = found["model"], found["model"]["batch"]
     assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]
@@ -254,6 +255,8 @@ def score(output, batch):
 def doubled_when_called_again(output, batch, calls=[0]):
     calls[0] += 1
     return (1 + calls[0] % 2) * torch.ones(len(batch["labels"]))
+def mean(output, batch):
+    return 0.5
 def words(output, batch):
     return "good"
 def nan(output, batch):
@@ -313,6 +316,7 @@ def test_an_own_metric_is_gated_shown_and_compared(work, metrics, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("mean", "must return one number for each of the batch's examples, got a float of shape []"),
         ("words", "must return one number for each of the batch's examples, got a str"),
         ("nan", "must be finite for the teacher's outputs, got nan, example"),
         ("fails", "must measure a batch without an error, got ZeroDivisionError"),
