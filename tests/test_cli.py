@@ -208,6 +208,18 @@ def test_inspect_prints_the_dictionary_as_it_is(calls, capsys):
     assert "not Sinkhorn: rows only" in capsys.readouterr().out  # why a layer is refused
 
 
+def test_calibrate_summarises_the_fit(calls, capsys):
+    for options, expected in (([], (False, False, None)), (["--sequential"], (True, False, None))):
+        capsys.readouterr()
+        assert cli.main([*ARGUMENTS["calibrate"], "--json", *options]) == 0
+        assert calls["calibrate"][0][-3:] == expected  # sequential, restart, max_memory
+    summary = json.loads(capsys.readouterr().out)
+    (site,) = summary["sites"]
+    assert (summary["order"], summary["warnings"]) == ("parallel", [WARNING])
+    told = ("name", "features", "r2", "condition_number", "examples", "tokens")
+    assert [site[key] for key in told] == ["layers.0", ["norm"], 0.7, 10.0, 8, 512]  # of the worst head
+
+
 HINTS = {
     "inspect": (
         ["inspect", "m.py:build", "--data", "d.npz", "--weights", "w.pt", "--kwargs", "{}"],

@@ -156,6 +156,11 @@ def test_text_forward_equals_one_written_out() -> None:
     torch.testing.assert_close(output, torch.stack(rows), rtol=0, atol=1e-5)
 
 
+def test_image_size_may_be_a_pair() -> None:
+    logits, maps = small_vit(image_size=[8, 4], patch_size=[4, 2])(torch.randn(2, 2, 8, 4))
+    assert logits.shape == (2, 3) and maps[0].shape[-1] == 5
+
+
 def test_shipped_digits_teacher() -> None:
     folder = Path(__file__).resolve().parents[1] / "asapc" / "demo_data" / "digits"
     weights = folder / "teacher" / "model.safetensors"

@@ -73,6 +73,14 @@ def test_every_cell_of_every_table_is_on_the_page_and_in_markdown() -> None:
     assert len(headings) > 5 and all(words in on_page for words in (*advice, *headings))
 
 
+def test_memory_that_was_predicted_is_told_as_memory() -> None:
+    report = small_report()
+    report["selection"] |= {"objective": "memory"}
+    report["selection"]["rounds"][0] |= {"predicted_mib": 7.25}
+    text = markdown(typed(report))
+    assert "| predicted MiB |" in text and "| 7.25 |" in text and "predicted ms" not in text
+
+
 def test_an_empty_report_is_shown_and_the_headline_says_that_no_gate_was_set() -> None:
     assert markdown(typed({"model": {}, "sites": []})).startswith("# asapc: no gate set\n")
     assert headline(typed(small_report())).startswith("no gate set, 19.8x as fast")

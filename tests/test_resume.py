@@ -290,6 +290,28 @@ def test_a_later_pass_depends_on_all_that_the_layers_before_were_fitted_on(
     assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
 
 
+def test_other_data_is_refused_where_no_example_was_to_blame(work, tmp_path, monkeypatch):
+    data = write(tmp_path / "data.npz", tokens())
+    with monkeypatch.context() as crash:
+        cut_short(crash, 6)
+        with pytest.raises(Killed):
+            calibrate_file(work, data, tmp_path / "out")
+    with pytest.raises(InputError, match="another data"):
+        calibrate_file(work, write(data, replaced(tokens())), tmp_path / "out")
+
+
+def test_a_second_fault_keeps_what_comes_before_it(work, tmp_path):
+    data = tmp_path / "data.npz"
+    ended_by_a_fault(work, data, tmp_path / "out")
+    ids = replaced(tokens())
+    ids[FAULTY + 6, 0] = 99  # of the calibration split, two batches on or less
+    with pytest.raises(InputError, match=rf"example {FAULTY + 6} "):
+        calibrate_file(work, write(data, ids), tmp_path / "out")
+    calibrate_file(work, write(data, replaced(tokens())), tmp_path / "out")
+    calibrate_file(work, data, tmp_path / "scratch")
+    assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
+
+
 def test_a_reading_is_of_these_batches_alone():
     def batch(*hashes: int, flag: bool = True) -> Batch:
         return Batch((torch.zeros(len(hashes), 1), flag), {}, None, list(hashes))

@@ -321,6 +321,17 @@ def test_what_cannot_be_measured_is_an_error_where_it_was_asked_for(ground, monk
         chosen(ground, {"sites": own})
 
 
+def test_exact_operators_come_before_the_teacher(ground, monkeypatch):
+    """The whole model is slower than the teacher with approximations, and faster with exact operators."""
+    compiled = iter([2.0, 0.5])
+    monkeypatch.setattr(
+        select, "timed", lambda calls, **_: {"teacher": [1.0], "compiled": [next(compiled)]}
+    )
+    made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
+    assert {choice.operator for choice in made.choices} == {"sinkhorn"}
+    assert labels(made.trail) == ["sinkhorn"] * 3
+
+
 def test_a_bias_by_position_has_one_length(ground):
     site = ground.analysis.sites[0]
     fit = SimpleNamespace(features=("norm", "token_bias"))

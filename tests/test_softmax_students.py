@@ -283,6 +283,13 @@ def test_a_convolution_is_as_wide_as_was_asked_for(width):
         check_fit("site", fit.replacement, HEADS, DIM, WIDTH)
 
 
+def test_labels_tell_candidates_apart():
+    block = {"operator": ["lot", "fitted_sinkhorn"], "summary_tokens": [0, 1], "depthwise": [0, 3]}
+    labels = [one.label() for one in Recipe.from_dict({"candidates": [block]}).alternatives()]
+    assert len({*labels}) == 8
+    assert "lot 32 summary_tokens 1 depthwise 3" in labels and "fitted_sinkhorn 3" in labels
+
+
 FACTORY = """
 import torch
 from test_softmax import Encoder
