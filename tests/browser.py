@@ -4,7 +4,6 @@ Device widths below a window's least, media features and console messages are ou
 --screenshot and --dump-dom.
 """
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -68,14 +67,6 @@ class Browser:
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-
-    def pdf(self, path: Path) -> None:
-        data = self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=False)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1

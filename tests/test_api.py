@@ -42,9 +42,17 @@ def test_gates_and_a_folder(tmp_path: Path) -> None:
     batches = [{"inputs": part} for part in tokens.split(40)]
     recipe = {**FEW, "operator": "asap", "features": ["norm"]}
     out = tmp_path / "out"
+
+    def confidence(output: Any, batch: dict[str, Any]) -> torch.Tensor:
+        assert batch["labels"] is None and batch["inputs"].shape[1] == 12
+        return output[0].softmax(-1).amax(-1)
+
     compiled, report = asapc.compile(
-        model, batches, recipe=recipe, gates={"attention_rel_l2": {"max": 1e-9}}, out=out, examples=16
+        model, batches, recipe=recipe, out=out, examples=16, metric=asapc.OwnMetric(confidence),
+        gates={"attention_rel_l2": {"max": 1e-9}, "metric_drop": {"max": 1.0, "confidence": True}},
     )
+    assert [check["passed"] for check in report.facts["gate"]["checks"]] == [False, True]
+    assert report.facts["model"]["metric_compiled"] > 0.3
     assert not report.passed and report.facts["gate"]["verdict"] == "REGRESSION"
     assert "REGRESSION" in report.markdown().splitlines()[0]
     assert repr(report).startswith("MeasuredReport(REGRESSION, ") and len(repr(report)) < 200
@@ -121,21 +129,6 @@ def test_too_few_data_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatc
         asapc.compile(text_model(), {"inputs": torch.ones(1, 12, dtype=torch.long)})
 
 
-def test_an_own_metric_is_a_function() -> None:
-    model = text_model()
-    tokens = torch.randint(1, 40, (160, 12), generator=torch.Generator().manual_seed(1))
-
-    def confidence(output: Any, batch: dict[str, Any]) -> torch.Tensor:
-        assert batch["labels"] is None and batch["inputs"].shape[1] == 12
-        return output[0].softmax(-1).amax(-1)
-
-    report = asapc.compile(
-        model, tokens, recipe={**FEW, "operator": "lossless"}, metric=asapc.OwnMetric(confidence),
-        gates={"metric_drop": {"max": 1e-4, "confidence": True}},
-    ).report  # fmt: skip
-    assert report.passed and report.facts["model"]["metric_compiled"] > 0.3
-
-
 class Marked(zoo.ColumnsFirst):
     """Adds a number that it puts into zeros of torch's default dtype."""
 
@@ -146,24 +139,22 @@ class Marked(zoo.ColumnsFirst):
 
 
 class Sized(nn.Module):
-    """Returns constants, sizes and a weight before its tensors, if it is asked for them."""
+    """Returns constants, sizes and a weight before its tensors."""
 
-    def __init__(self, sizes: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.sizes, self.attention = sizes, Marked(2)
+        self.attention = Marked(2)
         self.weight = nn.Parameter(torch.ones(3, 4))
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         n = x.shape[1]
-        tensors = OrderedDict(y=self.attention(x), x=x + 1)
         more = {"kind": 5, "length": n, "pair": (2 * n + 1, None), "weight": self.weight}
-        return {**more, **tensors} if self.sizes else tensors
+        return OrderedDict(**more, y=self.attention(x), x=x + 1)
 
 
-@pytest.mark.parametrize("sizes", [False, True])
-def test_constants_and_sizes_among_the_outputs(sizes: bool) -> None:
+def test_constants_and_sizes_among_the_outputs() -> None:
     torch.manual_seed(0)
-    model = Sized(sizes).eval()
+    model = Sized().eval()
     compiled = asapc.compile(model, torch.randn(64, 6, 16), recipe={**FEW, "operator": "lossless"}).model
     x = torch.randn(3, 9, 16)
     with torch.no_grad():

@@ -94,18 +94,6 @@ def test_balance_token_by_token(queries: int, keys: int, masked: bool) -> None:
         assert value == pytest.approx(mean(own), rel=1e-12) if own else value is None
 
 
-def test_balance_of_known_maps() -> None:
-    balance = Balance()
-    balance.update(torch.eye(4)[torch.tensor([2, 0, 3, 1])][None, None], None, None)
-    assert balance.metrics() == {"row_err": 0.0, "col_err": 0.0, "entropy": 0.0}
-    balance = Balance()
-    balance.update(torch.full((2, 3, 4, 6), 1 / 6), None, None)
-    own = balance.metrics()
-    assert own["entropy"] == pytest.approx(math.log(6), rel=1e-6)
-    assert own["row_err"] == pytest.approx(0, abs=1e-6) and own["col_err"] == pytest.approx(0, abs=1e-6)
-    assert Balance().metrics() == {"row_err": None, "col_err": None, "entropy": None}
-
-
 # The audit
 
 

@@ -98,15 +98,6 @@ def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
     assert worse(changed(**{metric: value})) == expected
 
 
-def test_messages_name_both_values_and_what_is_allowed() -> None:
-    found = against(changed(prediction_agreement=0.95, output_rel_l2=0.2, max_abs_error=0.1))
-    texts = {metric: own.message for (_, metric), own in found.items()}
-    assert "is 0.95, 4 points worse than the baseline's 0.99 (2 points" in texts["prediction_agreement"]
-    assert "is 0.2, 100 % worse than the baseline's 0.1 (2 % allowed)" in texts["output_rel_l2"]
-    assert "inf % worse than the baseline's 0" in texts["max_abs_error"]
-    assert found["model", "output_rel_l2"].worse_by == pytest.approx(0.1)
-
-
 def test_the_limit_is_the_users() -> None:
     report = changed(output_rel_l2=0.105, speedup=3.5)
     assert worse(report, None, "5%") == {}
@@ -240,8 +231,8 @@ def test_a_report_is_a_baseline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "must be a JSON file"), ("[]", "must hold a report, got list"),
-    ("[" * 100_000, "must be a JSON file"), ('{"format_version": NaN}', "NaN is not JSON"),
+    ("[]", "must hold a report, got list"), ("[" * 100_000, "must be a JSON file"),
+    ('{"format_version": NaN}', "NaN is not JSON"),
     ('{"format_version": ' + "1" * 5000 + "}", "must be a JSON file"),
     ('{"format_version": ' + "[" * 900 + "]" * 900 + "}", "nested too deep"),
     (json.dumps(REPORT).replace('"speedup": 4.0', '"speedup": 1e999'), "a finite number, got inf"),

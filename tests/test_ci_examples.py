@@ -37,7 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "ci").mkdir()
     shutil.copy(EXAMPLES / "gates.yaml", folder / "ci" / "gates.yaml")
-    model = write_teacher(folder / "model", n_layers=1)
+    model = write_teacher(folder / "model", n_layers=1, max_iter=2)
     data = write_data(folder / "ci" / "data.npz", 900)
     calibrated(folder, model, data, {"operator": "sinkhorn", "batch_size": 64, "max_examples": 64})
     (folder / "bin").mkdir()
@@ -69,19 +69,22 @@ def here(project: Path, line: str) -> int:
         return run(*arguments)
 
 
-def bash(project: Path, script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def bash(
+    project: Path, programs: str, script: str, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """As GitHub runs `shell: bash`."""
     path = project / "script.sh"
     path.write_text(script)
+    places = f"{project / programs}:{project / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(path)],
         cwd=project, capture_output=True, text=True,
-        env={**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}", **environment},
+        env={**os.environ, "PATH": places, **environment},
     )  # fmt: skip
 
 
-def act(project: Path, **inputs: str) -> tuple[int, str, str, str]:
-    """Run the action: exit code, verdict, summary page, messages."""
+def act(project: Path, programs: str = "bin", **inputs: str) -> tuple[int, str, str, str]:
+    """Run the action with the asapc of a folder: exit code, verdict, summary page, messages."""
     action = read("action.yml")
     defaults = {name: own.get("default") for name, own in action["inputs"].items()}
     required = {name for name, own in action["inputs"].items() if own.get("required")}
@@ -99,7 +102,7 @@ def act(project: Path, **inputs: str) -> tuple[int, str, str, str]:
     output.write_text("")
     summary.write_text("")
     environment.update(GITHUB_OUTPUT=str(output), GITHUB_STEP_SUMMARY=str(summary))
-    done = bash(project, step["run"], environment)
+    done = bash(project, programs, step["run"], environment)
     verdict = dict(line.split("=", 1) for line in output.read_text().splitlines())["verdict"]
     return done.returncode, verdict, summary.read_text(), done.stderr
 
@@ -127,13 +130,21 @@ def test_the_action_accepts_what_keeps_its_limits_and_its_baseline(project: Path
     assert kept and all((project / path).is_file() for path in kept)
 
 
-def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(project: Path) -> None:
-    code, verdict, _, errors = act(
-        project, artifact="compiled", gate="ci/gates.yaml", examples="20", data="ci/data.npz"
-    )
-    assert (code, verdict) == (1, "ANOMALOUS")
+def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the command fails, the action fails with the verdict of the report that it wrote."""
+    line = "asapc report compiled --gate ci/gates.yaml --examples 20 --data ci/data.npz --quiet --fast"
+    assert here(project, line) == 1
+    errors = capsys.readouterr().err
     assert "the report has 20 examples, too few (min 100)" in errors
     assert "asapc: gate failed: ANOMALOUS" in errors
+    (project / "failing").mkdir()
+    script = project / "failing" / "asapc"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    code, verdict, summary, _ = act(project, "failing", artifact="compiled", gate="ci/gates.yaml")
+    assert (code, verdict) == (1, "ANOMALOUS") and summary.startswith("# asapc: ANOMALOUS")
 
 
 def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(project: Path) -> None:

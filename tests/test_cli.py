@@ -118,14 +118,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys.modules["asapc.pipeline"], "inspect", function)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_the_common_options(command, capsys):
-    assert cli.main([command, "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("--json", "--quiet", "--debug"):
-        assert option in text
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -222,17 +214,10 @@ def test_calibrate_summarises_the_fit(calls, capsys):
         assert cli.main([*ARGUMENTS["calibrate"], "--json", *options]) == 0
         assert calls["calibrate"][0][-3:] == expected  # sequential, restart, max_memory
     summary = json.loads(capsys.readouterr().out)
-    assert (summary["model"], summary["order"]) == ("teacher", "parallel")
-    assert summary["warnings"] == [WARNING]
-    assert summary["sites"] == [
-        {
-            "name": "layers.0", "side": "target", "c_transforms": 1, "rescaled": True,
-            "aim": "aligned", "points": "all", "features": ["norm"],
-            "fit": "ls", "coefficients": "per_head", "r2": 0.7, "condition_number": 10.0,
-            "fit_converged": None, "kl_examples": None, "examples": 8, "pivots": None, "slices": None,
-            "fit_rel_l2": None, "tokens": 512, "fit_seconds": 0.1,
-        }
-    ]  # fmt: skip
+    (site,) = summary["sites"]
+    assert (summary["order"], summary["warnings"]) == ("parallel", [WARNING])
+    told = ("name", "features", "r2", "condition_number", "examples", "tokens")
+    assert [site[key] for key in told] == ["layers.0", ["norm"], 0.7, 10.0, 8, 512]  # of the worst head
 
 
 HINTS = {
@@ -394,10 +379,10 @@ def test_a_failure_is_one_message_and_its_code(calls, monkeypatch, capsys, error
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("encoding", "options"), [("ascii", ["--json"]), ("ascii", []), ("utf-8", [])])
-def test_names_that_stdout_cannot_hold(encoding, options, calls, monkeypatch):
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_names_that_stdout_cannot_hold(options, calls, monkeypatch):
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
     monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts))
     assert cli.main([*ARGUMENTS["inspect"], *options]) == 0

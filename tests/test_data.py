@@ -103,9 +103,8 @@ def test_arguments_keep_the_order_of_forward(npz: Open) -> None:
 
 @pytest.mark.parametrize(
     ("given_dtype", "passed"),
-    [("f2", "float16"), ("f4", "float32"), (">f4", "float32"), ("f8", "float64"), ("u1", "int64"),
-     ("u4", "int64"), ("i4", "int64"), ("i8", "int64"), ("?", "bool")],
-)  # fmt: skip
+    [("f2", "float16"), (">f4", "float32"), ("u4", "int64"), ("i4", "int64"), ("?", "bool")],
+)
 def test_dtypes(npz: Open, given_dtype: str, passed: str) -> None:
     array = np.ones((2, 3), dtype=given_dtype)
     tensor = read(npz(img=array))[0].args[0]
@@ -258,10 +257,8 @@ def test_wrong_names(npz: Open, tmp_path: Path) -> None:
         ({"img": images(3), "labels": np.zeros(4, int)}, "equally many examples, got img 3, labels 4"),
         ({"img": np.float32(3)}, "needs a first dimension"),
         ({"img": np.array(["a", "b"])}, "got dtype <U1"),
-        ({"img": np.ones((2, 2), np.complex64)}, "got dtype complex64"),
         ({"img": images(2), "labels": np.ones((2, 10), np.float32)}, "one class number"),
         ({"img": np.where(np.arange(5) < 3, 1.0, np.nan)}, "img must be finite, got NaN in example 3"),
-        ({"img": np.where(np.arange(5) < 3, 1.0, -np.inf)}, "img must be finite, got inf in example 3"),
         ({"img": images(0)}, "no examples"), ({}, "no examples"),
     ],
 )
@@ -275,16 +272,13 @@ def test_arrays_that_are_no_data(npz: Open, arrays: dict[str, Any], expected: st
         ("return []", "no examples"), ("yield torch.ones(0, 2)", "no examples"),
         ("yield torch.ones(2, 2)\nraise OSError('disk gone')", "OSError: disk gone (stream.py"),
         ("raise SystemExit(1)", "SystemExit: 1"), ("return 5", "must return or yield batches, got a int"),
-        ("return torch.ones(2, 2)", "must return or yield batches, got a Tensor"),
         ("yield torch.ones(2, 2), torch.ones(2), torch.ones(2)", "3 positional values"),
         ("yield {'image': torch.ones(2, 2)}", "got image"),
-        ("yield {'mask': torch.ones(2, 2)}", "got mask: missing a required argument: 'img'"),
         ("yield torch.ones(2, 2), torch.ones(3)", "got img 2, mask 3"),
         ("yield torch.ones(2, 2), [torch.ones(2), {1}]", "mask[1] must be a tensor"),
         ("yield 'text'", "at least one array"), ("yield None", "at least one array"),
         ("yield torch.ones(3, 2)\nyield torch.tensor([[1.0], [float('nan')]])", "NaN in example 4"),
         ("yield {'img': torch.ones(2, 2), 'labels': torch.ones(2)}", "one class number"),
-        ("yield np.array(['a'])", "real numbers"),
     ],
 )
 def test_bad_batches(code: Callable[[str], str], body: str, expected: str) -> None:

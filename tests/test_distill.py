@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -96,9 +95,11 @@ def test_a_lot_layer_is_found_again() -> None:
 # Mass
 
 
-FACTORS = (OutputFactor(queries=1), OutputFactor(keys=1), OutputFactor(2.0, queries=-1, keys=2))
-KINDS = [Convention(t, "row", 0.5, f, mask) for t, f, mask in itertools.product(
-    (7, 8), FACTORS, ("none", "key"))]  # fmt: skip
+KINDS = [
+    Convention(7, "row", 0.5, OutputFactor(queries=1), "key"),
+    Convention(8, "row", 0.5, OutputFactor(keys=1), "none"),
+    Convention(8, "row", 0.5, OutputFactor(2.0, queries=-1, keys=2), "key"),
+]
 
 
 def test_more_pivots_than_points() -> None:
@@ -169,7 +170,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 2), (1, 4, 2), (5, 3, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 1)])
 def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill, "STEPS", 2)
     n, m, dim = shape
@@ -292,7 +293,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sites": {"layers.1.*": {"operator": "esp_hard"}},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "STEPS", 60)
+        patch.setattr(distill, "STEPS", 30)
         patch.setattr(distill, "CANDIDATES", 32)
         compiled(folder, teacher, data, recipe)
         calibrated(folder, teacher, data, recipe, "--sequential", name="sequential")

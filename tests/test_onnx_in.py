@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attention_zoo as zoo
 import numpy as np
 import onnx
 import pytest
@@ -85,20 +84,11 @@ def built_in(kind: Any, axes: int, **sizes: int) -> Callable[[], tuple[nn.Module
     return make
 
 
-def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
-    def make() -> tuple[nn.Module, tuple[Any, ...], int]:
-        model = getattr(zoo, name)()
-        return model, zoo.inputs_for(model), 2
-
-    return make
-
-
 VIT = {"image_size": 6, "patch_size": 2, "num_classes": 3, "dim": 8, "depth": 1, "heads": 2, "mlp_dim": 8,
        "channels": 1, "dim_head": 4}  # fmt: skip
 TEACHERS = {
     "lot_text": built_in(LOTFormerText, 2, **TEXT, n_pivots=3),
     "esp_vit": built_in(ESPFormerViT, 1, **VIT),
-    "Biased": of_zoo("Biased"),
 }  # fmt: skip
 
 
@@ -360,22 +350,13 @@ def test_functions_that_call_themselves_or_explode(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"hello, world\n" * 20, b"\x80\x02}q\x00.", b"PK\x03\x04" + b"\0" * 90, b"\x08\x0a"],
-    ids=["empty", "text", "pickle", "zip", "header"],
+    [b"", b"hello, world\n" * 20, b"PK\x03\x04" + b"\0" * 90, b"\x08\x0a"],
+    ids=["empty", "text", "zip", "header"],
 )
 def test_what_is_no_onnx_file(content, tmp_path):
     path = tmp_path / "m.onnx"
     path.write_bytes(content)
     assert "not an ONNX model, or a truncated one" in refused(path, tmp_path)
-
-
-def test_truncated_anywhere(tmp_path):
-    content = model_of().SerializeToString()
-    path = tmp_path / "m.onnx"
-    for length in range(0, len(content), 7):
-        path.write_bytes(content[:length])
-        with pytest.raises(InputError):
-            load_teacher(str(path))
 
 
 def with_weight(array: Any) -> onnx.ModelProto:
@@ -396,8 +377,6 @@ NODES = {
     "y = Exp (x) y = Neg (x)": "got 'y' twice", "w = Exp (x) y = Neg (w)": "got 'w' twice",
     "y = Exp (z)": "uses 'z', which nothing computes",
     "y = Exp (z) z = Neg (x)": "uses 'z', which comes later",
-    "y = Exp (z) z = Neg (y)": "uses 'z', which comes later",
-    "y = Add (x, y)": "uses 'y', which comes later, or from itself",
     "q = Neg (x)": "an output of the graph uses 'y', which nothing",
 }  # fmt: skip
 

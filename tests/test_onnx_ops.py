@@ -86,30 +86,22 @@ CASES = [
     # lists and numbers that are shapes in the making
     *(c(op, Const([7, -7]), Const([-2, -2])) for op in ("Add", "Sub", "Mul", "Div")),
     *(c(op, Const([700, -800, 5]), Const([0])) for op in ("ReduceSum", "ReduceProd", "ReduceMax")),
-    c("ReduceMin", Const([3, 1, 2]), keepdims=0), c("Max", Const([7]), Const([3, 9])),
-    c("Cast", Const([-1, 0]), to=TensorProto.INT64), c("Cast", Const([-1, 0]), to=TensorProto.BOOL),
-    c("Neg", Const([2])), c("Not", Const(True, np.bool_)), c("Less", Const([1, 4]), Const(3)),
     c("Where", Const([True], np.bool_), Const([4]), Const([5])),
     c("Squeeze", Const([3])), c("Unsqueeze", Const(3), Const([0])), c("Reshape", Const([3]), Const([])),
-    c("Reshape", Const([3, 4]), Const([-1])), c("Reshape", Const([3, 4]), Const([2, 1])),
     c("Concat", Const([1, 2]), Const([3]), axis=0), c("Concat", i(1, 2), Const([3]), axis=0),
     c("Split", Const([1, 2, 3]), Const([1, 2]), outputs=2), c("Gather", Const([4, 5, 6]), Const([-1, 0])),
     c("Slice", Const([1, 2, 3]), Const([1]), Const([3])), c("Tile", Const([1, 2]), Const([2])),
     c("Expand", Const([1, 2]), Const([2])), c("Expand", Const([1]), Const([3])),
     c("ConstantOfShape", Const([2]), value=value_of(7, np.int64)),
-    c("ConstantOfShape", Const([]), value=value_of(7, np.int64)),
     c("ConstantOfShape", Const([20, 2]), value=value_of(True, np.bool_)),
     c("Range", Const(10), Const(1), Const(-4)), c("Range", Const(0), Const(40), Const(1)),
     # numbers beside tensors
     *(c(op, X, TWO) for op in ("Add", "Sub", "Mul", "Div", "Pow", "Max", "Greater")),
-    *(c(op, TWO, f(3, low=0.5)) for op in ("Add", "Sub", "Mul", "Div", "Pow", "Less")),
-    c("Pow", i(2, 3), Const([2.0, 2.0], np.float32)), c("Add", i(1, 2), Const([3, 4])),
     c("Clip", X, None, HALF), c("Clip", X), c("Clip", X, np.float32(0.4), np.float32(-0.4)),
     c("Where", BOOLS, f(2, 3), Const(-1e9, np.float32)),
     c("Where", BOOLS, Const(0.0, np.float32), Const(-INF, np.float32)),
     c("Cast", WEIRD, to=TensorProto.BOOL), c("Cast", np.array([1.7, -1.7]), to=TensorProto.INT64),
     c("Pad", X, Const([0, 1, 0, 0, 0, 2]), np.float32(-2.5)), c("Pad", i(1, 2), Const([1, 1]), Const(9)),
-    c("Gather", X, Const(1), axis=-1), c("Gather", X, Const([2, -3]), axis=1),
     # earlier opsets
     c("Clip", X, opset=11), c("ReduceSum", X, opset=11, axes=[1], keepdims=0),
     *(c(op, X, opset=11, **a) for op in ("Softmax", "LogSoftmax")
@@ -121,27 +113,20 @@ CASES = [
     *(c(op, f(0, 3), f(3)) for op in ("Add", "Div", "Less")), c("MatMul", f(0, 3), f(3, 4)),
     c("Reshape", f(0, 3), Const([3, 0]), opset=14, allowzero=1), c("Flatten", f(2, 0, 3), axis=2),
     c("Concat", f(0, 2), f(1, 2), axis=0), c("Gather", f(5, 3), np.zeros((0,), dtype=np.int64)),
-    c("ReduceMin", f(2, 0), Const([1]), opset=20, keepdims=0), c("Size", f(0, 2)),
     # what onnx does not test
     c("Div", i(7, -7, 7, -7), i(2, 2, -2, -2)), c("Div", i(7, -7, dtype=np.int32), i(3, dtype=np.int32)),
-    c("MatMul", X, f(4, 5)), c("MatMul", f(2, 1, 3, 4), f(5, 4, 2)),
     c("Einsum", f(2, 3, 4), f(2, 5, 4), equation="b i d, b j d -> b i j"),
     c("ReduceMean", i([1, 2, 4], [0, 0, -7], dtype=np.int32), Const([1])),
     c("ReduceLogSumExp", np.array([[-1e4, -1e4], [500.0, 1.0]], dtype=np.float32), Const([1])),
     c("Transpose", X, perm=[0, 1, 2]), c("Squeeze", f(1, 2, 1)), c("Gather", f(5, 3), i([0, -1], [4, 2])),
     c("Slice", X, Const([-1]), Const([-(2**63)]), Const([-1]), Const([-1])),
-    c("Slice", X, Const([3]), Const([0]), Const([2]), Const([-2])),
     c("Slice", X, Const([0, 0]), Const([9, 9]), Const([1, -1]), Const([2, 3])),
     *(c("TopK", (np.arange(400).reshape(2, 200) % 3).astype(np.float32), Const([k]), outputs=2, largest=v)
       for k in (2, 50, 200) for v in (0, 1)),
-    c("CumSum", X, Const([0]), reverse=1), c("CumSum", i(1, 2, 3, dtype=np.int32), Const(0)),
-    c("Range", np.float32(0.5), np.float32(2.0), np.float32(0.5)),
     c("Range", Const(0.0, np.float32), Const(5.0, np.float32), Const(2.0, np.float32)),
     c("LayerNormalization", X, f(4, low=0.5), f(4)), c("LayerNormalization", X, f(3, 4, low=0.5), axis=1),
-    c("LayerNormalization", X, f(4, low=0.5), f(4), epsilon=0.1),
     c("Conv", f(2, 4, 7, 6), f(3, 4, 2, 3), f(3), pads=[1, 0, 2, 1], strides=[2, 1]),
     c("Conv", f(2, 4, 7, 6), f(4, 2, 3, 3), group=2, dilations=[2, 1], pads=[1, 1, 1, 1]),
-    c("Conv", f(2, 3, 8), f(5, 3, 3)),
     c("Conv", f(2, 4, 7, 6), f(3, 4, 2, 2), auto_pad="VALID"),
 ]  # fmt: skip
 
@@ -425,7 +410,6 @@ def test_a_branch_that_is_the_same_for_every_size(condition: str) -> None:
 
 @pytest.mark.parametrize("choose", [
     "k = Min (n1, six)", "k = Max (half, six)",
-    "both = Concat <axis = 0> (n1, six) k = ReduceMin <keepdims = 1> (both)",
     "both = Concat <axis = 0> (half, six) k = ReduceMax <keepdims = 1> (both)",
     *(f"c = Less (n1, six) d = Less (half, two) e = {op} (c, d) e_int = Cast <to = 7> (e) "
       "k = Add (e_int, two)" for op in ("And", "Or")),

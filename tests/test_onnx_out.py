@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
     """A small text teacher, and out/, which was compiled from it and has a verified model.onnx."""
     place = tmp_path_factory.mktemp("onnx")
     # Torch's exporter takes its time for every operator: short loops are enough.
-    small_text.write_teacher(place / "teacher", n_layers=3, max_iter=4)
+    small_text.write_teacher(place / "teacher", n_layers=3, max_iter=2)
     small_text.write_data(place / "data.npz", 120)
     (place / "recipe.yaml").write_text(RECIPE)
     given = ("--data", place / "data.npz", "--recipe", place / "recipe.yaml")
@@ -85,7 +85,7 @@ def test_every_operator_is_a_function_of_standard_operators(out):
     assert {node.domain for own in model.functions for node in own.node} == {""}
     assert {node.domain for node in model.graph.node} == {DOMAIN, ""}
     assert calls.count("sinkhorn") == 2  # layers of one convention share their function
-    assert "half_steps=4" in functions["sinkhorn"].doc_string
+    assert "half_steps=2" in functions["sinkhorn"].doc_string
     kinds = [own.op_type for own in functions["asap"].node]
     products = [kind for kind in kinds if kind in ("MatMul", "Softmax", "Reshape")]
     assert products == ["MatMul", "Softmax", "MatMul"]  # the pattern that runtimes fuse
@@ -101,7 +101,7 @@ def test_the_file_runs_on_padded_batches_of_any_length(out):
     """By hand, without the code that verified it."""
     model, session = asapc.load(out), open_session(out / "model.onnx")
     random = np.random.default_rng(3)
-    for batch, length in ((1, 12), (3, 5), (7, 9), (2, 1)):
+    for batch, length in ((7, 9), (2, 1)):
         ids = torch.from_numpy(random.integers(1, 40, (batch, length)))
         ids[0, length // 2 + 1 :] = 0
         with torch.no_grad():
@@ -218,26 +218,22 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
     features, weights = "sliced:2 coarse:3 lse raw", torch.ones(2, 8)
     dual = OPS.dual(
-        q, k, keep, None, [THETA[:2], PIVOTS], weights, features, "source", 0.5, 3, True
+        q, k, keep, None, [THETA[:2], PIVOTS], weights, features, "source", 0.5, 2, True
     )  # fmt: skip
-    return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
+    return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 2, FACTOR)
 
 
 # The loop is in out/; other hybrids are made of their operators as the one here is.
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "asap": predicted,
-    "lot": lambda q, k, v, keep: OPS.lot(  # without a mask: the factor counts sizes
-        q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, [1.0, 1.0, 0.0, 1.0]
-    ),
-    "banded": lambda q, k, v, keep: OPS.banded_sinkhorn(q, k, v, keep, 0.5, 3, True, FACTOR, -2, 1),
+    "banded": lambda q, k, v, keep: OPS.banded_sinkhorn(q, k, v, keep, 0.5, 2, True, FACTOR, -2, 1),
     "plan": lambda q, k, v, keep: OPS.plan(
         q @ k.transpose(-1, -2), q[..., 0].log_softmax(-1), k[..., 0], 0.5, 3, True, FACTOR, True, None,
         None, "plan", "clamp", "plain", False, False, [0.7, 1.0],
     ),
-    # Tokens in order and a mask of the keys alone, beside summary tokens and a convolution.
-    "hybrid_esp_hard": lambda q, k, v, keep: OPS.hybrid_esp_hard(
-        q[..., :1], k[..., :1], v, keep, None, 1, 0.5, KERNEL, THETA[:1, :1], TAU, False, True, 1.0,
-        "interpolated", "descending",
+    # The plans of lot, beside summary tokens and a convolution.
+    "hybrid_lot": lambda q, k, v, keep: OPS.hybrid_lot(
+        q, k, v, keep, None, 1, 0.5, KERNEL, None, PIVOTS, MASS, 0.5, 0.4, 2, True, 2, False, FACTOR
     ),
     # The exact coupling, and the branch on whether tokens tie, of which a mask would trace twice as much.
     "esp_hard": lambda q, k, v, keep: OPS.esp_hard(

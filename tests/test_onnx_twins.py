@@ -105,23 +105,7 @@ def test_loops_beside_summary_tokens(summary: int) -> None:
               getattr(hybrid, name)(q, k, *values, *arguments))  # fmt: skip
 
 
-def test_a_long_loop_in_float32_keeps_what_float32_keeps() -> None:
-    """Scores up to several hundred: beyond the log-domain steps, products must neither overflow nor
-    lose mass."""
-    q, k, v, keep, bias = tensors(64, 64, "masked")
-    q = q * 20
-    settings = (1.0, 41, True, FACTOR)
-    v = torch.where(torch.isnan(v), 0.0, v)
-    exact = sinkhorn.sinkhorn(q, k, v, keep, bias, *settings)
-    single = [q.float(), k.float(), v.float(), keep, bias]
-    honest = float((sinkhorn.sinkhorn(*single, *settings) - exact).abs().max())
-    own = float((twins.sinkhorn(*single, *settings) - exact).abs().max())
-    assert own <= 4 * honest
-
-
-@pytest.mark.parametrize(
-    ("tokens", "margin", "half_steps"), [(16, 100, 40), (64, 200, 60), (256, 110, 20)]
-)
+@pytest.mark.parametrize(("tokens", "margin", "half_steps"), [(16, 100, 40), (64, 200, 60)])
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_an_attention_sink(tokens: int, margin: float, half_steps: int, rows_first: bool) -> None:
     """All rows but one prefer one key: what two half-steps leave below float32 becomes the plan."""

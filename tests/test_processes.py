@@ -28,14 +28,12 @@ from asapc.processes import ALONE, joined
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
-LEAST_SQUARES = {"features": ["coarse:4", "sliced:2", "lse"]}
-KL = {"operator": "asap", "fit": "kl", "features": ["coarse:4"]}
+LEAST_SQUARES = {"operator": "asap", "features": ["coarse:4", "sliced:2"]}
 # Processes, recipe, options.
 FITS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "least squares": (3, LEAST_SQUARES, []),
-    "both duals, layer by layer": (2, {"operator": "asap", "c_transforms": 0, "side": "both",
-        "features": ["norm", "lse"], "coefficients": "pooled"}, ["--sequential"]),
-    "KL": (2, KL, []),
+    "least squares of both duals, layer by layer": (3, {"operator": "asap", "c_transforms": 0,
+        "side": "both", "features": ["norm", "lse"], "coefficients": "pooled"}, ["--sequential"]),
+    "KL": (2, {"operator": "asap", "fit": "kl", "features": ["coarse:4"]}, []),
     "distilled": (2, {"operator": "lot", "pivots": 4}, []),
     "shared, more processes than batches": (2, {"operator": "asap", "coefficients": "shared",
         "features": ["coarse:4"], "batch_size": 48}, []),
@@ -85,7 +83,7 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     write_teacher(folder / "teacher", n_layers=2)
-    write_data(folder / "data.npz", 240)
+    write_data(folder / "data.npz", 160)
     return folder
 
 
@@ -100,7 +98,7 @@ def calibrated(work: Path, recipe: dict[str, Any], out: Path, *options: str) -> 
 def assert_same(out: Path, reference: Path) -> None:
     """Coefficients alike to the last digit of float32, everything else alike."""
     found, wanted = (load_file(next(folder.glob("*.safetensors"))) for folder in (out, reference))
-    assert found.keys() == wanted.keys()
+    assert found.keys() == wanted.keys() and len(wanted) > 1
     for name, tensor in wanted.items():
         if tensor.is_floating_point():
             scale = float(tensor.abs().max())
@@ -131,7 +129,7 @@ def test_alone_nothing_is_exchanged() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_the_same_fits(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(distill, "STEPS", 30)
+    monkeypatch.setattr(distill, "STEPS", 5)
     size, recipe, options = FITS[name]
     assert calibrated(work, recipe, tmp_path / "one", "--quiet", *options) == 0
     command = lambda: calibrated(work, recipe, tmp_path / "all", "--quiet", *options)  # noqa: E731
@@ -189,8 +187,7 @@ def test_a_gate_fails_in_all_with_one_message(compiled: Path, tmp_path: Path) ->
 
 def test_the_same_study(work: Path, tmp_path: Path) -> None:
     grid = tmp_path / "grid.yaml"
-    block = "{features: [[norm], [coarse:4]], max_examples: 32}"
-    grid.write_text(f"blocks: [{block}, {{half_steps: 3}}]")
+    grid.write_text("blocks: [{features: [[norm]], max_examples: 32}, {half_steps: 3}]")
     rows = []
     for count in (1, 2):
         out = tmp_path / f"study.{count}"
@@ -200,7 +197,7 @@ def test_the_same_study(work: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
         rows.append(json.loads((out / "study.json").read_text())["rows"])
-    assert len(rows[0]) == 3
+    assert len(rows[0]) == 2
     for one, other in zip(*rows, strict=True):
         assert other["features"] == one["features"]
         for key in ("attention_rel_l2", "output_rel_l2", "prediction_agreement"):

@@ -162,11 +162,10 @@ def test_a_pickle_is_never_run(parts, tmp_path, marker, place, torch_format):
 @pytest.mark.parametrize("path", [
     "weight_0", "tensor_0", "custom_obj_0", "opaque_obj_/../tensor_0", "../../pwned", "/etc/passwd",
 ])  # fmt: skip
-@pytest.mark.parametrize("use_pickle", [True, "yes"], ids=repr)
-def test_a_config_that_names_a_pickle(parts, tmp_path, marker, config, path, use_pickle):
+def test_a_config_that_names_a_pickle(parts, tmp_path, marker, config, path):
     def point(document: Any) -> None:
         for entry in document["config"].values():
-            entry.update(path_name=path, use_pickle=use_pickle)
+            entry.update(path_name=path, use_pickle=True)
 
     evil = changed(parts, config, point)
     for folder in ("weights", "constants"):
@@ -200,8 +199,8 @@ def test_two_members_that_readers_may_confuse(parts, tmp_path, marker, twin, evi
 
 
 @pytest.mark.parametrize("name", [
-    "../../pwned", "/tmp/pwned", "model/../../pwned", "other/models/model.json", "model/executorch/x",
-    "model/data/aotinductor/model/x.so", "model/models/other.json", "model/data/weights/../../pwned",
+    "../../pwned", "/tmp/pwned", "other/models/model.json", "model/data/aotinductor/model/x.so",
+    "model/models/other.json", "model/data/weights/../../pwned",
 ])  # fmt: skip
 def test_extra_members(parts, tmp_path, name):
     path = write(tmp_path / "x.pt2", parts)
@@ -236,7 +235,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["x", "linear", "b_buffer", "p_linear_weight", "linear.weight", "y"])
+@pytest.mark.parametrize("name", ["x", "b_buffer", "linear.weight", "y"])
 @pytest.mark.parametrize("form", FORMS, ids=["statement", "default", "line", "quote"])
 def test_names_are_never_source(parts, tmp_path, marker, name, form):
     new = form.format(name, repr(str(marker)))
@@ -252,11 +251,9 @@ def with_nodes(parts: Parts, *nodes: dict[str, Any]) -> Parts:
 
 
 @pytest.mark.parametrize("target", [
-    "torch.os.system", "torch.ops.os.system", "torch.hub.load", "_operator.call", "_operator.attrgetter",
-    "torch.ops.aten.from_file.default", "torch.ops.aten.__class__", "torch.ops.aten.add.__init__",
-    "torch.ops.asapc.__doc__", "math.factorial", "torch.sym_sum.__globals__", "#ext:x", "os.system",
-    "builtins.exec", "eval", "torch.ops.prim.Print", "torch.ops.aten.no_such_operator",
-    "torch.ops.profiler._record_function_enter_new.default", "torch.ops.higher_order.while_loop",
+    "torch.os.system", "torch.ops.os.system", "_operator.attrgetter", "torch.ops.aten.from_file.default",
+    "torch.ops.aten.add.__init__", "math.factorial", "torch.sym_sum.__globals__", "#ext:x", "eval",
+    "torch.ops.prim.Print", "torch.ops.aten.no_such_operator", "torch.ops.higher_order.while_loop",
     "torch.ops.load_library",
 ])  # fmt: skip
 def test_only_operators_are_called(parts, tmp_path, marker, target):
@@ -281,11 +278,10 @@ def test_what_is_called_by_an_argument_is_looked_at_too(parts, tmp_path, marker)
 
 
 EXPRESSIONS = [
-    "__import__('os').system('touch {0}')", "open('{0}', 'w')", "Symbol('s0').__class__",
-    "(lambda: open('{0}', 'w'))()", "Integer(open('{0}', 'w'))", "Symbol('a b')", "10**10**10",
-    "Pow(10, 10**9)", "PowByNatural(10, 99999999999)", "Float('1e999999999')", "Integer('9' * 10**9)",
-    "(" * 500 + "1" + ")" * 500, "+".join(["1"] * 10**5), "f'{{open(\"{0}\")}}'",
-    "s0 if open('{0}') else s0",
+    "__import__('os').system('touch {0}')", "Symbol('s0').__class__", "Integer(open('{0}', 'w'))",
+    "Symbol('a b')", "10**10**10", "Pow(10, 10**9)", "PowByNatural(10, 99999999999)",
+    "Float('1e999999999')", "(" * 500 + "1" + ")" * 500, "+".join(["1"] * 10**5),
+    "f'{{open(\"{0}\")}}'",
 ]  # fmt: skip
 
 
@@ -299,7 +295,7 @@ def test_sizes_are_arithmetic(parts, tmp_path, marker, text):
     assert "runs code" in refused(write(tmp_path / "x.pt2", changed(parts, MODEL, change)))
 
 
-@pytest.mark.parametrize("symbol", ["u99999999999", "zuf99999999999", "s0; x", "__import__", "u1e9"])
+@pytest.mark.parametrize("symbol", ["u99999999999", "s0; x", "__import__"])
 def test_symbols_are_short(parts, tmp_path, symbol):
     def change(model: Any) -> None:
         model["range_constraints"][symbol] = {"min_val": 2, "max_val": None}

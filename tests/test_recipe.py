@@ -1,6 +1,5 @@
 import json
 import re
-import textwrap
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -37,15 +36,6 @@ def test_no_file_and_an_empty_file_are_the_default(tmp_path: Path) -> None:
     assert SHIPPED and load_recipe(None) == load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
     assert Recipe.from_dict(Recipe().to_dict()) == Recipe().for_site("any")
     assert Recipe().operator == "auto" and Recipe().parsed_features()
-
-
-def test_the_documented_values_are_the_defaults() -> None:
-    """The YAML of the module's docstring is the default recipe, its example of `sites` aside."""
-    _, _, text = (recipe_module.__doc__ or "").partition("\n\n")
-    shown = yaml.safe_load(textwrap.dedent(text.partition("\n\n")[0]))
-    assert shown.pop("sites") and shown.pop("candidates") and shown.pop("shapes")
-    assert {"operator", "side", "c_transforms", "features", "fit", "coefficients", "budget"} <= set(shown)
-    assert Recipe.from_dict(shown) == Recipe()
 
 
 def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
@@ -102,72 +92,46 @@ BEYOND_THE_SCHEMA = re.compile(
         ("c_transform: 3", r"unknown key 'c_transform'(.|\n)*did you mean 'c_transforms'"),
         ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or lot or esp_hard"),
         ("c_transforms: 51", f"c_transforms must be an integer from 0 to {MAX_C_TRANSFORMS}, got 51"),
-        ("c_transforms: -1", "c_transforms must be"),
-        ("c_transforms: true", "c_transforms must be .* got True"),
-        ('c_transforms: "2"', "c_transforms must be"), ("features: sliced:32", "features must be a list"),
-        ("features: []", "features must be a list"), ("features: [3]", "features must be a list"),
+        ("features: sliced:32", "features must be a list"),
         ("features: [sliced]", "features: sliced is written sliced:<1 to 4096>, .*random.* got"),
         ("features: [sliced:0]", "features: sliced is written"),
-        ("features: [coarse]", "features: coarse is written coarse:<1 to 4096>, got 'coarse'"),
-        ("features: [coarse:8:axis]", "features: coarse is written"),
         ("features: ['gaussian:8']", "features: gaussian takes no number"),
-        ("features: [slices:8]", "features: unknown feature family 'slices'"),
         ("features: [norm, norm]", "features: each entry may appear only once"),
-        ("features: [sliced:8, sliced:8:random]", "features: each entry may appear only once"),
         ("side: queries", "side must be source or target or both, got 'queries'"),
-        ("fit: l2", "fit must be ls or kl, got 'l2'"),
-        ("ridge_mode: relative", "ridge_mode must be risk or direct"),
         ("ridge: -1", r"ridge must be a number from 0 to 1e\+30, got -1"),
         ("ridge: .nan", "ridge must be a number .* got nan"),
-        ("ridge: small", "ridge must be a number .* got 'small'"),
         ("ridge:", "ridge must be a number .* got None"),
-        ("coefficients: common", "coefficients must be per_head or pooled or shared"),
         ("seed: -1", "seed must be an integer"), ("budget: 0.05", "budget must be a mapping"),
         ("budget: {plan_l1: 0.05}", "budget: unknown metric 'plan_l1'"),
         ("budget: {attention_rel_l2: 0}", "budget: attention_rel_l2 must be a finite number > 0"),
         ("drop_attention_maps: 1", "drop_attention_maps must be true or false"),
         ("batch_size: 0", "batch_size must be an integer >= 1"),
-        ("max_examples: 1.5", "max_examples must be an integer >= 1"),
         ("sites: [a]", "sites must be a mapping"),
-        ("sites: {a: sinkhorn}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {seed: 1}}", "sites: a: unknown key 'seed'"),
         ("sites: {a: {c_transforms: 99}}", "sites: a: c_transforms must be an integer from 0 to"),
-        ("sites: {a: {features: [raw:1]}}", "sites: a: features: raw takes no number"),
-        ("sites: {1: {c_transforms: 1}}", "sites: a pattern must be text, got 1"),
         ("c_transforms: 1\nc_transforms: 3", "'c_transforms' appears twice"),
-        ("sites: {a: {c_transforms: 1}, a: {ridge: 1}}", "'a' appears twice"),
         ("- c-transforms", "the file must be a mapping"), ("c_transforms: [", "not valid YAML"),
         ("1: 2", "keys must be text"), ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
         ("ridge: 1.0e+308", r"ridge must be a number from 0 to 1e\+30"),  # its products are finite
         ("candidates: {c_transforms: 1}", "candidates must be a list"),
-        ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
         ("candidates: [{c_transforms: []}]", r"entry 1: c_transforms must have a value, got \[\]"),
-        ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
         ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
         (f"candidates: [{{c_transforms: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]",
          "at most 256"),
         ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
-        ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
         ("objective: speed", "objective must be latency or memory"),
         ("shapes: 256", "shapes must be a list"), ("shapes: [0]", r"shapes must be a list .* got \[0\]"),
-        ("shapes: [[1, 2, 3]]", "shapes must be a list"), ("shapes: [true]", "shapes must be a list"),
-        ("shapes: [1099511627776]", "shapes must be a list"),
         ("selection_examples: 0", "selection_examples must be an integer >= 1"),
         # and on which line it stands
         ("# one\n\nc_transforms: 51\n", "line 3: c_transforms must be"),
-        ("seed: 1\nc_transform: 3\n", "line 2: unknown key 'c_transform'"),
         ("seed: 1\nfeatures:\n  - slices:8\n", "line 2: features: unknown feature family"),
         ("sites:\n  a: {fit: ls}\n  b:\n    fit: ls\n    ridge: -1\n", "line 5: sites: b: ridge must"),
-        ("sites:\n  a: {fit: ls}\n  b: sinkhorn\n", "line 3: sites: b: overrides must be"),
-        ("sites:\n  1: {fit: ls}\n", "line 2: sites: a pattern must be text"),
         ("seed: 1\nbudget:\n  logit_kl: 1\n  speed: 2\n", "line 4: budget: unknown metric 'speed'"),
         (
             "candidates:\n  - {side: target}\n  - side: target\n    c_transforms: [1, 99]\n",
             "line 4: candidates: entry 2: c_transforms must be an integer from 0 to",
         ),
-        ("candidates:\n  - side: target\n    operator: auto\n", "line 3: candidates: entry 1: operator"),
         ("a: &x {fit: ls, seed: 1}\nsites:\n  b: *x\n", "line 1: unknown key 'a'"),
-        ("c_transforms: 1\n\nc_transforms: 3\n", "'c_transforms' appears twice.*line 3"),
         ("seed: 1\nfit: [ls\n", "line 3, column 1"),
     ],
 )
@@ -179,11 +143,6 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
     assert caught.value.exit_code == EXIT_BAD_INPUT
     if not BEYOND_THE_SCHEMA.search(message):
         assert not Draft202012Validator(recipe_schema()).is_valid(yaml.safe_load(text))
-
-
-def test_a_recipe_from_python_has_no_lines() -> None:
-    with pytest.raises(InputError, match=r"^recipe: sites: a: c_transforms must be an integer from 0 to"):
-        Recipe.from_dict({"sites": {"a": {"c_transforms": 51}}})
 
 
 @pytest.mark.parametrize("value", [True, "2 %", {}, 10**400, "nan", "1e999"], ids=str)
@@ -220,17 +179,6 @@ ALSO_VALID = [
 def test_what_loads_is_valid_by_the_schema(tmp_path: Path, text: str) -> None:
     load_recipe(write(tmp_path, text))
     Draft202012Validator(recipe_schema()).validate(yaml.safe_load(text))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        load_recipe(tmp_path / "missing.yaml")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_recipe(tmp_path)
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_recipe(binary)
 
 
 def test_no_c_transform_goes_with_both_duals_only() -> None:

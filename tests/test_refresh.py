@@ -22,6 +22,7 @@ import asapc.kernels.library
 from asapc.artifact import read_artifact
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
+from asapc.inputs.load import build_factory
 from asapc.measure import class_scores
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
@@ -287,6 +288,18 @@ def test_capture_per_module_trains_the_captured_modules(work, capsys):
     assert set(after) - set(before) == {"graph.0.out.weight", "graph.0.out.bias"}
     changed = {n for n, t in before.items() if not t.equal(after[n])}
     assert changed == {f"0.{COEFFICIENTS}", "asapc.seen_hashes"}
+
+    capsys.readouterr()
+    assert run("report", out, "--fast", "--quiet") == EXIT_BAD_INPUT
+    assert "--model" in capsys.readouterr().err
+    assert run("report", out, "--fast", "--model", model, "--json", "--quiet") == 0
+    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    assert (site["name"], site["operator"]) == ("attention", "asap")
+    teacher, x = build_factory(model).eval(), torch.from_numpy(np.load(data)["x"][:6])
+    with torch.no_grad():
+        own, exact = asapc.load(out, model=lambda: build_factory(model), stage="lossless")(x), teacher(x)
+    torch.testing.assert_close(own[0], exact[0], rtol=0, atol=1e-5)
+    assert isinstance(own[1], np.ndarray)  # which a program of the whole model could not return
 
 
 # Annealing

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 from xml.sax.saxutils import unescape
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from junk import JUNK, places, survives, with_junk
 from page_report import full_report, pictures, shown, small_report, typed
 
-from asapc.errors import InputError
-from asapc.report import Report, brief, json_text, junit_text, markdown, write_report
+from asapc.report import Report, brief, json_text, junit_text, markdown
 from asapc.report.advice import advise, decide
 from asapc.report.console import print_result
 from asapc.report.gates import gate_result, parse_gates
@@ -42,33 +38,19 @@ def judged() -> dict[str, Any]:
     report = small_report()
     report["gate"] = full_report()["gate"]
     report["model"] |= {"source": "teacher|x"}
-    report["model"]["confidence"] |= {"speedup": [3.5, None]}
-    report["sites"][0]["latency_teacher_ms"] = 12.0
     return report
 
 
-def test_markdown_shows_every_part() -> None:
+def test_markdown_begins_with_the_verdict_and_what_failed_comes_first() -> None:
     lines = markdown(typed(judged())).splitlines()
     assert lines[0].startswith("# asapc: REGRESSION, 19.8x as fast as the teacher, 99.90% of predictions")
     assert lines[2].startswith("- **REGRESSION** attention_rel_l2 of layers.2.mha is 0.0221")
     for expected in (
         r"| model | teacher\|x | - |", "| prediction agreement | 99.90% | 99.70% to 100.00% |",
-        "| speedup, compiled | 19.8x | 3.50 to - |", "| layers.0.mha | asap | 12.0 |",
-        "| layers.0.mha | asap | 0.0167 | 0.0718 | 0.00835 | 0.294 | 2.30e-07 | 1.90e-04 | 0.997 "
-        "| 31000 | 0.999 |",
-        "| layers.0.mha | dual_stability | 2.41 | 1.62 | holds | 8000 | - "
-        "| ASAP, Propositions B.8 and B.9 |",
-        "| 11 to 96 | 201 | 100.00% | 2.20e-05 |", "| layers.0.mha | 11 to 96 | 201 | 0.0100 |",
-        "| pooler | left alone | softmax attention: rows only |", "| examples, gate | 1000 |",
-        "| torch | 2.13.0 |", "| objective | latency |",
-        "| layers.0.mha | asap target 1 coarse:32 | chosen | 0.0167 | 0.00840 | 32x128 4.90, 32x256 14.8 "
-        "| 32x128 118, 32x256 482 | 32x256 0.970x to 1.31x | 12.0 | prediction_agreement 0.999 |",
-        "| attention_rel_l2 | layers.2.mha | 0.0221 | max 0.0200 | REGRESSION |",
         # A baseline is one row, and a row for what is worse.
         "| baseline | baseline/report.json | 1 compared | 2% worse, at most | ACCEPT |",
     ):
         assert expected in lines, expected
-    # What failed comes first.
     accepted = lines.index("| speedup | model | 19.8 | min 10.0 | ACCEPT |")
     failed = next(i for i, line in enumerate(lines) if line.endswith("| REGRESSION |"))
     assert failed < accepted and not any("baseline 19.6" in line for line in lines)
@@ -116,7 +98,7 @@ def test_number(value: object, text: str) -> None:
     assert number(value) == text
 
 
-@pytest.mark.parametrize(("sites", "length"), [(100, 40), (1000, 40), (30, 20_000)])
+@pytest.mark.parametrize(("sites", "length"), [(1000, 40), (30, 20_000)])
 def test_any_report_fits_a_comment_and_says_what_is_left_out(sites: int, length: int) -> None:
     report = judged()
     site, check = report["sites"][0], report["gate"]["checks"][2]
@@ -164,23 +146,6 @@ def test_json_is_strict_and_takes_any_name() -> None:
     text = json_text({"a\udcff": ["\ud800é", "😀"]})
     assert json.loads(text.encode()) == {"a\ufffd": ["\ufffdé", "😀"]}
     assert json.loads(json_text({"é": "😀"}, ascii=True).encode("ascii")) == {"é": "😀"}
-
-
-def test_written_files_replace_earlier_ones(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("old")
-    report = typed({"model": {"source": "x"}})
-    written = write_report(tmp_path, report)
-    assert [path.name for path in written] == ["report.json", "report.md", "junit.xml", "report.html"]
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    assert json.loads(written[0].read_text()) == report.to_json()
-    assert write_report(tmp_path, report) == written
-
-
-def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(InputError, match="cannot be written"):
-            write_report(folder, typed({"model": {}}))
 
 
 # JUnit
@@ -320,7 +285,7 @@ BRIEFS = {
 }
 
 
-@pytest.mark.parametrize("layers", [1, 2, 48])
+@pytest.mark.parametrize("layers", [1, 48])
 @pytest.mark.parametrize("command", BRIEFS)
 def test_few_lines_that_fit_a_terminal(command: str, layers: int) -> None:
     lines = BRIEFS[command](layers)
@@ -341,18 +306,6 @@ def test_what_is_left_alone_points_to_what_to_write(status: str, hinted: bool) -
     assert (brief.WRITE_INSTEAD in lines) == hinted
 
 
-@pytest.mark.parametrize("before", range(3, 40, 3))
-def test_a_reason_ends_after_a_word_and_never_inside_of_code(before: int) -> None:
-    code = "`out = torch.einsum('b h i j, b h j d -> b h i d', attention, values)` (model.py, line 62)"
-    reason = " ".join(["words"] * before + [code] * 3)
-    site = {"name": "layers.0", "status": "refused", "reason": reason}
-    lines = brief.inspect_brief({"model": "teacher", "capture": "whole", "sites": [site]})
-    words = " ".join(" ".join(lines[2:-2]).split())
-    whole = f"1 x refused: {reason}"
-    assert words.count("`") % 2 == 0 and words.endswith(" …") == (words != whole)
-    assert whole.startswith(words.removesuffix("…")) and words.count("words") == before
-
-
 def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     lines = "\n".join(brief.report_brief(measured(3)))
     assert lines.startswith("no gates file, default limits: Take the lossless model instead.")
@@ -364,11 +317,9 @@ def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     assert "left alone 3 layers" in words
 
 
-@given(st.text(max_size=200), st.integers(5, 60))
-def test_a_name_keeps_both_ends(text: str, most: int) -> None:
-    found = brief.shortened(text, most)
-    if found != text and "\\u" not in found:
-        assert len(found) <= max(most, len(text))
+@pytest.mark.parametrize("text", ["", "short", "x" * 200, "é" * 61, "\u202e" * 9])
+def test_a_name_keeps_both_ends(text: str) -> None:
+    assert len(brief.shortened(text, 60)) <= 60
     assert brief.shortened(LONG)[:10] == LONG[:10] and brief.shortened(LONG)[-10:] == LONG[-10:]
     assert len(brief.shortened(LONG)) == 40
 
@@ -449,13 +400,12 @@ def test_it_is_shown_whole() -> None:
 
 
 def test_junk_is_shown_or_refused() -> None:
-    """Two kinds of junk in one place after the other."""
+    """One kind of junk after the other, in every place."""
     document, refused = whole(), 0
     ways = list(places(document))
     for index, way in enumerate(ways):
-        for step in (0, 6):
-            junk = JUNK[(index + step) % len(JUNK)]
-            often = 2 if way[0] == "selection" else 8  # of what pictures are drawn
-            changed, with_page = with_junk(document, way, junk), step == 0 and index % often == 0
-            refused += not survives(lambda: rendered(changed, with_page), (way, junk))  # noqa: B023
-    assert len(ways) / 2 < refused < 2 * len(ways)
+        junk = JUNK[index % len(JUNK)]
+        often = 5 if way[0] == "selection" else 20  # of what pictures are drawn
+        changed, with_page = with_junk(document, way, junk), index % often == 0
+        refused += not survives(lambda: rendered(changed, with_page), (way, junk))  # noqa: B023
+    assert len(ways) / 4 < refused < len(ways)

@@ -58,7 +58,7 @@ class Ground:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
     folder = tmp_path_factory.mktemp("select")
-    data = write_data(folder / "data.npz")
+    data = write_data(folder / "data.npz", 320)
     teacher = load_teacher(str(write_teacher(folder / "teacher")))
     pipeline.calibrate(teacher, data, folder / "calib", Recipe.from_dict(SMALL), QUIET)
     source = open_data(data, forward_signature(teacher))
@@ -107,14 +107,6 @@ def labels(trail: Mapping[str, Any]) -> list[str]:
     picked = [[c["label"] for c in site["candidates"] if c["chosen"]] for site in trail["sites"]]
     assert all(len(own) == 1 for own in picked)
     return [own[0] for own in picked]
-
-
-def test_every_candidate_is_fitted_once(ground):
-    assert len(ground.calibration.sites) == 3
-    for fits in ground.calibration.sites.values():
-        assert [(fit.amortised.plan.side, fit.amortised.plan.c_transforms) for fit in fits] == [  # type: ignore[union-attr]
-            ("target", 1), ("source", 3),
-        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [0.045, 0.2, 1e-6])

@@ -73,8 +73,7 @@ def problem(n: int, m: int, masked: bool, bias: tuple[int, ...] | None) -> dict[
 
 
 PROBLEMS = [  # of three processes, some have no query
-    ((10, 7), True, (0, 1, 1, 1)), ((10, 7), False, None), ((1, 1), True, (1, 0, 0, 1)),
-    ((3, 9), False, (1, 0, 0, 1)), ((3, 9), True, None),
+    ((10, 7), True, (0, 1, 1, 1)), ((1, 1), True, (1, 0, 0, 1)), ((3, 9), False, None),
 ]  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def sites_agree(group: Group) -> float:
         cut = {name: given[name] if given[name] is None else Shard.of(given[name], axis, group)
                for name, axis in (("q", 2), ("k", 2), ("v", 2), ("keep", 1))}  # fmt: skip
         cut["bias"] = given["bias"]
-        for half_steps, rows_first in itertools.product((0, 1, 4), (True, False)):
+        for half_steps, rows_first in ((0, True), (1, False), (4, True), (3, False)):
             settings: tuple[Any, ...] = 0.7, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0]
             expected = sinkhorn_reference.sinkhorn(**given, **named(sharded_sites.sinkhorn, settings))
             found = sharded_sites.sinkhorn(**cut, **named(sharded_sites.sinkhorn, settings))
@@ -179,7 +178,7 @@ def rules_agree(group: Group) -> list[str]:
     graph = exported.module(check_guards=False)
     code = SequenceCode(flat_graph(graph), torch.float32, group.handle, [1])
     wrong = []
-    for length in (9, 2, 16, 5):
+    for length in (2, 16):
         ids = torch.randint(0, 20, (3, length), generator=torch.Generator().manual_seed(length))
         with torch.no_grad():
             expected = model(ids)
@@ -197,7 +196,7 @@ def test_what_models_do_to_tokens() -> None:
 TOKENS = 48
 # A layer of each dual, and one of an operator that is not shared.
 RECIPES: dict[str, dict[str, Any]] = {
-    "mixed": {"operator": "asap", "features": ["coarse:4", "gaussian", "norm"], "sites": {
+    "mixed": {"operator": "asap", "features": ["coarse:4", "norm"], "sites": {
         "layers.2.*": {"operator": "lot"},
         "layers.1.*": {"side": "source", "c_transforms": 3, "features": ["coarse:4", "sliced:2"]}}},
     "lossless": {"operator": "lossless", "drop_attention_maps": True},
@@ -208,7 +207,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """Folders of compiled models, by the name of their recipe."""
     folder = tmp_path_factory.mktemp("sequence")
-    teacher = write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=3)
+    teacher = write_teacher(folder / "teacher", TOKENS, n_heads=4, max_iter=2)
     data = write_data(folder / "data.npz", 64)
     made: dict[str, Path] = {}
 
@@ -226,7 +225,7 @@ def from_one_process(folder: Path, group: Group) -> float:
     """The largest difference of a model on a group."""
     alone, shared = asapc.load(folder), asapc.load(folder, sequence_group=group.handle)
     worst = 0.0
-    for length in (12, 11, 3):
+    for length in (11, 3):
         ids = torch.randint(1, 40, (2, length), generator=torch.Generator().manual_seed(length))
         ids[1, length - length // 3 :] = 0
         with torch.no_grad():

@@ -124,14 +124,6 @@ def test_discard(tmp_path: Path) -> None:
         assert again.keys() == []
 
 
-def test_a_run_killed_before_its_index(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / ".shards.json.0123abcd.partial").write_text("{")
-    with shards(tmp_path) as own:
-        assert own.keys() == []
-    assert os.listdir(tmp_path / "parts") == ["shards.json"]
-
-
 def test_a_folder_of_something_else_is_neither_used_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "thesis.tex").write_text("precious")
@@ -154,12 +146,6 @@ def test_a_damaged_index_or_one_of_another_format_is_an_error(tmp_path: Path) ->
         (tmp_path / "parts" / "shards.json").write_text(text)
         with pytest.raises(InputError, match=rule):
             shards(tmp_path).open()
-
-
-def test_the_folder_beside_an_output(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert Shards.beside(tmp_path / "out", {}).folder == tmp_path / ".out.shards"
-    assert Shards.beside(tmp_path / "link", {}).folder == tmp_path / ".real.shards"
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

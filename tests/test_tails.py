@@ -15,7 +15,7 @@ from test_refresh import ATTENTION
 from torch import Tensor, nn
 
 import asapc
-from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.errors import InputError
 from asapc.kernels.library.gradients import depths
 from asapc.training.settings import checked_tail
 
@@ -116,13 +116,3 @@ def test_refresh_trains_through_tails(work: Path, tmp_path: Path) -> None:
     assert own["after"]["loss"] == pytest.approx(full["after"]["loss"], rel=1e-2)
     for name in ("short", "certified"):  # what is written has no tail of its own
         assert (tmp_path / name / "graph.pt2").read_bytes() == (work / "exact/graph.pt2").read_bytes()
-
-
-def test_refresh_refuses_what_is_no_tail(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(work / "exact", tmp_path / "out")
-    for arguments in (["--tail", "all"], ["--tail", "certified", "--tolerance", "0"]):
-        command = ("refresh", tmp_path / "out", "--data", work / "data.npz", "--labels")
-        assert run(*command, *arguments) == EXIT_BAD_INPUT
-        assert "half-steps" in (told := capsys.readouterr().err) or "tolerance" in told

@@ -25,17 +25,6 @@ def test_medians_and_quartiles_are_ordered_milliseconds() -> None:
     assert found["fast"]["median_ms"] < found["slow"]["median_ms"]
 
 
-def test_min_time_adds_rounds_beyond_repeats() -> None:
-    calls: list[int] = []
-
-    def sleep() -> None:
-        calls.append(0)
-        time.sleep(0.001)
-
-    interleaved_medians({"a": sleep}, repeats=1, warmup=0, min_time=0.02)
-    assert len(calls) > 1
-
-
 def test_calls_of_a_few_seconds_have_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 

@@ -47,9 +47,6 @@ from asapc.program.call import Call
 from asapc.terminal.printed import escaped
 from asapc.terminal.progress import PlainProgress
 
-ROOT = Path(__file__).parents[1]
-
-
 # --- operators ------------------------------------------------------------------------------------
 
 ATTACK = {
@@ -186,7 +183,6 @@ GROWING_NUMBERS = {
     "power": [node("_operator.pow", a={"as_int": 10}, b={"as_int": 10**9})],
     "computed power": [node("_operator.pow", a={"as_int": 10}, b={"as_sym_int": {"as_name": "n"}})],
     "text": [node("_operator.mod", a={"as_string": "%99999999999d"}, b={"as_int": 5})],
-    "a text many times": [node("_operator.mul", a={"as_string": "x"}, b={"as_int": 10**10})],
     "a list many times": [node("_operator.mul", a={"as_ints": [1]}, b={"as_int": 10**10})],
     "many digits": [node("torch.ops.aten.add.Scalar", other={"as_int": 10**400})],
     "sparse": [node("torch.ops.aten.zeros.default", layout={"as_layout": 1})],
@@ -195,7 +191,6 @@ GROWING_NUMBERS = {
                                  scale_factors={"as_floats": [1e-300, 1.0]})],
     "a computed factor": [node("torch.ops.aten.upsample_nearest2d.default",
                                scales_h={"as_sym_float": {"as_name": "f"}})],
-    "cut off": [node("torch.ops.aten.div.Tensor_mode", rounding_mode={"as_string": "trunc"})],
     "an unseen graph": [node("torch.ops.aten.add.Tensor", self={"as_graph": {"graph": {"nodes": [
         node("torch.os.system")]}}})],
 }  # fmt: skip
@@ -227,11 +222,8 @@ S = [f"Symbol('s{i}', positive=True, integer=True)" for i in range(12)]
 SUM = f"Add({', '.join(S[:10])})"
 SLOW = {
     "powers of powers": "(" * 9 + "9" + ")**8" * 9,
-    "powers of powers, called": "Pow(" * 9 + "Integer(9)" + ", Integer(8))" * 9,
     "digits": "Float('0.1', 4000000000)", "precision": "Float('0.1', precision=4000000000)",
     "a remainder": f"Mod(Pow({SUM}, Integer(8)), Pow({SUM}, Integer(7)))",
-    "a quotient": f"FloorDiv(Pow({SUM}, Integer(8)), Pow({SUM}, Integer(7)))",
-    "a remainder of products": f"Mod({'Mul(' * 8}{SUM}{f', {SUM})' * 8}, {SUM})",
     "a comparison": f"Eq(Pow({SUM}, Integer(3)), Pow({SUM}, Integer(2)))",
     "many to compare": f"Max({', '.join(f'Add({a}, {b})' for a in S for b in S)})"[:4000],
     "a computed power": f"Pow({S[0]}, Mul({S[1]}, {S[2]}))", "no end": "Add(" * 1000,
@@ -386,15 +378,6 @@ def test_functions_are_read_without_the_extra(tmp_path):
 # --- what is printed ------------------------------------------------------------------------------
 
 EVIL = "a\x1b]0;title\x07\x1b[2J\u202eb\x9b31m"
-
-
-def test_names_of_a_file_reach_no_terminal_as_they_are(tmp_path, capsys):
-    odd = onnx.helper.make_node("NonZero", ["x"], ["y"], name=EVIL)
-    by_hand.saved(by_hand.model_of([odd]), tmp_path)
-    np.savez(tmp_path / "x.npz", x=np.ones((1, 1), np.float32))
-    assert cli.main(["inspect", str(tmp_path / "m.onnx"), "--data", str(tmp_path / "x.npz")]) == 2
-    shown = capsys.readouterr()
-    assert "NonZero" in shown.err and escaped(shown.err) == shown.err and "\\u001b" in shown.err
 
 
 def test_tables_notes_json_and_errors_are_escaped(capsys):
