@@ -70,7 +70,7 @@ NUMBER = "asapc"  # in node.meta["custom"]: the place of the node of Dynamo's th
 LENGTHS = {4: (0, 2)}  # the axes of data that are batch and length, by their number; the first two else
 MOST_KNOWN = 64  # graphs that what was identified is kept of
 # Updates of entries, below which Inductor's fused loop is faster than a call, as measured: of attention,
-# with its products, and of loops over given scores.
+# with its products, and of plain scalings; of loops over the logarithms of given scores.
 SMALL, SMALL_PLAN = 1 << 16, 1 << 15
 FEW = 4  # up to which a number is no size
 ROWS_ONLY = "not Sinkhorn: rows only"
@@ -321,7 +321,9 @@ def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], 
     for matched, site in known.sites:
         part, steps = matched.part(), getattr(matched.convention, "half_steps", None)
         entries = math.prod(evaluate(size, sizes) for size in (part.batch, part.queries, part.keys))
-        least = SMALL_PLAN if isinstance(matched.convention, PlanConvention) else SMALL
+        loop = matched.convention
+        in_logs = isinstance(loop, PlanConvention) and loop.stabiliser is None and loop.damping is None
+        least = SMALL_PLAN if in_logs else SMALL
         if steps is None or (count := steps * matched.heads * entries) >= least:
             wanted.append((matched, site))
         else:

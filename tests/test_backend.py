@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_zoo import Gated
+from plan_nets import Scaled
 from torch import Tensor, nn
 
 import asapc
@@ -266,6 +267,11 @@ def test_small_attention_stays_inductors_and_larger_does_not(monkeypatch: pytest
     torch._dynamo.reset()
     _, sites, _ = rewritten_for(model, x)
     assert len(sites) == 1
+
+
+def test_plain_scalings_are_cheap_in_inductor() -> None:
+    _, sites, left = rewritten_for(Scaled(), torch.randn(8, 150, 6))
+    assert not sites and [site.reason for site in left if site.reason.startswith("so small")]
 
 
 def rewritten_for(model: nn.Module, x: Tensor) -> Any:
