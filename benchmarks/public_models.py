@@ -45,7 +45,8 @@ def import_from(checkouts: Path, *folders: Path) -> None:
     sys.path[:] = [*map(str, folders), *(path for path in sys.path if not path.startswith(below))]
     for name, module in [*sys.modules.items()]:
         stands_in = isinstance(module, mock.MagicMock)
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]  # a folder alone
+        folders_of = getattr(getattr(module, "__spec__", None), "submodule_search_locations", None) or ()
+        places = [getattr(module, "__file__", None), *folders_of]  # a folder alone has no file
         if stands_in or any(str(place).startswith(below) for place in places):
             del sys.modules[name]
 
