@@ -413,6 +413,13 @@ def test_a_loop_over_parts_of_its_matrix_is_listed() -> None:
     assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
 
 
+def test_a_stop_that_changes_nothing_is_left_out() -> None:
+    net = nets.Stopping(1e-12).eval()
+    analysis = analysed(net, random(4, 9, 7))
+    assert [site.convention.half_steps for site in analysis.sites] == [24]
+    replays(net, analysis, random(3, 9, 7, seed=1))
+
+
 def test_a_stop_that_changes_the_plan_is_refused() -> None:
     (refused,) = analysed(nets.Stopping(1e-2), random(4, 9, 7)).left_alone
     assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
