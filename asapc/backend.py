@@ -319,9 +319,9 @@ def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], 
     wanted: list[Judged] = []
     small: list[LeftAlone] = []
     for matched, site in known.sites:
-        part, steps = matched.part(), getattr(matched.convention, "half_steps", None)
+        part, loop = matched.part(), matched.convention
+        steps = getattr(loop, "half_steps", None)
         entries = math.prod(evaluate(size, sizes) for size in (part.batch, part.queries, part.keys))
-        loop = matched.convention
         in_logs = isinstance(loop, PlanConvention) and loop.stabiliser is None and loop.damping is None
         least = SMALL_PLAN if in_logs else SMALL
         if steps is None or (count := steps * matched.heads * entries) >= least:

@@ -70,6 +70,7 @@ def texts_of_sizes() -> Iterator[None]:
     size alone.  Let `divmod(n, 4)` be its quotient and remainder, which symbols do not know."""
     kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
     plain = {kind: kind.__repr__ for kind in kinds}
+    undivided = [kind for kind in kinds if not hasattr(kind, "__divmod__")]
 
     def text(size: Any) -> str:
         number = int if isinstance(size, torch.SymInt) else float
@@ -77,12 +78,14 @@ def texts_of_sizes() -> Iterator[None]:
 
     for kind in plain:
         kind.__repr__ = text
+    for kind in undivided:
         kind.__divmod__ = lambda one, other: (one // other, one % other)
     try:
         yield
     finally:
         for kind, own in plain.items():
             kind.__repr__ = own
+        for kind in undivided:
             del kind.__divmod__
 
 

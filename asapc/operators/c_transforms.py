@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from asapc.operators.masks import all_hidden
+
 
 def log_marginals(
     num_queries: int, num_keys: int, keep: Tensor | None, like: Tensor
@@ -42,7 +44,7 @@ def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:
     massless = torch.isneginf(log_nu)
     # A masked column of scores is all -inf, whose logsumexp has no gradient: it is left out first.
     logits = torch.where(massless[..., None, :], 0.0, scores) + f[..., :, None]
-    empty = torch.isneginf(logits.detach()).all(-2)
+    empty = all_hidden(logits, -2)
     total = torch.logsumexp(torch.where(empty[..., None, :], 0.0, logits), dim=-2)
     g = torch.where(empty, 0.0, torch.where(massless, 0.0, log_nu) - total)
     return torch.where(massless, -math.inf, g)
@@ -56,7 +58,7 @@ def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
     Source: ASAP, Eq. 15, in score coordinates.
     """
     logits = scores + g[..., None, :]
-    empty = torch.isneginf(logits.detach()).all(-1)  # no gradient either where all is -inf
+    empty = all_hidden(logits, -1)  # no gradient either where all is -inf
     total = torch.logsumexp(torch.where(empty[..., None], 0.0, logits), dim=-1)
     return torch.where(empty, 0.0, log_mu - total)
 

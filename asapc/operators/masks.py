@@ -93,7 +93,18 @@ def rows_kept(bias: Tensor, small: bool) -> Tensor:
         elif not bool(kept):
             largest = float(bias.flatten()[bias.abs().argmax()])
             raise InputError(RULE_OF_BIAS, got=f"{largest:g}", help=HELP)
-    return (bias > -math.inf).any(-1, keepdim=True)
+    return ~all_hidden(bias, -1, keepdim=True)
+
+
+def all_hidden(scores: Tensor, axis: int, keepdim: bool = False) -> Tensor:
+    """Where no score along an axis is above -inf, which is so of an axis without scores.
+
+    By the largest: to compare all scores takes ten times as long.
+    """
+    scores, size = scores.detach(), scores.shape[axis]
+    if isinstance(size, int) and size == 0:  # of which there is no largest; a symbolic size is not asked
+        return scores.sum(axis, keepdim=keepdim) == 0
+    return torch.isneginf(scores.amax(axis, keepdim=keepdim))
 
 
 def last_place(number: Tensor, dtype: torch.dtype) -> Tensor:

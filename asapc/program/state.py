@@ -544,6 +544,7 @@ class Reads(Record):
         default_factory=lambda: [None, (), ()], init=False, repr=False, compare=False,
         metadata=APART,
     )
+    # torch.compile guards every entry that it walks through: only what it can compare is kept for it.
     _traced: tuple[tuple[Steps, Value], ...] = field(
         init=False, repr=False, compare=False, metadata=APART
     )

@@ -261,7 +261,7 @@ def run_experiments(
     if isinstance(fit, str):
         ones = [x + 1 if x.is_floating_point() else x for x in neutral]
         zero, one = (experiment.attention(search.scores(0.1), given) for given in (neutral, ones))
-        return MULTIPLIED if not bool((zero > 0).all()) and bool((one > 0).all()) else fit
+        return MULTIPLIED if not (zero > 0).all() and (one > 0).all() else fit
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):

@@ -92,9 +92,9 @@ struct Rule {
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
 // [B, H, N, E or M]; query_keep: [B, N] bytes or null, and nothing is written to rows of 0; mass: [B, H, N] of
 // rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of the output are divided by
-// N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan A
-// as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors are contiguous. The output factor is
-// coefficient * N^queries * M^keys * n^active.
+// N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan
+// A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors are
+// contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -504,7 +504,7 @@ template <class S, class W> class Head {
     form_scores(row, count);
     for (int64_t r = 0; r < count; ++r) {
       const S* s = scores_ + r * padded_;
-      V<S> high[2] = {load(s), load(s + kLanes<S>)}, low[2] = {high[0], high[1]};  // two: neither waits for the other
+      V<S> high[2] = {load(s), load(s + kLanes<S>)}, low[2] = {high[0], high[1]};  // neither waits for the other
       for (int64_t j = P; j < padded_; j += P) {
         for (int64_t side = 0; side < 2; ++side) {
           const V<S> here = load(s + j + side * kLanes<S>);
