@@ -333,7 +333,7 @@ def test_state_off_the_beaten_track_is_guarded(kind, change, text, request, monk
 
 class OfChance(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, 3.0 if random.randint(1, 99) == 7 else 1.0)
+        return attended(self, x, 3.0 if random.random() < 1e-12 else 1.0)
 
 
 class OfFiles(Layer):
