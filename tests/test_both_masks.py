@@ -75,17 +75,32 @@ class Padded(nn.Module):
         return self.out((a @ v).transpose(1, 2).flatten(2))
 
 
+class Dustbin(Padded):
+    """Behind the tokens a learnt one for each side, and fillers (block-wise paper, Proposition 3)."""
+
+    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(attention)
+        self.dustbin = nn.Parameter(torch.randn(1, 1, 16))
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        batch, tokens = attention_mask.shape
+        rows = [hidden, self.dustbin.expand(batch, 1, -1), hidden.new_zeros(batch, 3, 16)]
+        active = [attention_mask, attention_mask.new_ones(batch, 1), attention_mask.new_zeros(batch, 3)]
+        return super().forward(torch.cat(rows, 1), torch.cat(active, 1))[:, :tokens]
+
+
 def padding(*lengths: int, tokens: int) -> Tensor:
     return (torch.arange(tokens) < torch.tensor(lengths)[:, None]).long()
 
 
 @pytest.mark.parametrize(
-    ("attention", "padded"),
-    [(kernel_loop, False), (subtracted, False), (no_mass, False), (no_mass, True)],
-)
-def test_one_mask_of_queries_and_keys(attention: Any, padded: bool) -> None:
+    ("kind", "attention", "padded"),
+    [(Padded, kernel_loop, False), (Padded, subtracted, False), (Padded, no_mass, False),
+     (Padded, no_mass, True), (Dustbin, no_mass, True)],
+)  # fmt: skip
+def test_one_mask_of_queries_and_keys(kind: Any, attention: Any, padded: bool) -> None:
     """However an example is padded: none hidden, some, all but one; all, where the original is finite."""
-    net = Padded(attention).eval()
+    net = kind(attention).eval()
     mask = padding(12, 9, 4 if padded else 12, tokens=12) if padded else torch.ones(3, 12).long()
     analysis = analysed(net, random(3, 12, 16), mask)
     (site,) = analysis.sites
