@@ -19,7 +19,7 @@ def sinkhorn_attention(scores: Tensor, max_iter: int, epsilon: float) -> Tensor:
     Padded keys keep v = 0, so their plan stays 0; all N rows keep mass 1/N, padded ones too.  The
     released code also stops once a row update is below 1e-12, which its float32 never reaches
     unless the duals stand still: the plan is the same.
-    Source: Sander et al. 2022, Sinkformers, Eq. 4, and its code, where max_iter counts half-steps.
+    Source: Sander et al. 2022, Sinkformers (ASAP, Eq. 3), and its code: max_iter counts half-steps.
     """
     rows, keys = scores.shape[-2], scores.shape[-1]
     u = torch.zeros_like(scores[..., 0])  # [..., N]

@@ -33,7 +33,7 @@ def _fitted_sinkhorn(
     """A v: [B, H, N, E] in v's dtype; or the map A: [B, H, N, M] in q's.
 
     head_multiplier: [H], without a unit; the rest as operators.sinkhorn.sinkhorn.
-    Source: Sinkformers, Algorithm 1, with an epsilon for each head.
+    Source: Sinkformers (ASAP, Eq. 3), with an epsilon for each head.
     """
     q, bias = scaled(q, bias, head_multiplier)
     settings = (keep, bias, score_multiplier, half_steps, rows_first, output_factor)

@@ -116,7 +116,7 @@ def finite_duals(
     """The teacher's duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
 
     Absolute duals, so the plan is exp(S + f + g).  tail: gradients pass through the last of them alone.
-    Source: Sinkformers, Algorithm 1 (log domain); block-wise paper, Section 2.2, for the tail.
+    Source: Sinkformers, in the log domain (ESPFormer, Appendix B); block-wise paper, 2.2, for the tail.
     """
     return run_half_steps(scores, *initial_duals(scores, keep), half_steps, first_side, keep, tail)
 
