@@ -52,6 +52,7 @@ from asapc.passes.branches import (
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.experiment import LONGEST, MANY
+from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
@@ -222,21 +223,6 @@ def export_graph(
             module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )
         return functional(exported)
-
-
-VMAP = "torch._functorch.predispatch"  # whose calls stand around what a vmap maps
-
-
-def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without in-place operators and vmap. Tracing twice is slow: a graph without any stays as it is."""
-    mutating = any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in exported.graph.nodes
-    )
-    nested = any(node.op == "get_attr" and node.target in dict(exported.graph_module.named_children())
-                 for node in exported.graph.nodes)  # fmt: skip
-    mapped = any(getattr(node.target, "__module__", "") == VMAP for node in exported.graph.nodes)
-    return exported.run_decompositions({}) if mutating or nested or mapped else exported
 
 
 def _export(

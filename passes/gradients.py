@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from asapc.formats.limits import fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
@@ -36,7 +37,8 @@ SHARPER = 2.0  # times the weights and inputs, in float64, where what a loop hid
 ROUNDING = 2e-5  # of the largest entry of all gradients, below which a difference may be rounding
 SIZES = (1.0, 1e-3, 1e3)  # of the cotangent; in half precision, the first
 HALVES = 50.0  # times as much, of a model in half precision
-MOST_BYTES = 1 << 31  # that one backward pass may keep
+ENOUGH_BYTES = 1 << 27  # that one backward pass keeps, where shorter examples are there
+MOST_BYTES = 1 << 31  # that it may keep
 EXAMPLES = 2
 FLIPPED = 0.2  # of a mask that is the same everywhere
 Gradients = Mapping[str, Tensor | None]
@@ -82,11 +84,12 @@ def no_gradient(
     """
     few = _few(batch)
     size = _kept_bytes(lifted) * len(few) / max(1, len(batch))
-    if size > MOST_BYTES:
-        shorter = _shorter(few, lifted[0], math.ceil(math.sqrt(size / MOST_BYTES)))
-        if lifted[0].name or shorter is None:
+    if size > ENOUGH_BYTES:
+        shorter = _shorter(few, lifted[0], math.ceil(math.sqrt(size / ENOUGH_BYTES)))
+        if shorter is not None and not lifted[0].name:
+            few = shorter
+        elif size > MOST_BYTES:
             return f"its gradient takes {size / 2**30:.0f} GiB on the example, and was not compared"
-        few = shorter
     graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
     alone, parts = graphs.get("", model), {} if "" in graphs else graphs
     first = {id(weight): name for name, weight in model.named_parameters()}
@@ -145,15 +148,19 @@ def _few(batch: Batch) -> Batch:
 
 
 def _shorter(batch: Batch, program: Program, by: int) -> Batch | None:
-    """With lengths that are free divided; None where no length is."""
+    """With lengths that are free divided; None where no length is, or where one follows from another."""
     given, spec = pytree.tree_flatten((batch.args, batch.kwargs))
     places = iter(traced_places(program.graph))
     cut = False
     for number, x in enumerate(given):
         place = next(places, None) if isinstance(x, Tensor) else None
         for axis, size in enumerate(place.meta["val"].shape if place is not None else ()):
-            if axis and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                given[number] = given[number].narrow(axis, 0, max(2, given[number].shape[axis] // by))
+            if axis and isinstance(size, torch.SymInt) and fixed_size(size) is None:
+                if not size.node.expr.is_Symbol:
+                    return None
+                least = limits_of(size.node.shape_env, size.node.expr)[0]
+                length = max(2, least, given[number].shape[axis] // by)
+                given[number] = given[number].narrow(axis, 0, length)
                 cut = True
     args, kwargs = pytree.tree_unflatten(given, spec)
     return replace(batch, args=args, kwargs=kwargs) if cut else None
