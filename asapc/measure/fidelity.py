@@ -188,7 +188,6 @@ class OutputFidelity:
         self._kl: list[Tensor] = []
         self._right_teacher: list[Tensor] = []
         self._right_compiled: list[Tensor] = []
-        self._lengths: list[Tensor] = []
 
     @torch.no_grad()  # a model may return a weight
     def update(
@@ -196,13 +195,11 @@ class OutputFidelity:
         teacher_out: Any,
         compiled_out: Any,
         labels: Tensor | None = None,
-        lengths: Tensor | None = None,
         numbers: Sequence[int] = (),
     ) -> None:
         """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones).
 
-        labels: [B] class numbers (or [B, 1]).  lengths: [B] active tokens, in every batch or in none.
-        numbers: of the examples, for messages.
+        labels: [B] class numbers (or [B, 1]).  numbers: of the examples, for messages.
         Raises ValueError if the structures differ, InputError for a label that no class has.
         """
         teacher, compiled = tensor_outputs(teacher_out), tensor_outputs(compiled_out)
@@ -228,8 +225,6 @@ class OutputFidelity:
         predicted_q = log_q.argmax(-1).masked_fill(broken, -1)
         self.examples += len(exact)
         self._agreed.append((predicted_p == predicted_q).cpu())
-        if lengths is not None and len(lengths) == len(exact):
-            self._lengths.append(lengths.cpu())
         if labels is not None and labels.numel() == len(exact):
             check_labels(labels.reshape(-1), self.classes, numbers)
             target = labels.reshape(-1).to(predicted_p.device)
@@ -265,21 +260,6 @@ class OutputFidelity:
                 accuracy_drop=bootstrap.difference(teacher, compiled),
             )
         return values
-
-    def by_length(self) -> list[dict[str, float]]:
-        """prediction_agreement and logit_kl by length; empty where lengths were not given."""
-        lengths = torch.cat(self._lengths) if self._lengths else torch.empty(0)
-        if not self.examples or len(lengths) != self.examples:
-            return []
-        agreed, kl = torch.cat(self._agreed), torch.cat(self._kl)
-        return [
-            {
-                **named,
-                "prediction_agreement": _share(agreed[chosen]),
-                "logit_kl": float(kl[chosen].mean()),
-            }
-            for named, chosen in length_bins(lengths)
-        ]
 
 
 LENGTH_BINS = 5

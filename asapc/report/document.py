@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from asapc.errors import InputError
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
-from asapc.metrics import METRICS, of
+from asapc.metrics import METRIC, METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
 from asapc.terminal.hints import install_line, missing_module
 
@@ -111,7 +111,7 @@ class LengthBin(Record):
     low: int
     high: int
     examples: int | None = None
-    metrics: Mapping[str, Any] = rest({metric.key: metric.schema() for metric in METRICS})
+    attention_rel_l2: Annotated[Number, METRIC[ERROR].schema()] = None
 
 
 @dataclass(frozen=True)
@@ -452,9 +452,6 @@ class Report(Record):
     ] = field(default_factory=dict)
     model: ModelReport = ModelReport()
     sites: tuple[SiteReport, ...] = ()
-    by_length: Annotated[
-        tuple[LengthBin, ...], "the model's predictions by the active keys of an example"
-    ] = ()
     refused: Annotated[
         tuple[Annotated[Mapping[str, Any], {"required": ["name", "status"]}], ...],
         "layers that were left as they are",

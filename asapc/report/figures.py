@@ -29,7 +29,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from asapc.errors import InputError
 from asapc.operators.catalogue import TEACHER
 from asapc.report.advice import judgement
-from asapc.report.document import ERROR, LengthBin, Report, SiteReport, Trail, TriedSite, finite, positive
+from asapc.report.document import ERROR, Report, SiteReport, Trail, TriedSite, finite, positive
 from asapc.report.pictures import MapPair
 from asapc.report.tables import number
 from asapc.terminal.printed import clipped, one_line
@@ -135,20 +135,13 @@ def _heads(report: Report, site: SiteReport) -> Figure | None:
 
 
 def _lengths(report: Report, site: SiteReport) -> Figure | None:
-    return _by_length(site.by_length, ERROR, "attention error")
-
-
-def _by_length(bins: Sequence[LengthBin], metric: str, unit: str, lost: bool = False) -> Figure | None:
-    """A metric by length.  lost: what a share lacks of 1."""
     bars = []
-    for each in bins:
-        value = finite(each.metrics.get(metric))
+    for each in site.by_length:
         span = str(each.low) if each.low == each.high else f"{each.low}\u2013{each.high}"
-        value = 1 - value if lost and value is not None else value
-        bars.append(Bar(f"{span}, n = {number(each.examples)}", value))
+        bars.append(Bar(f"{span}, n = {number(each.examples)}", finite(each.attention_rel_l2)))
     if all(bar.value is None for bar in bars):
         return None
-    return draw_bars(bars, f"{unit}, by active tokens", percent=lost)
+    return draw_bars(bars, "attention error, by active tokens")
 
 
 def _candidates(report: Report, site: SiteReport) -> Figure | None:
@@ -222,15 +215,11 @@ def _name(name: str) -> str:
 
 
 def model_pictures(report: Report) -> list[Picture]:
-    """Of the whole model: its times, its worst layers, and what it loses by the length of an example."""
-    bins = report.by_length if len(report.by_length) > 1 else ()
+    """Of the whole model: its times, and its worst layers."""
     return _drawn(
         ("Times", _times(report)),
         ("Layers with the largest errors", _errors(report) if len(report.sites) > 1 else None),
-        ("Predictions changed, by length",
-         _by_length(bins, "prediction_agreement", "predictions changed", lost=True)),
-        ("Logit KL, by length", _by_length(bins, "logit_kl", "logit kl")),
-    )  # fmt: skip
+    )
 
 
 def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
@@ -253,7 +242,7 @@ def _drawn(*pictures: tuple[str, Figure | None] | tuple[str, Figure | None, bool
 
 
 def draw_bars(
-    bars: Sequence[Bar], axis: str, *, line: tuple[str, float] | None = None, percent: bool = False
+    bars: Sequence[Bar], axis: str, line: tuple[str, float] | None = None
 ) -> Figure | None:
     """A bar for each value, the first on top; what is not finite is a mark.  None where there is none.
 
@@ -266,10 +255,7 @@ def draw_bars(
     axes = figure.subplots()
     # A divergence of equal outputs rounds to a little below zero.
     lengths = [max(finite(bar.value) or 0.0, 0.0) for bar in bars]
-    texts = [
-        "\u221e" if finite(bar.value) is None else f"{bar.value:.2%}" if percent else number(bar.value)
-        for bar in bars
-    ]
+    texts = ["\u221e" if finite(bar.value) is None else number(bar.value) for bar in bars]
     drawn = axes.barh(range(len(bars)), lengths, color=[COLORS[bar.kind] for bar in bars])
     axes.bar_label(drawn, texts, padding=3)
     axes.set_ylim(len(bars) - 0.4, -0.6)

@@ -362,7 +362,7 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
         "Warnings": warnings_table(document["warnings"]),
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
-            *_fidelity_table(sites), *certificates_table(sites), *_length_tables(document),
+            *_fidelity_table(sites), *certificates_table(sites), *_length_table(sites),
             *_latency_table(sites), *_choice_table("Why", sites),
         ],
         "How it was chosen": _selection_tables(document["selection"] or {}),
@@ -413,18 +413,12 @@ def certificates_table(sites: Sequence[Result]) -> list[Table]:
     })  # fmt: skip
 
 
-def _length_tables(report: Result) -> list[Table]:
-    """Errors by the length of an example: the model's predictions, and attention per site."""
-    title, site = "By length of the example", {"site": "site"}
-    lengths: dict[str, Column] = {
-        "active keys": lambda bin: f"{bin['low']} to {bin['high']}", "examples|": "examples",
-    }  # fmt: skip
-    of_model = lengths | _metrics("prediction_agreement", "logit_kl")
-    of_sites = site | lengths | _metrics("attention_rel_l2")
-    return [
-        *listed(title, report["by_length"], of_model),
-        *listed(f"{title}, per site", _parts(report["sites"], "by_length"), of_sites),
-    ]
+def _length_table(sites: Sequence[Result]) -> list[Table]:
+    """Errors of each site by the length of an example."""
+    return listed("By length of the example, per site", _parts(sites, "by_length"), {
+        "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
+        "examples|": "examples", **_metrics(ERROR),
+    })  # fmt: skip
 
 
 def _latency_table(sites: Sequence[Result]) -> list[Table]:
