@@ -85,11 +85,11 @@ class Measured:
 class ModelReport(Measured, Record):
     """values: the metrics of the whole model, and what else is told of it."""
 
-    always: ClassVar[tuple[str, ...]] = ("source", "data", "examples", "batch", "speedup")
+    always: ClassVar[tuple[str, ...]] = ("examples", "batch", "speedup")
 
-    source: str | None = optional()
+    source: str | None = None
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
-    data: str | None = optional()
+    data: str | None = None
     sizes: str | None = optional()
     own_metric: Annotated[str | None, "the function and its direction"] = optional()
     values: Mapping[str, Any] = rest(
@@ -118,8 +118,6 @@ class LengthBin(Record):
 class Certificate(Record):
     """The largest bound and the largest measured value; holds: in every case."""
 
-    always: ClassVar[tuple[str, ...]] = ("name", "bound", "measured", "holds")
-
     name: str
     source: str | None = None
     bound: Number = None
@@ -133,8 +131,6 @@ class Certificate(Record):
 @dataclass(frozen=True)
 class ConventionReport(Record):
     """What the teacher's layer was found to compute, see asapc.ir."""
-
-    always: ClassVar[tuple[str, ...]] = ()
 
     operator: str | None = optional()
     stabiliser: Mapping[str, Any] | None = optional()
@@ -206,7 +202,6 @@ class Tried(Record):
     the teacher's over the candidate's."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("label", "chosen", "verdict")
 
     label: str = ""
     operator: str = ""
@@ -226,7 +221,6 @@ class TriedSite(Record):
     """What was tried at a site."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("name", "candidates")
 
     name: str = ""
     candidates: tuple[Tried, ...] = ()
@@ -247,7 +241,6 @@ class Round(Record):
     """A set of candidates that was verified on the whole model."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("choice", "verdict")
 
     budget: Numbers = field(default_factory=dict)
     choice: Mapping[str, str] = field(default_factory=dict)
@@ -263,7 +256,6 @@ class Trail(Record):
     """How the operators were chosen.  Told and never judged: what is not as it should be is left out."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("objective", "budget", "sites", "rounds")
 
     fit_seconds: float | None = optional()
     objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
@@ -283,10 +275,6 @@ class Trail(Record):
 @dataclass(frozen=True)
 class Check(Record):
     """One check of a gate: a limit (min or max), the baseline, or what no sound measurement gives."""
-
-    always: ClassVar[tuple[str, ...]] = (
-        "kind", "metric", "scope", "value", "class", "passed", "message",
-    )  # fmt: skip
 
     kind: Annotated[str, {"enum": ["limit", "plausibility", "baseline"]}]
     metric: str
@@ -352,8 +340,6 @@ class GateReport(Record):
     """verdict: the worst class of the checks; null where neither a limit nor a baseline was set.
     passed: whether nothing failed; true where nothing was asked."""
 
-    always: ClassVar[tuple[str, ...]] = ("verdict", "passed", "checks", "baseline")
-
     verdict: Class | None = None
     passed: bool = field(init=False)
     checks: tuple[Check, ...] = ()
@@ -374,8 +360,6 @@ class GateReport(Record):
 @dataclass(frozen=True)
 class ShortageReport(Record):
     """Sites whose fits rest on too little, see asapc.calibration.enough."""
-
-    always: ClassVar[tuple[str, ...]] = ("sites", "text")
 
     sites: tuple[str, ...] = ()
     of: str | None = optional()
@@ -402,8 +386,6 @@ class SortVariant(Record):
 @dataclass(frozen=True)
 class SoftToHardReport(Record):
     """What exact sorting does to a model that sorts softly, see asapc.passes.audit."""
-
-    always: ClassVar[tuple[str, ...]] = ("variants",)
 
     variants: tuple[SortVariant, ...] = ()
     more: Mapping[str, Any] = rest()
@@ -439,10 +421,6 @@ class OnnxReport(Record):
 @dataclass(frozen=True)
 class Report(Record):
     """What `asapc report` measured and judged.  pictures: of its sites, for the page alone."""
-
-    always: ClassVar[tuple[str, ...]] = (
-        "format_version", "fingerprints", "model", "sites", "refused", "environment", "gate",
-    )  # fmt: skip
 
     format_version: Annotated[int, {"const": REPORT_FORMAT}] = REPORT_FORMAT
     fingerprints: Annotated[

@@ -23,7 +23,6 @@ from asapc.report.advice import (
     LOSSLESS_RECIPE,
     advise,
     decide,
-    recipe_of,
 )
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
@@ -79,7 +78,7 @@ def page(report: Report) -> dict[str, Any]:
     lossless = decision.lossless
     advice = [each for n, each in enumerate(advice) if n < ADVICE or each.site is None]
     sections = {"Layers": layers_table(report)}
-    if judged.default and judged.limits:
+    if judged.defaults:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
     for heading, tables in report_sections(report).items():
         sections[heading] = sections.get(heading, []) + tables
@@ -96,8 +95,7 @@ def page(report: Report) -> dict[str, Any]:
         "lossless": "" if lossless is None else lossless.sentence,
         "how": LOSSLESS,
         "advice": [each.sentence for each in advice],
-        "recipe": recipe_of(advice).splitlines(),
-        "limits": judged.limits,
+        "limits": judged.defaults,
         "pictures": _images(model_pictures(report)),
         "layers": [
             (site.name, pictures) for site in report.worst_first[:PICTURED]
