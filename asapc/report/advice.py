@@ -38,7 +38,6 @@ NEARLY = 0.10  # the lossless model is worth its exactness where it takes at mos
 LEAST_SPEEDUP = 1.0
 ALONE = "output_rel_l2"  # of the whole model with one site replaced: what that site adds to the error
 LOSSLESS_RECIPE = "operator: lossless"
-LOSSLESS_COMMAND = "asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"
 LOSSLESS_PYTHON = 'asapc.load("OUT", stage="lossless")'
 
 

@@ -10,27 +10,17 @@ jinja2 comes with torch; matplotlib, which the page's pictures need, is in the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from asapc.metrics import METRICS
-from asapc.report.advice import (
-    LOSSLESS_COMMAND,
-    LOSSLESS_PYTHON,
-    LOSSLESS_RECIPE,
-    advise,
-    decide,
-)
+from asapc.report.advice import LOSSLESS_PYTHON, LOSSLESS_RECIPE, advise, decide
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
 from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
-
-if TYPE_CHECKING:
-    from asapc.report.figures import Picture
 
 ADVICE = 5  # on layers, of the most
 ROWS = 15  # of a table: longer ones are folded
@@ -41,7 +31,7 @@ DEFAULT_WORDS = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "canno
 LOSSLESS = f"""\
 {LOSSLESS_PYTHON}      # from the same artefact
 {LOSSLESS_RECIPE}                        # or as a recipe, lossless.yaml, with
-{LOSSLESS_COMMAND}"""
+asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"""
 
 
 def rendered(template: str, **parts: Any) -> str:
@@ -96,11 +86,8 @@ def page(report: Report) -> dict[str, Any]:
         "how": LOSSLESS,
         "advice": [each.sentence for each in advice],
         "limits": judged.defaults,
-        "pictures": _images(model_pictures(report)),
-        "layers": [
-            (site.name, pictures) for site in report.worst_first[:PICTURED]
-            if (pictures := _images(layer_pictures(report, site)))
-        ],
+        "pictures": model_pictures(report),
+        "layers": [(site.name, layer_pictures(report, site)) for site in report.worst_first[:PICTURED]],
         "sections": {heading: tables for heading, tables in sections.items() if tables},
     }  # fmt: skip
 
@@ -111,10 +98,3 @@ def _explained(report: Report) -> list[Table]:
     return listed("Metrics of a layer", [metric for metric in METRICS if metric.key in measured], {
         "metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc,
     })  # fmt: skip
-
-
-def _images(pictures: Sequence[Picture]) -> list[tuple[str, Markup, bool]]:
-    """(caption, source, whether it is broad) each."""
-    from asapc.report.figures import data_uri
-
-    return [(caption, Markup(data_uri(figure)), broad) for caption, figure, broad in pictures]

@@ -71,9 +71,9 @@ def _told(item: Any, heading: str, column: Column) -> str:
     return "" if value is None and not heading.endswith("|") else metric_text(column, value)
 
 
-def _pairs(title: str, values: Result, labels: Mapping[str, str] = {}) -> list[Table]:
+def _pairs(title: str, values: Result) -> list[Table]:
     """A row for each value; no table without values."""
-    rows = tuple((labels.get(key, key), text_of(value)) for key, value in values.items())
+    rows = tuple((key, text_of(value)) for key, value in values.items())
     return [Table(title, ("", ""), rows)] if rows else []
 
 
@@ -90,35 +90,25 @@ def _parts(sites: Iterable[Result], part: str) -> list[dict[str, Any]]:
 # Cells
 
 
-MODEL_LABELS = {
+LABELS = {
     "source": "model",
-    "capture": "capture",
-    "examples": METRIC["examples"].label,
     "map_examples": "examples, attention compared",
-    "data": "data",
     "sizes": "supported sizes",
-    "own_metric": "own metric",
     "batch": "batch size",
-    **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
     "megabytes_lossless": "file, lossless loop (MB)",
     "megabytes_compiled": "file, compiled (MB)",
-    "threads": "threads",
-    "provider": "provider",
     "lossless_max_abs_error": "largest output difference, lossless",
-    "calibration_order": "calibration order",
     "usual_loop_ms": "site: usual loop (ms)",
     "lossless_ms": "site: lossless (ms)",
     "softmax_ms": "site: softmax attention (ms)",
+    **{metric.key: metric.label for metric in METRICS if metric.label},
 }
-REFRESH_LABELS = {
-    "best_epoch": "epoch kept",
-    "learning_rate": "learning rate",
-    "batch_size": "batch size",
-    "examples": "examples trained on",
-    "selection_examples": "examples selected on",
-    "parameters": "trained",
-}
+
+
+def label(key: str) -> str:
+    """What a value of the whole model is in words."""
+    return LABELS.get(key, key.replace("_", " "))
 
 
 def number(value: Any, *, digits: int = 3) -> str:
@@ -174,12 +164,6 @@ _LOOP = (
     "T={half_steps}, {first_side} first, {last_side} last, scale {score_multiplier}, "
     "factor {output_factor}"
 )
-_SLICED = "tau={inverse_temperature} of the {sum} {cost}, factor {output_factor}"
-_HALF = "{side}: T={half_steps}, {first} first, scale {score_multiplier}"
-_TIES = {
-    "shared": "ties share mass", "descending": "ties in token order",
-    "ascending": "ties in token order from the smallest",
-}  # fmt: skip
 
 
 def convention_text(convention: Result | None) -> str:
@@ -207,26 +191,6 @@ def _loop(c: Result) -> list[str]:
     return [_worded(_LOOP, c), _worded("sums {sign} {constant}", stabiliser, sign=sign)]
 
 
-def _sliced(c: Result) -> list[str]:
-    ties, coupling = c.get("ties", "shared"), c.get("coupling")
-    sort = _worded("SoftSort t={softsort_temperature}", c)
-    return [
-        f"exact sorting, {_TIES.get(ties, ties)}" if c.get("softsort_temperature") is None else sort,
-        *([f"{coupling} coupling"] if coupling is not None else []),
-        "axis-aligned slices" if c.get("slices") is None else f"{c['slices']} slices",
-        _worded(_SLICED, c, sum="mean" if c.get("mean_cost") else "summed",
-                cost="squared distance" if c.get("squared_cost") else "distance"),
-    ]  # fmt: skip
-
-
-def _glued(c: Result) -> list[str]:
-    halves = [
-        _worded(_HALF, half, side=side, first=side if half.get("tokens_first") else "pivots")
-        for side in ("queries", "keys") for half in [c.get(side) or {}]
-    ]  # fmt: skip
-    return [_worded("{pivots} pivots", c), *halves, _worded("factor {output_factor}", c)]
-
-
 def _plan(c: Result) -> list[str]:
     marginals = {"mu": c.get("source_marginal"), "nu": c.get("target_marginal")}
     given = [
@@ -244,15 +208,15 @@ def _banded(c: Result) -> list[str]:
 
 
 def _settings(c: Result) -> list[str]:
-    """Of a kind that is not worded above."""
-    settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
-    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in settings]
+    """What is set of a kind that is not worded above."""
+    apart = ("operator", "mask", "bias", "early_stop")
+    return [str(c.get("operator")).replace("_", " ")] + [
+        f"{key.replace('_', ' ')} {text_of(value)}" for key, value in c.items()
+        if key not in apart and not key.endswith("_terms") and value not in (None, False)
+    ]  # fmt: skip
 
 
-_CONVENTIONS = {
-    "sinkhorn": _loop, "esp_soft": _sliced, "esp_hard": _sliced, "lot": _glued, "plan": _plan,
-    "banded_sinkhorn": _banded,
-}  # fmt: skip
+_CONVENTIONS = {"sinkhorn": _loop, "plan": _plan, "banded_sinkhorn": _banded}
 
 
 def amortised_text(site: Result) -> str:
@@ -381,16 +345,15 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
 
 
 def _model_table(title: str, model: Result) -> Table:
-    confidence = model.get("confidence")
-    keys = [key for key in MODEL_LABELS if key in model]
-    keys += [key for key in model if key not in (*MODEL_LABELS, "confidence", "confidence_level")]
+    intervals = model.get("confidence")
     rows = []
-    for key in keys:
-        times = "x" if key.startswith("speedup") else ""
-        row = (MODEL_LABELS.get(key, key), metric_text(key, model[key]) + times)
-        rows.append((*row, interval_text(key, confidence) or "-") if confidence else row)
+    for key, value in model.items():
+        if key not in ("confidence", "confidence_level"):
+            times = "x" if key.startswith("speedup") else ""
+            row = (label(key), metric_text(key, value) + times)
+            rows.append((*row, interval_text(key, intervals) or "-") if intervals else row)
     heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
-    return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
+    return Table(title, ("", "|", heading) if intervals else ("", ""), tuple(rows))
 
 
 def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
@@ -575,9 +538,9 @@ def compile_tables(manifest: Result) -> list[Table]:
 def refresh_tables(entry: Result) -> list[Table]:
     """How a compiled model was trained after the replacement, and what that changed."""
     apart = ("before", "after", "earlier", "soft_to_hard")
-    settings = {key: value for key, value in entry.items() if key not in apart}
+    settings = {key.replace("_", " "): value for key, value in entry.items() if key not in apart}
     if entry.get("best_epoch") == 0:
-        settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
+        settings["best epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
     if entry.get("earlier"):
         settings["earlier refreshes"] = len(entry["earlier"])
     before, after = entry.get("before", {}), entry.get("after", {})
@@ -585,9 +548,9 @@ def refresh_tables(entry: Result) -> list[Table]:
     names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
     sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
     return [
-        *_pairs("Refresh: training", settings, REFRESH_LABELS),
+        *_pairs("Refresh: training", settings),
         *listed("Refresh: on the selection split", before, {
-            "": lambda key: str(MODEL_LABELS.get(key, key)),
+            "": label,
             "before|": lambda key: metric_text(key, before[key]),
             "after|": lambda key: metric_text(key, after.get(key)),
         }),
