@@ -111,8 +111,8 @@ def label(key: str) -> str:
     return LABELS.get(key, key.replace("_", " "))
 
 
-def number(value: Any, *, digits: int = 3) -> str:
-    """A value as text: integers whole, floats to `digits` significant digits, "-" when absent."""
+def number(value: Any) -> str:
+    """A value as text: integers whole, floats to three significant digits, "-" when absent."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, bool):
@@ -124,15 +124,15 @@ def number(value: Any, *, digits: int = 3) -> str:
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e6:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        places = max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:.{places}f}"
-    return f"{value:.{digits - 1}e}"
+    return f"{value:.2e}"
 
 
 def text_of(value: Any) -> str:
     """A number, or the items of a list or a mapping: "a 1.00, b 2.00"."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {metric_text(str(key), item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(text_of, value))
     return number(value)
@@ -536,27 +536,8 @@ def compile_tables(manifest: Result) -> list[Table]:
 
 
 def refresh_tables(entry: Result) -> list[Table]:
-    """How a compiled model was trained after the replacement, and what that changed."""
-    apart = ("before", "after", "earlier", "soft_to_hard")
-    settings = {key.replace("_", " "): value for key, value in entry.items() if key not in apart}
-    if entry.get("best_epoch") == 0:
-        settings["best epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
-    if entry.get("earlier"):
-        settings["earlier refreshes"] = len(entry["earlier"])
-    before, after = entry.get("before", {}), entry.get("after", {})
-    audit = entry.get("soft_to_hard", {})
-    names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
-    sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
-    return [
-        *_pairs("Refresh: training", settings),
-        *listed("Refresh: on the selection split", before, {
-            "": label,
-            "before|": lambda key: metric_text(key, before[key]),
-            "after|": lambda key: metric_text(key, after.get(key)),
-        }),
-        *listed("Refresh: from soft to hard, selection split", sorts if audit else (),
-                {"sorts": "sorts", **_metrics("accuracy", "prediction_change")}),
-    ]  # fmt: skip
+    """How a compiled model was trained after the replacement, and its metrics before and after."""
+    return _pairs("Refresh", {key.replace("_", " "): value for key, value in entry.items()})
 
 
 def bench_tables(bench: Result) -> list[Table]:
@@ -572,8 +553,6 @@ def bench_tables(bench: Result) -> list[Table]:
 
 def onnx_tables(record: Result) -> list[Table]:
     """What was written, and how it compared with the compiled program."""
-    shapes = record.get("shapes", ())
-    spans = {name: {shape[name] for shape in shapes if name in shape} for name in (*shapes[:1], {})[0]}
     return _pairs("ONNX, run with ONNX Runtime against the compiled model", {
         "opset": record.get("opset"),
         "size (MB)": record.get("bytes", 0) / 1e6,
@@ -581,9 +560,8 @@ def onnx_tables(record: Result) -> list[Table]:
         "functions": record.get("functions", ()),
         "largest difference": record.get("largest"),
         "allowed": record.get("tolerance"),
-        "shapes run": len(shapes),
-        **{name: sorted(span) for name, span in spans.items()},
-    })  # fmt: skip
+        "shapes run": len(record.get("shapes", ())),
+    })
 
 
 def study_tables(result: Result) -> list[Table]:
