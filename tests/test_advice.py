@@ -177,14 +177,14 @@ def test_it_mends_errors_of_approximation_and_nothing_else(document):
 
 def test_advice_is_ranked_by_what_it_would_gain(document):
     advice = advise(page_report.typed(document))
-    assert [each.site for each in advice[:3]] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
+    assert [line.split()[1] for line in advice] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
     # Its error is 0.0221 of 0.0530. At 32 x 256, the longest of the batches that the model was timed on,
     # its loop takes 17.1 ms more, of 91.3.
-    assert advice[0].sentence == (
+    assert advice[0] == (
         "Keeping layers.2.mha exact would remove 42% of the error and cost 19% of the speed."
     )
     document["selection"]["sites"] = []
-    untimed = advise(page_report.typed(document))[0].sentence
+    untimed = advise(page_report.typed(document))[0]
     assert untimed.endswith("42% of the error; the cost in speed was not timed.")
 
 
@@ -197,19 +197,6 @@ def test_each_layer_alone_tells_more_than_its_attention(document):
     for candidate in document["selection"]["sites"][1]["candidates"]:
         candidate["alone"] = {}  # not known of one: not of any
     assert error_shares(page_report.typed(document))["layers.2.mha"] == pytest.approx(0.417, abs=1e-3)
-
-
-def test_an_interval_beyond_the_limit_asks_for_more_examples(document):
-    document["model"]["examples"] = 130
-    document["model"]["confidence"]["prediction_agreement"] = [0.972, 1.0]
-    last = advise(page_report.typed(document))[-1]
-    assert last.site is None
-    assert last.sentence == (
-        "The 95% interval of the agreement begins at 97.20%, below 99.00%: 130 examples do not prove it; "
-        "at least 369 are needed."
-    )
-    document["model"]["confidence"]["prediction_agreement"] = [0.991, 1.0]
-    assert all(each.site is not None for each in advise(page_report.typed(document)))
 
 
 def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document):

@@ -30,8 +30,8 @@ from asapc.report.document import (
     positive,
     sizes_of,
 )
-from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.tables import counted, metric_text, number
+from asapc.report.gates import Gate, gate_result
+from asapc.report.tables import counted, number
 from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
@@ -75,13 +75,6 @@ class Lossless(NamedTuple):
     milliseconds: float
     near: bool
     sentence: str
-
-
-class Advice(NamedTuple):
-    """One thing that would help: the exact operator at `site`, or more examples where there is none."""
-
-    sentence: str
-    site: str | None = None
 
 
 @dataclass(frozen=True)
@@ -291,18 +284,16 @@ def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
 # What would help
 
 
-def advise(report: Report) -> list[Advice]:
-    """What would help: sites whose exact operator removes most of the error first, then more examples.
+def advise(report: Report) -> list[str]:
+    """What would help: sites whose exact operator removes most of the error first.
 
     Nothing where the whole model had better be lossless.
     """
     if decide(report).action == "lossless":
         return []
     shares = error_shares(report)
-    largest = sorted(shares, key=lambda name: -shares[name])
-    sites = {site.name: site for site in report.approximated}
-    advice = [_exact_there(report, sites[name], shares[name]) for name in largest if shares[name]]
-    return advice + _more_examples(report)
+    sites = sorted(report.approximated, key=lambda site: -shares.get(site.name, 0.0))
+    return [_exact_there(report, s, shares[s.name]) for s in sites if shares.get(s.name)]
 
 
 def error_shares(report: Report) -> dict[str, float]:
@@ -322,7 +313,7 @@ def error_shares(report: Report) -> dict[str, float]:
     return {name: error / total for name, error in known.items()} if 0 < total < math.inf else {}
 
 
-def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
+def _exact_there(report: Report, site: SiteReport, share: float) -> str:
     cost = _cost(report, site)
     price = "; the cost in speed was not timed"
     if cost is not None:
@@ -331,8 +322,7 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
             price = f" and make the model {-cost / (1 - cost):.0%} faster"
         elif cost >= 0.005:
             price = f" and cost {cost:.0%} of the speed"
-    sentence = f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
-    return Advice(sentence, site.name)
+    return f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
 
 
 def _cost(report: Report, site: SiteReport) -> float | None:
@@ -349,21 +339,3 @@ def _cost(report: Report, site: SiteReport) -> float | None:
         return None
     slower = model + after - before
     return (after - before) / slower if slower > 0 else None
-
-
-def _more_examples(report: Report) -> list[Advice]:
-    """Where a limit on the agreement is kept, and its interval reaches beyond it."""
-    key = "prediction_agreement"
-    ends = report.model.interval(key)
-    kept = [c.min for c in judgement(report).gate.checks if c.metric == key and c.passed and c.min]
-    limit = max(kept, default=0.0)
-    if ends is None or ends[0] >= limit or limit >= 1:
-        return []
-    examples = finite(report.model.metric("examples")) or 0.0
-    needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
-    how = f"at least {needed} are needed" if examples < needed else "use more"
-    return [Advice(
-        f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
-        f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
-        f"prove it; {how}."
-    )]  # fmt: skip

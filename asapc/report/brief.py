@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
-from asapc.report.document import ERROR, ModelReport, Report, finite
+from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
 from asapc.report.tables import (
     amortised_text,
     changed,
@@ -125,8 +125,8 @@ def key_figures(report: Report) -> list[KeyFigure]:
     if speedup is not None:
         exactly = lossless is not None and report.approximated
         ratio = f"{number(speedup)}x"
-        add("speed", "speedup", "equal" if model.as_fast else ratio, ratio if model.as_fast else "",
-            _whole_times(model), _interval(model, "speedup"),
+        shown = ("equal", ratio) if equally_fast(model.confidence.get("speedup")) else (ratio,)
+        add("speed", "speedup", *shown, _whole_times(model), _interval(model, "speedup"),
             f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
             *_under_torch_compile(model.values))  # fmt: skip
     for words, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
@@ -172,8 +172,8 @@ def report_brief(report: Report) -> list[str]:
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines += _warned([warning.to_json() for warning in report.warnings])
-    for advice in advise(report)[:ADVICE]:
-        lines += _wrapped(f"advice: {advice.sentence}")
+    for sentence in advise(report)[:ADVICE]:
+        lines += _wrapped(f"advice: {sentence}")
     return lines
 
 

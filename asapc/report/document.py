@@ -44,6 +44,12 @@ def positive(value: Number) -> Number:
     return number if number is not None and number > 0 else None
 
 
+def equally_fast(interval: Interval | None) -> bool:
+    """Whether the interval of a ratio of times holds 1."""
+    low, high = (finite(end) for end in interval or (None, None))
+    return low is not None and high is not None and low <= 1 <= high
+
+
 def sizes_of(shape: str) -> list[int]:
     """Of "32x512"; none of anything else."""
     parts = shape.split("x")
@@ -73,12 +79,6 @@ class Measured:
         """The confidence interval of a metric, where it is a proper one."""
         low, high = (finite(end) for end in self.confidence.get(key, (None, None)))
         return None if low is None or high is None or low > high else (low, high)
-
-    @property
-    def as_fast(self) -> bool:
-        """Whether the interval of the speed-up holds 1."""
-        ends = self.interval("speedup")
-        return ends is not None and ends[0] <= 1 <= ends[1]
 
 
 @dataclass(frozen=True)
@@ -304,11 +304,6 @@ class Check(Record):
         object.__setattr__(self, "message", " ".join(self.message.split()))
 
     @property
-    def change(self) -> Number:
-        """The difference to the baseline."""
-        return None if self.value is None or self.baseline is None else self.value - self.baseline
-
-    @property
     def bound(self) -> Literal["min", "max"] | None:
         return "min" if self.min is not None else "max" if self.max is not None else None
 
@@ -495,10 +490,13 @@ class Report(Record):
         """Of those whose attention was compared."""
         return next((site for site in self.worst_first if site.metric(ERROR) is not None), None)
 
-    def compared(self, metric: str, scope: str = "model") -> Check | None:
-        """How a metric compares with the baseline's, if it does."""
+    def change(self, metric: str, scope: str = "model") -> Number:
+        """The difference of a metric to the baseline, where it was compared."""
         place = ("baseline", metric, scope)
-        return next((c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place), None)
+        for check in (c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place):
+            if check.value is not None and check.baseline is not None:
+                return check.value - check.baseline
+        return None
 
     @property
     def chosen_elsewhere(self) -> str:

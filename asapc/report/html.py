@@ -22,7 +22,7 @@ from asapc.report.document import Report
 from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
 
-ADVICE = 5  # on layers, of the most
+ADVICE = 5
 ROWS = 15  # of a table: longer ones are folded
 PICTURED = 12  # layers with pictures, so that a page of any depth stays small enough to open
 LONGEST = 500  # characters of a value that are shown
@@ -63,10 +63,9 @@ def page(report: Report) -> dict[str, Any]:
     """What the template lays out, part by part in order; a part that is empty is left out there."""
     from asapc.report.figures import layer_pictures, model_pictures
 
-    decision, advice = decide(report), advise(report)
+    decision = decide(report)
     judged, own = decision.judgement, report.gate.verdict
     lossless = decision.lossless
-    advice = [each for n, each in enumerate(advice) if n < ADVICE or each.site is None]
     sections = {"Layers": layers_table(report)}
     if judged.defaults:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
@@ -84,7 +83,7 @@ def page(report: Report) -> dict[str, Any]:
         "figures": key_figures(report),
         "lossless": "" if lossless is None else lossless.sentence,
         "how": LOSSLESS,
-        "advice": [each.sentence for each in advice],
+        "advice": advise(report)[:ADVICE],
         "limits": judged.defaults,
         "pictures": model_pictures(report),
         "layers": [(site.name, layer_pictures(report, site)) for site in report.worst_first[:PICTURED]],

@@ -24,7 +24,7 @@ from asapc.report.document import (
     Trail,
     Tried,
     TriedSite,
-    finite,
+    equally_fast,
     positive,
 )
 
@@ -147,13 +147,6 @@ def metric_text(key: str, value: Any) -> str:
 def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) -> str:
     """"97.92% to 99.80%"; empty where there is none."""
     return " to ".join(metric_text(key, end) for end in confidence.get(key, ()))
-
-
-def change_text(metric: str, change: float) -> str:
-    """A signed difference: points of a share, else in the metric's own unit."""
-    if is_share(metric):
-        return f"{change * 100:+.2f} points"
-    return f"+{number(change)}" if change > 0 else number(change)
 
 
 def counted(count: int, noun: str) -> str:
@@ -292,9 +285,13 @@ def _error_of(metric: str, site: SiteReport) -> str:
 
 
 def changed(report: Report, metric: str, scope: str) -> str:
-    """The difference of a metric to the baseline; empty where it was not compared."""
-    check = report.compared(metric, scope)
-    return "" if check is None or check.change is None else change_text(metric, check.change)
+    """The difference of a metric to the baseline, shares in points; empty where it was not compared."""
+    change = report.change(metric, scope)
+    if change is None:
+        return ""
+    if is_share(metric):
+        return f"{change * 100:+.2f} points"
+    return f"+{number(change)}" if change > 0 else number(change)
 
 
 def _speed_of(site: SiteReport, trail: TriedSite) -> str:
@@ -305,8 +302,7 @@ def _speed_of(site: SiteReport, trail: TriedSite) -> str:
     teacher, compiled = (positive(ms.get(shape)) for ms in (chosen.teacher_ms, chosen.latency_ms))
     if teacher is None or compiled is None:
         return "-"
-    low, high = (finite(end) for end in chosen.speedup.get(shape, (None, None)))
-    equal = low is not None and high is not None and low <= 1 <= high
+    equal = equally_fast(chosen.speedup.get(shape))
     times = f"{number(teacher)} -> {number(compiled)} ms at {shape}"
     return f"{'equal' if equal else f'{number(teacher / compiled)}x'}, {times}"
 
