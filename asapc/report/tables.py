@@ -171,17 +171,13 @@ def convention_text(convention: Result | None) -> str:
     return ", ".join(parts)
 
 
-def _worded(template: str, settings: Result, **more: str) -> str:
-    shown = {key: number(value) for key, value in settings.items()} | more
-    return template.format_map(defaultdict(lambda: "-", shown))
-
-
 def _loop(c: Result) -> list[str]:
+    parts = [_LOOP.format_map(defaultdict(lambda: "-", {key: number(x) for key, x in c.items()}))]
     stabiliser = c.get("stabiliser")
-    if not stabiliser:
-        return [_worded(_LOOP, c)]
-    sign = "+" if stabiliser.get("kind") == "add" else "at least"
-    return [_worded(_LOOP, c), _worded("sums {sign} {constant}", stabiliser, sign=sign)]
+    if stabiliser:
+        sign = "+" if stabiliser.get("kind") == "add" else "at least"
+        parts.append(f"sums {sign} {number(stabiliser.get('constant'))}")
+    return parts
 
 
 def _plan(c: Result) -> list[str]:
