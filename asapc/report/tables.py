@@ -319,7 +319,7 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
             *_fidelity_table(sites), *certificates_table(sites), *_length_table(sites),
-            *_latency_table(sites), *_choice_table("Why", sites),
+            *_choice_table("Why", sites),
         ],
         "How it was chosen": _selection_tables(document["selection"] or {}),
         "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
