@@ -53,10 +53,6 @@ def full_report() -> dict[str, Any]:
         },
         "fingerprints": {"teacher": "9f2c" * 16, "data": "07ab" * 16},
         "sites": [_site(i, name) for i, name in enumerate(SITES)],
-        "by_length": _by_length(
-            prediction_agreement=(1.0, 1.0, 1.0, 0.9945, 1.0),
-            logit_kl=(2.2e-5, 2.6e-5, 3.0e-5, 4.1e-5, 3.3e-5),
-        ),
         "splits": {"calibration": 3500, "selection": 750, "gate": 1000},
         "selection": _selection(),
         "refused": [{"name": "pooler", "status": "left alone", "reason": "softmax attention: rows only"}],
@@ -90,7 +86,7 @@ def small_report() -> dict[str, Any]:
     for part in ("by_length", "certificates"):
         site[part] = site[part][:1]
     site["by_head"] = {"attention_rel_l2": [0.01, 0.03]}
-    report["sites"], report["by_length"] = [site, left], report["by_length"][:1]
+    report["sites"] = [site, left]
     tried, rounds = report["selection"]["sites"][0], report["selection"]["rounds"]
     report["selection"] |= {"sites": [{**tried, "candidates": tried["candidates"][4:5]}],
                             "rounds": rounds[1:]}  # fmt: skip
@@ -134,11 +130,12 @@ def _balanced(count: int, generator: torch.Generator) -> torch.Tensor:
     return plan
 
 
-def _by_length(**metrics: Sequence[float]) -> list[dict[str, Any]]:
-    bins = ((11, 96, 201), (97, 139, 199), (140, 188, 200), (189, 255, 183), (256, 256, 217))
+def _by_length(error: float) -> list[dict[str, Any]]:
+    bins = ((11, 96, 201, 0.6), (97, 139, 199, 0.9), (140, 188, 200, 1.1), (189, 255, 183, 1.2),
+            (256, 256, 217, 1.2))  # fmt: skip
     return [
-        {"low": low, "high": high, "examples": examples, **{key: of[i] for key, of in metrics.items()}}
-        for i, (low, high, examples) in enumerate(bins)
+        {"low": low, "high": high, "examples": examples, "attention_rel_l2": error * factor}
+        for low, high, examples, factor in bins
     ]
 
 
@@ -158,7 +155,7 @@ def _site(index: int, name: str) -> dict[str, Any]:
         },
         "confidence": {"attention_rel_l2": [0.94 * error, 1.07 * error]},
         "by_head": {"attention_rel_l2": [error * f for f in (0.7, 1.2, 0.9, 1.6, 0.6, 1.1, 1.0, 0.9)]},
-        "by_length": _by_length(attention_rel_l2=[error * f for f in (0.6, 0.9, 1.1, 1.2, 1.2)]),
+        "by_length": _by_length(error),
         "certificates": [
             {"name": "dual_stability", "source": "ASAP, Propositions B.8 and B.9", "bound": 2.41,
              "measured": 1.62, "holds": True, "cases": 8000, "vacuous": False},

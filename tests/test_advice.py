@@ -16,7 +16,6 @@ from asapc.report.advice import (
     decide,
     default_limits,
     error_shares,
-    recipe_of,
 )
 
 Document = dict[str, Any]
@@ -41,14 +40,12 @@ def test_inside_the_default_limits_it_is_shipped(document):
     assert decision.because == "All 3 default limits are kept."
     judged = decision.judgement
     assert judged.default and judged.gate.verdict == "ACCEPT"
-    sources = {"the budget it was compiled with", "no slower than the teacher"}
-    assert {source for _, source in judged.limits} == sources
 
 
 def test_default_limits_are_the_budget_that_the_artefact_records(document):
     def limits() -> dict[str, float]:
         found = default_limits(page_report.typed(document))
-        return {gate.metric: gate.limit for gate, _ in found}
+        return {gate.metric: gate.limit for gate in found}
 
     assert limits() == {"attention_rel_l2": 0.05, "prediction_agreement": 0.99, "speedup": 1.0}
     document["selection"]["budget"] = {"attention_rel_l2": 0.01, "logit_kl": 1e-3}
@@ -65,7 +62,7 @@ def test_a_recorded_budget_may_be_anything(document):
     for junk in (math.nan, math.inf, -1.0, 1e308, None):
         budget = {"attention_rel_l2": junk, "prediction_agreement": junk, "x": 1.0}
         document["selection"]["budget"] = budget
-        for gate, _ in default_limits(page_report.typed(document)):
+        for gate in default_limits(page_report.typed(document)):
             assert 0 <= gate.limit < math.inf
             assert gate.metric != "prediction_agreement" or gate.limit <= 1
         assert decided(document).action in ("ship", "look")
@@ -119,7 +116,7 @@ def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document):
     document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
     document["refresh"] = {"mode": "labels"}
     found = default_limits(page_report.typed(document))
-    limits = {gate.metric: gate.limit for gate, _ in found}
+    limits = {gate.metric: gate.limit for gate in found}
     assert limits == {"accuracy_drop": pytest.approx(0.01), "speedup": 1.0}
     assert decided(document).action == "ship"
 
@@ -180,14 +177,15 @@ def test_it_mends_errors_of_approximation_and_nothing_else(document):
 
 def test_advice_is_ranked_by_what_it_would_gain(document):
     advice = advise(page_report.typed(document))
-    assert [each.site for each in advice[:3]] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
-    first = advice[0]
-    assert first.gain == pytest.approx(0.0221 / (0.0167 + 0.0142 + 0.0221))
-    extra = (30.6 - 14.8) * 1.08  # at 32 x 256, the longest of the batches that the model was timed on
-    assert first.cost == pytest.approx(extra / (74.2 + extra))
-    assert first.sentence == (
+    assert [line.split()[1] for line in advice] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
+    # Its error is 0.0221 of 0.0530. At 32 x 256, the longest of the batches that the model was timed on,
+    # its loop takes 17.1 ms more, of 91.3.
+    assert advice[0] == (
         "Keeping layers.2.mha exact would remove 42% of the error and cost 19% of the speed."
     )
+    document["selection"]["sites"] = []
+    untimed = advise(page_report.typed(document))[0]
+    assert untimed.endswith("42% of the error; the cost in speed was not timed.")
 
 
 def test_each_layer_alone_tells_more_than_its_attention(document):
@@ -199,30 +197,6 @@ def test_each_layer_alone_tells_more_than_its_attention(document):
     for candidate in document["selection"]["sites"][1]["candidates"]:
         candidate["alone"] = {}  # not known of one: not of any
     assert error_shares(page_report.typed(document))["layers.2.mha"] == pytest.approx(0.417, abs=1e-3)
-
-
-def test_the_lines_for_a_recipe_are_a_recipe(document):
-    names = ['a"b', "layers.*.mha", "[x] \\ {y}: #z"]
-    for site, tried, name in zip(document["sites"], document["selection"]["sites"], names, strict=True):
-        site["name"] = tried["name"] = name
-    advice = advise(page_report.typed(document))
-    recipe = Recipe.from_dict(yaml.safe_load(recipe_of(advice)))
-    assert [recipe.for_site(name).operator for name in names] == ["lossless"] * 3
-    assert recipe.for_site("layers.0.mha").operator == "auto"  # a star in a name is a star
-    assert recipe_of([]) == "" and LOSSLESS_RECIPE in recipe_of(advice)
-
-
-def test_an_interval_beyond_the_limit_asks_for_more_examples(document):
-    document["model"]["examples"] = 130
-    document["model"]["confidence"]["prediction_agreement"] = [0.972, 1.0]
-    last = advise(page_report.typed(document))[-1]
-    assert last.site is None
-    assert last.sentence == (
-        "The 95% interval of the agreement begins at 97.20%, below 99.00%: 130 examples do not prove it; "
-        "at least 369 are needed."
-    )
-    document["model"]["confidence"]["prediction_agreement"] = [0.991, 1.0]
-    assert all(each.site is not None for each in advise(page_report.typed(document)))
 
 
 def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document):

@@ -154,17 +154,14 @@ def test_intervals_lengths_heads_and_certificates(work, whole):
     }  # fmt: skip
     for name, (low, high) in model["confidence"].items():
         assert low <= model[name] <= high and low < high, name
-    assert sum(entry["examples"] for entry in found["by_length"]) == model["examples"]
-    assert found["by_length"][0]["low"] >= 4 and found["by_length"][-1]["high"] <= 12
-    assert len(found["by_length"]) == 5
     for site, drawn in zip(found["sites"], pictures, strict=True):
         error = site["metrics"]["attention_rel_l2"]
         low, high = site["confidence"]["attention_rel_l2"]
         assert low < error < high
         heads = site["by_head"]["attention_rel_l2"]
         assert len(heads) == 2 and sum(heads) / 2 == pytest.approx(error)
-        lengths = [(e["low"], e["high"], e["examples"]) for e in site["by_length"]]
-        assert lengths == [(e["low"], e["high"], e["examples"]) for e in found["by_length"]]
+        assert len(site["by_length"]) == 5
+        assert site["by_length"][0]["low"] >= 4 and site["by_length"][-1]["high"] <= 12
         total = sum(e["examples"] * e["attention_rel_l2"] for e in site["by_length"])
         assert total / model["examples"] == pytest.approx(error)
         entries = {entry["name"]: entry for entry in site["certificates"]}
@@ -199,7 +196,6 @@ def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(work, whole,
     model, batch = found["model"], found["model"]["batch"]
     assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]
     assert model["output_rmse"] == pytest.approx(everywhere["model"]["output_rmse"], rel=1e-6)
-    assert [b["examples"] for b in found["by_length"]] == [b["examples"] for b in everywhere["by_length"]]
     counted = [sum(b["examples"] for b in site["by_length"]) for site in found["sites"]]
     assert counted == [batch] * len(counted)
 

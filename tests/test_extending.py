@@ -57,4 +57,4 @@ def test_an_operator_and_its_family_are_four_files(package: Path) -> None:
         cwd=package.parent, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "score multiplier 0.500"
+    assert done.stdout.strip() == "softmax, score multiplier 0.500"

@@ -162,12 +162,13 @@ CASES: list[Case] = [
     (untouched(row_err=None), {"sites": {"layers.3": limit("row_err", max=1)}}, {"layers.3": "ANOMALOUS"},
      ""),
     # The pessimistic end of an interval.
-    *((AGREEMENT, limit("prediction_agreement", confidence=True, **bounds), {"model": verdict}, text)
+    *((AGREEMENT, limit("prediction_agreement", confidence=True, **bounds), {"model": verdict},
+       f"is 0.995 (95 % {text} with confidence)")
       for bounds, verdict, text in (
-        ({"min": 0.99}, "ACCEPT", "is 0.995; its 95 % lower bound 0.99 is within the limit 0.99"),
-        ({"min": 0.991}, "REGRESSION", "its 95 % lower bound 0.99 is below the limit 0.991"),
-        ({"max": 1.0}, "ACCEPT", "is 0.995; its 95 % upper bound 0.999 is within the limit 1"),
-        ({"max": 0.998}, "REGRESSION", "its 95 % upper bound 0.999 is above the limit 0.998"))),
+        ({"min": 0.99}, "ACCEPT", "lower bound 0.99), within its limit (min 0.99"),
+        ({"min": 0.991}, "REGRESSION", "lower bound 0.99), beyond its limit (min 0.991"),
+        ({"max": 1.0}, "ACCEPT", "upper bound 0.999), within its limit (max 1"),
+        ({"max": 0.998}, "REGRESSION", "upper bound 0.999), beyond its limit (max 0.998"))),
     *((report(logit_kl=0.1, confidence=confidence), limit("logit_kl", max=1, confidence=True),
        {"model": "ANOMALOUS"}, "has no confidence interval") for confidence in (
         {"logit_kl": [0.1, None]}, {"logit_kl": [0.2, 0.1]}, {"logit_kl": [0.1, float("nan")]}, {})),
@@ -202,7 +203,7 @@ def test_what_a_limit_is_held_against(
     for own in checks:
         assert own["kind"] == "limit" and own["passed"] == (own["class"] == "ACCEPT")
         if own.get("confidence") and own["class"] != "ANOMALOUS":
-            assert f"bound {own['bound_value']:.6g} is" in own["message"]
+            assert f"bound {own['bound_value']:.6g})" in own["message"]
 
 
 def test_a_pattern_that_matches_no_site_is_an_error() -> None:

@@ -68,7 +68,7 @@ def test_every_cell_of_every_table_is_on_the_page_and_in_markdown() -> None:
         for cell in (cell for row in table.rows for cell in row):
             assert " ".join(cell.split()) in on_page, (table.title, cell)
             assert cell in in_markdown, (table.title, cell)
-    advice = [decide(report).sentence, *(each.sentence for each in advise(report))]
+    advice = [decide(report).sentence, *advise(report)]
     headings = [heading for heading, tables in report_sections(report).items() if tables]
     assert len(headings) > 5 and all(words in on_page for words in (*advice, *headings))
 

@@ -16,6 +16,11 @@ from asapc.report.document import CLASSES, REPORT_FORMAT
 from asapc.report.gates import gate_result, parse_gates
 
 
+def written() -> dict[str, Any]:
+    """A report as its file has it."""
+    return typed(small_report()).to_json()
+
+
 def problems(report: Any) -> list[str]:
     return [error.json_path for error in Draft202012Validator(report_schema()).iter_errors(report)]
 
@@ -33,12 +38,12 @@ def test_the_schema_is_one_and_names_every_metric() -> None:
 
 
 def test_the_whole_contract_is_valid() -> None:
-    assert problems(small_report()) == problems(typed(small_report()).to_json()) == []
-    assert problems({**small_report(), "selection": None}) == []
+    assert problems(written()) == []
+    assert problems({**written(), "selection": None}) == []
 
 
 def test_what_gates_and_baselines_write_is_valid() -> None:
-    report, earlier = small_report(), small_report()
+    report, earlier = written(), written()
     earlier["sites"][0] |= {"metrics": {"attention_rel_l2": 0.001}, "confidence": {}}
     gates = parse_gates({
         "prediction_agreement": {"min": 0.97, "confidence": True},
@@ -59,7 +64,7 @@ def test_what_gates_and_baselines_write_is_valid() -> None:
 
 
 def test_infinities_are_null_in_the_file() -> None:
-    report = small_report()
+    report = written()
     report["sites"][0]["metrics"]["condition_number"] = float("inf")
     report["model"]["logit_kl"] = float("nan")
     assert problems(json.loads(json_text(report))) == []
@@ -79,7 +84,7 @@ def test_infinities_are_null_in_the_file() -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found_where_it_is(place: str, value: Any, found: str) -> None:
-    report: Any = small_report()
+    report: Any = written()
     *parents, key = place.split(".")
     holder: Any = report
     for parent in parents:
@@ -92,7 +97,7 @@ def test_what_is_wrong_is_found_where_it_is(place: str, value: Any, found: str) 
 
 
 def test_a_limit_has_exactly_one_bound() -> None:
-    report = small_report()
+    report = written()
     report["gate"] = gate_result(typed(report), parse_gates({"speedup": {"min": 1}})).to_json()
     assert problems(report) == []
     report["gate"]["checks"][0]["max"] = 2.0

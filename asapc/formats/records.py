@@ -51,7 +51,7 @@ class Record:
     """A field that `__init__` does not take is only written.
 
     lenient: what has a wrong type counts as absent, and is not refused.
-    always:  keys that a written record has; where none are named, those without a default.
+    always:  keys of its `rest` that a written record has.
     """
 
     lenient: ClassVar[bool] = False

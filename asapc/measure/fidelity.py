@@ -20,7 +20,7 @@ from torch import Tensor
 from asapc.inputs.faults import check_labels
 from asapc.measure import bootstrap
 from asapc.measure.class_scores import are_probabilities, log_probabilities
-from asapc.measure.differences import tensor_outputs
+from asapc.measure.differences import comparable
 
 
 class AttentionFidelity:
@@ -171,10 +171,9 @@ class TensorFidelity:
 class OutputFidelity:
     """Compares the outputs of whole models, streaming over batches.
 
-    The first 2-D float output [B, classes] is taken as the logits, or as probabilities if the rows
-    of the first batch are distributions in both models; a single column is one binary logit, or a
-    probability if within [0, 1]. Without a 2-D output the first float tensor is compared and no
-    prediction is reported.
+    A 2-D output [B, classes] is taken as the logits, or as probabilities if the rows of the first
+    batch are distributions in both models; a single column is one binary logit, or a probability if
+    within [0, 1]. Without a 2-D output no prediction is reported.
     """
 
     def __init__(self) -> None:
@@ -188,7 +187,6 @@ class OutputFidelity:
         self._kl: list[Tensor] = []
         self._right_teacher: list[Tensor] = []
         self._right_compiled: list[Tensor] = []
-        self._lengths: list[Tensor] = []
 
     @torch.no_grad()  # a model may return a weight
     def update(
@@ -196,24 +194,20 @@ class OutputFidelity:
         teacher_out: Any,
         compiled_out: Any,
         labels: Tensor | None = None,
-        lengths: Tensor | None = None,
         numbers: Sequence[int] = (),
     ) -> None:
-        """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones).
+        """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones), see `comparable`.
 
-        labels: [B] class numbers (or [B, 1]).  lengths: [B] active tokens, in every batch or in none.
-        numbers: of the examples, for messages.
-        Raises ValueError if the structures differ, InputError for a label that no class has.
+        labels: [B] class numbers (or [B, 1]).  numbers: of the examples, for messages.
+        Raises ValueError if there is nothing to compare, InputError for a label that no class has.
         """
-        teacher, compiled = tensor_outputs(teacher_out), tensor_outputs(compiled_out)
-        if [t.shape for t in teacher] != [t.shape for t in compiled] or not teacher:
+        teacher, compiled = comparable(teacher_out), comparable(compiled_out)
+        if not teacher or [t.shape for t in teacher] != [t.shape for t in compiled]:
             raise ValueError("the two outputs must hold the same float tensors, at least one")
-        index = next((i for i, t in enumerate(teacher) if t.dim() == 2), None)
-        principal = 0 if index is None else index
-        self._tensor.update(teacher[principal], compiled[principal])
-        if index is None or teacher[index].numel() == 0:
+        exact, approximate = teacher[0].double(), compiled[0].double()
+        self._tensor.update(exact, approximate)
+        if exact.dim() != 2:
             return
-        exact, approximate = teacher[index].double(), compiled[index].double()
         if self._probabilities is None:
             self._probabilities = are_probabilities(exact) and are_probabilities(approximate)
         log_p, log_q = (log_probabilities(x, self._probabilities) for x in (exact, approximate))
@@ -228,8 +222,6 @@ class OutputFidelity:
         predicted_q = log_q.argmax(-1).masked_fill(broken, -1)
         self.examples += len(exact)
         self._agreed.append((predicted_p == predicted_q).cpu())
-        if lengths is not None and len(lengths) == len(exact):
-            self._lengths.append(lengths.cpu())
         if labels is not None and labels.numel() == len(exact):
             check_labels(labels.reshape(-1), self.classes, numbers)
             target = labels.reshape(-1).to(predicted_p.device)
@@ -265,21 +257,6 @@ class OutputFidelity:
                 accuracy_drop=bootstrap.difference(teacher, compiled),
             )
         return values
-
-    def by_length(self) -> list[dict[str, float]]:
-        """prediction_agreement and logit_kl by length; empty where lengths were not given."""
-        lengths = torch.cat(self._lengths) if self._lengths else torch.empty(0)
-        if not self.examples or len(lengths) != self.examples:
-            return []
-        agreed, kl = torch.cat(self._agreed), torch.cat(self._kl)
-        return [
-            {
-                **named,
-                "prediction_agreement": _share(agreed[chosen]),
-                "logit_kl": float(kl[chosen].mean()),
-            }
-            for named, chosen in length_bins(lengths)
-        ]
 
 
 LENGTH_BINS = 5

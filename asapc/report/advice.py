@@ -11,10 +11,7 @@ and a notebook say the same.
 
 from __future__ import annotations
 
-import glob
-import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,15 +30,14 @@ from asapc.report.document import (
     positive,
     sizes_of,
 )
-from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.tables import counted, metric_text, number
+from asapc.report.gates import Gate, gate_result
+from asapc.report.tables import counted, number
 from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
 LEAST_SPEEDUP = 1.0
 ALONE = "output_rel_l2"  # of the whole model with one site replaced: what that site adds to the error
 LOSSLESS_RECIPE = "operator: lossless"
-LOSSLESS_COMMAND = "asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"
 LOSSLESS_PYTHON = 'asapc.load("OUT", stage="lossless")'
 
 
@@ -49,12 +45,15 @@ LOSSLESS_PYTHON = 'asapc.load("OUT", stage="lossless")'
 class Judgement:
     """gate: the checks and their verdict, None where there was nothing to check.
 
-    default: whether its limits are default ones.  limits: these, each with where it is from.
+    defaults: the limits, where these are default ones.
     """
 
     gate: GateReport
-    limits: tuple[tuple[Gate, str], ...] = ()
-    default: bool = False
+    defaults: tuple[Gate, ...] | None = None
+
+    @property
+    def default(self) -> bool:
+        return self.defaults is not None
 
     @property
     def basis(self) -> str:
@@ -76,22 +75,6 @@ class Lossless(NamedTuple):
     milliseconds: float
     near: bool
     sentence: str
-
-
-class Advice(NamedTuple):
-    """One thing that would help: the exact operator at `site`, or more examples where there is none.
-
-    gain:   the part of the error that this would remove, 0 to 1; None where it removes none.
-    cost:   the part of the compiled model's speed that it would cost, below 0 where it is faster; None
-            where nothing was timed.
-    recipe: a line below `sites:` of a recipe, if any.
-    """
-
-    sentence: str
-    site: str | None = None
-    gain: float | None = None
-    cost: float | None = None
-    recipe: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,37 +105,32 @@ def judgement(report: Report) -> Judgement:
         return Judgement(own)
     limits = default_limits(report)
     comparison = GateReport(own.verdict, compared, own.baseline) if compared else None
-    return Judgement(gate_result(report, [gate for gate, _ in limits], comparison), limits, default=True)
+    return Judgement(gate_result(report, limits, comparison), limits)
 
 
-def default_limits(report: Report) -> tuple[tuple[Gate, str], ...]:
-    """What can be asked of a model without a gate file, as far as it was measured, and why.
+def default_limits(report: Report) -> tuple[Gate, ...]:
+    """What can be asked of a model without a gate file, as far as it was measured.
 
     Closeness is held against the budget that the artefact was compiled with, and speed against the
     teacher's. A model that was refreshed on labels no longer imitates its teacher: only its accuracy and
     its speed are judged.  A null value was measured: in a file, it is a number that was not finite.
     """
-    trained = _trained_on_labels(report)
     recorded = {  # a trail is told and never checked
         key: min(value, METRIC[key].high or value)
         for key, limit in (report.selection or Trail()).budget.items()
         if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
     }
-    budget = dict(recorded or DEFAULT_BUDGET)
-    source = "the budget it was compiled with" if recorded else "a recipe's default budget"
-    if trained and "prediction_agreement" in budget:
-        budget.setdefault("accuracy_drop", 1 - budget["prediction_agreement"])
-    limits = []
-    for key, bound in BUDGET_BOUNDS.items():
-        of_sites = METRIC[key].scope == "site"
-        judged = of_sites or bool(report.approximated) or report.refresh is not None
-        measured = [site.metrics for site in report.sites] if of_sites else [report.model.values]
-        if trained:
-            judged = key == "accuracy_drop"
-        if key in budget and judged and any(key in values for values in measured):
-            limits.append((Gate(key, bound, budget[key]), source))
+    budget = recorded or dict(DEFAULT_BUDGET)
+    if _trained_on_labels(report):
+        if "prediction_agreement" in budget:
+            budget.setdefault("accuracy_drop", 1 - budget["prediction_agreement"])
+        budget = {key: limit for key, limit in budget.items() if key == "accuracy_drop"}
+    elif not report.approximated and report.refresh is None:
+        budget = {key: limit for key, limit in budget.items() if METRIC[key].scope == "site"}
+    measured = {*report.model.values}.union(*(site.metrics for site in report.sites))
+    limits = [Gate(key, BUDGET_BOUNDS[key], limit) for key, limit in budget.items() if key in measured]
     if report.model.metric("speedup") is not None:
-        limits.append((Gate("speedup", "min", LEAST_SPEEDUP), "no slower than the teacher"))
+        limits.append(Gate("speedup", "min", LEAST_SPEEDUP))
     return tuple(limits)
 
 
@@ -268,12 +246,11 @@ def _lossless(report: Report) -> Lossless | None:
 def _falls_behind(report: Report) -> bool:
     """Whether the layers take longer with exact operators at one of several shapes that were timed."""
     pairs = [_pair(report, site) for site in report.approximated]
-    times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
-    shapes = {shape for chosen, _ in times for shape in chosen}
+    shapes = {shape for chosen, _ in pairs for shape in chosen.latency_ms}
 
     def behind(shape: str) -> bool:
-        at_shape = [(positive(one.get(shape)), positive(other.get(shape))) for one, other in times]
-        known = [(one, other) for one, other in at_shape if one is not None and other is not None]
+        at_shape = [[positive(tried.latency_ms.get(shape)) for tried in pair] for pair in pairs]
+        known = [(one or 0.0, other or 0.0) for one, other in at_shape if one and other]
         return sum(exact for _, exact in known) > (1 + NEARLY) * sum(chosen for chosen, _ in known)
 
     return len(shapes) > 1 and any(map(behind, shapes))
@@ -285,38 +262,38 @@ def _kept(check: Check, lossless: Lossless) -> bool:
     Of its speed and its time what is asked of the compiled model's; what approximates nothing has no
     other error that a budget may limit.
     """
-    exact = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
-    if check.kind == "plausibility":
-        return check.passed
-    if check.scope == "model" and check.metric in exact:
-        value, low, high = exact[check.metric], check.min, check.max
-        if check.kind == "baseline" and check.baseline is not None:
-            low = check.baseline * (1 - (check.allowed or 0.0))
-        return value is not None and (low or -math.inf) <= value <= (math.inf if high is None else high)
+    own = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
+    if check.kind != "plausibility" and check.scope == "model" and check.metric in own:
+        value, least = own[check.metric], check.min
+        if check.baseline is not None:
+            least = check.baseline * (1 - (check.allowed or 0.0))
+        within = check.max is None or (value is not None and value <= check.max)
+        return within and value is not None and value >= (least or 0.0)
     metric = METRIC.get(check.metric)
-    return check.passed or (metric is not None and (metric.budget or metric.untouched is not None))
+    exact = metric is not None and (metric.budget or metric.untouched is not None)
+    return check.passed or (exact and check.kind != "plausibility")
 
 
-def _pair(report: Report, site: SiteReport) -> tuple[Tried | None, Tried | None]:
-    """The candidate that a site became, and its exact operator; None where the trail lacks it."""
+def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
+    """The candidate that a site became, and its exact operator; empty where the trail lacks it."""
     tried = (report.selection or Trail()).of(site.name)
     exact = (each for each in tried.candidates if each.operator == site.teacher_operator)
-    return tried.chosen, next(exact, None)
+    return tried.chosen or Tried(), next(exact, Tried())
 
 
 # What would help
 
 
-def advise(report: Report) -> list[Advice]:
-    """What would help: sites whose exact operator removes most of the error first, then more examples.
+def advise(report: Report) -> list[str]:
+    """What would help: sites whose exact operator removes most of the error first.
 
     Nothing where the whole model had better be lossless.
     """
     if decide(report).action == "lossless":
         return []
     shares = error_shares(report)
-    advice = [_exact_there(report, s, shares[s.name]) for s in report.sites if shares.get(s.name)]
-    return [*sorted(advice, key=lambda each: -(each.gain or 0.0)), *_more_examples(report)]
+    sites = sorted(report.approximated, key=lambda site: -shares.get(site.name, 0.0))
+    return [_exact_there(report, s, shares[s.name]) for s in sites if shares.get(s.name)]
 
 
 def error_shares(report: Report) -> dict[str, float]:
@@ -328,77 +305,37 @@ def error_shares(report: Report) -> dict[str, float]:
     sites = report.approximated
     if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
         return {}  # nothing is a part of what is not finite
-    errors: dict[str, float] = {}
-    for site in sites:
-        chosen, _ = _pair(report, site)
-        alone = None if chosen is None else finite(chosen.alone.get(ALONE))
-        if alone is None or alone < 0:
-            errors = {site.name: positive(site.metric(ERROR)) or 0.0 for site in sites}
-            break
-        errors[site.name] = alone
-    total = sum(errors.values())
-    return {name: error / total for name, error in errors.items()} if 0 < total < math.inf else {}
+    alone = {site.name: finite(_pair(report, site)[0].alone.get(ALONE)) for site in sites}
+    known = {name: error for name, error in alone.items() if error is not None and error >= 0}
+    if len(known) < len(sites):
+        known = {site.name: positive(site.metric(ERROR)) or 0.0 for site in sites}
+    total = sum(known.values())
+    return {name: error / total for name, error in known.items()} if 0 < total < math.inf else {}
 
 
-def _exact_there(report: Report, site: SiteReport, share: float) -> Advice:
-    cost, timed = _cost(report, site)
-    about = "" if timed else "about "
-    price = " at no cost in speed"
-    if cost is None:
-        price = "; the cost in speed was not timed"
-    elif cost < -0.005:
-        price = f" and make the model {about}{-cost / (1 - cost):.0%} faster"
-    elif cost >= 0.005:
-        price = f" and cost {about}{cost:.0%} of the speed"
-    pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
-    sentence = f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
-    return Advice(sentence, site.name, share, cost, f"  {pattern}: {{{LOSSLESS_RECIPE}}}")
+def _exact_there(report: Report, site: SiteReport, share: float) -> str:
+    cost = _cost(report, site)
+    price = "; the cost in speed was not timed"
+    if cost is not None:
+        price = " at no cost in speed"
+        if cost < -0.005:
+            price = f" and make the model {-cost / (1 - cost):.0%} faster"
+        elif cost >= 0.005:
+            price = f" and cost {cost:.0%} of the speed"
+    return f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
 
 
-def _cost(report: Report, site: SiteReport) -> tuple[float | None, bool]:
-    """The part of the speed that an exact operator at this site costs, and whether it was timed there;
-    otherwise the whole model's difference is shared evenly among the approximated sites."""
-    kinds = ("compiled", "lossless")
-    compiled, lossless = (positive(report.model.metric(f"latency_{kind}_ms")) for kind in kinds)
-    if compiled is None:
-        return None, False
-    extra, timed = None, False
-    if lossless is not None:
-        extra = (lossless - compiled) / len(report.approximated)
+def _cost(report: Report, site: SiteReport) -> float | None:
+    """The part of the model's speed that an exact operator at this site costs, below 0 where it gains.
+
+    None where it was not timed there, on the longest sequences in batches of the model's size.
+    """
     chosen, exact = _pair(report, site)
-    if chosen is not None and exact is not None and not report.chosen_elsewhere:
-        shape = _longest(chosen.latency_ms, report.model.values.get("batch"))
-        before, after = (positive(tried.latency_ms.get(shape)) for tried in (chosen, exact))
-        if before is not None and after is not None:
-            extra, timed = after - before, True
-    return extra / (compiled + extra) if extra is not None and compiled + extra > 0 else None, timed
-
-
-def _longest(times: Mapping[str, float | None], batch: object) -> str:
-    """The shape with the longest sequences in batches of this size; empty where there is none."""
-    shapes = [shape for shape in times if sizes_of(shape)[:1] == [batch]]
-    return max(shapes, key=sizes_of, default="")
-
-
-def _more_examples(report: Report) -> list[Advice]:
-    """Where a limit on the agreement is kept, and its interval reaches beyond it."""
-    key = "prediction_agreement"
-    ends = report.model.interval(key)
-    kept = [c.min for c in judgement(report).gate.checks if c.metric == key and c.passed and c.min]
-    limit = max(kept, default=0.0)
-    if ends is None or ends[0] >= limit or limit >= 1:
-        return []
-    examples = finite(report.model.metric("examples")) or 0.0
-    needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
-    how = f"at least {needed} are needed" if examples < needed else "use more"
-    return [Advice(
-        f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
-        f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
-        f"prove it; {how}."
-    )]  # fmt: skip
-
-
-def recipe_of(advice: Sequence[Advice]) -> str:
-    """One `sites:` entry for all of these that have a line for a recipe; empty where none has."""
-    lines = [each.recipe for each in advice if each.recipe]
-    return "\n".join(["sites:", *lines]) if lines else ""
+    shapes = [x for x in chosen.latency_ms if sizes_of(x)[:1] == [report.model.values.get("batch")]]
+    shape = max(shapes, key=sizes_of, default="")
+    before, after = (positive(tried.latency_ms.get(shape)) for tried in (chosen, exact))
+    model = positive(report.model.metric("latency_compiled_ms"))
+    if model is None or before is None or after is None or report.chosen_elsewhere:
+        return None
+    slower = model + after - before
+    return (after - before) / slower if slower > 0 else None

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
-from asapc.metrics import METRIC, METRICS
+from asapc.metrics import METRIC, METRICS, Metric
 from asapc.report.document import (
     REPORT_FORMAT,
     Check,
@@ -30,7 +30,7 @@ from asapc.report.document import (
     finite,
     worst_class,
 )
-from asapc.report.gates import examples_needed
+from asapc.report.gates import examples_needed, too_few, unmeasured
 from asapc.terminal.printed import clipped, reason, short
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
@@ -43,6 +43,7 @@ ROUNDING = 1e-5
 MACHINE = ("processor", "cores", "threads", "device")
 # Fits that differ in one of these have duals, and bounds on them, of different meaning.
 FITTED_AS = ("operator", "side", "c_transforms", "aim", "points", "features", "fit", "coefficients")
+Holder = ModelReport | SiteReport
 
 
 @dataclass(frozen=True)
@@ -131,90 +132,78 @@ def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Basel
 def compare(report: Report, baseline: Baseline) -> GateReport:
     """Compare a report with its baseline.  Raises InputError if their teacher or data differ."""
     _require_same(report, baseline)
-    skipped: list[dict[str, str]] = []
-    checks = list(_compare_model(report, baseline, skipped))
+    checks, skipped = list[Check](), list[dict[str, str]]()
     old_sites = {site.name: site for site in baseline.report.sites}
-    now = {site.name: site for site in report.sites}
-    for name, old in old_sites.items():
-        if name not in now:
-            shown = clipped(name, 80) if name.isprintable() else short(name)
-            text = f"the site {shown} of the baseline is no longer compiled"
-            checks.append(Check("baseline", "sites", shown, verdict="REGRESSION", message=text))
-            continue
-        checks += _compare_site(now[name], old, baseline.allowance, skipped)
-    skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
+    now_sites = {site.name: site for site in report.sites}
+    both = [(name, now_sites[name], old) for name, old in old_sites.items() if name in now_sites]
+    pairs: list[tuple[str, Holder, Holder]] = [("model", report.model, baseline.report.model), *both]
+    for scope, now, old in pairs:
+        for metric in METRICS:
+            if not metric.compared or finite(old.metric(metric.key)) is None:
+                continue
+            if isinstance(now, SiteReport) and now.metric(metric.key) is None:
+                continue  # the site became another operator, which has other metrics
+            why = _incomparable(metric, now, old) or _other_machine(metric, report, baseline.report)
+            if why:
+                skipped.append({"metric": metric.key, "scope": scope, "why": why})
+            else:
+                checks.append(_compared(metric, scope, now, old, report, baseline))
+    for name in (name for name in old_sites if name not in now_sites):
+        shown = clipped(name, 80) if name.isprintable() else short(name)
+        text = f"the site {shown} of the baseline is no longer compiled"
+        checks.append(Check("baseline", "sites", shown, verdict="REGRESSION", message=text))
+    skipped += [
+        {"metric": "sites", "scope": name, "why": "not in the baseline"}
+        for name in now_sites if name not in old_sites
+    ]  # fmt: skip
     allowance, verdict = baseline.allowance, worst_class(check.verdict for check in checks)
     summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), verdict,
                          len(checks), tuple(skipped))  # fmt: skip
     return GateReport(verdict, tuple(checks), summary)
 
 
-def _compare_model(
-    report: Report, baseline: Baseline, skipped: list[dict[str, str]]
-) -> Iterator[Check]:
-    now, old = report.model, baseline.report.model
-    other_machine = _other_machine(report, baseline.report)
-    for metric in compared_metrics():
-        earlier = finite(old.metric(metric))
-        if earlier is None:
-            continue
-        if metric == "metric_drop" and now.own_metric != old.own_metric:
-            skipped.append(_skip(metric, "model", "measured with a different --metric"))
-            continue
-        if METRIC[metric].speed and other_machine:
-            skipped.append(_skip(metric, "model", other_machine))
-            continue
-        allowed = baseline.allowance.of(metric)
-        if METRIC[metric].share and allowed:
-            needed = examples_needed(allowed, 0.0)
-            examples = min(finite(side.metric("examples")) or 0.0 for side in (now, old))
-            if examples < needed:
-                text = (
-                    f"{metric} of model rests on {examples:g} examples, too few to see a regression "
-                    f"of {allowed:.4g}: at least {needed} are needed"
-                )
-                yield Check(
-                    "baseline", metric, "model", finite(now.metric(metric)), verdict="ANOMALOUS",
-                    message=text, baseline=earlier, allowed=allowed,
-                )  # fmt: skip
-                continue
-        yield _compared(metric, "model", now, old, allowed)
-
-
-def _compare_site(
-    now: SiteReport, old: SiteReport, allowance: Allowance, skipped: list[dict[str, str]]
-) -> Iterator[Check]:
+def _incomparable(metric: Metric, now: Holder, old: Holder) -> str:
+    """Why the two are not of one quantity; empty where they are."""
+    if metric.key == "metric_drop" and isinstance(now, ModelReport) and isinstance(old, ModelReport):
+        return "measured with a different --metric" if now.own_metric != old.own_metric else ""
+    if not metric.of_fit:
+        return ""
     refitted = [key for key in FITTED_AS if getattr(now, key) != getattr(old, key)]
-    for metric in compared_metrics():
-        value = now.metric(metric)
-        if value is None or finite(old.metric(metric)) is None:
-            continue  # the site became another operator, which has other metrics
-        if METRIC[metric].of_fit and (refitted or finite(value) is None):
-            why = f"another {' and '.join(refitted)}" if refitted else "not finite: proves nothing"
-            skipped.append(_skip(metric, now.name, why))
-            continue
-        yield _compared(metric, now.name, now, old, allowance.of(metric))
+    if refitted:
+        return f"another {' and '.join(refitted)}"
+    return "not finite: proves nothing" if finite(now.metric(metric.key)) is None else ""
+
+
+def _other_machine(metric: Metric, report: Report, earlier: Report) -> str:
+    """Why ratios of times cannot be compared; empty where they can."""
+    if not metric.speed:
+        return ""
+    now, old = report.environment, earlier.environment
+    different = [key for key in MACHINE if now.get(key) != old.get(key)]
+    if report.model.values.get("batch") != earlier.model.values.get("batch"):
+        different.append("batch size")
+    return f"measured with another {' and '.join(different)}" if different else ""
 
 
 def _compared(
-    metric: str,
-    scope: str,
-    now: ModelReport | SiteReport,
-    old: ModelReport | SiteReport,
-    allowed: float,
+    metric: Metric, scope: str, now: Holder, old: Holder, report: Report, baseline: Baseline
 ) -> Check:
     """One check: worse by more than is allowed, and by more than chance and rounding explain?"""
-    raw = now.metric(metric)
-    value, earlier = finite(raw), finite(old.metric(metric))
+    raw, allowed = now.metric(metric.key), baseline.allowance.of(metric.key)
+    value, earlier = finite(raw), finite(old.metric(metric.key))
     assert earlier is not None
-    subject = f"{metric} of {scope}"
-    found = partial(Check, "baseline", metric, scope, value, baseline=earlier, allowed=allowed)
-    if value is None:
-        what = "was not measured" if raw is None else f"is not a finite number: {short(raw)}"
-        text = f"{subject} {what} (the baseline has {earlier:.6g})"
+    subject = f"{metric.key} of {scope}"
+    found = partial(Check, "baseline", metric.key, scope, value, baseline=earlier, allowed=allowed)
+    needed = examples_needed(allowed, 0.0) if metric.share else 0
+    few = too_few(needed, report, baseline.report)
+    if few:
+        text = f"{subject} {few} to see a regression of {allowed:.4g}"
         return found(verdict="ANOMALOUS", message=text)
-    worse = value - earlier if METRIC[metric].direction == "min" else earlier - value
-    if METRIC[metric].share:
+    if value is None:
+        text = unmeasured(subject, raw, f"the baseline has {earlier:.6g}")
+        return found(verdict="ANOMALOUS", message=text)
+    worse = value - earlier if metric.direction == "min" else earlier - value
+    if metric.share:
         part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
     else:
         part = worse / abs(earlier) if earlier else math.inf if worse > 0 else 0.0
@@ -223,7 +212,7 @@ def _compared(
     verdict: Class = "ACCEPT"
     if part <= allowed + 1e-9 or worse <= ROUNDING:  # 0.99 - 0.97 is not 0.02
         text = f"{start}, within {most} of {before}" if worse > 0 else f"{start}, no worse than {before}"
-    elif _inside(value, old.interval(metric)) or _inside(earlier, now.interval(metric)):
+    elif _inside(value, old.interval(metric.key)) or _inside(earlier, now.interval(metric.key)):
         text = f"{start}, {amount} worse than {before} but inside the confidence interval"
     else:
         verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
@@ -241,24 +230,11 @@ def _require_same(report: Report, baseline: Baseline) -> None:
             )
 
 
-def _other_machine(report: Report, earlier: Report) -> str | None:
-    """Why ratios of times cannot be compared, None where they can."""
-    now, old = report.environment, earlier.environment
-    different = [key for key in MACHINE if now.get(key) != old.get(key)]
-    if report.model.values.get("batch") != earlier.model.values.get("batch"):
-        different.append("batch size")
-    return f"measured with another {' and '.join(different)}" if different else None
-
-
-def _skip(metric: str, scope: str, why: str) -> dict[str, str]:
-    return {"metric": metric, "scope": scope, "why": why}
-
-
 def _inside(value: float, ends: tuple[float, float] | None) -> bool:
     return ends is not None and ends[0] <= value <= ends[1]
 
 
-def _check_numbers(holder: ModelReport | SiteReport, where: str) -> None:
+def _check_numbers(holder: Holder, where: str) -> None:
     """What was measured is null or finite, and the ends of its interval are in order."""
     for metric in METRICS:
         value = holder.metric(metric.key)

@@ -29,17 +29,6 @@ def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
     return torch.expm1((g_plus - g_0).abs().amax(-1))
 
 
-def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
-    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries, [B, H].
-
-    f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
-    the points that carry mass, or None for all. Every entry of the plan closed from f_hat is within this
-    factor of the one closed from f, after any number of c-transforms.  Source: ASAP, Propositions B.8 and
-    B.9 (gauge-free form).
-    """
-    return torch.exp(spread_of(f_hat - f, None if keep is None else keep[:, None, :]))
-
-
 def contraction_bound(scores: Tensor) -> Tensor:
     """tanh^2(range(S) / 2) >= Hilbert contraction of one iteration (two half-steps), [B, H].
 
@@ -57,26 +46,21 @@ def contraction_bound(scores: Tensor) -> Tensor:
     return torch.tanh(spread / 2).square().masked_fill(forbidden, 1.0)
 
 
-def projective_diameter(scores: Tensor) -> Tensor:
-    """Delta = max |S_ij + S_kl - S_il - S_kj|, of exp(S) as a positive map: [B, H], O(N^2 M) work.
+def exact_contraction(scores: Tensor) -> Tensor:
+    """tanh^2(Delta / 4), the Hilbert contraction of an iteration of two half-steps: [B, H].
 
-    scores: [B, H, N, M], finite. It is the largest osc_j(S_ij - S_kj) over pairs of rows.  Source:
-    Block-wise differentiable Sinkhorn attention, Proposition 4 (Birkhoff and Hopf).
+    scores: [B, H, N, M], finite; O(N^2 M) work.  Delta = max |S_ij + S_kl - S_il - S_kj|, the diameter of
+    exp(S), is the largest osc_j(S_ij - S_kj) over pairs of rows.  1 where float64 cannot tell it from 1.
+    Source: Block-wise differentiable Sinkhorn attention, Proposition 4 (Birkhoff and Hopf).
     """
     if scores.shape[-1] < scores.shape[-2]:
         scores = scores.transpose(-1, -2)
-    found = scores.new_zeros(scores.shape[:2])
+    diameter = scores.new_zeros(scores.shape[:2])
     rows, columns = scores.shape[-2:]
-    step = max(1, DIAMETER_ENTRIES // max(1, found.numel() * rows * columns))
+    step = max(1, DIAMETER_ENTRIES // max(1, diameter.numel() * rows * columns))
     for start in range(0, rows, step):
         part = scores[:, :, start : start + step, None] - scores[:, :, None, start:]
-        found = torch.maximum(found, spread_of(part).flatten(2).amax(-1))
-    return found
-
-
-def contraction_of(diameter: Tensor) -> Tensor:
-    """tanh^2(Delta / 4): the Hilbert contraction of an iteration of two half-steps, as both maps have one
-    diameter. 1 where float64 cannot tell it from 1.  Source: as projective_diameter."""
+        diameter = torch.maximum(diameter, spread_of(part).flatten(2).amax(-1))
     return torch.tanh(diameter / 4).square()
 
 
@@ -88,20 +72,6 @@ def truncation_bound(contraction: Tensor, last_move: Tensor) -> Tensor:
     Block-wise differentiable Sinkhorn attention, Proposition 4, summed as in the proof of Theorem 1.
     """
     return torch.where(last_move > 0, contraction / (1 - contraction) * last_move, 0.0)
-
-
-def output_bound(alpha: Tensor, row_mass: Tensor) -> Tensor:
-    """(exp(2 alpha) - 1) r_i >= |y^_i - y_i| / max_j |v_j|, the largest over queries: [B, H].
-
-    alpha: [B, H], of dual_stability_factor = exp(2 alpha); row_mass: [B, H, N], N sum_j P_ij of the plan
-    closed from the teacher's dual.  Source: ASAP, Proposition B.16, Eq. B.97.
-    """
-    return torch.expm1(2 * alpha) * row_mass.amax(-1)
-
-
-def pinsker(divergence: Tensor) -> Tensor:
-    """sqrt(2 KL) >= |P^ - P|_1, for two plans of one mass of at most 1.  Source: ASAP, Eq. B.92."""
-    return torch.sqrt(2 * divergence)
 
 
 class Duals(NamedTuple):

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
-from asapc.report.document import ERROR, ModelReport, Report, finite
+from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
 from asapc.report.tables import (
-    MODEL_LABELS,
     amortised_text,
     changed,
     convention_text,
     counted,
     fit_text,
     interval_text,
+    label,
     metric_text,
     number,
 )
@@ -116,26 +116,26 @@ def key_figures(report: Report) -> list[KeyFigure]:
     """Speed, agreement, accuracy, the worst layer, and how many examples they rest on."""
     model, figures, worst = report.model, list[KeyFigure](), report.worst_site
 
-    def add(label: str, metric: str, value: str, *notes: str, scope: str = "model") -> None:
+    def add(name: str, metric: str, value: str, *notes: str, scope: str = "model") -> None:
         change = changed(report, metric, scope)
         against = f"{change} against the baseline" if change else ""
-        figures.append(KeyFigure(label, value, [note for note in (*notes, against) if note]))
+        figures.append(KeyFigure(name, value, [note for note in (*notes, against) if note]))
 
     speedup, lossless = (finite(model.metric(key)) for key in ("speedup", "speedup_lossless"))
     if speedup is not None:
         exactly = lossless is not None and report.approximated
         ratio = f"{number(speedup)}x"
-        add("speed", "speedup", "equal" if model.as_fast else ratio, ratio if model.as_fast else "",
-            _whole_times(model), _interval(model, "speedup"),
+        shown = ("equal", ratio) if equally_fast(model.confidence.get("speedup")) else (ratio,)
+        add("speed", "speedup", *shown, _whole_times(model), _interval(model, "speedup"),
             f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
             *_under_torch_compile(model.values))  # fmt: skip
-    for label, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
+    for words, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
                        ("own metric", "metric_compiled"), ("its drop", "metric_drop")):  # fmt: skip
         if model.metric(key) is not None:
             teachers = model.metric(key.replace("_compiled", "_teacher"))
             of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
             name = shortened(model.own_metric or "", 50) if key == "metric_compiled" else ""
-            add(label, key, metric_text(key, model.metric(key)), name, _interval(model, key), of_teacher)
+            add(words, key, metric_text(key, model.metric(key)), name, _interval(model, key), of_teacher)
     if worst is not None:
         where = f"attention error of {shortened(worst.name)}, {worst.operator}"
         add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
@@ -164,16 +164,16 @@ def report_brief(report: Report) -> list[str]:
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
         lines.append(f"  {LOSSLESS_PYTHON} loads the lossless model")
-    for label, value, notes in key_figures(report):
-        beside = f" ({'; '.join(notes)})" if notes else ""
-        lines += _wrapped(f"{label:<12}{value}{beside}", indent=" " * 12, most=4)
+    for figure in key_figures(report):
+        beside = f" ({'; '.join(figure.notes)})" if figure.notes else ""
+        lines += _wrapped(f"{figure.label:<12}{figure.value}{beside}", indent=" " * 12, most=4)
     if str(report.model.source).endswith("(no --weights)"):
         lines.append("weights     as returned by the factory (no --weights)")
     if report.refused:
         lines.append(f"left alone  {counted(len(report.refused), 'layer')}")
     lines += _warned([warning.to_json() for warning in report.warnings])
-    for advice in advise(report)[:ADVICE]:
-        lines += _wrapped(f"advice: {advice.sentence}")
+    for sentence in advise(report)[:ADVICE]:
+        lines += _wrapped(f"advice: {sentence}")
     return lines
 
 
@@ -231,7 +231,7 @@ def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
     before, after = entry.get("before", {}), entry.get("after", {})
     for key in before:
         changed = " -> ".join(metric_text(key, side.get(key)) for side in (before, after))
-        lines.append(f"{MODEL_LABELS.get(key, key)}: {changed}")
+        lines.append(f"{label(key)}: {changed}")
     return _first(lines, LINES - 5)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from asapc.errors import InputError
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
-from asapc.metrics import METRICS, of
+from asapc.metrics import METRIC, METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
 from asapc.terminal.hints import install_line, missing_module
 
@@ -42,6 +42,12 @@ def positive(value: Number) -> Number:
     """The number, None where it is not finite and above 0."""
     number = finite(value)
     return number if number is not None and number > 0 else None
+
+
+def equally_fast(interval: Interval | None) -> bool:
+    """Whether the interval of a ratio of times holds 1."""
+    low, high = (finite(end) for end in interval or (None, None))
+    return low is not None and high is not None and low <= 1 <= high
 
 
 def sizes_of(shape: str) -> list[int]:
@@ -74,22 +80,16 @@ class Measured:
         low, high = (finite(end) for end in self.confidence.get(key, (None, None)))
         return None if low is None or high is None or low > high else (low, high)
 
-    @property
-    def as_fast(self) -> bool:
-        """Whether the interval of the speed-up holds 1."""
-        ends = self.interval("speedup")
-        return ends is not None and ends[0] <= 1 <= ends[1]
-
 
 @dataclass(frozen=True)
 class ModelReport(Measured, Record):
     """values: the metrics of the whole model, and what else is told of it."""
 
-    always: ClassVar[tuple[str, ...]] = ("source", "data", "examples", "batch", "speedup")
+    always: ClassVar[tuple[str, ...]] = ("examples", "batch", "speedup")
 
-    source: str | None = optional()
+    source: str | None = None
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
-    data: str | None = optional()
+    data: str | None = None
     sizes: str | None = optional()
     own_metric: Annotated[str | None, "the function and its direction"] = optional()
     values: Mapping[str, Any] = rest(
@@ -111,14 +111,12 @@ class LengthBin(Record):
     low: int
     high: int
     examples: int | None = None
-    metrics: Mapping[str, Any] = rest({metric.key: metric.schema() for metric in METRICS})
+    attention_rel_l2: Annotated[Number, METRIC[ERROR].schema()] = None
 
 
 @dataclass(frozen=True)
 class Certificate(Record):
     """The largest bound and the largest measured value; holds: in every case."""
-
-    always: ClassVar[tuple[str, ...]] = ("name", "bound", "measured", "holds")
 
     name: str
     source: str | None = None
@@ -133,8 +131,6 @@ class Certificate(Record):
 @dataclass(frozen=True)
 class ConventionReport(Record):
     """What the teacher's layer was found to compute, see asapc.ir."""
-
-    always: ClassVar[tuple[str, ...]] = ()
 
     operator: str | None = optional()
     stabiliser: Mapping[str, Any] | None = optional()
@@ -206,7 +202,6 @@ class Tried(Record):
     the teacher's over the candidate's."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("label", "chosen", "verdict")
 
     label: str = ""
     operator: str = ""
@@ -226,7 +221,6 @@ class TriedSite(Record):
     """What was tried at a site."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("name", "candidates")
 
     name: str = ""
     candidates: tuple[Tried, ...] = ()
@@ -247,7 +241,6 @@ class Round(Record):
     """A set of candidates that was verified on the whole model."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("choice", "verdict")
 
     budget: Numbers = field(default_factory=dict)
     choice: Mapping[str, str] = field(default_factory=dict)
@@ -263,7 +256,6 @@ class Trail(Record):
     """How the operators were chosen.  Told and never judged: what is not as it should be is left out."""
 
     lenient: ClassVar[bool] = True
-    always: ClassVar[tuple[str, ...]] = ("objective", "budget", "sites", "rounds")
 
     fit_seconds: float | None = optional()
     objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
@@ -283,10 +275,6 @@ class Trail(Record):
 @dataclass(frozen=True)
 class Check(Record):
     """One check of a gate: a limit (min or max), the baseline, or what no sound measurement gives."""
-
-    always: ClassVar[tuple[str, ...]] = (
-        "kind", "metric", "scope", "value", "class", "passed", "message",
-    )  # fmt: skip
 
     kind: Annotated[str, {"enum": ["limit", "plausibility", "baseline"]}]
     metric: str
@@ -314,11 +302,6 @@ class Check(Record):
         object.__setattr__(self, "passed", self.verdict == "ACCEPT")
         # One line, whatever the names in it are.
         object.__setattr__(self, "message", " ".join(self.message.split()))
-
-    @property
-    def change(self) -> Number:
-        """The difference to the baseline."""
-        return None if self.value is None or self.baseline is None else self.value - self.baseline
 
     @property
     def bound(self) -> Literal["min", "max"] | None:
@@ -352,8 +335,6 @@ class GateReport(Record):
     """verdict: the worst class of the checks; null where neither a limit nor a baseline was set.
     passed: whether nothing failed; true where nothing was asked."""
 
-    always: ClassVar[tuple[str, ...]] = ("verdict", "passed", "checks", "baseline")
-
     verdict: Class | None = None
     passed: bool = field(init=False)
     checks: tuple[Check, ...] = ()
@@ -374,8 +355,6 @@ class GateReport(Record):
 @dataclass(frozen=True)
 class ShortageReport(Record):
     """Sites whose fits rest on too little, see asapc.calibration.enough."""
-
-    always: ClassVar[tuple[str, ...]] = ("sites", "text")
 
     sites: tuple[str, ...] = ()
     of: str | None = optional()
@@ -402,8 +381,6 @@ class SortVariant(Record):
 @dataclass(frozen=True)
 class SoftToHardReport(Record):
     """What exact sorting does to a model that sorts softly, see asapc.passes.audit."""
-
-    always: ClassVar[tuple[str, ...]] = ("variants",)
 
     variants: tuple[SortVariant, ...] = ()
     more: Mapping[str, Any] = rest()
@@ -440,10 +417,6 @@ class OnnxReport(Record):
 class Report(Record):
     """What `asapc report` measured and judged.  pictures: of its sites, for the page alone."""
 
-    always: ClassVar[tuple[str, ...]] = (
-        "format_version", "fingerprints", "model", "sites", "refused", "environment", "gate",
-    )  # fmt: skip
-
     format_version: Annotated[int, {"const": REPORT_FORMAT}] = REPORT_FORMAT
     fingerprints: Annotated[
         Mapping[str, str],
@@ -452,9 +425,6 @@ class Report(Record):
     ] = field(default_factory=dict)
     model: ModelReport = ModelReport()
     sites: tuple[SiteReport, ...] = ()
-    by_length: Annotated[
-        tuple[LengthBin, ...], "the model's predictions by the active keys of an example"
-    ] = ()
     refused: Annotated[
         tuple[Annotated[Mapping[str, Any], {"required": ["name", "status"]}], ...],
         "layers that were left as they are",
@@ -520,10 +490,13 @@ class Report(Record):
         """Of those whose attention was compared."""
         return next((site for site in self.worst_first if site.metric(ERROR) is not None), None)
 
-    def compared(self, metric: str, scope: str = "model") -> Check | None:
-        """How a metric compares with the baseline's, if it does."""
+    def change(self, metric: str, scope: str = "model") -> Number:
+        """The difference of a metric to the baseline, where it was compared."""
         place = ("baseline", metric, scope)
-        return next((c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place), None)
+        for check in (c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place):
+            if check.value is not None and check.baseline is not None:
+                return check.value - check.baseline
+        return None
 
     @property
     def chosen_elsewhere(self) -> str:

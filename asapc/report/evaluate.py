@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from asapc.artifact import Artifact, read_artifact, surrounding_model
@@ -39,7 +37,6 @@ from asapc.metrics import MAP_ENTRIES, MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.processes import ALONE, Part, Processes, apart, together
-from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
 from asapc.report.pictures import SitePictures
@@ -147,7 +144,6 @@ def _measured(
         **_provenance(artifact, source),
         "model": _of_model(artifact, source, fidelity, timed),
         "sites": results,
-        "by_length": fidelity.outputs.by_length(),
         "splits": {**unseen.splits(), "gate": fidelity.measured, "excluded": unseen.excluded},
     }
     if fidelity.audit is not None:
@@ -217,14 +213,11 @@ class _Fidelity:
 
     def add(self, batch: Batch, found: Mapping[str, Tensor], source: DataSource) -> None:
         """found: see _Models.outputs."""
-        lengths, models = _Lengths(len(batch)), self._models
-        with_maps = self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES
-        if with_maps or not models.called:  # sites that are left as they were tell no lengths
-            see = partial(self._see, lengths) if with_maps else lengths.see
-            lossless = _only(models.lossless.watch(batch, see))
+        if self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES:
+            lossless = _only(self._models.lossless.watch(batch, self._see))
             self.lossless.update(found["teacher"], lossless, batch.labels)
-        told = lengths.found() if "lengths" not in found else found["lengths"]
-        self.outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
+            self.mapped += len(batch)
+        self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers)
         self.own.update(found)
         give_back()
         if self.first is None:
@@ -233,11 +226,9 @@ class _Fidelity:
                 check_labels(source.labels, classes, range(len(source.labels)), source.source)
         if self.audit is not None:
             self.audit.update(batch)
-        self.mapped += len(batch) if with_maps else 0
         self.measured += len(batch)
 
-    def _see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
-        lengths.see(name, t)
+    def _see(self, name: str, t: SiteTensors) -> None:
         self._entries += t.q.shape[:3].numel() * t.k.shape[2]
         if name in self._sites:
             self._sites[name].update(t)
@@ -254,22 +245,14 @@ class _Models:
         self.metric, self._signature = metric, artifact.signature()
         self.runners = {stage: Runner(surrounding, parts) for stage, parts in programs.items()}
         self.lossless = Tap(surrounding, programs["lossless"], artifact.site_names)
-        self.called = [o.site for program in programs["graph"] for o in operator_calls(program.graph)]
-        self._compiled = Tap(surrounding, programs["graph"], self.called)
 
     def outputs(self, batch: Batch) -> Part:
-        """What teacher and compiled model give, the user's metric of both, and the lengths that a
-        compiled site tells."""
-        lengths = _Lengths(len(batch))
-        given = {
-            "teacher": self.runners["teacher"](batch),
-            "compiled": self._compiled.watch(batch, lengths.see),
-        }
+        """What teacher and compiled model give, and the user's metric of both."""
+        given = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
         found = {who: _only(output) for who, output in given.items()}
         if self.metric is not None:
             found |= self.metric.values(given, batch, self._signature)
-        told = lengths.found()
-        return found if told is None else {**found, "lengths": told}, None
+        return found, None
 
 
 def _only(output: Any) -> Tensor:
@@ -365,30 +348,6 @@ def _data_of(artifact: Artifact) -> list[str]:
     refresh = artifact.manifest.get("refresh", {})
     entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]
     return [places.found(str(entry["data"]), artifact.folder) for entry in entries if "data" in entry]
-
-
-class _Lengths:
-    """Active keys of each example, at the first site with a mask; all keys where none has one.
-
-    Of sites alone whose first axis counts the examples.
-    """
-
-    def __init__(self, examples: int) -> None:
-        self._examples = examples
-        self._masked: Tensor | None = None
-        self._full: Tensor | None = None
-
-    def see(self, site: str, t: SiteTensors) -> None:
-        if len(t.q) != self._examples:
-            return
-        if self._full is None:
-            self._full = torch.full((self._examples,), t.k.shape[2])
-        if self._masked is None and t.keep is not None and len(t.keep) == self._examples:
-            self._masked = t.keep.sum(-1)
-
-    def found(self) -> Tensor | None:
-        """[B]; None if no site has told."""
-        return self._full if self._masked is None else moved(self._masked, CPU)
 
 
 def bench(

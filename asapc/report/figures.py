@@ -1,10 +1,10 @@
 """Pictures of a report as matplotlib figures: `report.figure("errors")`, and the same on its page.
 
-    errors       attention error by layer, the worst first, and the limit
     times        the whole model: teacher, lossless, compiled, in ms
+    errors       attention error by layer, the worst first, and the limit
+    candidates   what was tried at a site, error against cost
     heads        attention error by head of a site
     lengths      attention error by number of active tokens of a site
-    candidates   what was tried at a site, error against cost
     maps         attention of teacher and compiled layer, and their difference; only of a report that was
                  measured in this process: report.json has no maps
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
 import torch
+from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
@@ -29,7 +30,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from asapc.errors import InputError
 from asapc.operators.catalogue import TEACHER
 from asapc.report.advice import judgement
-from asapc.report.document import ERROR, LengthBin, Report, SiteReport, Trail, TriedSite, finite, positive
+from asapc.report.document import ERROR, Report, SiteReport, Trail, TriedSite, finite, positive
 from asapc.report.pictures import MapPair
 from asapc.report.tables import number
 from asapc.terminal.printed import clipped, one_line
@@ -72,22 +73,31 @@ class Point(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure of the page, and what it shows in words."""
+    """What the page shows: a figure as an image, and what it is in words."""
 
     caption: str
-    figure: Figure
+    source: str
     broad: bool = False
+
+
+class Kind(NamedTuple):
+    """of_site: whether it is drawn of one layer.  why: there may be nothing to draw."""
+
+    caption: str
+    draw: Callable[..., Figure | None]
+    of_site: bool
+    why: str
 
 
 def figure(report: Report, what: str = "errors", site: str | None = None) -> Figure:
     """See asapc.report.document.Report.figure."""
     if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
-    draw, of_site, why = FIGURES[what]
+    kind = FIGURES[what]
     with style():
-        drawn = draw(report, _site(report, site)) if of_site else draw(report)
+        drawn = kind.draw(report, _site(report, site)) if kind.of_site else kind.draw(report)
     if drawn is None:
-        raise InputError(f"figure: nothing to draw for {what}", got=why)
+        raise InputError(f"figure: nothing to draw for {what}", got=kind.why)
     return drawn
 
 
@@ -99,12 +109,12 @@ def style() -> Any:
     return matplotlib.rc_context(options | STYLE)
 
 
-def data_uri(figure: Figure) -> str:
+def data_uri(figure: Figure) -> Markup:
     """The figure as an SVG image, the same bytes for the same figure."""
     buffer = io.BytesIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", facecolor="none", metadata=metadata)
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return Markup("data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode())
 
 
 # What there is to draw
@@ -135,20 +145,13 @@ def _heads(report: Report, site: SiteReport) -> Figure | None:
 
 
 def _lengths(report: Report, site: SiteReport) -> Figure | None:
-    return _by_length(site.by_length, ERROR, "attention error")
-
-
-def _by_length(bins: Sequence[LengthBin], metric: str, unit: str, lost: bool = False) -> Figure | None:
-    """A metric by length.  lost: what a share lacks of 1."""
     bars = []
-    for each in bins:
-        value = finite(each.metrics.get(metric))
+    for each in site.by_length:
         span = str(each.low) if each.low == each.high else f"{each.low}\u2013{each.high}"
-        value = 1 - value if lost and value is not None else value
-        bars.append(Bar(f"{span}, n = {number(each.examples)}", value))
+        bars.append(Bar(f"{span}, n = {number(each.examples)}", finite(each.attention_rel_l2)))
     if all(bar.value is None for bar in bars):
         return None
-    return draw_bars(bars, f"{unit}, by active tokens", percent=lost)
+    return draw_bars(bars, "attention error, by active tokens")
 
 
 def _candidates(report: Report, site: SiteReport) -> Figure | None:
@@ -193,14 +196,13 @@ def _pairs(report: Report, site: SiteReport) -> Sequence[MapPair]:
     return next((p.pairs for p in report.pictures if p.name == site.name), ())
 
 
-# What draws each, whether of one site, and why there may be nothing to draw.
-FIGURES: Mapping[str, tuple[Callable[..., Figure | None], bool, str]] = {
-    "errors": (_errors, False, "no layer's attention was compared"),
-    "times": (_times, False, "the model was not timed"),
-    "heads": (_heads, True, "the layer has no errors by head"),
-    "lengths": (_lengths, True, "the layer has no errors by length"),
-    "candidates": (_candidates, True, "nothing was timed beside what was chosen"),
-    "maps": (_maps, True, "report.json has none: they are in a report that was just measured"),
+FIGURES: Mapping[str, Kind] = {
+    "times": Kind("Times", _times, False, "the model was not timed"),
+    "errors": Kind("Layers by their errors", _errors, False, "no layer's attention was compared"),
+    "candidates": Kind("What was tried", _candidates, True, "nothing was timed beside what was chosen"),
+    "heads": Kind("By head", _heads, True, "the layer has no errors by head"),
+    "lengths": Kind("By length", _lengths, True, "the layer has no errors by length"),
+    "maps": Kind("Maps", _maps, True, "report.json has none: only a report that was just measured has"),
 }
 
 
@@ -222,38 +224,33 @@ def _name(name: str) -> str:
 
 
 def model_pictures(report: Report) -> list[Picture]:
-    """Of the whole model: its times, its worst layers, and what it loses by the length of an example."""
-    bins = report.by_length if len(report.by_length) > 1 else ()
-    return _drawn(
-        ("Times", _times(report)),
-        ("Layers with the largest errors", _errors(report) if len(report.sites) > 1 else None),
-        ("Predictions changed, by length",
-         _by_length(bins, "prediction_agreement", "predictions changed", lost=True)),
-        ("Logit KL, by length", _by_length(bins, "logit_kl", "logit kl")),
-    )  # fmt: skip
+    """Of the whole model: its times, and its worst layers."""
+    return _drawn((kind.caption, kind.draw(report)) for kind in FIGURES.values() if not kind.of_site)
 
 
 def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
     """Candidates, errors by head and by length, and each of its maps."""
-    several = len(site.by_length) > 1  # one length says what the mean says
-    return _drawn(
-        ("What was tried", _candidates(report, site)),
-        ("By head", _heads(report, site)),
-        ("By length", _lengths(report, site) if several else None),
-        *((f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
-           f"{number(pair.error)}", draw_maps(pair), True) for pair in _pairs(report, site)),
+    kinds = [kind for what, kind in FIGURES.items() if kind.of_site and what != "maps"]
+    if len(site.by_length) == 1:  # which says what the mean says
+        kinds.remove(FIGURES["lengths"])
+    maps = (
+        (f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
+         f"{number(pair.error)}", draw_maps(pair))
+        for pair in _pairs(report, site)
     )  # fmt: skip
+    return [*_drawn((kind.caption, kind.draw(report, site)) for kind in kinds), *_drawn(maps, True)]
 
 
-def _drawn(*pictures: tuple[str, Figure | None] | tuple[str, Figure | None, bool]) -> list[Picture]:
-    return [Picture(caption, drawn, *broad) for caption, drawn, *broad in pictures if drawn is not None]
+def _drawn(figures: Iterable[tuple[str, Figure | None]], broad: bool = False) -> list[Picture]:
+    """Of those that there are."""
+    return [Picture(caption, data_uri(figure), broad) for caption, figure in figures if figure]
 
 
 # How it is drawn
 
 
 def draw_bars(
-    bars: Sequence[Bar], axis: str, *, line: tuple[str, float] | None = None, percent: bool = False
+    bars: Sequence[Bar], axis: str, line: tuple[str, float] | None = None
 ) -> Figure | None:
     """A bar for each value, the first on top; what is not finite is a mark.  None where there is none.
 
@@ -266,10 +263,7 @@ def draw_bars(
     axes = figure.subplots()
     # A divergence of equal outputs rounds to a little below zero.
     lengths = [max(finite(bar.value) or 0.0, 0.0) for bar in bars]
-    texts = [
-        "\u221e" if finite(bar.value) is None else f"{bar.value:.2%}" if percent else number(bar.value)
-        for bar in bars
-    ]
+    texts = ["\u221e" if finite(bar.value) is None else number(bar.value) for bar in bars]
     drawn = axes.barh(range(len(bars)), lengths, color=[COLORS[bar.kind] for bar in bars])
     axes.bar_label(drawn, texts, padding=3)
     axes.set_ylim(len(bars) - 0.4, -0.6)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from asapc.errors import InputError
 from asapc.formats.yaml_file import read_yaml_mapping
@@ -59,11 +59,6 @@ class Gate:
     confidence: bool = False
 
 
-def known_metrics() -> tuple[str, ...]:
-    """Every name a gate may use."""
-    return tuple(sorted(metric.key for metric in METRICS if metric.gate))
-
-
 def load_gates(path: str | Path) -> list[Gate]:
     """The gates in a YAML or JSON file.  Raises InputError: unknown name, no limit, empty file."""
     return parse_gates(read_yaml_mapping(path, "gates"), where=f"gates {path}")
@@ -72,7 +67,7 @@ def load_gates(path: str | Path) -> list[Gate]:
 def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
     """Checks `{"metric": {"min"|"max": number, "confidence": bool}}`, and the same for every pattern
     under "sites".  Raises InputError, with the line where the data was read from a file."""
-    return _parsed(data, Place(where), {**_metrics(None), "sites": _sites})
+    return _of_metrics(data, Place(where), None)
 
 
 def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
@@ -91,16 +86,16 @@ def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
     checks = []
     for gate in gates:
         if gate.pattern is None and METRIC[gate.metric].scope != "site":
-            checks.append(_judge(report, gate, _read(report.model, "model", gate)))
+            checks.append(_judge(report, gate, report.model, "model"))
             continue
         governed = [site for site in report.sites if _governing(gates, gate, site.name)]
         if report.sites and not governed:
             continue  # patterns took every site over
         having = [site for site in governed if not _without(site, gate.metric)]
-        readings = [_read(site, site.name, gate) for site in having]
+        judged = [_judge(report, gate, site, site.name) for site in having]
         if gate.pattern is None:
-            readings = [_worst(readings, gate)] if readings else [_Reading("sites")]
-        checks += [_judge(report, gate, reading) for reading in readings]
+            judged = [_worst(judged) if judged else _judge(report, gate, None, "sites")]
+        checks += judged
     return checks
 
 
@@ -152,78 +147,66 @@ def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
     return math.ceil(per_example / distance - 1e-6) if distance else 0
 
 
-class _Reading(NamedTuple):
-    """One value to judge. raw: as it stands in the report.  compared: what is held against the limit."""
-
-    scope: str
-    raw: float | None = None
-    compared: float | None = None
-
-
-def _read(holder: ModelReport | SiteReport, scope: str, gate: Gate) -> _Reading:
-    raw, ends, untouched = (
-        holder.metric(gate.metric), holder.interval(gate.metric), METRIC[gate.metric].untouched,
-    )  # fmt: skip
-    left = isinstance(holder, SiteReport) and holder.operator == TEACHER
-    if left and raw is None and untouched is not None:
-        raw, ends = untouched, (untouched, untouched)
-    compared = finite(raw)
-    if gate.confidence and compared is not None:
-        compared = None if ends is None else ends[0 if gate.bound == "min" else 1]
-    return _Reading(scope, raw, compared)
-
-
-def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
-    value, compared = finite(reading.raw), reading.compared
-    limit = f"{gate.bound} {gate.limit:g}{' with confidence' if gate.confidence else ''}"
-    subject = f"{gate.metric} of {reading.scope}"
-    few = _too_few(report, gate) if reading.scope == "model" else None
-    verdict: Class = "ANOMALOUS"
-    if reading.raw is None:
-        message = f"{subject} was not measured ({limit})"
-    elif value is None:
-        message = f"{subject} is not a finite number: {short(reading.raw)} ({limit})"
-    elif few is not None:
-        message = f"{subject} {few} for {limit}"
-    elif compared is None:
-        message = f"{subject} has no confidence interval ({limit})"
-    else:
-        kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
-        shown = f"{value:.6g}"
-        if gate.metric == "examples" and gate.bound == "min" and not kept:
-            message = f"the report has {shown} examples, too few ({limit})"
-        else:
-            verdict = "ACCEPT" if kept else "REGRESSION"
-            message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
-        if gate.confidence:
-            end, beyond = ("lower", "below") if gate.bound == "min" else ("upper", "above")
-            told = f"{100 * report.model.confidence_level:.4g} % {end} bound {compared:.6g}"
-            where = "within" if kept else beyond
-            message = f"{subject} is {shown}; its {told} is {where} the limit {gate.limit:g}"
+def _judge(report: Report, gate: Gate, holder: ModelReport | SiteReport | None, scope: str) -> Check:
+    """holder: of the metric; None where there is none."""
+    raw = ends = None
+    if holder is not None:
+        raw, ends = holder.metric(gate.metric), holder.interval(gate.metric)
+        untouched = METRIC[gate.metric].untouched
+        left = isinstance(holder, SiteReport) and holder.operator == TEACHER
+        if raw is None and left and untouched is not None:
+            raw, ends = untouched, (untouched, untouched)
+    value = compared = finite(raw)
+    if gate.confidence:
+        compared = None if value is None or ends is None else ends[0 if gate.bound == "min" else 1]
+    few = too_few(_needed(gate), report) if holder is report.model else ""
+    level = report.model.confidence_level
+    verdict, message = _verdict(gate, f"{gate.metric} of {scope}", raw, compared, few, level)
     more: dict[str, Any] = {gate.bound: gate.limit}
     if gate.confidence:
         more |= {"confidence": True, "bound_value": compared}
-    return Check(
-        "limit", gate.metric, reading.scope, value, verdict=verdict, message=message, **more
-    )
+    return Check("limit", gate.metric, scope, value, verdict=verdict, message=message, **more)
 
 
-def _too_few(report: Report, gate: Gate) -> str | None:
-    """Why the number of examples does not carry a limit on a share, None where it does.
+def _verdict(
+    gate: Gate, subject: str, raw: float | None, compared: float | None, few: str, level: float
+) -> tuple[Class, str]:
+    """compared: what is held against the limit, of the value as it stands in the report.  few: why there
+    are too few examples.  level: of confidence."""
+    limit = f"{gate.bound} {gate.limit:g}{' with confidence' if gate.confidence else ''}"
+    unusable = unmeasured(subject, raw, limit)
+    if unusable or few:
+        return "ANOMALOUS", unusable or f"{subject} {few} for {limit}"
+    if compared is None:
+        return "ANOMALOUS", f"{subject} has no confidence interval ({limit})"
+    kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
+    if gate.metric == "examples" and gate.bound == "min" and not kept:
+        return "ANOMALOUS", f"the report has {compared:.6g} examples, too few ({limit})"
+    shown = f"{raw:.6g}"
+    if gate.confidence:
+        end = "lower" if gate.bound == "min" else "upper"
+        shown += f" ({100 * level:.4g} % {end} bound {compared:.6g})"
+    where = "within" if kept else "beyond"
+    return "ACCEPT" if kept else "REGRESSION", f"{subject} is {shown}, {where} its limit ({limit})"
+
+
+def unmeasured(subject: str, raw: float | None, against: str) -> str:
+    """Why a value can be held against nothing; empty where it can."""
+    if raw is None:
+        return f"{subject} was not measured ({against})"
+    broken = finite(raw) is None
+    return f"{subject} is not a finite number: {short(raw)} ({against})" if broken else ""
+
+
+def too_few(needed: int, *reports: Report) -> str:
+    """Why the examples of reports do not carry a limit on a share; empty where they do.
 
     A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
     more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
     on a confidence bound needs so many examples that a perfect result keeps it.
     """
-    needed = _needed(gate)
-    if not needed:
-        return None
-    examples = finite(report.model.metric("examples"))
-    if examples is None:
-        return f"rests on an unknown number of examples; at least {needed} are needed"
-    if examples >= needed:
-        return None
-    return f"rests on only {examples:g} examples; at least {needed} are needed"
+    examples = min((finite(report.model.metric("examples")) or 0.0) for report in reports)
+    return "" if examples >= needed else f"rests on {examples:g} examples; at least {needed} are needed"
 
 
 def _needed(gate: Gate) -> int:
@@ -241,10 +224,16 @@ def examples_asked(gates: Sequence[Gate]) -> int:
     return math.ceil(max([0, *least, *map(_needed, gates)]))
 
 
-def _worst(readings: Sequence[_Reading], gate: Gate) -> _Reading:
-    """The reading nearest to failing: one without a value before all others."""
-    sign = 1 if gate.bound == "max" else -1
-    return max(readings, key=lambda r: math.inf if r.compared is None else sign * r.compared)
+def _worst(checks: Sequence[Check]) -> Check:
+    """The one nearest to failing: one without a value before all others."""
+
+    def badness(check: Check) -> float:
+        compared = check.bound_value if check.confidence else check.value
+        if compared is None:
+            return math.inf
+        return compared if check.bound == "max" else -compared
+
+    return max(checks, key=badness)
 
 
 def _governing(gates: Sequence[Gate], gate: Gate, name: str) -> bool:
@@ -325,61 +314,52 @@ def _anomaly(metric: str, scope: str, message: str, value: float | None = None) 
     return Check("plausibility", metric, scope, value, verdict="ANOMALOUS", message=message)
 
 
-_LIMITS: Mapping[str, Any] = {"min": Finite, "max": Finite, "confidence": Switch}
-
-
-def _metrics(pattern: str | None) -> dict[str, Compound]:
-    """What reads the limits of each metric."""
-    return {name: partial(_limits, name, pattern) for name in known_metrics()}
-
-
-def _parsed(data: Any, place: Place, readers: Mapping[str, Compound]) -> list[Gate]:
+def _of_metrics(data: Any, place: Place, pattern: str | None) -> list[Gate]:
+    """The limits of the sites of a pattern; without one, those of the whole file."""
     if not isinstance(data, Mapping) or not data:
         raise InputError(
-            f"{place}: at least one limit must be set",
-            got=short(data),
+            f"{place}: at least one limit must be set", got=short(data),
             help="write for example  attention_rel_l2: {max: 0.05}",
-        )
+        )  # fmt: skip
+    readers: dict[str, Compound] = {m.key: partial(_limits, m, pattern) for m in METRICS if m.gate}
+    if pattern is None:
+        readers["sites"] = _of_sites
     found = parse(data, dict.fromkeys(readers), place, readers, what="metric")
     return [gate for gates in found.values() for gate in gates]
 
 
-def _sites(patterns: Any, place: Place) -> list[Gate]:
+def _of_sites(patterns: Any, place: Place) -> list[Gate]:
     if not isinstance(patterns, Mapping) or not patterns:
         raise InputError(
-            f"{place} must map patterns of site names to limits",
-            got=short(patterns),
+            f"{place} must map patterns of site names to limits", got=short(patterns),
             help='write for example  sites: {"layers.0.*": {attention_rel_l2: {max: 0.01}}}',
-        )
+        )  # fmt: skip
     gates: list[Gate] = []
     for pattern, limits in patterns.items():
         where = place.at(pattern, patterns, label=str(pattern))
         if not isinstance(pattern, str):
             raise InputError(f"{where}: a pattern must be text", got=short(pattern))
-        gates += _parsed(limits, where, _metrics(pattern))
+        gates += _of_metrics(limits, where, pattern)
     return gates
 
 
-def _limits(key: str, pattern: str | None, limits: Any, place: Place) -> list[Gate]:
+def _limits(metric: Metric, pattern: str | None, limits: Any, place: Place) -> list[Gate]:
     """The limits of one metric, of the model or of the sites of a pattern."""
-    metric = METRIC[key]
     if pattern is not None and metric.scope == "model":
         raise InputError(
             f"{place}: only a metric of a site can be limited per site",
             help="limit a metric of the whole model at the top of the file",
         )
     if not isinstance(limits, Mapping) or not {"min", "max"} & set(limits):
-        raise InputError(
-            f"{place} must be limited by min and/or max, as in {{max: 0.05}}", got=short(limits)
-        )
-    found = parse(limits, _LIMITS, place)
-    bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
-    for bound in bounds:
-        if bound in found and metric.share and not (metric.low or 0) <= found[bound] <= 1:
-            where = place.at(bound, limits)
-            raise InputError(f"{where}: a share is at most 1", got=f"{found[bound]:g}",
-                             help="write 99 % as 0.99")  # fmt: skip
+        rule = f"{place} must be limited by min and/or max, as in {{max: 0.05}}"
+        raise InputError(rule, got=short(limits))
+    found = parse(limits, {"min": Finite, "max": Finite, "confidence": Switch}, place)
+    confidence = found.pop("confidence", False)
+    for bound, limit in found.items():
+        if metric.share and not (metric.low or 0) <= limit <= 1:
+            rule = f"{place.at(bound, limits)}: a share is at most 1"
+            raise InputError(rule, got=f"{limit:g}", help="write 99 % as 0.99")
     if found.get("min", -math.inf) > found.get("max", math.inf):
         raise InputError(f"{place}: min must not be above max", got=short(limits))
-    confidence = found.get("confidence", False)
-    return [Gate(key, bound, found[bound], pattern, confidence) for bound in bounds if bound in found]
+    bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
+    return [Gate(metric.key, b, found[b], pattern, confidence) for b in bounds if b in found]

@@ -10,30 +10,19 @@ jinja2 comes with torch; matplotlib, which the page's pictures need, is in the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from asapc.metrics import METRICS
-from asapc.report.advice import (
-    LOSSLESS_COMMAND,
-    LOSSLESS_PYTHON,
-    LOSSLESS_RECIPE,
-    advise,
-    decide,
-    recipe_of,
-)
+from asapc.report.advice import LOSSLESS_PYTHON, LOSSLESS_RECIPE, advise, decide
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
 from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
 
-if TYPE_CHECKING:
-    from asapc.report.figures import Picture
-
-ADVICE = 5  # on layers, of the most
+ADVICE = 5
 ROWS = 15  # of a table: longer ones are folded
 PICTURED = 12  # layers with pictures, so that a page of any depth stays small enough to open
 LONGEST = 500  # characters of a value that are shown
@@ -42,7 +31,7 @@ DEFAULT_WORDS = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "canno
 LOSSLESS = f"""\
 {LOSSLESS_PYTHON}      # from the same artefact
 {LOSSLESS_RECIPE}                        # or as a recipe, lossless.yaml, with
-{LOSSLESS_COMMAND}"""
+asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"""
 
 
 def rendered(template: str, **parts: Any) -> str:
@@ -74,12 +63,11 @@ def page(report: Report) -> dict[str, Any]:
     """What the template lays out, part by part in order; a part that is empty is left out there."""
     from asapc.report.figures import layer_pictures, model_pictures
 
-    decision, advice = decide(report), advise(report)
+    decision = decide(report)
     judged, own = decision.judgement, report.gate.verdict
     lossless = decision.lossless
-    advice = [each for n, each in enumerate(advice) if n < ADVICE or each.site is None]
     sections = {"Layers": layers_table(report)}
-    if judged.default and judged.limits:
+    if judged.defaults:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
     for heading, tables in report_sections(report).items():
         sections[heading] = sections.get(heading, []) + tables
@@ -95,14 +83,10 @@ def page(report: Report) -> dict[str, Any]:
         "figures": key_figures(report),
         "lossless": "" if lossless is None else lossless.sentence,
         "how": LOSSLESS,
-        "advice": [each.sentence for each in advice],
-        "recipe": recipe_of(advice).splitlines(),
-        "limits": judged.limits,
-        "pictures": _images(model_pictures(report)),
-        "layers": [
-            (site.name, pictures) for site in report.worst_first[:PICTURED]
-            if (pictures := _images(layer_pictures(report, site)))
-        ],
+        "advice": advise(report)[:ADVICE],
+        "limits": judged.defaults,
+        "pictures": model_pictures(report),
+        "layers": [(site.name, layer_pictures(report, site)) for site in report.worst_first[:PICTURED]],
         "sections": {heading: tables for heading, tables in sections.items() if tables},
     }  # fmt: skip
 
@@ -113,10 +97,3 @@ def _explained(report: Report) -> list[Table]:
     return listed("Metrics of a layer", [metric for metric in METRICS if metric.key in measured], {
         "metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc,
     })  # fmt: skip
-
-
-def _images(pictures: Sequence[Picture]) -> list[tuple[str, Markup, bool]]:
-    """(caption, source, whether it is broad) each."""
-    from asapc.report.figures import data_uri
-
-    return [(caption, Markup(data_uri(figure)), broad) for caption, figure, broad in pictures]

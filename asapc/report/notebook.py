@@ -33,7 +33,7 @@ def report_html(report: Report, title: str | None = None) -> str:
         code=LOSSLESS_PYTHON if decision.lossless is not None else "",
         figures=key_figures(report),
         layers=layers_table(report),
-        lines=[advice.sentence for advice in advise(report)[:HINTS]],
+        lines=advise(report)[:HINTS],
     )
 
 

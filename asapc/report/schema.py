@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from asapc.formats.records import Record, json_fields, required
+from asapc.formats.records import Record, json_fields
 from asapc.report.document import COUNT, REPORT_FORMAT, Report
 
 PLAIN: Mapping[Any, dict[str, Any]] = {
@@ -34,15 +34,18 @@ def report_schema() -> dict[str, Any]:
 
 
 def _record(cls: type[Record], kinds: dict[str, Any]) -> dict[str, Any]:
+    """What `to_json` always writes is required."""
     hints, properties = get_type_hints(cls, include_extras=True), dict[str, Any]()
+    always = [*cls.always]
     for key, each in json_fields(cls).items():
         if "rest" in each.metadata:
             properties |= each.metadata["rest"]
-        else:
-            properties[key] = _type(hints[each.name], kinds)
-    always = cls.always or tuple(key for key, each in json_fields(cls).items() if required(each))
+            continue
+        properties[key] = _type(hints[each.name], kinds)
+        if "optional" not in each.metadata:
+            always.append(key)
     return {"description": inspect.getdoc(cls), "type": "object", "properties": properties,
-            "required": list(always)}  # fmt: skip
+            "required": always}  # fmt: skip
 
 
 def _type(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:

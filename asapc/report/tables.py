@@ -24,7 +24,7 @@ from asapc.report.document import (
     Trail,
     Tried,
     TriedSite,
-    finite,
+    equally_fast,
     positive,
 )
 
@@ -71,9 +71,9 @@ def _told(item: Any, heading: str, column: Column) -> str:
     return "" if value is None and not heading.endswith("|") else metric_text(column, value)
 
 
-def _pairs(title: str, values: Result, labels: Mapping[str, str] = {}) -> list[Table]:
+def _pairs(title: str, values: Result) -> list[Table]:
     """A row for each value; no table without values."""
-    rows = tuple((labels.get(key, key), text_of(value)) for key, value in values.items())
+    rows = tuple((key, text_of(value)) for key, value in values.items())
     return [Table(title, ("", ""), rows)] if rows else []
 
 
@@ -90,39 +90,29 @@ def _parts(sites: Iterable[Result], part: str) -> list[dict[str, Any]]:
 # Cells
 
 
-MODEL_LABELS = {
+LABELS = {
     "source": "model",
-    "capture": "capture",
-    "examples": METRIC["examples"].label,
     "map_examples": "examples, attention compared",
-    "data": "data",
     "sizes": "supported sizes",
-    "own_metric": "own metric",
     "batch": "batch size",
-    **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
     "megabytes_lossless": "file, lossless loop (MB)",
     "megabytes_compiled": "file, compiled (MB)",
-    "threads": "threads",
-    "provider": "provider",
     "lossless_max_abs_error": "largest output difference, lossless",
-    "calibration_order": "calibration order",
     "usual_loop_ms": "site: usual loop (ms)",
     "lossless_ms": "site: lossless (ms)",
     "softmax_ms": "site: softmax attention (ms)",
-}
-REFRESH_LABELS = {
-    "best_epoch": "epoch kept",
-    "learning_rate": "learning rate",
-    "batch_size": "batch size",
-    "examples": "examples trained on",
-    "selection_examples": "examples selected on",
-    "parameters": "trained",
+    **{metric.key: metric.label for metric in METRICS if metric.label},
 }
 
 
-def number(value: Any, *, digits: int = 3) -> str:
-    """A value as text: integers whole, floats to `digits` significant digits, "-" when absent."""
+def label(key: str) -> str:
+    """What a value of the whole model is in words."""
+    return LABELS.get(key, key.replace("_", " "))
+
+
+def number(value: Any) -> str:
+    """A value as text: integers whole, floats to three significant digits, "-" when absent."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, bool):
@@ -134,15 +124,15 @@ def number(value: Any, *, digits: int = 3) -> str:
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e6:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        places = max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:.{places}f}"
-    return f"{value:.{digits - 1}e}"
+    return f"{value:.2e}"
 
 
 def text_of(value: Any) -> str:
     """A number, or the items of a list or a mapping: "a 1.00, b 2.00"."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {metric_text(str(key), item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(text_of, value))
     return number(value)
@@ -159,13 +149,6 @@ def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) ->
     return " to ".join(metric_text(key, end) for end in confidence.get(key, ()))
 
 
-def change_text(metric: str, change: float) -> str:
-    """A signed difference: points of a share, else in the metric's own unit."""
-    if is_share(metric):
-        return f"{change * 100:+.2f} points"
-    return f"+{number(change)}" if change > 0 else number(change)
-
-
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
@@ -174,12 +157,6 @@ _LOOP = (
     "T={half_steps}, {first_side} first, {last_side} last, scale {score_multiplier}, "
     "factor {output_factor}"
 )
-_SLICED = "tau={inverse_temperature} of the {sum} {cost}, factor {output_factor}"
-_HALF = "{side}: T={half_steps}, {first} first, scale {score_multiplier}"
-_TIES = {
-    "shared": "ties share mass", "descending": "ties in token order",
-    "ascending": "ties in token order from the smallest",
-}  # fmt: skip
 
 
 def convention_text(convention: Result | None) -> str:
@@ -194,37 +171,13 @@ def convention_text(convention: Result | None) -> str:
     return ", ".join(parts)
 
 
-def _worded(template: str, settings: Result, **more: str) -> str:
-    shown = {key: number(value) for key, value in settings.items()} | more
-    return template.format_map(defaultdict(lambda: "-", shown))
-
-
 def _loop(c: Result) -> list[str]:
+    parts = [_LOOP.format_map(defaultdict(lambda: "-", {key: number(x) for key, x in c.items()}))]
     stabiliser = c.get("stabiliser")
-    if not stabiliser:
-        return [_worded(_LOOP, c)]
-    sign = "+" if stabiliser.get("kind") == "add" else "at least"
-    return [_worded(_LOOP, c), _worded("sums {sign} {constant}", stabiliser, sign=sign)]
-
-
-def _sliced(c: Result) -> list[str]:
-    ties, coupling = c.get("ties", "shared"), c.get("coupling")
-    sort = _worded("SoftSort t={softsort_temperature}", c)
-    return [
-        f"exact sorting, {_TIES.get(ties, ties)}" if c.get("softsort_temperature") is None else sort,
-        *([f"{coupling} coupling"] if coupling is not None else []),
-        "axis-aligned slices" if c.get("slices") is None else f"{c['slices']} slices",
-        _worded(_SLICED, c, sum="mean" if c.get("mean_cost") else "summed",
-                cost="squared distance" if c.get("squared_cost") else "distance"),
-    ]  # fmt: skip
-
-
-def _glued(c: Result) -> list[str]:
-    halves = [
-        _worded(_HALF, half, side=side, first=side if half.get("tokens_first") else "pivots")
-        for side in ("queries", "keys") for half in [c.get(side) or {}]
-    ]  # fmt: skip
-    return [_worded("{pivots} pivots", c), *halves, _worded("factor {output_factor}", c)]
+    if stabiliser:
+        sign = "+" if stabiliser.get("kind") == "add" else "at least"
+        parts.append(f"sums {sign} {number(stabiliser.get('constant'))}")
+    return parts
 
 
 def _plan(c: Result) -> list[str]:
@@ -244,15 +197,15 @@ def _banded(c: Result) -> list[str]:
 
 
 def _settings(c: Result) -> list[str]:
-    """Of a kind that is not worded above."""
-    settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
-    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in settings]
+    """What is set of a kind that is not worded above."""
+    apart = ("operator", "mask", "bias", "early_stop")
+    return [str(c.get("operator")).replace("_", " ")] + [
+        f"{key.replace('_', ' ')} {text_of(value)}" for key, value in c.items()
+        if key not in apart and not key.endswith("_terms") and value not in (None, False)
+    ]  # fmt: skip
 
 
-_CONVENTIONS = {
-    "sinkhorn": _loop, "esp_soft": _sliced, "esp_hard": _sliced, "lot": _glued, "plan": _plan,
-    "banded_sinkhorn": _banded,
-}  # fmt: skip
+_CONVENTIONS = {"sinkhorn": _loop, "plan": _plan, "banded_sinkhorn": _banded}
 
 
 def amortised_text(site: Result) -> str:
@@ -328,9 +281,13 @@ def _error_of(metric: str, site: SiteReport) -> str:
 
 
 def changed(report: Report, metric: str, scope: str) -> str:
-    """The difference of a metric to the baseline; empty where it was not compared."""
-    check = report.compared(metric, scope)
-    return "" if check is None or check.change is None else change_text(metric, check.change)
+    """The difference of a metric to the baseline, shares in points; empty where it was not compared."""
+    change = report.change(metric, scope)
+    if change is None:
+        return ""
+    if is_share(metric):
+        return f"{change * 100:+.2f} points"
+    return f"+{number(change)}" if change > 0 else number(change)
 
 
 def _speed_of(site: SiteReport, trail: TriedSite) -> str:
@@ -341,8 +298,7 @@ def _speed_of(site: SiteReport, trail: TriedSite) -> str:
     teacher, compiled = (positive(ms.get(shape)) for ms in (chosen.teacher_ms, chosen.latency_ms))
     if teacher is None or compiled is None:
         return "-"
-    low, high = (finite(end) for end in chosen.speedup.get(shape, (None, None)))
-    equal = low is not None and high is not None and low <= 1 <= high
+    equal = equally_fast(chosen.speedup.get(shape))
     times = f"{number(teacher)} -> {number(compiled)} ms at {shape}"
     return f"{'equal' if equal else f'{number(teacher / compiled)}x'}, {times}"
 
@@ -362,8 +318,8 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
         "Warnings": warnings_table(document["warnings"]),
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
-            *_fidelity_table(sites), *certificates_table(sites), *_length_tables(document),
-            *_latency_table(sites), *_choice_table("Why", sites),
+            *_fidelity_table(sites), *certificates_table(sites), *_length_table(sites),
+            *_choice_table("Why", sites),
         ],
         "How it was chosen": _selection_tables(document["selection"] or {}),
         "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
@@ -381,16 +337,15 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
 
 
 def _model_table(title: str, model: Result) -> Table:
-    confidence = model.get("confidence")
-    keys = [key for key in MODEL_LABELS if key in model]
-    keys += [key for key in model if key not in (*MODEL_LABELS, "confidence", "confidence_level")]
+    intervals = model.get("confidence")
     rows = []
-    for key in keys:
-        times = "x" if key.startswith("speedup") else ""
-        row = (MODEL_LABELS.get(key, key), metric_text(key, model[key]) + times)
-        rows.append((*row, interval_text(key, confidence) or "-") if confidence else row)
+    for key, value in model.items():
+        if key not in ("confidence", "confidence_level"):
+            times = "x" if key.startswith("speedup") else ""
+            row = (label(key), metric_text(key, value) + times)
+            rows.append((*row, interval_text(key, intervals) or "-") if intervals else row)
     heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
-    return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
+    return Table(title, ("", "|", heading) if intervals else ("", ""), tuple(rows))
 
 
 def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
@@ -413,18 +368,12 @@ def certificates_table(sites: Sequence[Result]) -> list[Table]:
     })  # fmt: skip
 
 
-def _length_tables(report: Result) -> list[Table]:
-    """Errors by the length of an example: the model's predictions, and attention per site."""
-    title, site = "By length of the example", {"site": "site"}
-    lengths: dict[str, Column] = {
-        "active keys": lambda bin: f"{bin['low']} to {bin['high']}", "examples|": "examples",
-    }  # fmt: skip
-    of_model = lengths | _metrics("prediction_agreement", "logit_kl")
-    of_sites = site | lengths | _metrics("attention_rel_l2")
-    return [
-        *listed(title, report["by_length"], of_model),
-        *listed(f"{title}, per site", _parts(report["sites"], "by_length"), of_sites),
-    ]
+def _length_table(sites: Sequence[Result]) -> list[Table]:
+    """Errors of each site by the length of an example."""
+    return listed("By length of the example, per site", _parts(sites, "by_length"), {
+        "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
+        "examples|": "examples", **_metrics(ERROR),
+    })  # fmt: skip
 
 
 def _latency_table(sites: Sequence[Result]) -> list[Table]:
@@ -579,27 +528,8 @@ def compile_tables(manifest: Result) -> list[Table]:
 
 
 def refresh_tables(entry: Result) -> list[Table]:
-    """How a compiled model was trained after the replacement, and what that changed."""
-    apart = ("before", "after", "earlier", "soft_to_hard")
-    settings = {key: value for key, value in entry.items() if key not in apart}
-    if entry.get("best_epoch") == 0:
-        settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
-    if entry.get("earlier"):
-        settings["earlier refreshes"] = len(entry["earlier"])
-    before, after = entry.get("before", {}), entry.get("after", {})
-    audit = entry.get("soft_to_hard", {})
-    names = {"soft": "soft", "before": "exact, before", "after": "exact, annealed"}
-    sorts = ({"sorts": name, **audit.get(key, {})} for key, name in names.items())
-    return [
-        *_pairs("Refresh: training", settings, REFRESH_LABELS),
-        *listed("Refresh: on the selection split", before, {
-            "": lambda key: str(MODEL_LABELS.get(key, key)),
-            "before|": lambda key: metric_text(key, before[key]),
-            "after|": lambda key: metric_text(key, after.get(key)),
-        }),
-        *listed("Refresh: from soft to hard, selection split", sorts if audit else (),
-                {"sorts": "sorts", **_metrics("accuracy", "prediction_change")}),
-    ]  # fmt: skip
+    """How a compiled model was trained after the replacement, and its metrics before and after."""
+    return _pairs("Refresh", {key.replace("_", " "): value for key, value in entry.items()})
 
 
 def bench_tables(bench: Result) -> list[Table]:
@@ -615,8 +545,6 @@ def bench_tables(bench: Result) -> list[Table]:
 
 def onnx_tables(record: Result) -> list[Table]:
     """What was written, and how it compared with the compiled program."""
-    shapes = record.get("shapes", ())
-    spans = {name: {shape[name] for shape in shapes if name in shape} for name in (*shapes[:1], {})[0]}
     return _pairs("ONNX, run with ONNX Runtime against the compiled model", {
         "opset": record.get("opset"),
         "size (MB)": record.get("bytes", 0) / 1e6,
@@ -624,9 +552,8 @@ def onnx_tables(record: Result) -> list[Table]:
         "functions": record.get("functions", ()),
         "largest difference": record.get("largest"),
         "allowed": record.get("tolerance"),
-        "shapes run": len(shapes),
-        **{name: sorted(span) for name, span in spans.items()},
-    })  # fmt: skip
+        "shapes run": len(record.get("shapes", ())),
+    })
 
 
 def study_tables(result: Result) -> list[Table]:
