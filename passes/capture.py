@@ -59,7 +59,7 @@ from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
-from asapc.passes.state import Observed, is_the_same_traced, observed, untraced
+from asapc.passes.state import Observed, emptied, is_the_same_traced, observed, untraced
 
 
 @dataclass
@@ -312,7 +312,7 @@ def _traced(
             texts, kinds = texts_of_sizes(), kinds_of_sizes(state.spaces)
             named = _keywords_named(module, kwargs)
             with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
-                  named):  # fmt: skip
+                  named, emptied(state.caches)):  # fmt: skip
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
