@@ -269,8 +269,7 @@ def _caches(
             tried[module] = kept
     if not tried:
         return {}
-    leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
-    args, kwargs = pytree.tree_unflatten([_another(leaf) for leaf in leaves], spec)
+    args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     others = {key: 1.5 * x for key, x in weights.items() if x.is_floating_point()}
 
@@ -293,7 +292,7 @@ def _can_be_emptied(kept: Any) -> bool:
     return all(leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, int) for leaf in leaves)
 
 
-def _another(leaf: Any) -> Any:
+def others_for(leaf: Any) -> Any:
     """Other numbers of the same sizes, and another mask."""
     is_mask = isinstance(leaf, Tensor) and leaf.dtype is torch.bool
     return ~leaf if is_mask else _scaled(3.0, _masked(leaf))
