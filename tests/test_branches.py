@@ -85,6 +85,12 @@ COMPILED: list[Any] = []
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "text": (lambda y: {"y": y, "kind": "soft"}, "returns a string"),
     "number": (lambda y: (y, float(y.max())), "depends on a value from the data"),
+    "length": (lambda y: y * torch.from_numpy(0.1 * np.arange(len(y[0])))[:, None], "goes into NumPy"),
+    "root": (lambda y: y * torch.from_numpy(np.sqrt(np.arange(len(y[0]))))[:, None], "goes into NumPy"),
+    "axis": (
+        lambda y: torch.vmap(lambda t: t - t.logsumexp(-1, keepdim=True), in_dims=1, out_dims=1)(y),
+        "a vmap takes or gives another axis than the first",
+    ),
     "class": (Returned, "returns a Returned, which is not made of tensors"),
     "class of a function": (
         type("Local", (Returned,), {"__qualname__": "f.<locals>.Local"}),
