@@ -450,9 +450,12 @@ _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual",
     "_Number", "float NaN to integer", "User output nan",
 }  # fmt: skip
+_LENGTH_IN_NUMPY = "a length goes into NumPy; compute with it in torch"
 _IN_WORDS = {
     "non-nested SymInt": "a length is looked up in a dictionary or cache; compute what is kept there",
     ".numpy() is not supported": "a tensor is read as a NumPy array; compute with it in torch",
+    "np.ndarray of type numpy.object_": _LENGTH_IN_NUMPY, "loop of ufunc": _LENGTH_IN_NUMPY,
+    "fake tensor in the exported program": "a vmap takes or gives another axis than the first",
     "Couldn't swap": "a layer is cast or moved while the model runs; do it before",
 }
 

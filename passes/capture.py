@@ -60,7 +60,14 @@ from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
-from asapc.passes.state import Observed, is_the_same_traced, observed, untraced
+from asapc.passes.state import (
+    Observed,
+    emptied,
+    is_the_same_traced,
+    observed,
+    others_for,
+    untraced,
+)
 
 
 @dataclass
@@ -249,8 +256,12 @@ def _export(
 
 
 def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    with_numbers, without = (_answers(module, args, kwargs, numbers)[0] for numbers in (True, False))
-    return with_numbers.given != without.given
+    given = _answers(module, args, kwargs, numbers=True)[0].given
+    try:
+        return given != _answers(module, args, kwargs, numbers=False)[0].given
+    except TypeError:  # of a tensor and what stands for a number, which has to be one of weights
+        args, kwargs = pytree.tree_map(others_for, (args, kwargs))
+        return bool(given) and given == _answers(module, args, kwargs, numbers=True)[0].given
 
 
 def _answers(
@@ -298,7 +309,7 @@ def _traced(
             texts, kinds = texts_of_sizes(), kinds_of_sizes(state.spaces)
             named = _keywords_named(module, kwargs)
             with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
-                  named):  # fmt: skip
+                  named, emptied(state.caches)):  # fmt: skip
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
@@ -317,7 +328,7 @@ def _traced(
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
-    _check_sizes(module, graph, args, kwargs, budget.widened)
+    _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
     shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
@@ -348,13 +359,14 @@ def _check_kinds(graph: GraphModule, unknown: bool) -> None:
 
 
 def _check_sizes(
-    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], widened: bool
-) -> None:
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], widened: bool,
+    numbers: bool,
+) -> None:  # fmt: skip
     """Where torch's own code takes another way for a size, it is none of the program's.
 
     A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one are
     tried, and two sizes of one at once, of which the length is limited.  widened: torch.cdist was traced
-    past its branch on a size.
+    past its branch on a size.  numbers: see _traced.
     """
     free = _free_sizes(graph)
     alone = [(symbol,) for symbol in free]
@@ -363,7 +375,8 @@ def _check_sizes(
         environment = free[symbols[-1]].node.shape_env
         if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
             continue
-        if _alike_at(module, graph, args, kwargs, dict.fromkeys(symbols, count), ALIKE) is False:
+        counts = dict.fromkeys(symbols, count)
+        if _alike_at(module, graph, args, kwargs, counts, ALIKE, numbers) is False:
             demand(environment, symbols[-1], count + 1)
     for symbol, size in free.items() if widened else ():
         ranges = size.node.shape_env.var_to_range
@@ -371,20 +384,20 @@ def _check_sizes(
         count = CDIST + 5 if few else CDIST - 5
         if not ranges[symbol].lower <= count <= ranges[symbol].upper:
             continue
-        if not _alike_at(module, graph, args, kwargs, {symbol: count}, SAME):
+        if not _alike_at(module, graph, args, kwargs, {symbol: count}, SAME, numbers):
             ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
 
 
 def _alike_at(
     module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any],
-    counts: Mapping[Any, int], tolerance: float,
+    counts: Mapping[Any, int], tolerance: float, numbers: bool,
 ) -> bool | None:  # fmt: skip
     """Whether both give the same at these sizes; None where the module gives nothing, or the program says
-    that its examples answer otherwise.  tolerance: see _alike."""
+    that its examples answer otherwise.  tolerance: see _alike.  numbers: see _traced."""
     args, kwargs = _resized(graph, args, kwargs, counts)
     with torch.random.fork_rng(devices=[]):
         try:
-            with Trace():
+            with Trace(numbers=numbers):
                 expected = module(*args, **kwargs)
         except Exception:
             return None

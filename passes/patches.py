@@ -152,7 +152,10 @@ def _with_insides(
         before = {path: observed.stored(full[path], module) for path, module in modules.items()}
         flat = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
         insides[name] = tuple(
-            Inside.of(module, path, observed.guard(full[path], module, flat))
+            replace(
+                Inside.of(module, path, observed.guard(full[path], module, flat)),
+                caches=tuple(observed.caches.get(module, ())),
+            )
             for path, module in modules.items()
         )
         for one in insides[name]:

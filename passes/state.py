@@ -19,7 +19,7 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
@@ -42,6 +42,7 @@ from asapc.program.state import (
     GRADIENTS,
     MIXED,
     SETTINGS,
+    Caches,
     Names,
     Reads,
     Steps,
@@ -51,6 +52,7 @@ from asapc.program.state import (
     can_be_taken_away,
     encoded,
     found,
+    holding,
     reachable,
     setting,
     text_of,
@@ -111,6 +113,7 @@ class Observed:
     varying:   why not, from call to call of one run.
     eager:     whether code computes something else where it is told that it is traced.
     spaces:    the globals of its functions.
+    caches:    of modules, what they compute of sizes and keep, with what was kept before they ran.
     """
 
     names: dict[str, Names] = field(default_factory=dict)
@@ -120,6 +123,7 @@ class Observed:
     varying: dict[str, str] = field(default_factory=dict)
     eager: bool = False
     spaces: list[dict[str, Any]] = field(default_factory=list)
+    caches: Caches = field(default_factory=dict)
 
     def reason(self, within: str, one_program: bool) -> str | None:
         """Why a program of this module would not be what it computes.
@@ -149,8 +153,12 @@ class Observed:
         time that it is entered itself is set on the way, by code that is compiled as well.
         """
         now = self.reads(name, module)
+        kept = self.caches.get(module, {})
+        with holding({module: kept}):
+            before = replace(self, caches={}).reads(name, module) if kept else {}
         steady = self.values.get(name, {}).items()
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
+        values += tuple((steps, value) for steps, value in before.items() if steps[0][1] in kept)
         questions = (answered(question, module, flat) for question in self.questions.get(name, ()))
         return Reads(values, tuple(sorted(questions)))
 
@@ -187,21 +195,23 @@ class Observed:
         start = f"{outer}." if outer else ""
         inner = {n.removeprefix(outer).removeprefix("."): x for n, x in self.names.items()
                  if n == outer or n.startswith(start)}  # fmt: skip
-        return Observed(inner)
+        return Observed(inner, caches=self.caches)
 
     def reads(self, name: str, module: nn.Module) -> dict[Steps, Value]:
-        """What the module of this name can read at this moment."""
+        """What the module of this name can read at this moment, besides what it computes anew."""
         names = self.names.get(name, Names())
-        return reachable(module, _of_torch(module) or names)
+        return reachable(module, _of_torch(module) or names, self.caches)
 
 
 def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
     """What the model reads on these batches, the first of which is its example.  larger: that it may
     take, after which it computes what it did before, or remembers something."""
     found, example = Observed(), batches[0]
+    before = {module: {**vars(module)} for module in model.modules()}
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
         profile = _profiled(model, example)  # what a first call imports is no code of the model
+    found.caches = _caches(model, example, profile, before)
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
@@ -238,9 +248,62 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
 
 def _profiled(model: nn.Module, example: Batch) -> _Profile:
     profile = _Profile()
-    with entering(model, profile.enter):
-        profile.run(lambda: model(*example.args, **example.kwargs))
+    profile.run(model, example)
     return profile
+
+
+def _caches(
+    model: nn.Module, example: Batch, profile: _Profile, before: Mapping[nn.Module, Mapping[str, Any]]
+) -> Caches:
+    """What modules keep of sizes alone, such as positions, and compute again where nothing is kept: the
+    same whatever the inputs and weights are, and outputs are the same without it.
+
+    profile: what ran, which then has the code that computes it.  before: attributes when nothing had run.
+    """
+    tried: dict[nn.Module, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        codes, own = profile.codes.get(name, ()), vars(module)
+        names = stored_names(codes)[0] & loaded_names(codes).said & own.keys()
+        kept = {key: own[key] for key in sorted(names) if _can_be_emptied(own[key])}
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(kept)):
+            tried[module] = kept
+    if not tried:
+        return {}
+    args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = {key: 1.5 * x for key, x in weights.items() if x.is_floating_point()}
+
+    def anew(run: Callable[[], Any]) -> tuple[Any, Caches]:
+        with emptied(tried):
+            return run(), {m: {key: vars(m)[key] for key in kept} for m, kept in tried.items()}
+
+    expected = model(*example.args, **example.kwargs)
+    try:
+        output, kept = anew(lambda: profile.run(model, example))
+        _, other = anew(lambda: torch.func.functional_call(model, others, args, kwargs))
+    except Exception:  # of the model, which cannot do without
+        return {}
+    same = [m for m in kept if _identical(kept[m], other[m])] if _identical(output, expected) else []
+    return {module: {key: before[module].get(key, GONE) for key in tried[module]} for module in same}
+
+
+def _can_be_emptied(kept: Any) -> bool:
+    leaves = pytree.tree_leaves(kept)
+    return all(leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, int) for leaf in leaves)
+
+
+def others_for(leaf: Any) -> Any:
+    """Other numbers of the same sizes, and another mask."""
+    is_mask = isinstance(leaf, Tensor) and leaf.dtype is torch.bool
+    return ~leaf if is_mask else _scaled(3.0, _masked(leaf))
+
+
+def emptied(caches: Caches) -> contextlib.AbstractContextManager[None]:
+    """With nothing in these attributes: no entries, no length, so that code computes them anew."""
+    nothing = lambda x: x[(slice(0, 0),) * x.dim()] if isinstance(x, Tensor) else type(x)()  # noqa: E731
+    kept = {module: {key: vars(module)[key] for key in names} for module, names in caches.items()}
+    return holding({m: {key: pytree.tree_map(nothing, x) for key, x in own.items()}
+                    for m, own in kept.items()})  # fmt: skip
 
 
 def _of_torch(module: nn.Module) -> Names | None:
@@ -268,13 +331,14 @@ class _Profile:
         self._stack.append(name)
         return self._stack.pop
 
-    def run(self, call: Callable[[], Any]) -> None:
-        before = sys.getprofile()
-        sys.setprofile(self)
-        try:
-            call()
-        finally:
-            sys.setprofile(before)
+    def run(self, model: nn.Module, example: Batch) -> Any:
+        with entering(model, self.enter):
+            before = sys.getprofile()
+            sys.setprofile(self)
+            try:
+                return model(*example.args, **example.kwargs)
+            finally:
+                sys.setprofile(before)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if not self._stack or event not in ("call", "c_call") or frame.f_back is None:
@@ -352,7 +416,9 @@ def _note_memory(
     for batch in larger:
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
             alone(*batch.args, **batch.kwargs)
-    after, output = _entries(alone, example, found)
+    copies = zip(model.modules(), alone.modules(), strict=True)
+    caches = {other: found.caches[module] for module, other in copies if module in found.caches}
+    after, output = _entries(alone, example, replace(found, caches=caches))
     if not _identical(output, expected):
         pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}

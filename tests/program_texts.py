@@ -178,7 +178,7 @@ LATE: dict[str, Twist] = {  # drawn apart, so that the programs of a seed are wh
                               "LEVEL = contextvars.ContextVar('level', default=1.0)\n",
                               event="space['LEVEL'].set(1.7)", undo="space['LEVEL'].set(1.0)"),
 }  # fmt: skip
-INGREDIENTS["late"] = ["none"] * (len(LATE) // 2) + sorted(LATE)
+INGREDIENTS["late"] = ["none"] * 8 * len(LATE) + sorted(LATE)  # most are refused for it
 
 
 FREE = ("family", "form", "steps", "first", "mask", "way", "value", "twist", "parent")

@@ -85,6 +85,12 @@ COMPILED: list[Any] = []
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "text": (lambda y: {"y": y, "kind": "soft"}, "returns a string"),
     "number": (lambda y: (y, float(y.max())), "depends on a value from the data"),
+    "length": (lambda y: y * torch.from_numpy(0.1 * np.arange(len(y[0])))[:, None], "goes into NumPy"),
+    "root": (lambda y: y * torch.from_numpy(np.sqrt(np.arange(len(y[0]))))[:, None], "goes into NumPy"),
+    "axis": (
+        lambda y: torch.vmap(lambda t: t - t.logsumexp(-1, keepdim=True), in_dims=1, out_dims=1)(y),
+        "a vmap takes or gives another axis than the first",
+    ),
     "class": (Returned, "returns a Returned, which is not made of tensors"),
     "class of a function": (
         type("Local", (Returned,), {"__qualname__": "f.<locals>.Local"}),
@@ -145,6 +151,24 @@ def test_what_is_asked_of_a_tensor_of_sizes_is_held_to(ask: str) -> None:
     torch.testing.assert_close(program.graph(X.flip(1)), model(X.flip(1)))
     with pytest.raises(BranchError, match=r"test_branches.py, line \d+\) is (true|false), got data"):
         program.graph(torch.cat([X, X], 1))
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda x: x / TAU.item(),
+    "a float": lambda x: x * float(TAU),
+    "a function": lambda x: x * max(TAU.item(), 0.1) ** 2,
+}
+TAU = torch.tensor(0.7)
+
+
+@pytest.mark.parametrize("ask", NUMBERS)
+def test_a_number_of_no_input_is_held_to(ask: str) -> None:
+    model = net(inner=NUMBERS[ask], ask=NUMBERS[ask])
+    (program,) = capture(model, (X,), {}).programs
+    _, limits = known_of([node.meta["val"] for node in program.graph.graph.find_nodes(op="placeholder")])
+    assert program.name == "" and not limits
+    for x in (X.flip(1).cos(), X[:1], X[:, :1]):
+        torch.testing.assert_close(program.graph(x), model(x))
 
 
 @pytest.mark.parametrize("ask", UNEXPORTED)

@@ -460,6 +460,78 @@ class Caches(Layer):
         return attended(self, x + sum(self.taus))
 
 
+class Positions(Layer):
+    """Kept for the longest input so far, in which the first entry stands for the first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest, self.places, self.base, self.gain = 0, None, 2.0, nn.Parameter(torch.ones(()))
+
+    def made(self, n: int) -> Tensor:
+        return self.base * torch.arange(n)[:, None] / 9
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if self.places is None or n > self.longest:
+            self.longest, self.places = n, self.made(n)
+        return attended(self, x, bias=torch.cos(self.places[:n] - self.places[:n].mT))
+
+
+class OfOneLength(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "kept") or self.kept[0].shape[0] != x.shape[1]:
+            self.kept = (self.made(x.shape[1]),)
+        return attended(self, x, bias=torch.cos(self.kept[0] - self.kept[0].mT))
+
+
+class OfWeights(Positions):
+    def made(self, n: int) -> Tensor:
+        return super().made(n) * self.gain.detach()
+
+
+class OfTheLongest(Positions):
+    def made(self, n: int) -> Tensor:
+        return super().made(n) * (1.0 if n < 90 else 0.5)
+
+
+class OfTheFirst(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.plain.shape != x.shape[:1]:
+            self.plain = x.mean((1, 2))
+        return attended(self, x, 1 + self.plain[:, None, None])
+
+
+@pytest.mark.parametrize("kind", [Positions, OfOneLength])
+@pytest.mark.parametrize("used", [False, True])
+def test_what_is_kept_of_sizes_alone_is_computed_anew(kind, used):
+    model, x = nn.Sequential(kind()).eval(), torch.randn(24, 6, 4)
+    if used:
+        model(torch.randn(1, 20, 4))
+    compiled = asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8).model
+    for size in (6, 1, 50, 9):  # shorter after longer, as no other call was made before
+        assert_told(own_code(copy.deepcopy(model), compiled, torch.randn(3, size, 4)), None)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert_told(own_code(model, compiled, torch.randn(3, 60, 4)), "hooks of all modules")
+    hook.remove()  # what its own code kept is no other state
+    assert_told(own_code(model, compiled, torch.randn(3, 60, 4)), None)
+    table = torch.randn(70, 1)
+    for layer in (model[0], compiled[0]):
+        layer.longest, layer.places, layer.kept = 70, table, (table,)
+    text = "kept" if kind is OfOneLength else "longest"
+    assert_told(own_code(model, compiled, torch.randn(3, 70, 4)), text)
+
+
+def test_what_depends_on_more_than_sizes_is_not():
+    model, compiled = made(OfWeights)
+    assert_told(own_code(model, copy.deepcopy(compiled), torch.randn(3, 6, 4)), "longest was captured")
+    for kind in (OfTheLongest, OfTheFirst):
+        with pytest.raises(asapc.errors.AsapcError, match=r"after calls with other|captured as 4"):
+            made(kind)
+    model, compiled = copy.deepcopy(made(Positions))
+    model[0].base = compiled[0].base = 3.0
+    assert_told(own_code(model, compiled, torch.randn(3, 8, 4)), "base was captured as 2.0")
+
+
 def _analysed(model: nn.Module) -> Analysis:
     x = torch.randn(8, 6, 4)
     first, *more = (Batch((part,), {}, None, [0] * 4) for part in (x[:4], 3 * x[4:, :5]))

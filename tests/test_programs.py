@@ -49,6 +49,7 @@ def test_a_program_never_differs_silently(name: str) -> None:
     if name in COMPILED:
         assert verdict.sites and "teacher" not in verdict.sites, verdict.text
         assert "artefact: mild" not in verdict.cases and "artefact: padded" not in verdict.cases
+        assert "long" not in verdict.cases, verdict.cases["long"]
 
 
 def test_they_hold_every_ingredient_but_some_twists() -> None:

@@ -32,11 +32,13 @@ from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
 from asapc.program.state import (
+    GONE,
     OPERATORS,
     Reads,
     Steps,
     asked,
     can_be_taken_away,
+    holding,
     own_forward,
     take_away,
 )
@@ -96,6 +98,7 @@ class Inside(Record):
     keeps:       the way to attributes in which its code keeps tensors, such as its last map.  A compiled
                  forward takes them away: what they held would be that of another call.
     shared:      parts that are one object: the path of each but the first, and that of the first.
+    caches:      attributes in which its own code keeps what the compiled code computes at every call.
     """
 
     path: str
@@ -105,6 +108,7 @@ class Inside(Record):
     reads: Reads
     keeps: tuple[Steps, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
+    caches: tuple[str, ...] = ()
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
@@ -306,12 +310,18 @@ class Forward:
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Without the operators among the module's parts, if its code goes through them."""
+        """Without the operators among the module's parts, if its code goes through them; and what is kept
+        in caches is as before afterwards, which is guarded."""
         looks = any(one.reads.of_structure for one in self.inside)
         parts = [*self.module.modules()] if looks else []
         held = [(one._modules, one._modules.pop(OPERATORS)) for one in parts if OPERATORS in one._modules]
+        keeping = {_part(self.module, one._names): one.caches for one in self.inside if one.caches}
         try:
-            yield
+            with holding({
+                part: {key: vars(part).get(key, GONE) for key in keys}
+                for part, keys in keeping.items() if part is not None
+            }):  # fmt: skip
+                yield
         finally:
             for modules, operators in held:
                 modules[OPERATORS] = operators

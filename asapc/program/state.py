@@ -12,6 +12,7 @@ code of the user's runs, and nothing is imported, for a manifest is not trusted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
 import hashlib
@@ -49,6 +50,8 @@ Steps = tuple[Step, ...]
 Value = bool | int | float | str | None | tuple[str, str]
 """A plain value, or what kind of object it is, and which."""
 
+Caches = dict[nn.Module, dict[str, Any]]
+"""What is in attributes of modules, GONE for nothing."""
 GONE = object()
 MOST = 2000  # values of one module
 DEEPEST = 8  # steps
@@ -109,10 +112,10 @@ class TooMuch(Exception):
     """More values than a guard can look at."""
 
 
-def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
+def reachable(root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = {}) -> dict[Steps, Value]:
     """The plain values that code which loads these names can read from a module, by path.
 
-    Raises TooMuch.
+    besides: what of modules is left out.  Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
@@ -120,8 +123,11 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
     while queue:
         steps, thing = queue.popleft()
+        left_out: Any = besides.get(thing, ()) if isinstance(thing, nn.Module) else ()
         for step in _steps(thing, names, not steps, files):
             inner = _stepped(thing, step)
+            if step[1] in left_out:
+                continue
             if inner is GONE and step[0] == "attr" and step[1] in names.asked:
                 values[(*steps, step)] = ABSENT
             if inner is GONE:
@@ -509,6 +515,24 @@ def _has_own(thing: Any) -> bool:
     """Whether it is an object that code sets attributes of: no class, function or module of Python."""
     kinds = (type, ModuleType, FunctionType, MethodType, Tensor)
     return hasattr(thing, "__dict__") and not isinstance(thing, kinds)
+
+
+@contextlib.contextmanager
+def holding(caches: Caches) -> Iterator[None]:
+    """With this in attributes, and everything as it was afterwards."""
+    before = {m: {key: vars(m).get(key, GONE) for key in names} for m, names in caches.items()}
+    try:
+        _hold(caches)
+        yield
+    finally:
+        _hold(before)
+
+
+def _hold(caches: Caches) -> None:
+    for module, kept in caches.items():
+        for key, value in kept.items():
+            vars(module).pop(key, None)
+            vars(module).update({} if value is GONE else {key: value})
 
 
 def text_of(steps: Steps) -> str:

@@ -33,7 +33,7 @@ from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner
-from asapc.program.state import answered
+from asapc.program.state import answered, holding
 from asapc.stages.analyse import forward_signature
 from asapc.stages.calibrate import tell_shortages
 from asapc.stages.export import write_edited_or_whole, write_verified
@@ -226,7 +226,8 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         of_sites = zip(c.analysis.sites, c.chosen.choices, strict=True)
         choices = [own if site.name in left else choice for site, choice in of_sites]
         output = Runner(model, chosen_programs(c.analysis, choices))(c.example)
-    with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
+    installed = installed_patches(model, patches, written.manifest["sites"])
+    with holding(c.analysis.capture.observed.caches), installed, warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
         try:
             run = Runner(model)
