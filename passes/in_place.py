@@ -37,7 +37,7 @@ WRITES = FILLS | {
     )
 }  # fmt: skip
 """What writes into its first input alone, and its twin that writes nowhere. FILLS keep its dtype."""
-PUT_BACK = {
+PUT_BACK: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default,
 }  # fmt: skip
 FRESH = {  # composite operators whose result is never one of their inputs

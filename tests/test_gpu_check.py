@@ -106,36 +106,36 @@ def test_the_benchmarks_of_other_operators_mix_no_devices(
     assert len(found["rows"]) >= 3
 
 
+# A torch of three lines in place of the library, which every worker would import for seconds.
+TORCH = """
+class cuda:
+    broken = False
+    is_initialized = staticmethod(lambda: True)
+
+    def synchronize():
+        if cuda.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
 POISONED = """
 import pytest, torch
-
-broken = []
-torch.cuda.is_initialized = lambda: True
-
-
-def synchronize():
-    if broken:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-torch.cuda.synchronize = synchronize
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_one(number):
-    synchronize()
+    torch.cuda.synchronize()
     if number == 1:
-        broken.append(number)
+        torch.cuda.broken = True
         raise AssertionError(f"poisoned by {number}")
 """
 
 
 def test_an_error_that_sticks_to_its_process_costs_one_test(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "test_kernels.py").write_text(POISONED)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "1", "-p", "gpu_worker", "-p",
                "no:cacheprovider", "test_kernels.py"]  # fmt: skip
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**outside, "PYTHONPATH": str(BENCHMARKS)}
+    environment = {**outside, "PYTHONPATH": f"{tmp_path}{os.pathsep}{BENCHMARKS}"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert "3 passed" in done.stdout, done.stdout
     assert "poisoned by 1" in done.stderr

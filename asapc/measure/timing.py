@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
+from scipy.special import bdtrik  # scipy.stats takes a second to import
 
 from asapc.measure.bootstrap import LEVEL, Interval
 from asapc.memory import current, forget_peak, give_back, peak
@@ -146,5 +146,5 @@ def ratio_interval(above: list[float], below: list[float], level: float = LEVEL)
     have an interval about 1.
     """
     ratios = sorted(a / b for a, b in zip(above, below, strict=False))
-    outside = int(binom.ppf((1 - level) / 2, len(ratios), 0.5)) if ratios else 0
+    outside = math.ceil(bdtrik((1 - level) / 2, len(ratios), 0.5)) if ratios else 0
     return (ratios[outside - 1], ratios[-outside]) if outside else None
