@@ -20,6 +20,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import Node
 
 from asapc.passes.cut import reached
+from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
 
@@ -60,8 +61,8 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
         return exported.run_decompositions({})
     if writes:
         graph.eliminate_dead_code()
-        graph.lint()
         exported.graph_module.recompile()
+        check_graph(exported.graph_module, "functional")
     return exported
 
 
