@@ -36,7 +36,7 @@ from asapc.formats.limits import MOST, demand, fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
-from asapc.measure.differences import largest_difference, tensor_outputs
+from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.branches import (
     CDIST,
     Answers,
@@ -416,7 +416,7 @@ def _alike(expected: Any, found: Any, tolerance: float = ALIKE) -> bool:
     exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
     if largest_difference(expected, found) <= (tolerance if exact else SAME):
         return True
-    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    return len(ours) == len(theirs) and all(map(equal, ours, theirs))
 
 
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
@@ -481,18 +481,11 @@ def _check_stops(
     for place in ends:
         number, node = residuals[place]
         other, computed = run(number)
-        same = len(other) == len(full) and all(map(_equal, full, other))
+        same = len(other) == len(full) and all(map(equal, full, other))
         if computed >= count and not same:
             raise ValueError(
                 f"branches on {node.name}, a value from the data, other than to end a loop early"
             )
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also where neither is a number."""
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 Axes = list[dict[int, Any] | None]

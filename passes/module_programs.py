@@ -181,14 +181,16 @@ class _Reader:
             return f"is called {self._counts[call.name]} times"
         name = self._full(call.name)
         calls = self.eager.get(name, ())
-        if len(calls) != 1:
+        if len(calls) != len(self.eager.get(self.program.name, ())):
             return f"is called {len(calls)} times where the model is not traced"
-        args, kwargs = calls[0]
-        try:
-            problem = self._call(call).flat(args, kwargs)[1]
-        except (Undescribable, TypeError) as error:
-            problem = str(error)
-        return None if problem is None else f"is called otherwise where it is not traced: {problem}"
+        for args, kwargs in calls:
+            try:
+                problem = self._call(call).flat(args, kwargs)[1]
+            except (Undescribable, TypeError) as error:
+                problem = str(error)
+            if problem is not None:
+                return f"is called otherwise where it is not traced: {problem}"
+        return None
 
     def _call(self, call: ModuleCall) -> Call:
         """How its module is called, when the model runs, too.  Raises Undescribable and TypeError."""

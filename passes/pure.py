@@ -83,7 +83,7 @@ def leaves_nothing(
         return False
     own = {c: vars(c) for m in modules for c in type(m).__mro__ if not c.__module__.startswith("torch.")}
     spaces = list(spaces)
-    values = [_function(value) for home in (*spaces, *own.values()) for value in home.values()]
+    values = [plain_function(value) for home in (*spaces, *own.values()) for value in home.values()]
     functions = {value.__code__: value for value in values if isinstance(value, FunctionType)}
     # By name, whether what the modules have is harmless.
     attributes = dict.fromkeys((code.co_name for code in codes), True)
@@ -167,7 +167,7 @@ def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
         return all(_is_harmless(part, codes) for part in value)
     if isinstance(value, ModuleType):
         return value in _MODULES
-    value = _function(value)
+    value = plain_function(value)
     if isinstance(value, FunctionType) and value.__code__ in codes:
         return True
     home = str(getattr(value, "__module__", "")).partition(".")[0]
@@ -177,7 +177,7 @@ def _is_harmless(value: Any, codes: Collection[CodeType]) -> bool:
     return isinstance(value, type) and home == "torch" and value.__name__ in _CALLED
 
 
-def _function(value: Any) -> Any:
+def plain_function(value: Any) -> Any:
     """What a static method, a class method or a property calls."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__

@@ -13,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import operator
@@ -32,8 +31,9 @@ from torch.utils import _pytree as pytree
 
 import asapc.inputs
 from asapc.inputs.data import Batch
-from asapc.measure.differences import largest_difference
+from asapc.measure.differences import equal, largest_difference
 from asapc.passes.bytecode import loaded_names, questions_of, stored_names
+from asapc.passes.first_call import Fresh, called, calls_of, copied
 from asapc.passes.observe import Leave, entering
 from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
@@ -207,7 +207,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     """What the model reads on these batches, the first of which is its example.  larger: that it may
     take, after which it computes what it did before, or remembers something."""
     found, example = Observed(), batches[0]
-    before = {module: {**vars(module)} for module in model.modules()}
+    before, fresh = {module: {**vars(module)} for module in model.modules()}, Fresh(model, _is_users)
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
         profile = _profiled(model, example)  # what a first call imports is no code of the model
@@ -236,7 +236,10 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
         if copying and _depends_on_layout(model, example, ran[0][1]):
             for name in copying:
                 found.questions[name] |= {"layout"}
-        _note_memory(model, example, larger, found, ran)
+        written = fresh.written(model)
+        found.changing |= dict.fromkeys(written, "writes into its weights when it is first called")
+        if not written:
+            _note_memory(model, example, larger, found, ran, fresh)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()):
@@ -398,24 +401,27 @@ _Run = tuple[dict[str, list[_Entry]], Any]
 
 
 def _note_memory(
-    model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed, ran: Sequence[_Run]
-) -> None:
+    model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed, ran: Sequence[_Run],
+    fresh: Fresh,
+) -> None:  # fmt: skip
     """Notes what makes the model compute something else after other calls than it did before.
 
-    ran: of which the first and the last were on the example.
+    ran: of which the first and the last were on the example.  fresh: the model before all of them.
     """
-    try:
-        alone = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    except Exception:  # of something that cannot be copied
-        alone = model
+    alone = copied(model)
     (_, again), (entered, expected) = ran[0], ran[-1]
     before = {
         name: _Entry(entries[0].values, _weights(alone.get_submodule(name)))
         for name, entries in entered.items()
     }
-    for batch in larger:
+    args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
+    for batch in (Batch(args, kwargs, None, []), *larger):
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
-            alone(*batch.args, **batch.kwargs)
+            output = called(alone, batch)
+            with fresh.copy() as first:
+                is_other = not _identical(called(first, batch), output)
+            if is_other:
+                _note_first(alone, fresh, batch, found)
     copies = zip(model.modules(), alone.modules(), strict=True)
     caches = {other: found.caches[module] for module, other in copies if module in found.caches}
     after, output = _entries(alone, example, replace(found, caches=caches))
@@ -425,6 +431,24 @@ def _note_memory(
         if not unsteady and _identical(again, expected):
             unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
         found.changing |= unsteady
+
+
+def _note_first(model: nn.Module, fresh: Fresh, batch: Batch, found: Observed) -> None:
+    """Notes the modules that give something else of the same where this batch comes first."""
+    calls, unlike = calls_of(model, batch), list[str]()
+    with fresh.copy() as other:
+        for now, then in zip(calls, calls_of(other, batch), strict=False):
+            inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
+            same = inside or not _identical(now.given, then.given) or _identical(now.output, then.output)
+            unlike += [] if same else [now.name]
+        for name in unlike or [""]:
+            told = "computes something else where other data came first"
+            with contextlib.suppress(TooMuch):
+                reads, before = (found.reads(name, m.get_submodule(name)) for m in (model, other))
+                made = (path for path in before if before[path] != reads.get(path, GONE))
+                texts = (f"makes {text_of(path)} of the first data it is given" for path in made)
+                told = next(texts, told)
+            found.changing.setdefault(name, told)
 
 
 def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
@@ -651,7 +675,7 @@ def _identical(one: Any, other: Any) -> bool:
 
 def _plainly_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return equal(one, other)
     now = encoded(one)
     if isinstance(now, tuple) and now[0] == "object":  # of the user's
         own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)

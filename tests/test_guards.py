@@ -525,7 +525,7 @@ def test_what_depends_on_more_than_sizes_is_not():
     model, compiled = made(OfWeights)
     assert_told(own_code(model, copy.deepcopy(compiled), torch.randn(3, 6, 4)), "longest was captured")
     for kind in (OfTheLongest, OfTheFirst):
-        with pytest.raises(asapc.errors.AsapcError, match=r"after calls with other|captured as 4"):
+        with pytest.raises(asapc.errors.AsapcError, match=r"after calls with other|plain of the first"):
             made(kind)
     model, compiled = copy.deepcopy(made(Positions))
     model[0].base = compiled[0].base = 3.0
@@ -545,6 +545,105 @@ def test_state_that_changes_is_left_to_the_code():
              "reads taus", "reads calls, which is not always the same (40 and 522)")  # fmt: skip
     for number, (left, text) in enumerate(zip(analysis.left_alone, texts, strict=True)):
         assert left.name == f"layers.{number}" and text in left.reason
+
+
+FIRST_SEEN: dict[str, Tensor] = {}
+FIRST_LENGTH = None
+
+
+def once() -> Callable[[Tensor], Tensor]:
+    known = []
+
+    def level(x: Tensor) -> Tensor:
+        known.extend([] if known else [x.abs().mean()])
+        return known[0]
+
+    return level
+
+
+class Once(Layer):
+    """What is made at the first call stays."""
+
+    level: Any = None
+    of_class: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("known", torch.zeros(()))
+
+    def made_once(self, x: Tensor) -> Any:
+        if self.level is None:
+            self.level = x.abs().mean()
+        return self.level
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, self.made_once(x))
+
+
+class OnceOfSizes(Once):
+    def made_once(self, x: Tensor) -> Any:
+        self.level = self.level or x.shape[1] / 6
+        return self.level
+
+
+class OnceOfWeights(Once):
+    def made_once(self, x: Tensor) -> Any:
+        self.level = self.level or float(self.qk.weight.abs().sum())
+        return self.level
+
+
+class OnceInAClass(Once):
+    def made_once(self, x: Tensor) -> Any:
+        OnceInAClass.of_class = self.of_class or float(x.abs().mean())
+        return self.of_class
+
+
+class OnceInADict(Once):
+    def made_once(self, x: Tensor) -> Any:
+        return FIRST_SEEN.setdefault("level", x.abs().mean())
+
+
+class OnceInAGlobal(Once):
+    def made_once(self, x: Tensor) -> Any:
+        global FIRST_LENGTH
+        FIRST_LENGTH = FIRST_LENGTH or len(x[0])
+        return FIRST_LENGTH
+
+
+class OnceAround(Once):
+    made_once = staticmethod(once())
+
+
+class OnceInABuffer(Once):
+    def made_once(self, x: Tensor) -> Any:
+        if not self.known:
+            self.known.copy_(x.abs().mean())
+        return self.known
+
+
+class OnceInAWeight(OnceInABuffer):
+    def made_once(self, x: Tensor) -> Any:
+        if not self.known:
+            self.known.fill_(1.0)
+            self.scale.data.copy_(x.abs().mean())
+        return self.scale
+
+
+@pytest.mark.parametrize("kind", [
+    Once, OnceOfSizes, OnceInAClass, OnceInADict, OnceInAGlobal, OnceAround, OnceInABuffer, OnceInAWeight,
+])  # fmt: skip
+def test_what_is_made_of_the_first_data_is_no_constant(kind):
+    model = stack(Layer, kind)
+    whole = [*map(str, model.state_dict().values())]
+    analysis = _analysed(copy.deepcopy(model))
+    text = "makes level of the first" if kind in (Once, OnceOfSizes) else "first"
+    assert len(analysis.left_alone) == 1 and text in analysis.left_alone[0].reason
+    assert [*map(str, model.state_dict().values())] == whole
+
+
+def test_what_is_made_once_of_weights_is_one():
+    assert not _analysed(stack(Layer, OnceOfWeights)).left_alone
 
 
 class Careless:
@@ -998,8 +1097,28 @@ class ReadsWhatIsLeft(nn.Module):
 
 def test_what_changes_between_the_calls_of_one_run():
     torch.manual_seed(0)
-    with pytest.raises(VerificationError, match="runs what was compiled"):
+    with pytest.raises(VerificationError, match="where other data came first"):
         asapc.compile(ReadsWhatIsLeft().eval(), torch.randn(24, 6, 4), recipe={"operator": "lossless"})
+
+
+class Twice(nn.Module):
+    """Of one layer, and in Python that is not traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(torch.from_numpy(x.numpy())))
+
+
+@torch.no_grad()
+def test_a_layer_that_is_captured_alone_and_called_twice():
+    torch.manual_seed(0)
+    model = Twice().eval()
+    compiled = asapc.compile(model, torch.randn(24, 6, 4), recipe=LOSSLESS, examples=8).model
+    for tokens in (6, 9, 1):
+        assert_told(own_code(model, compiled, torch.randn(3, tokens, 4)), None)
 
 
 @torch.no_grad()

@@ -1,0 +1,193 @@
+"""First call: a model as it was before anything ran, to tell what its first data have made of it.
+
+before: an nn.Module that has not run
+after:  Fresh, of which copies run on other data first
+
+`if self.scale is None: self.scale = x.abs().mean()` gives the same at every call that follows, and
+another model where other data came first. The copies share weights, and the files of their code, whose
+contents are those of before while a copy runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from asapc.inputs.data import Batch
+from asapc.passes.observe import replaced_forward
+from asapc.passes.pure import plain_function
+
+MOST_FILES = 200
+_Holder = Any  # a container, a class or a cell
+_EMPTY = object()
+_KINDS = (type, FunctionType, ModuleType)
+_CONTAINERS = (dict, list, set, deque)
+
+
+class Fresh:
+    """A model as it is now.  is_users: whether a file is the user's."""
+
+    def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
+        self._model = copied(model)
+        self._weights = _sums(model)
+        self._held: list[tuple[_Holder, Any]] = []
+        for space in _spaces(model, is_users):
+            holders = [space, *(holder for value in space.values() for holder in _holders(value))]
+            self._held += [(holder, _content(holder)) for holder in holders]
+
+    def written(self, model: nn.Module) -> list[str]:
+        """The modules into whose weights something has been written."""
+        return [name for name, now in _sums(model).items() if now != self._weights.get(name)]
+
+    @contextlib.contextmanager
+    def copy(self) -> Iterator[nn.Module]:
+        """Of the model; nothing has been called before."""
+        now = [(holder, _content(holder)) for holder, before in self._held if not _holds(holder, before)]
+        changed = {id(holder) for holder, _ in now}
+        try:
+            for holder, before in self._held:
+                if id(holder) in changed:
+                    _fill(holder, before)
+            yield copied(self._model)
+        finally:
+            for holder, content in now:
+                _fill(holder, content)
+
+
+def called(model: nn.Module, batch: Batch) -> Any:
+    """What the model gives, which may write into what it is given, or draw numbers."""
+    args, kwargs = copy.deepcopy((batch.args, batch.kwargs))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(*args, **kwargs)
+
+
+@dataclass
+class Call:
+    """What a module was given, and gave.  Copies."""
+
+    name: str
+    given: Any
+    output: Any = None
+
+
+def calls_of(model: nn.Module, batch: Batch) -> list[Call]:
+    """The calls of all modules, inner ones first."""
+    calls: list[Call] = []
+
+    def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_map(_kept, (args, kwargs))
+        output = forward(*args, **kwargs)
+        calls.append(Call(name, given, pytree.tree_map(_kept, output)))
+        return output
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.enter_context(replaced_forward(module, functools.partial(around, name)))
+        called(model, batch)
+    return calls
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """With the same parameters; the model itself where it holds what cannot be copied."""
+    try:
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    except Exception:
+        return model
+
+
+def _sums(model: nn.Module) -> dict[str, list[float]]:
+    """Of the weights of every module."""
+    return {
+        name: [
+            float(weight.detach().double().sum()) for weight in module.parameters(recurse=False)
+            if not (nn.parameter.is_lazy(weight) or weight.is_meta)
+        ]
+        for name, module in model.named_modules()
+    }  # fmt: skip
+
+
+def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """The globals of the classes of a model's modules, and of what is imported there."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    queue, known = deque[Any](sorted(kinds, key=repr)), set[int]()
+    while queue and len(known) < MOST_FILES:
+        value = queue.popleft()
+        home = sys.modules.get(value.__module__) if isinstance(value, type) else value
+        space: dict[str, Any] = getattr(home, "__globals__", None) or vars(home) if home else {}
+        name, file = str(space.get("__name__")), space.get("__file__") or ""
+        ours = name.partition(".")[0] in ("asapc", *sys.builtin_module_names)
+        if id(space) not in known and space and not ours and is_users(file):
+            known.add(id(space))
+            queue.extend(x for x in space.values() if isinstance(x, _KINDS))
+            yield space
+
+
+def _holders(value: Any) -> Iterator[_Holder]:
+    """What may keep something for a later call: a value, its attributes, the variables around it."""
+    if isinstance(value, _CONTAINERS):
+        yield value
+    elif isinstance(value, FunctionType):
+        yield vars(value)
+        for cell in value.__closure__ or ():
+            yield cell
+            yield from _holders(_content(cell)) if isinstance(_content(cell), _CONTAINERS) else ()
+    elif isinstance(value, type):
+        yield value
+        for inner in map(plain_function, vars(value).values()):
+            yield from _holders(inner) if isinstance(inner, (*_CONTAINERS, FunctionType)) else ()
+    elif not isinstance(value, ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
+        yield vars(value)
+
+
+def _content(holder: _Holder) -> Any:
+    if isinstance(holder, CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:  # nothing is in it yet
+            return _EMPTY
+    return {**vars(holder)} if isinstance(holder, type) else copy.copy(holder)
+
+
+def _holds(holder: _Holder, content: Any) -> bool:
+    """Whether it still holds the very objects."""
+    now = _content(holder)
+    if isinstance(holder, CellType):
+        return now is content
+    if isinstance(holder, type | dict):
+        return now.keys() == content.keys() and all(now[key] is value for key, value in content.items())
+    return len(now) == len(content) and all(map(operator.is_, now, content))
+
+
+def _fill(holder: _Holder, content: Any) -> None:
+    if isinstance(holder, CellType):
+        if content is _EMPTY:
+            del holder.cell_contents
+        else:
+            holder.cell_contents = content
+    elif isinstance(holder, type):
+        for name in vars(holder).keys() - content.keys():
+            delattr(holder, name)
+        for name, value in content.items():
+            if vars(holder).get(name, _EMPTY) is not value:
+                setattr(holder, name, value)
+    else:
+        holder.clear()
+        (holder.extend if isinstance(holder, list | deque) else holder.update)(content)
