@@ -16,7 +16,7 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -66,12 +66,12 @@ class Fresh:
                 _fill(holder, content)
 
 
-def called(model: nn.Module, batch: Batch) -> Any:
-    """What the model gives, which may write into what it is given, or draw numbers."""
+def called(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
+    """What the model gives with these weights, which may write into its inputs, or draw numbers."""
     args, kwargs = copy.deepcopy((batch.args, batch.kwargs))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model(*args, **kwargs)
+        return torch.func.functional_call(model, dict(weights), args, kwargs)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Call:
     output: Any = None
 
 
-def calls_of(model: nn.Module, batch: Batch) -> list[Call]:
+def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> list[Call]:
     """The calls of all modules, inner ones first."""
     calls: list[Call] = []
 
@@ -97,7 +97,7 @@ def calls_of(model: nn.Module, batch: Batch) -> list[Call]:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 stack.enter_context(replaced_forward(module, functools.partial(around, name)))
-        called(model, batch)
+        called(model, batch, weights)
     return calls
 
 

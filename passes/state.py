@@ -190,6 +190,12 @@ class Observed:
             )
         )  # fmt: skip
 
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> Observed:
+        """The same of a copy of the model."""
+        pairs = zip(model.modules(), copied.modules(), strict=True)
+        caches = {other: self.caches[one] for one, other in pairs if one in self.caches}
+        return replace(self, caches=caches)
+
     def within(self, outer: str) -> Observed:
         """Of a module and its parts, by their names in it."""
         start = f"{outer}." if outer else ""
@@ -273,8 +279,6 @@ def _caches(
     if not tried:
         return {}
     args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = {key: 1.5 * x for key, x in weights.items() if x.is_floating_point()}
 
     def anew(run: Callable[[], Any]) -> tuple[Any, Caches]:
         with emptied(tried):
@@ -283,7 +287,7 @@ def _caches(
     expected = model(*example.args, **example.kwargs)
     try:
         output, kept = anew(lambda: profile.run(model, example))
-        _, other = anew(lambda: torch.func.functional_call(model, others, args, kwargs))
+        _, other = anew(lambda: torch.func.functional_call(model, other_weights(model), args, kwargs))
     except Exception:  # of the model, which cannot do without
         return {}
     same = [m for m in kept if _identical(kept[m], other[m])] if _identical(output, expected) else []
@@ -415,16 +419,15 @@ def _note_memory(
         for name, entries in entered.items()
     }
     args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
-    for batch in (Batch(args, kwargs, None, []), *larger):
+    given = [(example, other_weights(model)), (Batch(args, kwargs, None, []), dict[str, Tensor]())]
+    for batch, weights in (*given, *((batch, dict[str, Tensor]()) for batch in larger)):
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
-            output = called(alone, batch)
+            output = called(alone, batch, weights)
             with fresh.copy() as first:
-                is_other = not _identical(called(first, batch), output)
+                is_other = not _identical(called(first, batch, weights), output)
             if is_other:
-                _note_first(alone, fresh, batch, found)
-    copies = zip(model.modules(), alone.modules(), strict=True)
-    caches = {other: found.caches[module] for module, other in copies if module in found.caches}
-    after, output = _entries(alone, example, replace(found, caches=caches))
+                _note_first(model, alone, fresh, batch, weights, found)
+    after, output = _entries(alone, example, found.of_copy(model, alone))
     if not _identical(output, expected):
         pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}
@@ -433,22 +436,34 @@ def _note_memory(
         found.changing |= unsteady
 
 
-def _note_first(model: nn.Module, fresh: Fresh, batch: Batch, found: Observed) -> None:
-    """Notes the modules that give something else of the same where this batch comes first."""
-    calls, unlike = calls_of(model, batch), list[str]()
+def other_weights(model: nn.Module) -> dict[str, Tensor]:
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {key: 1.5 * x for key, x in weights.items() if x.is_floating_point()}
+
+
+def _note_first(
+    model: nn.Module, later: nn.Module, fresh: Fresh, batch: Batch, weights: dict[str, Tensor],
+    found: Observed,
+) -> None:  # fmt: skip
+    """Notes the modules that keep something else, or give something else of the same, where this comes
+    first."""
+    told, unlike = dict[str, str](), list[str]()
+    calls, now_of = calls_of(later, batch, weights), found.of_copy(model, later)
     with fresh.copy() as other:
-        for now, then in zip(calls, calls_of(other, batch), strict=False):
+        for now, then in zip(calls, calls_of(other, batch, weights), strict=False):
             inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
             same = inside or not _identical(now.given, then.given) or _identical(now.output, then.output)
             unlike += [] if same else [now.name]
-        for name in unlike or [""]:
-            told = "computes something else where other data came first"
+        then_of = found.of_copy(model, other)
+        for name, module in other.named_modules():
             with contextlib.suppress(TooMuch):
-                reads, before = (found.reads(name, m.get_submodule(name)) for m in (model, other))
-                made = (path for path in before if before[path] != reads.get(path, GONE))
-                texts = (f"makes {text_of(path)} of the first data it is given" for path in made)
-                told = next(texts, told)
-            found.changing.setdefault(name, told)
+                before, reads = then_of.reads(name, module), now_of.reads(name, later.get_submodule(name))
+                made = [text_of(path) for path in before if before[path] != reads.get(path, GONE)]
+                if made:
+                    told[name] = f"makes {made[0]} once, of what comes first"
+    for name in unlike if told else unlike or [""]:
+        told.setdefault(name, "computes something else where other data or weights came first")
+    found.changing = {**told, **found.changing}
 
 
 def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:

@@ -177,6 +177,14 @@ LATE: dict[str, Twist] = {  # drawn apart, so that the programs of a seed are wh
     "context_variable": Twist("LEVEL.get()", factor=True, top="import contextvars\n"
                               "LEVEL = contextvars.ContextVar('level', default=1.0)\n",
                               event="space['LEVEL'].set(1.7)", undo="space['LEVEL'].set(1.0)"),
+    "first_data": Twist("self.first", init="self.first = None", factor=True,
+                        before="self.first = 1 / s.std() if self.first is None else self.first"),
+    "first_size": Twist("(self.first or 1.0)", init="self.first = None", factor=True,
+                        before="self.first = self.first or M ** -0.5"),
+    "first_known": Twist("KNOWN.setdefault('level', float(x.std()) + 0.5)", factor=True, top="KNOWN = {}",
+                         undo="space['KNOWN'].clear()"),
+    "first_weight": Twist("self.first", init="self.first = None", factor=True,
+                          before="self.first = self.first or 1 + self.q.weight.std().item()"),
 }  # fmt: skip
 INGREDIENTS["late"] = ["none"] * 8 * len(LATE) + sorted(LATE)  # most are refused for it
 
