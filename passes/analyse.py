@@ -206,8 +206,9 @@ def analyse(
             raise VerificationError(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
-                help="a data-dependent branch or early stop makes the model differ from the "
-                "captured graph; lower its stopping threshold, or move that part into its own module",
+                help=captured.observed.advice or "a data-dependent branch or early stop makes the model "
+                "differ from the captured graph; lower its stopping threshold, or move that part into its own "
+                "module",
             )
         found_all.replayed = replace(known, output_error=error)
     if sites:

@@ -81,6 +81,14 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
     )  # fmt: skip
 
 
+def compared_by_identity(codes: Collection[CodeType], name: str) -> bool:
+    """Whether a function asks for what is called so with `is`."""
+    return any(
+        step.opname == "IS_OP" and before.argval == name
+        for code in codes for before, step in itertools.pairwise(instructions_of(code))
+    )  # fmt: skip
+
+
 def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     """The attributes that these functions set; and those that they only count, as self.calls += 1."""
     stored, counted = set[str](), set[str]()

@@ -299,7 +299,7 @@ def _traced(
     answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
-    free = free_functions(used, state.spaces) if functions else contextlib.nullcontext()
+    free = free_functions(used, state.spaces, state.codes) if functions else contextlib.nullcontext()
     try:
         with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
             budget.of_sizes = used

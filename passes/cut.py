@@ -460,13 +460,13 @@ def moved_nodes(value: Any, nodes: Mapping[Node, Node]) -> Any:
 
 
 def symbol_hints(graph: GraphModule) -> dict[Any, int]:
-    """What every dynamic size was in the captured example."""
+    """What every dynamic size was in the captured example; none of those that depend on the data."""
     hints: dict[Any, int] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         dims = value.shape if isinstance(value, Tensor) else [value]
         for size in dims:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
                 hints[size.node.expr] = int(size.node.hint)
     return hints
 

@@ -175,7 +175,7 @@ def _kept_bytes(programs: Sequence[Program]) -> int:
             if node.op == "call_function" and isinstance(value, Tensor):
                 size = 1
                 for n in value.shape:
-                    size *= n.node.hint if isinstance(n, torch.SymInt) else n
+                    size *= (n.node.hint or 1) if isinstance(n, torch.SymInt) else n  # None of data
                 total += size * value.element_size()
     return total
 

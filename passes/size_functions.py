@@ -9,22 +9,31 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from types import BuiltinFunctionType
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import BuiltinFunctionType, CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 
+from asapc.passes.bytecode import compared_by_identity
 from asapc.passes.observe import builtin_replaced
 from asapc.passes.size_guards import by_the_model
 
 FUNCTIONS = ("log", "log2", "log10", "log1p", "sqrt", "exp")
+ROUNDED = {"__ceil__": "ceil", "__floor__": "floor", "__round__": "round"}  # by what Python calls
+KINDS = (int, float)
 
 
 @contextlib.contextmanager
-def free_functions(used: list[str], spaces: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
-    """Let a model's own code take functions of sizes while it is traced.  used: takes up their names.
-    spaces: the globals of the code, which may have them by themselves."""
+def free_functions(
+    used: list[str], spaces: Sequence[dict[str, Any]] = (), codes: Collection[CodeType] = ()
+) -> Iterator[None]:
+    """Let a model's own code take functions of sizes while it is traced, `int(n)` among them.
+
+    used: takes up their names.  spaces: the globals of the code, which may have them by themselves.
+    codes: of its functions.
+    """
     plain = {getattr(math, name): name for name in FUNCTIONS}
     changed = [
         (space, key, value) for space in (vars(math), *spaces) for key, value in space.items()
@@ -33,7 +42,15 @@ def free_functions(used: list[str], spaces: Sequence[dict[str, Any]] = ()) -> It
     for space, key, value in changed:
         space[key] = _of_sizes(plain[value], value, used)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for method, name in ROUNDED.items():
+                rounded = _of_sizes(name, getattr(torch.SymFloat, method), used)
+                stack.enter_context(mock.patch.object(torch.SymFloat, method, rounded))
+            for kind in KINDS:
+                if not compared_by_identity(codes, kind.__name__):
+                    number = _Kind(kind.__name__, (), {"plain": kind, "used": used})
+                    stack.enter_context(builtin_replaced(spaces, kind.__name__, number))
+            yield
     finally:
         for space, key, value in changed:
             space[key] = value
@@ -89,16 +106,48 @@ def texts_of_sizes() -> Iterator[None]:
             del kind.__divmod__
 
 
+class _Kind(type):
+    """What stands for int or float: a class that is equal to it, and called with a size gives a size."""
+
+    plain: type
+    used: list[str]
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        size = given[0] if len(given) == 1 else None
+        if not isinstance(size, (torch.SymInt, torch.SymFloat)) or not by_the_model():
+            return cls.plain(*given, **named)
+        if cls.plain is float:
+            cls.used.append("float")
+            number: Any = size
+            return number * 1.0
+        return size if isinstance(size, torch.SymInt) else _computed("trunc", size, cls.used)
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, cls.plain)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.plain)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.plain
+
+    def __hash__(cls) -> int:
+        return hash(cls.plain)
+
+
 def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:
     def function(x: Any, *more: Any) -> Any:
         if more or not isinstance(x, (torch.SymInt, torch.SymFloat)) or not by_the_model():
             return plain(x, *more)
         if x.node.is_constant() or x.node.maybe_as_int() is not None:
             return plain(x)
-        used.append(name)
-        if name == "sqrt":
-            return x**0.5  # a trace keeps powers as numbers
-        number: Any = x
-        return getattr(torch, name)(torch.scalar_tensor(number, dtype=torch.float64))
+        return _computed(name, x, used)
 
     return function
+
+
+def _computed(name: str, size: Any, used: list[str]) -> Any:
+    used.append(name)
+    if name == "sqrt":
+        return size**0.5  # a trace keeps powers as numbers
+    return getattr(torch, name)(torch.scalar_tensor(size, dtype=torch.float64))

@@ -125,6 +125,10 @@ class Observed:
     spaces: list[dict[str, Any]] = field(default_factory=list)
     caches: Caches = field(default_factory=dict)
 
+    @property
+    def codes(self) -> frozenset[CodeType]:
+        return frozenset[CodeType]().union(*(names.code for names in self.names.values()))
+
     def reason(self, within: str, one_program: bool) -> str | None:
         """Why a program of this module would not be what it computes.
 
@@ -134,6 +138,12 @@ class Observed:
             if not within or name == within or name.startswith(f"{within}."):
                 return f"{name or 'the model'} {reason}"
         return None
+
+    @property
+    def advice(self) -> str | None:
+        """Where a compiled model differs, the state that may be why."""
+        reason = self.reason("", one_program=False)
+        return reason and f"the model must give the same for the same inputs: {reason}"
 
     def unlike_now(self, within: str, model: nn.Module) -> str | None:
         """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace
@@ -237,8 +247,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     ran = [_entries(model, batch, found) for batch in batches]
     runs = [entries for entries, _ in ran]
     copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
-    every_code = set[CodeType]().union(*profile.codes.values())
-    if not leaves_nothing(model, every_code, found.spaces):
+    if not leaves_nothing(model, found.codes, found.spaces):
         if copying and _depends_on_layout(model, example, ran[0][1]):
             for name in copying:
                 found.questions[name] |= {"layout"}

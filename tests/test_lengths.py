@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attention_zoo as zoo
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import asapc
 from asapc.errors import InputError
-from asapc.formats.limits import MOST, limits_of
+from asapc.formats.limits import MOST, fixed_size, limits_of
 from asapc.inputs.onnx.verify import run_program
 from asapc.ir import Program
 from asapc.measure.differences import largest_difference
@@ -205,3 +208,63 @@ def test_whole_slices_begin_nothing() -> None:
     for node in program.graph.graph.nodes:
         for size in node.meta["val"].shape[:2] if node.op == "placeholder" else ():
             assert limits_of(size.node.shape_env, size.node.expr)[1] == MOST
+
+
+class Scaled(nn.Linear):
+    """Divided by a number that Python makes of the length."""
+
+    def __init__(self, number: Callable[[Tensor], Any]) -> None:
+        super().__init__(16, 16)
+        self.number = number
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / self.number(input)
+
+
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "float": lambda x: float(x.shape[1]), "float of a ratio": lambda x: float(10 / x.shape[1]),
+    "int": lambda x: int(x.shape[1]), "int of a product": lambda x: int(x.shape[1] * 1.5),
+    "ints": lambda x: [*map(int, x.shape)][1], "round": lambda x: round(x.shape[1] * 0.4),
+    "ceil": lambda x: math.ceil(x.shape[1] / 4), "floor": lambda x: math.floor(x.shape[1] / 4),
+    "item": lambda x: torch.tensor(x.shape[1]).item(), "tensor": lambda x: torch.tensor(float(len(x[0]))),
+    "as asked": lambda x: x.shape[1] if isinstance(x.shape[1], int) else -1.0,
+    "one type": lambda x: float(x.shape[1]) if type(x.shape[1]) is not float else -1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_python_makes_of_a_length(name: str) -> None:
+    model = Scaled(NUMBERS[name]).eval()
+    program = capture(model, (torch.randn(3, 12, 16),), {}).programs[0]
+    fixed = name == "one type"  # where it asks for a type itself, which nothing stands for
+    for tokens in (12,) if fixed else (12, 9, 30):
+        x = torch.randn(2, tokens, 16)
+        torch.testing.assert_close(program.graph(x), model(x))
+    (place,) = program.graph.graph.find_nodes(op="placeholder")
+    assert (fixed_size(place.meta["val"].shape[1]) == 12) is fixed
+
+
+class Picking(nn.Module):
+    """Of the tokens as many as the data say."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.pick = zoo.ExpDomain(), pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pick(self.layer(x), x[..., 0] > 0)
+
+
+@pytest.mark.parametrize("pick", [
+    lambda y, keep: y[keep].relu(), lambda y, keep: y[:, keep[0].nonzero()[:, 0]].mean(1),
+], ids=["by a mask", "by places"])  # fmt: skip
+@torch.no_grad()
+def test_as_many_tokens_as_the_data_say(pick: Callable[[Tensor, Tensor], Tensor], tmp_path: Path) -> None:
+    model, recipe = Picking(pick).eval(), {"operator": "lossless", "batch_size": 8}
+    data = {"x": torch.randn(24, 12, 16)}
+    live, _ = asapc.compile(model, data, recipe=recipe, out=tmp_path / "out", examples=8, quiet=True)
+    alone = asapc.load(tmp_path / "out", trust=True)
+    for tokens in (12, 20):
+        x = torch.randn(3, tokens, 16)
+        for compiled in (live, alone):
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)

@@ -221,7 +221,7 @@ def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
 def test_what_no_file_holds_of_a_size_is_told(function: Callable[[Any], int], says: str) -> None:
     class Rounding(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return (x @ x.mT * function(x.shape[1])).softmax(-1) @ x
+            return (x @ x.mT * torch.ones(function(x.shape[1])).sum()).softmax(-1) @ x
 
     ((_, reason),) = capture(Rounding(), (torch.randn(*EXAMPLE, 4),), {}).skipped
     assert says in reason and "test_size_guards.py, line " in reason

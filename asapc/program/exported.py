@@ -134,6 +134,8 @@ class _Lifted:
         """Whether what a node returns is not that of the capture, strides included."""
         if "val" not in node.meta:
             return True
+        if node.meta.get("unbacked_bindings"):  # its sizes have names, which the nodes that follow know
+            return False
         plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         return plain and any(source in self._made for source in node.all_input_nodes)
 

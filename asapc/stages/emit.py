@@ -248,10 +248,9 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
                 got=missing, help="return it from forward, or read it after the model's own code has run",
             ) from None  # fmt: skip
     if not all(error <= ROUND_TRIP_TOLERANCE for error in errors):
-        changes = c.analysis.capture.observed.reason("", one_program=False)
-        told = changes and f"the model must give the same for the same inputs: {changes}"
+        advice = c.analysis.capture.observed.advice
         raise VerificationError(
             "live: the patched model computes what was verified",
             got=f"relative difference {max(errors):.2g}",
-            help=told or "this is a defect of asapc: please report the model",
+            help=advice or "this is a defect of asapc: please report the model",
         )
