@@ -207,8 +207,8 @@ def analyse(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
                 help=captured.observed.advice or "a data-dependent branch or early stop makes the model "
-                "differ from the captured graph; lower its stopping threshold, or move that part into its own "
-                "module",
+                "differ from the captured graph; lower its stopping threshold, or move that part into "
+                "its own module",
             )
         found_all.replayed = replace(known, output_error=error)
     if sites:
