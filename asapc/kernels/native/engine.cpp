@@ -808,7 +808,11 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
     for (; row < s.rows; ++row) close(row, std::integral_constant<int, 1>{});
     if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
     if (closes_columns) {
-      for (int64_t j = 0; j < s.columns; ++j)
+      int64_t j = 0;
+      if constexpr (!kIsVector<X>)
+        for (; j + kLanes<X> <= s.columns; j += kLanes<X>)
+          store(b + j, closed<V<X>>(s.rule, load(b + j), load(nu + j), load(total + j), exact && !closes_rows, s.column_power));
+      for (; j < s.columns; ++j)
         b[j] = closed(s.rule, b[j], nu[j], total[j], exact && !closes_rows, s.column_power);
     }
     first = false;
@@ -984,15 +988,30 @@ namespace {
 // Scalings may spread so far, of the range that a format holds, where entries of K are lost.
 constexpr double kSpread = 0.6;
 
-// X: a number, for one matrix, or a register, for as many matrices as it holds.
+// The same of the transposed matrices.
+Plan turned(const Plan& p) {
+  Plan q = p;
+  std::swap(q.rows, q.columns), std::swap(q.mu, q.nu), std::swap(q.log_mu, q.log_nu), std::swap(q.mu_each, q.nu_each);
+  std::swap(q.row_mass, q.column_mass), std::swap(q.row_power, q.column_power);
+  q.rows_first = !p.rows_first;
+  q.start = p.start == kOfRow ? kOfColumn : p.start == kOfColumn ? kOfRow : p.start;
+  return q;
+}
+
+// About what a pass over a matrix takes: registers, numbers that fill none, and a sum across a register for each row.
+template <class T> int64_t pass_of(int64_t rows, int64_t columns) {
+  return rows * (columns / kLanes<T> + columns % (2 * kLanes<T>) + 2);
+}
+
+// X: a number, for one matrix, or a register, for as many matrices as it holds.  is_turned: whether p is `turned`.
 template <class X> class Planned {
   typedef typename Number<X>::type T;
   static constexpr int64_t W = kIsVector<X> ? kLanes<T> : 1;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
 
  public:
-  Planned(const Plan& p, int64_t index, Scratch& scratch)
-      : p_(p), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
+  Planned(const Plan& p, bool is_turned, int64_t index, Scratch& scratch)
+      : p_(p), is_turned_(is_turned), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
         padded_(rounded_up(n_ * m_, kLanes<T>)), stabilised_(p.rule.form != kPlain) {
     scratch.reserve((2 * padded_ + 3 * n_ + 4 * m_) * sizeof(X) + 9 * kBytes);
     s_ = scratch.take<X>(padded_), kernel_ = scratch.take<X>(padded_);
@@ -1003,7 +1022,8 @@ template <class X> class Planned {
 
   // Returns how many matrices are not held.
   int64_t run() {
-    take(p_.scores, n_ * m_, n_ * m_, 0, T(p_.multiplier), s_);
+    if (is_turned_) turn(static_cast<const T*>(p_.scores) + first_ * n_ * m_, m_, n_, T(p_.multiplier), s_);
+    else take(p_.scores, n_ * m_, n_ * m_, 0, T(p_.multiplier), s_);
     std::fill(s_ + n_ * m_, s_ + padded_, X{});
     take(p_.mu, n_, p_.mu_each ? n_ : 0, p_.row_mass, T(1), mu_);
     take(p_.nu, m_, p_.nu_each ? m_ : 0, p_.column_mass, T(1), nu_);
@@ -1023,6 +1043,7 @@ template <class X> class Planned {
     for (int64_t g = 0; g < count_; ++g) held[g] = held[g] && is_held(g);
     if (p_.log) put_log_plan(held);
     else put_plan();
+    if (is_turned_) turn(s_, n_, m_, T(1), static_cast<T*>(p_.out) + first_ * n_ * m_);
     std::copy_n(held, count_, p_.held + first_);
     return std::count(held, held + count_, false);
   }
@@ -1061,6 +1082,15 @@ template <class X> class Planned {
       for (int64_t g = 0; g < W; ++g)
         for (int64_t e = 0, at = (first_ + std::min(g, count_ - 1)) * step; e < size; ++e)
           set(to[e], g, from[at + e] * factor);
+  }
+
+  // to = factor from', of one matrix [rows, columns], by squares: whole columns may share a few sets of a cache.
+  template <class Y, class Z> static void turn(const Y* from, int64_t rows, int64_t columns, T factor, Z* to) {
+    if constexpr (!kIsVector<X>)
+      for (int64_t top = 0; top < rows; top += 8)
+        for (int64_t left = 0; left < columns; left += 8)
+          for (int64_t j = left; j < std::min(left + 8, columns); ++j)
+            for (int64_t i = top; i < std::min(top + 8, rows); ++i) to[j * rows + i] = from[i * columns + j] * factor;
   }
 
   // The largest score of every row and column, the lowest of all, of those above -inf too, and the highest.
@@ -1204,12 +1234,12 @@ template <class X> class Planned {
       });
   }
 
-  // Row i of the output, of value(j, a number or a register).
+  // Row i of the output, of value(j, a number or a register); in place of its scores where it is to be turned.
   template <class Value> void put_row(int64_t i, const Value& value) {
     T* out = static_cast<T*>(p_.out) + first_ * n_ * m_ + i * m_;
     along(m_, [&](int64_t j, auto kind) {
       const auto x = value(j, kind);
-      if constexpr (!kIsVector<X>) put<decltype(kind)>(out + j, x);
+      if constexpr (!kIsVector<X>) put<decltype(kind)>((is_turned_ ? s_ + i * m_ : out) + j, x);
       else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = x[g];
     });
   }
@@ -1243,17 +1273,21 @@ template <class X> class Planned {
   }
 
   const Plan& p_;
+  const bool is_turned_;
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, seen_, high_;
 };
 
-template <class T> int64_t plan_all(const Plan& p) {
+template <class T> int64_t plan_all(const Plan& given) {
+  const bool fixed = given.beside || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
+  const bool turns = !fixed && pass_of<T>(given.columns, given.rows) < pass_of<T>(given.rows, given.columns);
+  const Plan p = turns ? turned(given) : given;
   const int64_t step = p.beside ? kLanes<T> : 1;
   const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
   std::atomic<int64_t> lost{0};
   const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    lost += p.beside ? Planned<V<T>>(p, index, scratch).run() : Planned<T>(p, index, scratch).run();
+    lost += p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
   });
   return fits ? int64_t(lost) : -1;
 }
