@@ -78,8 +78,8 @@ def by_hand(
     return s + f[..., None] + g[..., None, :]
 
 
-SHAPES = ((300, 2, 4, 4), (5, 1, 7, 9), (2, 3, 20, 33), (1, 2, 90, 70))
-MARGINALS = ("uniform", "shared", "own", "massless")
+SHAPES = ((300, 2, 4, 4), (5, 1, 7, 9), (2, 3, 20, 33), (1, 2, 90, 70), (2, 1, 60, 5))
+MARGINALS = ("uniform", "shared", "own", "massless", "own")
 
 
 def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -140,7 +140,7 @@ def test_an_unbalanced_loop_comes_to_its_penalised_optimum() -> None:
                                         ("scaling", "clamp")])  # fmt: skip
 def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
     for size, start, shares, spread, rows_first in itertools.product(
-        ((4, 5), (20, 30)), ("plain", "row", "matrix", "tensor", "softmax"), (True, False), (1.0, 40.0),
+        ((4, 5), (20, 30), (50, 6)), ("plain", "row", "matrix", "tensor", "softmax"), (True, False), (1.0, 40.0),
         (True, False),
     ):  # fmt: skip
         s = spread * random(7, 2, *size)
