@@ -106,21 +106,14 @@ def calibrated(work):
 
 @pytest.fixture(scope="module")
 def compiled(work, calibrated):
-    """By the hint of calibrate, as a shell runs it."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["sh", "-c", hint(calibrated.err)], cwd=work, capture_output=True, text=True,
-        env={**os.environ, "PATH": path},
-    )  # fmt: skip
-
-
-def test_what_calibrate_says_to_run_next_runs(work, compiled):
-    assert compiled.returncode == 0, compiled.stderr
-    assert (work / "my calib.compiled" / "manifest.json").is_file()
+    """By the hint of calibrate."""
+    ran = Run(work, *shlex.split(hint(calibrated.err))[1:])
+    assert ran.code == 0 and (work / "my calib.compiled" / "manifest.json").is_file(), ran.err
+    return ran
 
 
 def test_what_compile_says_to_run_next_runs(work, compiled):
-    ran = Run(work, *shlex.split(hint(compiled.stderr))[1:], "--examples", "8", "--json")
+    ran = Run(work, *shlex.split(hint(compiled.err))[1:], "--examples", "8", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["model"]["data"] == "data.npz"
 
