@@ -248,21 +248,6 @@ def test_tiny_masses_after_few_half_steps() -> None:
             assert error(own, exact) <= budget + 1e-5 * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("sizes", [(0, 2, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)], ids=str)
-def test_nothing_in_nothing_out(sizes: tuple[int, ...]) -> None:
-    shape = (*sizes, 3, 6, 2)
-    arguments = problem(shape)
-    arguments[0].requires_grad_()
-    settings = (0.5, 0.5, 5, True, 5, False, COUNTED)
-    with explained():
-        out = ops.lot(*arguments, *settings)
-    assert out.shape == (*shape[:3], shape[5])
-    assert not out.any()
-    out.sum().backward()
-    dense = ops.lot_attention(*arguments[:2], *arguments[3:], *settings)
-    assert dense.shape == shape[:4]
-
-
 def test_gradients_are_finite_where_padded_rows_are_not() -> None:
     arguments = problem((5, 2, 6, 7, 4, 3, 3), masked=True)
     numbers = [arguments[i].requires_grad_() for i in (0, 1, 2, 6, 7)]
