@@ -278,7 +278,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
     for site, (_, (low, high)) in zip(analysis.sites, idioms, strict=True):
         assert isinstance(site.convention, BandedConvention)
         expected = BandedConvention(
-            5, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
+            3, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
         )
         assert site.convention == expected
         assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
@@ -288,7 +288,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
 
 
 def test_what_is_no_band_is_not_taken_for_one() -> None:
-    net = zoo.Beside(build(nets.Windowed, hide, 3) for hide in nets.OTHERS.values())
+    net = zoo.Beside(build(nets.Windowed, hide) for hide in nets.OTHERS.values())
     (program,) = capture(net, (random(2, 20, 16),), {}).programs
     found = match(program)
     assert len(found) == len(nets.OTHERS)
