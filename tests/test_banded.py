@@ -236,7 +236,7 @@ def test_without_the_engine_the_loop_keeps_to_its_window(monkeypatch: pytest.Mon
     assert [(x.kernel, x.reason) for x in noted] == [("plain PyTorch, a band", "no engine")]
 
 
-def test_gradients_half_precision_and_empty_tensors() -> None:
+def test_gradients_and_half_precision() -> None:
     q, k, v = (x.double().requires_grad_() for x in problem(1, 2, 9, 9))
     keep = torch.arange(9)[None] < 6
     rest = (0.4, 3, True, UNIT, -1, 1)
@@ -244,10 +244,6 @@ def test_gradients_half_precision_and_empty_tensors() -> None:
     half = op(*(x.detach().to(torch.bfloat16) for x in (q, k, v)), keep, *rest)
     assert half.dtype == torch.bfloat16
     assert torch.allclose(half.double(), op(q, k, v, keep, *rest), atol=0.05)
-    q, k, v = problem(0, 2, 5, 5)
-    assert op(q, k, v, None, *rest).shape == (0, 2, 5, 3)
-    q, k, v = problem(1, 2, 5, 0)
-    assert not op(q, k, v, None, *rest).any() and dense(q, k, None, *rest).shape == (1, 2, 5, 0)
 
 
 # Layers
