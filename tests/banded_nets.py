@@ -51,9 +51,7 @@ IDIOMS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     "the token alone": (lambda s: s.masked_fill(offsets(s) != 0, -1e9), (0, 0)),
 }  # fmt: skip
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by head": lambda s: s.masked_fill(
-        offsets(s).abs() > torch.tensor([2, 4])[:, None, None], -math.inf
-    ),
+    "by head": lambda s: s.masked_fill(offsets(s).abs() > torch.tensor([2, 4])[:, None, None], -math.inf),
     "grows": lambda s: s.masked_fill(offsets(s).abs() > s.shape[-1] // 4, -1e9),
     "global tokens": lambda s: s.masked_fill(
         (offsets(s).abs() > 3) & (torch.arange(s.shape[-1]) * torch.arange(s.shape[-1])[:, None] > 0),

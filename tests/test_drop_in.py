@@ -852,10 +852,7 @@ def cut(model: nn.Module, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "name", "layers"),
-    [
-        (Hooked, "inner", {"q", "k", "v"}),
-        (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
-    ],
+    [(Hooked, "inner", {"q", "k", "v"}), (Aside, "", {"inner.q", "inner.k", "inner.v", "last"})],
 )
 def test_the_smallest_module_that_computes_the_site_by_itself(model, name, layers):
     torch.manual_seed(0)

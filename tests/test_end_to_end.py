@@ -50,8 +50,7 @@ def compiled(work):
     teacher, data = work / "teacher", work / "data.npz"
     assert run("calibrate", teacher, "--data", data, "-o", work / "calib", "--recipe",
                work / "asap.yaml", "--quiet") == 0  # fmt: skip
-    assert run("compile", teacher, "--calibration", work / "calib", "-o", work / "out",
-               "--quiet") == 0  # fmt: skip
+    assert run("compile", teacher, "--calibration", work / "calib", "-o", work / "out", "--quiet") == 0
     return work / "out"
 
 

@@ -316,9 +316,7 @@ def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
     valued = isinstance(inputs[2], Tensor) and inputs[2].dim() == 4
     for place, alone in itertools.product(places, (True, False)):
         half = HALVES[(place + alone) % 2]
-        mixed = [
-            x.to(half) if is_float(x) and (i == place) == alone else x for i, x in enumerate(inputs)
-        ]
+        mixed = [x.to(half) if is_float(x) and (i == place) == alone else x for i, x in enumerate(inputs)]
         found = run(operator, mixed)
         expected = run(operator, [x.float() if is_float(x) else x for x in mixed])
         is_dual = name.startswith("dual")

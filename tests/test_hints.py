@@ -129,9 +129,7 @@ def test_recorded_data_is_found_from_any_folder(work, compiled, tmp_path, monkey
     assert json.loads(ran.out)["splits"]["gate"] == 8
     monkeypatch.chdir(tmp_path)
     opened: list[Any] = []
-    monkeypatch.setattr(
-        pipeline, "write_verified", lambda _, source, *rest: opened.append(source) or {}
-    )
+    monkeypatch.setattr(pipeline, "write_verified", lambda _, source, *rest: opened.append(source) or {})
     pipeline.export(out, None, OnnxSettings(), Progress())
     assert opened[0].examples == 300
     arguments = (f"{work / 'the model.py'}:Layer", "--weights", str(work / "its weights.safetensors"),

@@ -217,10 +217,7 @@ CONTRAST = """
 
 
 @BROWSER
-@pytest.mark.parametrize(
-    ("kind", "width", "dark"),
-    [("full", 1280, False), ("hostile", 390, True)],
-)
+@pytest.mark.parametrize(("kind", "width", "dark"), [("full", 1280, False), ("hostile", 390, True)])
 def test_in_a_browser(
     tab: browser.Browser, full: str, kind: str, width: int, dark: bool, tmp_path: Path
 ) -> None:

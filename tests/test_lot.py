@@ -194,9 +194,7 @@ def widest(scores: Tensor, keep: Tensor | None) -> float:
     (size, span, bool((i + j) % 2))
     for i, size in enumerate(SIZES) for j, span in enumerate((30.0, 250.0, 2000.0))
 ])  # fmt: skip
-def test_kernel_is_within_the_honest_error_in_every_domain(
-    size: str, span: float, masked: bool
-) -> None:
+def test_kernel_is_within_the_honest_error_in_every_domain(size: str, span: float, masked: bool) -> None:
     """And what `explained` says is what runs."""
     shape, threads = SIZES[size]
     arguments = problem(shape, masked=masked, biased=True)

@@ -345,9 +345,7 @@ def plan_that_replays(
     return found
 
 
-def site_that_replays(
-    model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]
-) -> Site:
+def site_that_replays(model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]) -> Site:
     program = capture(model.eval(), args, {}).programs[0]
     (found,) = match(program)
     assert isinstance(found, Site)
