@@ -51,9 +51,7 @@ IDIOMS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     "the token alone": (lambda s: s.masked_fill(offsets(s) != 0, -1e9), (0, 0)),
 }  # fmt: skip
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by head": lambda s: s.masked_fill(
-        offsets(s).abs() > torch.tensor([2, 4])[:, None, None], -math.inf
-    ),
+    "by head": lambda s: s.masked_fill(offsets(s).abs() > torch.tensor([2, 4])[:, None, None], -math.inf),
     "grows": lambda s: s.masked_fill(offsets(s).abs() > s.shape[-1] // 4, -1e9),
     "global tokens": lambda s: s.masked_fill(
         (offsets(s).abs() > 3) & (torch.arange(s.shape[-1]) * torch.arange(s.shape[-1])[:, None] > 0),
@@ -65,7 +63,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 class Windowed(nn.Module):
     """x [B, N, 16] -> [B, N, 16]"""
 
-    def __init__(self, hide: Callable[[Tensor], Tensor], half_steps: int = 5) -> None:
+    def __init__(self, hide: Callable[[Tensor], Tensor], half_steps: int = 3) -> None:
         super().__init__()
         self.hide, self.half_steps = hide, half_steps
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
@@ -83,7 +81,7 @@ class Padded(Windowed):
 
     band: Tensor
 
-    def __init__(self, half_steps: int = 6) -> None:
+    def __init__(self, half_steps: int = 4) -> None:
         super().__init__(nn.Identity(), half_steps)
         shown = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril(2).triu(-WINDOW)
         self.register_buffer("band", shown, persistent=False)

@@ -109,9 +109,7 @@ def _is_gpu(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type in ("cuda", "meta")
 
 
-def _run(
-    func: Any, args: Any, kwargs: dict[str, Any], mode: TorchDispatchMode | None = None
-) -> Any:
+def _run(func: Any, args: Any, kwargs: dict[str, Any], mode: TorchDispatchMode | None = None) -> Any:
     """mode: which the call came through, and what it makes goes through, too."""
     leaves: list[Tensor] = []
     given = tuple(_inner(x, leaves) for x in args)

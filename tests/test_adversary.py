@@ -23,16 +23,16 @@ def test_no_convention_is_taken_for_another(seed: int) -> None:
 
 # What was once taken for another loop, or could be.
 KNOWN = {
-    "50 half-steps, columns first": (Law(half_steps=50, rows_first=False, form="potentials"),),
+    "20 half-steps, columns first": (Law(half_steps=20, rows_first=False, form="potentials"),),
     "two layers, used in the other order": (Law(half_steps=5), Law(half_steps=6, rows_first=False)),
     "clamped sums": (Law(half_steps=8, form="plan", constant=1e-6, clamp=True, offset="softmax"),),
     "a constant added to sums, low scores": (
         Law(half_steps=6, form="scaling", constant=1e-9, shares=True, mask="low"),
     ),
-    "a stop that changes nothing": (Law(half_steps=12, form="potentials", threshold=1e-12),),
+    "a stop that changes nothing": (Law(half_steps=8, form="potentials", threshold=1e-12),),
 }
 REFUSED = {
-    "a stop that does": (Law(half_steps=20, form="potentials", threshold=1e-2), "ends early"),
+    "a stop that does": (Law(half_steps=9, form="potentials", threshold=1e-2), "ends early"),
     "damped": (Law(half_steps=9, form="potentials", damping=0.9), "Sinkhorn"),
     "a temperature for each head, low scores left out": (Law(by_head=True), "neither a mask nor a bias"),
 }

@@ -9,14 +9,7 @@ import yaml
 
 from asapc.inputs.recipe import Recipe
 from asapc.report import Report
-from asapc.report.advice import (
-    LOSSLESS_RECIPE,
-    Decision,
-    advise,
-    decide,
-    default_limits,
-    error_shares,
-)
+from asapc.report.advice import LOSSLESS_RECIPE, Decision, advise, decide, default_limits, error_shares
 
 Document = dict[str, Any]
 

@@ -236,7 +236,7 @@ def test_without_the_engine_the_loop_keeps_to_its_window(monkeypatch: pytest.Mon
     assert [(x.kernel, x.reason) for x in noted] == [("plain PyTorch, a band", "no engine")]
 
 
-def test_gradients_half_precision_and_empty_tensors() -> None:
+def test_gradients_and_half_precision() -> None:
     q, k, v = (x.double().requires_grad_() for x in problem(1, 2, 9, 9))
     keep = torch.arange(9)[None] < 6
     rest = (0.4, 3, True, UNIT, -1, 1)
@@ -244,10 +244,6 @@ def test_gradients_half_precision_and_empty_tensors() -> None:
     half = op(*(x.detach().to(torch.bfloat16) for x in (q, k, v)), keep, *rest)
     assert half.dtype == torch.bfloat16
     assert torch.allclose(half.double(), op(q, k, v, keep, *rest), atol=0.05)
-    q, k, v = problem(0, 2, 5, 5)
-    assert op(q, k, v, None, *rest).shape == (0, 2, 5, 3)
-    q, k, v = problem(1, 2, 5, 0)
-    assert not op(q, k, v, None, *rest).any() and dense(q, k, None, *rest).shape == (1, 2, 5, 0)
 
 
 # Layers
@@ -278,7 +274,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
     for site, (_, (low, high)) in zip(analysis.sites, idioms, strict=True):
         assert isinstance(site.convention, BandedConvention)
         expected = BandedConvention(
-            5, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
+            3, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
         )
         assert site.convention == expected
         assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
@@ -288,7 +284,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
 
 
 def test_what_is_no_band_is_not_taken_for_one() -> None:
-    net = zoo.Beside(build(nets.Windowed, hide, 3) for hide in nets.OTHERS.values())
+    net = zoo.Beside(build(nets.Windowed, hide) for hide in nets.OTHERS.values())
     (program,) = capture(net, (random(2, 20, 16),), {}).programs
     found = match(program)
     assert len(found) == len(nets.OTHERS)

@@ -102,9 +102,7 @@ def test_the_limit_is_the_users() -> None:
     report = changed(output_rel_l2=0.105, speedup=3.5)
     assert worse(report, None, "5%") == {}
     assert worse(report, None, "0.04") == {("model", "output_rel_l2"): "REGRESSION"}
-    assert worse(report, None, "output_rel_l2=5%", "speedup=10%") == {
-        ("model", "speedup"): "REGRESSION"
-    }
+    assert worse(report, None, "output_rel_l2=5%", "speedup=10%") == {("model", "speedup"): "REGRESSION"}
     assert worse(changed(speedup=2.1), None, "50%") == {}
 
 
@@ -136,9 +134,7 @@ def test_a_site_that_is_gone_is_a_regression_and_a_new_one_is_not() -> None:
     gone = [own for own in comparison.checks if not own.passed]
     assert [(own.scope, own.verdict) for own in gone] == [("layers.0", "REGRESSION")]
     assert "no longer compiled" in gone[0].message
-    assert {"metric": "sites", "scope": "layers.2", "why": "not in the baseline"} in (
-        skipped(comparison)
-    )
+    assert {"metric": "sites", "scope": "layers.2", "why": "not in the baseline"} in skipped(comparison)
 
 
 def test_a_dual_fitted_another_way_is_another_quantity() -> None:

@@ -16,11 +16,7 @@ from collected import take
 from asapc.calibration import collect
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
-from asapc.calibration.stored import (
-    Calibration,
-    load_calibration,
-    save_calibration,
-)
+from asapc.calibration.stored import Calibration, load_calibration, save_calibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns
@@ -225,9 +221,7 @@ def test_shared_coefficients_are_those_of_all_rows_of_all_sites(kind):
         rows, targets = regression_rows(sites[name], own)
         equations.add(rows[None], targets[None, ..., 0])
     pooled = equations.solve(1e-2)
-    torch.testing.assert_close(
-        coefficients_of(first).double(), pooled.coefficients, atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(coefficients_of(first).double(), pooled.coefficients, atol=1e-5, rtol=1e-5)
     assert first.quality[0].r2 == pytest.approx(pooled.r2, abs=1e-5)
 
 
@@ -381,9 +375,7 @@ def test_a_value_per_position_needs_one_length():
         (5, "row", "target", 3, 4), (1, "row", "source", 4, 4),
     ],
 )  # fmt: skip
-def test_c_transforms_go_on_from_the_last_dual(
-    half_steps, first_side, side, c_transforms, given, masked
-):
+def test_c_transforms_go_on_from_the_last_dual(half_steps, first_side, side, c_transforms, given, masked):
     """They are the loop's own half-steps, continued: of a loop that is longer by as many."""
     tensors = site_tensors(masked=masked, bias=True)
     rule = convention(half_steps, first_side)
@@ -525,9 +517,7 @@ def flat(value):
 def test_folder_round_trip(saved, tmp_path):
     save_calibration(tmp_path / "calib", saved)
     assert sorted(p.name for p in (tmp_path / "calib").iterdir()) == [
-        "calibration.json",
-        "calibration.safetensors",
-        "timings.json",
+        "calibration.json", "calibration.safetensors", "timings.json",
     ]
     shutil.move(tmp_path / "calib", tmp_path / "moved")
     assert flat(load_calibration(tmp_path / "moved")) == flat(saved)

@@ -160,9 +160,7 @@ def test_split_is_by_hash_modulo_100(hash: int) -> None:
 
 def test_callable_yields_tensor_tuple_or_dict(code: Callable[[str], str], npz: Open) -> None:
     expected = read(npz(img=images(8), mask=np.ones((8, 2), bool)))
-    for item in (
-        "(x, m)", "[x.numpy(), m]", "{'mask': m, 'img': x, 'labels': [0, 1, 2, 3]}",
-    ):
+    for item in ("(x, m)", "[x.numpy(), m]", "{'mask': m, 'img': x, 'labels': [0, 1, 2, 3]}"):
         body = (
             "for i in range(2):\n"
             "    x = torch.arange(16 * i, 16 * i + 16).float().view(4, 2, 2)\n"

@@ -196,9 +196,7 @@ class Sorted(zoo.SlicedSoft):
 LEAST = torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize(
-    ("low", "hard"), [(-1e4, False), (-1e9, False), (LEAST, True)]
-)  # fmt: skip
+@pytest.mark.parametrize(("low", "hard"), [(-1e4, False), (-1e9, False), (LEAST, True)])
 def test_sorts_in_which_tokens_fall_below_padding(low: float, hard: bool) -> None:
     torch.manual_seed(0)
     model = Sorted().eval()

@@ -290,8 +290,7 @@ class Scored(Layer):
 
 
 ALONE: dict[str, Callable[[], nn.Module]] = {
-    "softmaxes": lambda: Layer(softmax),
-    "returned": Returned, "normalised again": Scored,
+    "softmaxes": lambda: Layer(softmax), "returned": Returned, "normalised again": Scored,
 }  # fmt: skip
 
 

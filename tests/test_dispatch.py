@@ -53,9 +53,7 @@ def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:
     q = torch.randn(1, 2, 8, 4)
     with explained() as choices:
         torch.ops.asapc.asap(q, q, q, None, None, None, q[..., 0], 0.5, 1, ATTENTION)
-        torch.ops.asapc.dual(
-            q, q, None, None, [], torch.ones(1, 1), "norm", "target", 0.5, 3, True
-        )
+        torch.ops.asapc.dual(q, q, None, None, [], torch.ones(1, 1), "norm", "target", 0.5, 3, True)
     assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
 
 

@@ -197,16 +197,19 @@ def test_it_is_copied_whole(make, expected):
         assert torch.equal(logits(model, x, keep), expected)
 
 
-def test_another_process_reads_it_without_the_teachers_code(loaded, expected, tmp_path):
+def test_another_process_reads_it_without_the_teachers_code(out, loaded, expected, tmp_path):
+    """Pickled, and from its folder, which was moved."""
     x, keep = inputs()
     torch.save((loaded["whole"], x, keep, expected), tmp_path / "model.pt")
+    shutil.copytree(out, tmp_path / "moved")
     code = (
-        "import sys, torch\n"
-        "model, x, keep, expected = torch.load(sys.argv[1], weights_only=False)\n"
-        "assert torch.equal(model(x, keep=keep)['logits'], expected)\n"
+        "import sys, torch, asapc\n"
+        "pickled, x, keep, expected = torch.load('model.pt', weights_only=False)\n"
+        "for model in (pickled, asapc.load('moved')):\n"
+        "    assert torch.equal(model(x, keep=keep)['logits'], expected)\n"
         "assert 'drop_in_nets' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
 
 
 # Dtypes and devices
@@ -849,10 +852,7 @@ def cut(model: nn.Module, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "name", "layers"),
-    [
-        (Hooked, "inner", {"q", "k", "v"}),
-        (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
-    ],
+    [(Hooked, "inner", {"q", "k", "v"}), (Aside, "", {"inner.q", "inner.k", "inner.v", "last"})],
 )
 def test_the_smallest_module_that_computes_the_site_by_itself(model, name, layers):
     torch.manual_seed(0)

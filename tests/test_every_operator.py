@@ -46,7 +46,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
         for tokens, dim in ((queries, DIM), (keys, DIM), (keys, VALUE_DIM))
     )
     keep = torch.ones(batch, keys, dtype=torch.bool)
-    keep[0, -2:] = False
+    keep[:1, -2:] = False
     bias = random(HEADS, queries, keys)
     f, g = random(batch, HEADS, queries), random(batch, HEADS, keys)
     sorting = [keep, None, random(HEADS, 6, DIM), torch.tensor([0.5, 1.0, 2.0])]
@@ -100,9 +100,10 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
         ),
         "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
         "plan": (
-            ops.plan, [random(batch, HEADS, queries, keys), f[0, 0], None, -0.5, 5, True, ATTENTION]
+            ops.plan,
+            [random(batch, HEADS, queries, keys), f.sum((0, 1)), None, -0.5, 5, True, ATTENTION],
         ),
-        "plan, log": (ops.plan, [bias[None], None, g[:1, :1], 0.5, 4, False, ATTENTION, True]),
+        "plan, log": (ops.plan, [bias[None], None, g.sum((0, 1)), 0.5, 4, False, ATTENTION, True]),
         "plan, larger": (ops.plan, [random(1, 2, 20, 17), None, None, 0.5, 4, False, ATTENTION]),
         "plan, constant": (
             ops.plan,
@@ -197,21 +198,18 @@ def test_values_and_gradients_are_the_references(
         torch.testing.assert_close(own, true, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [(2, 0, 7), (2, 9, 0), (2, 0, 0)], ids=["no queries", "no keys", "none"])
-@pytest.mark.parametrize("name", ["sinkhorn", "sinkhorn_attention", "asap", "fitted_sinkhorn"])
-def test_gradients_of_no_tokens_are_nothing(name: str, size: tuple[int, int, int]) -> None:
-    operator, (q, k, *more) = calls(*size)["asap, source" if name == "asap" else name]
-    outputs = run(operator, [q, k, *more])
-    assert all(x.shape == y.shape and not x.any() for x, y in zip(outputs[1:], (q, k), strict=False))
-
-
-@pytest.mark.parametrize("size", [(2, 0, 7), (2, 9, 0), (2, 0, 0)], ids=["no queries", "no keys", "none"])
-def test_operators_run_without_tokens(size: tuple[int, int, int]) -> None:
-    """But for those whose originals do not: a convolution and an argmax.  Duals may be NaN there."""
+@pytest.mark.parametrize(
+    "size", [(0, 9, 7), (2, 0, 7), (2, 9, 0), (2, 0, 0)],
+    ids=["no examples", "no queries", "no keys", "none"],
+)  # fmt: skip
+def test_nothing_comes_of_nothing(size: tuple[int, int, int]) -> None:
+    """But for those whose originals fail: a convolution and an argmax.  Duals may be NaN there."""
     for name, (operator, inputs) in calls(*size).items():
         if "hybrid" not in name and "released" not in name:
-            outputs = run(operator, inputs, False)
-            assert "dual" in name or all(x.isfinite().all() for x in outputs), name
+            found, *grads = run(operator, inputs)
+            assert found.dim() < 4 or found.shape[:3] == (size[0], HEADS, size[1]) or "plan" in name
+            if "dual" not in name and name not in MASKS:
+                assert not any(x.any() for x in (found, *grads)) or "plan" in name, name
 
 
 def in_double(value: Any) -> Any:
@@ -318,9 +316,7 @@ def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
     valued = isinstance(inputs[2], Tensor) and inputs[2].dim() == 4
     for place, alone in itertools.product(places, (True, False)):
         half = HALVES[(place + alone) % 2]
-        mixed = [
-            x.to(half) if is_float(x) and (i == place) == alone else x for i, x in enumerate(inputs)
-        ]
+        mixed = [x.to(half) if is_float(x) and (i == place) == alone else x for i, x in enumerate(inputs)]
         found = run(operator, mixed)
         expected = run(operator, [x.float() if is_float(x) else x for x in mixed])
         is_dual = name.startswith("dual")

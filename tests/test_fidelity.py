@@ -100,9 +100,7 @@ def test_tensor_fidelity():
     fidelity.update(torch.zeros(2), torch.zeros(2))
     fidelity.update(torch.zeros(0), torch.zeros(0))
     assert fidelity.metrics() == {
-        "output_rmse": 0.25,
-        "output_rel_l2": pytest.approx(0.1),
-        "max_abs_error": 0.5,
+        "output_rmse": 0.25, "output_rel_l2": pytest.approx(0.1), "max_abs_error": 0.5,
     }
     silent = TensorFidelity()
     silent.update(torch.zeros(2), torch.zeros(2))
@@ -287,8 +285,7 @@ def test_confidence_of_the_relative_error_is_over_examples():
     [
         ([7] * 9, [(7, 7, 9)]),
         ([1, 2, 3], [(1, 1, 1), (2, 2, 1), (3, 3, 1)]),
-        ([4] * 50 + [*range(10, 20)],
-         [(4, 4, 50), (10, 11, 2), (12, 14, 3), (15, 16, 2), (17, 19, 3)]),
+        ([4] * 50 + [*range(10, 20)], [(4, 4, 50), (10, 11, 2), (12, 14, 3), (15, 16, 2), (17, 19, 3)]),
         ([], []),
     ],
 )  # fmt: skip

@@ -20,12 +20,7 @@ from torch import Tensor
 from asapc import pipeline
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.enough import shortages
-from asapc.calibration.stored import (
-    fit_document,
-    fit_facts,
-    fit_tensors,
-    load_calibration,
-)
+from asapc.calibration.stored import fit_document, fit_facts, fit_tensors, load_calibration
 from asapc.calibration.stream import Pending, _finished
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan

@@ -8,13 +8,7 @@ from asapc.errors import InputError
 from asapc.measure.bootstrap import share
 from asapc.report import gates as judge
 from asapc.report.document import GateReport, Report
-from asapc.report.gates import (
-    FOR_CONFIDENCE,
-    Gate,
-    examples_needed,
-    load_gates,
-    parse_gates,
-)
+from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, load_gates, parse_gates
 
 
 def report(**model: Any) -> dict[str, Any]:

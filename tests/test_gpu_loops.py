@@ -137,9 +137,7 @@ def with_its_matrix(*given: Any) -> Tensor:
     return (stored.stored_loop if closes_both else sinkhorn.streaming_loop)(*given)
 
 
-RUNNERS = {
-    "resident": in_one_launch, "stored": with_its_matrix, "streaming": sinkhorn.streaming_loop,
-}  # fmt: skip
+RUNNERS = {"resident": in_one_launch, "stored": with_its_matrix, "streaming": sinkhorn.streaming_loop}
 
 
 def assert_honest(own: Tensor, exact: Tensor, rough: Tensor, rounding: float) -> None:

@@ -106,21 +106,14 @@ def calibrated(work):
 
 @pytest.fixture(scope="module")
 def compiled(work, calibrated):
-    """By the hint of calibrate, as a shell runs it."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["sh", "-c", hint(calibrated.err)], cwd=work, capture_output=True, text=True,
-        env={**os.environ, "PATH": path},
-    )  # fmt: skip
-
-
-def test_what_calibrate_says_to_run_next_runs(work, compiled):
-    assert compiled.returncode == 0, compiled.stderr
-    assert (work / "my calib.compiled" / "manifest.json").is_file()
+    """By the hint of calibrate."""
+    ran = Run(work, *shlex.split(hint(calibrated.err))[1:])
+    assert ran.code == 0 and (work / "my calib.compiled" / "manifest.json").is_file(), ran.err
+    return ran
 
 
 def test_what_compile_says_to_run_next_runs(work, compiled):
-    ran = Run(work, *shlex.split(hint(compiled.stderr))[1:], "--examples", "8", "--json")
+    ran = Run(work, *shlex.split(hint(compiled.err))[1:], "--examples", "8", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["model"]["data"] == "data.npz"
 
@@ -136,9 +129,7 @@ def test_recorded_data_is_found_from_any_folder(work, compiled, tmp_path, monkey
     assert json.loads(ran.out)["splits"]["gate"] == 8
     monkeypatch.chdir(tmp_path)
     opened: list[Any] = []
-    monkeypatch.setattr(
-        pipeline, "write_verified", lambda _, source, *rest: opened.append(source) or {}
-    )
+    monkeypatch.setattr(pipeline, "write_verified", lambda _, source, *rest: opened.append(source) or {})
     pipeline.export(out, None, OnnxSettings(), Progress())
     assert opened[0].examples == 300
     arguments = (f"{work / 'the model.py'}:Layer", "--weights", str(work / "its weights.safetensors"),

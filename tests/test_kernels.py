@@ -52,8 +52,7 @@ def assert_honest(
     f, g = (torch.linspace(-2, 2, t.shape[2]).expand(t.shape[:3]) for t in (q, k))
     loop = (keep, bias, score_multiplier, HALF_STEPS, True, ATTENTION)
     calls: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("sinkhorn", meaning, (q, k, v, *loop)),
-        ("sinkhorn_attention", meaning, (q, k, *loop)),
+        ("sinkhorn", meaning, (q, k, v, *loop)), ("sinkhorn_attention", meaning, (q, k, *loop)),
     ]
     for source, key, c_transforms in ((f, None, 3), (f, None, 1), (None, g, 2), (None, g, 1)):
         tail = (keep, bias, source, key, score_multiplier, c_transforms, ATTENTION)

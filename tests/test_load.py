@@ -183,8 +183,7 @@ def test_where_a_factory_may_be(factory, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "prefix"),
-    [(None, "module."), ("state_dict", ""), ("model_state_dict", ""), ("model", "")],
+    ("wrap", "prefix"), [(None, "module."), ("state_dict", ""), ("model_state_dict", ""), ("model", "")],
 )
 def test_a_factory_with_weights(factory, tmp_path, wrap, prefix):
     """As checkpoints have them, DataParallel's too."""

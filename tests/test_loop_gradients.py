@@ -54,9 +54,7 @@ def by_kernel(case: Given, loop: Loop, tail: Tail | None = None) -> list[Tensor]
     return [x for x in found[:4] if x is not None]
 
 
-def by_autograd(
-    case: Given, loop: Loop, dtype: torch.dtype, tail: int | None = None
-) -> list[Tensor]:
+def by_autograd(case: Given, loop: Loop, dtype: torch.dtype, tail: int | None = None) -> list[Tensor]:
     """The meaning's gradients of q, k, v and, if there is one, the dual."""
     leaves = [case[name].to(dtype).clone().requires_grad_() for name in ("q", "k", "v")]
     bias = None if case["bias"] is None else case["bias"].to(dtype)

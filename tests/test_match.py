@@ -118,9 +118,7 @@ def test_sliced_plans_are_recognised_and_replaced(name: str) -> None:
     replays(model, program, site)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, own in SLICED.items() if not own.softsort_temperature]
-)
+@pytest.mark.parametrize("name", [name for name, own in SLICED.items() if not own.softsort_temperature])
 def test_a_layer_that_sorts_exactly_is_replaced_where_tokens_are_repeated(name: str) -> None:
     model, program, outcomes = captured(name)
     lifted = lift(program, outcomes)

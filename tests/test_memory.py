@@ -28,16 +28,13 @@ from asapc.memory import (
 MIB = 1 << 20
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("123456", 123456), ("1TiB", 1 << 40)],
+    ("text", "size"), [("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("123456", 123456), ("1TiB", 1 << 40)],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1 XB", "nan", "0", "9" * 40, "1GiBs", "1.2.3M"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 XB", "nan", "0", "9" * 40, "1GiBs", "1.2.3M"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(InputError, match="such as 2GiB"):
         parse_size(text)

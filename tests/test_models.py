@@ -39,8 +39,7 @@ def scaled_plan(scores: Tensor, half_steps: int, keep: list[bool]) -> Tensor:
     """
     rows, keys = scores.shape
     kernel = [
-        [math.exp(scores[i, j].item()) if keep[j] else 0.0 for j in range(keys)]
-        for i in range(rows)
+        [math.exp(scores[i, j].item()) if keep[j] else 0.0 for j in range(keys)] for i in range(rows)
     ]
     a, b = [1.0] * rows, [1.0] * keys
     for t in range(half_steps):
@@ -137,9 +136,7 @@ def test_text_forward_equals_one_written_out() -> None:
             return x @ w[name + ".weight"].T + w[name + ".bias"]
 
         def norm(name: str, x: Tensor) -> Tensor:
-            x = (x - x.mean(-1, keepdim=True)) / (
-                x.var(-1, correction=0, keepdim=True) + 1e-6
-            ) ** 0.5
+            x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6) ** 0.5
             return x * w[name + ".weight"] + w[name + ".bias"]
 
         q, k, v = (linear(f"layers.0.mha.{n}", x) for n in ("WQ", "WK", "WV"))
@@ -204,9 +201,7 @@ def test_shipped_code_teacher() -> None:
 
 @pytest.mark.parametrize("max_iter", [1, 2, 25])
 @pytest.mark.parametrize("active", [16, 3], ids=["open", "padded"])
-def test_the_trainable_loop_is_the_teachers_and_so_are_its_gradients(
-    max_iter: int, active: int
-) -> None:
+def test_the_trainable_loop_is_the_teachers_and_so_are_its_gradients(max_iter: int, active: int) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=generator)
     weights = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=generator)

@@ -178,9 +178,7 @@ def test_a_notebook_has_bars_in_its_cell(cell: Display, capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("noted\n", "")
 
 
-def test_elsewhere_and_when_quiet_there_is_none(
-    cell: Display, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_and_when_quiet_there_is_none(cell: Display, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*progress_here(quiet=True).track([1], "fitting")] == [1] and cell.shown == []
     monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.setattr(sys, "stderr", io.StringIO())

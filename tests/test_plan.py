@@ -495,8 +495,7 @@ class Streams(nn.Module):
         )
 
         self.mix = ManifoldConstrainedHyperConnections(
-            4, dim=8, branch=nn.Linear(8, 8), layer_index=0, log_domain_sinkhorn=False,
-            sinkhorn_iters=6,
+            4, dim=8, branch=nn.Linear(8, 8), layer_index=0, log_domain_sinkhorn=False, sinkhorn_iters=6,
         )  # fmt: skip
         for parameter in self.parameters():
             parameter.data += 0.5 * torch.randn_like(parameter)

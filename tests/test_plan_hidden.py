@@ -190,8 +190,7 @@ class Weighted(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         scores, is_open = x @ y.mT, self.gate(y).mT > 0
         hows: dict[str, Callable[[], Tensor]] = {
-            "added": lambda: scores + self.added,
-            "gated": lambda: scores.masked_fill(is_open, -1e9),
+            "added": lambda: scores + self.added, "gated": lambda: scores.masked_fill(is_open, -1e9),
         }
         return subtracted(hows[self.how](), [-1, -2] * 2)
 

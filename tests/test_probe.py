@@ -97,9 +97,7 @@ def test_what_only_mild_scores_have_seen_has_a_rival() -> None:
 @pytest.mark.parametrize(("form", "kind", "constant"), [
     ("plan", "add", 1e-6), ("plan", "clamp", 1e-9), ("scaling", "add", 1e-30), ("scaling", "clamp", 1e-6),
 ])  # fmt: skip
-def test_a_stabilising_constant_is_part_of_the_convention(
-    form: Any, kind: Any, constant: float
-) -> None:
+def test_a_stabilising_constant_is_part_of_the_convention(form: Any, kind: Any, constant: float) -> None:
     start = "softmax" if form == "plan" else "matrix"
     own = Stabiliser(form, kind, constant, start)
     law = Convention(7, "row", 1.0, OutputFactor(queries=1), stabiliser=own)

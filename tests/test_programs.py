@@ -33,9 +33,7 @@ OTHERS = {
         "padding_shown": True,
     },
 }  # fmt: skip
-WRITTEN = {
-    name: programs.settled(programs.plain() | own) for name, own in (COMPILED | OTHERS).items()
-}
+WRITTEN = {name: programs.settled(programs.plain() | own) for name, own in (COMPILED | OTHERS).items()}
 DRAWN = {str(seed): {**programs.drawn(seed), "late": "none"} for seed in SEEDS}
 SPECS = DRAWN | WRITTEN
 

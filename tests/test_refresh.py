@@ -158,8 +158,7 @@ def test_report_shows_the_refresh_and_uses_no_example_it_saw(work, out, capsys):
 
 def test_labels_train_what_is_selected_and_nothing_else(work, out):
     before = load_file(out / "model.safetensors")
-    entry = refreshed(out, work / "data.npz", "--learning-rate", "5e-3", "--epochs", 2,
-                      mode="--labels")  # fmt: skip
+    entry = refreshed(out, work / "data.npz", "--learning-rate", "5e-3", "--epochs", 2, mode="--labels")
     assert entry["mode"] == "labels" and entry["after"]["loss"] < entry["before"]["loss"]
     assert set(entry["before"]) == {"loss", "prediction_agreement", "accuracy"}
     after = load_file(out / "model.safetensors")

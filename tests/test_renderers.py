@@ -218,8 +218,7 @@ def measured(layers: int) -> Report:
     errors = [{"attention_rel_l2": 0.0361 / (i + 1)} for i in range(layers)]
     refused = {"status": "refused", "reason": WHY}
     document |= {"gate": {}, "selection": None} | {
-        "sites": [{**site, "name": name(i), "reason": WHY, "metrics": of}
-                  for i, of in enumerate(errors)],
+        "sites": [{**site, "name": name(i), "reason": WHY, "metrics": of} for i, of in enumerate(errors)],
         "refused": [{"name": f"left.{i}", **refused} for i in range(layers)],
     }
     document["model"] |= {"latency_lossless_ms": 70.0, "speedup_lossless": 21.0}

@@ -53,7 +53,7 @@ class Crossed(nn.Module):
     def forward(self, x: Tensor, pivots: Tensor) -> Tensor:
         q, z, k, v = self.q(x), self.z(pivots), self.k(x), self.v(x)
         first, second = q @ z.transpose(-1, -2), z @ k.transpose(-1, -2)
-        gathered = plan(second, 6) @ v
+        gathered = plan(second, 4) @ v
         return plan(first, 3) @ gathered
 
 
@@ -68,9 +68,9 @@ def test_sites_are_paired_with_their_own_calls() -> None:
     for site in analysis.sites:
         _, call = call_of([lifted], site.name)
         assert call.settings["half_steps"] == site.loop.half_steps  # its own loop, whichever comes first
-    assert {site.loop.half_steps for site in analysis.sites} == {3, 6}
+    assert {site.loop.half_steps for site in analysis.sites} == {3, 4}
     order = [o.settings["half_steps"] for o in operator_calls(lifted.graph)]
-    assert order == [6, 3] and [site.loop.half_steps for site in analysis.sites] == [3, 6]
+    assert order == [4, 3] and [site.loop.half_steps for site in analysis.sites] == [3, 4]
     with torch.no_grad():
         assert largest_difference(model(x, pivots), lifted.graph(x, pivots)) < 2e-6
 
@@ -116,7 +116,7 @@ class Stacked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
             q, k, v = layer(x).chunk(3, -1)
-            x = x + plan(q @ k.transpose(-1, -2), 6 if place == 2 else 4) @ v
+            x = x + plan(q @ k.transpose(-1, -2), 3 if place == 2 else 2) @ v
         return x
 
 
@@ -151,7 +151,7 @@ def test_what_only_sharp_scores_show_is_seen() -> None:
 class While(nn.Module):
     """Ends on a residual, or after `most` iterations; looks at it as `how` says."""
 
-    def __init__(self, threshold: float, how: str = "item", most: int = 5) -> None:
+    def __init__(self, threshold: float, how: str = "item", most: int = 3) -> None:
         super().__init__()
         self.threshold, self.how, self.most = threshold, how, most
 
@@ -187,7 +187,7 @@ def test_a_stop_that_changes_nothing_is_reproduced() -> None:
     found = outcome_of(While(1e-13))
     assert isinstance(found, AttentionSite), found
     c = found.convention
-    assert (c.half_steps, c.first_side, c.early_stop) == (10, "column", True)
+    assert (c.half_steps, c.first_side, c.early_stop) == (6, "column", True)
 
 
 @pytest.mark.parametrize("how", ["tensor", "reversed"])
@@ -196,13 +196,9 @@ def test_a_stop_that_changes_something_is_refused(how: str) -> None:
     assert isinstance(found, Refusal) and "ends early where a residual is at most 0.01" in found.reason
 
 
-def test_a_threshold_that_nobody_sees_is_refused() -> None:
-    found = outcome_of(While(1e-13, "float"))
-    assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
-
-
 class Guarded(While):
-    """Looks whether it diverges, in ways that end the loop if they are taken to be true."""
+    """Looks whether it diverges, in ways that end the loop if they are taken to be true: taken for a loop
+    that goes on while the residual is large, it once cut a loop to one iteration."""
 
     def __init__(self, guard: str) -> None:
         super().__init__(1e-13)
@@ -214,17 +210,10 @@ class Guarded(While):
         return math.isnan(residual.item())
 
 
-@pytest.mark.parametrize("guard", ["number", "isnan"])
-def test_a_guard_does_not_end_the_loop(guard: str) -> None:
-    """Taken for a loop that goes on while the residual is large, it once cut a loop to one iteration."""
-    found = outcome_of(Guarded(guard))
-    assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
-
-
 class StoppingGlue(zoo.Glued):
     """A glued plan whose loops end early, far from their budget."""
 
-    half_steps = 6
+    half_steps = 4
 
     def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         u, w = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
@@ -281,7 +270,9 @@ class Averaged(Diluted):
         return change.square().mean().sqrt()
 
 
-@pytest.mark.parametrize("model", [Diluted(1e-8), Averaged(5e-6)], ids=["few", "in a larger batch"])
+@pytest.mark.parametrize(
+    "model", [Diluted(1e-8, most=5), Averaged(5e-6, most=5)], ids=["few", "in a larger batch"]
+)
 def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps(model: nn.Module) -> None:
     found = outcome_of(model)
     assert isinstance(found, Refusal) and "ends early" in found.reason
@@ -354,9 +345,7 @@ def plan_that_replays(
     return found
 
 
-def site_that_replays(
-    model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]
-) -> Site:
+def site_that_replays(model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]) -> Site:
     program = capture(model.eval(), args, {}).programs[0]
     (found,) = match(program)
     assert isinstance(found, Site)
@@ -442,13 +431,17 @@ class Threshold(Diluted):
         return bool(self.tolerance > residual)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [(Before(0.1), "before its loop begins"), (Threshold(), "compared with an unknown number")],
-    ids=["before", "threshold first"],
-)
-def test_other_ways_to_decide_are_refused(model: nn.Module, reason: str) -> None:
-    found = outcome_of(model)
+UNSEEN = {
+    "nobody sees the threshold": While(1e-13, "float"), "the threshold comes first": Threshold(),
+    "a guard by a number": Guarded("number"), "a guard by isnan": Guarded("isnan"),
+    "before": Before(0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_other_ways_to_decide_are_refused(how: str) -> None:
+    found = outcome_of(UNSEEN[how])
+    reason = "before its loop begins" if how == "before" else "compared with an unknown number"
     assert isinstance(found, Refusal) and reason in found.reason
 
 
@@ -459,7 +452,7 @@ def test_replay_is_not_done_again_where_nothing_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is where the calibration is of other code."""
-    teacher = write_teacher(tmp_path / "teacher", n_layers=1, max_iter=4)
+    teacher = write_teacher(tmp_path / "teacher", n_layers=1, max_iter=2)
     recipe = {"operator": "sinkhorn", "max_examples": 16}
     calibration = calibrated(tmp_path, teacher, write_data(tmp_path / "data.npz", 60), recipe)
     done: list[str] = []

@@ -98,9 +98,7 @@ def written(ground: Ground, out: Path, recipe: Mapping[str, Any]) -> dict[str, A
     """By the whole of compile: the manifest."""
     teacher = load_teacher(str(ground.folder / "teacher"))
     own = Recipe.from_dict({**SMALL, **recipe})
-    return pipeline.compile(
-        teacher, ground.folder / "calib", out, own, ground.data, QUIET
-    ).manifest
+    return pipeline.compile(teacher, ground.folder / "calib", out, own, ground.data, QUIET).manifest
 
 
 def labels(trail: Mapping[str, Any]) -> list[str]:

@@ -36,9 +36,7 @@ class Encoder(nn.Module):
     """[B, N] token ids, 0 is padding -> [B, 3].  fused: torch's attention, else written out; added: its
     mask is added to the scores."""
 
-    def __init__(
-        self, layers: int = 2, fused: bool = True, added: bool = False, **given: Any
-    ) -> None:
+    def __init__(self, layers: int = 2, fused: bool = True, added: bool = False, **given: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, DIM)
         self.made = nn.ModuleList(nn.Linear(DIM, 3 * DIM) for _ in range(layers))
@@ -278,8 +276,7 @@ MASKS_OF_HEADS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name, fused", [
-    *((name, True) for name in MASKS_OF_HEADS),
-    *((name, False) for name in ("a number", "one head")),
+    *((name, True) for name in MASKS_OF_HEADS), *((name, False) for name in ("a number", "one head")),
 ])  # fmt: skip
 def test_masks_that_may_differ_between_merged_heads_are_refused(name: str, fused: bool) -> None:
     """Though on the example's tokens, all below 20, they do not."""

@@ -18,9 +18,7 @@ def brute(sites: list[list[Option]], limits: tuple[float, ...]) -> float | None:
     found = [
         sum(own.cost for own in chosen)
         for chosen in itertools.product(*sites)
-        if all(
-            sum(own.damages[m] for own in chosen) <= limit + 1e-12 for m, limit in enumerate(limits)
-        )
+        if all(sum(own.damages[m] for own in chosen) <= limit + 1e-12 for m, limit in enumerate(limits))
     ]
     return min(found, default=None)
 
@@ -45,9 +43,7 @@ def test_the_cheapest_set_is_found(sites: list[list[Option]]) -> None:
 
 
 @given(
-    st.lists(
-        st.lists(st.tuples(st.floats(0, 9), st.floats(0, 0.3)), min_size=1, max_size=4), max_size=5
-    )
+    st.lists(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 0.3)), min_size=1, max_size=4), max_size=5)
 )
 def test_any_damages_keep_the_limit(sites: list[list[tuple[float, float]]]) -> None:
     own = [[Option(cost, (damage,)) for cost, damage in site] for site in sites]
