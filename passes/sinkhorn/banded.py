@@ -33,9 +33,7 @@ from asapc.passes.sinkhorn.match import (
     USED_ELSEWHERE,
     RegionExperiment,
     first_of_each,
-    four,
     heads_of,
-    hiding,
     run_experiments,
     used_outside,
 )
@@ -111,7 +109,7 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
     found = run_experiments(experiment, shown)
     if isinstance(found, str):
         return found
-    fit, mask, bias, neutral = found
+    fit, mask, bias = found
     if bias is not None:
         return f"{spoken(bias.node)} is added to its scores, which no operator with a band supports"
     if fit.convention.mask == "both":
@@ -123,7 +121,7 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
-    trials = _Trials(program, experiment, opened, mask, neutral, convention)
+    trials = _Trials(program, experiment, opened, mask, convention)
     wrong = trials.plain() or (trials.masked() if mask is not None else None)
     return (convention, mask, max(fit.error, trials.error)) if wrong is None else wrong
 
@@ -133,11 +131,10 @@ class _Trials:
 
     def __init__(
         self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
-        neutral: Sequence[Tensor], convention: BandedConvention,
+        convention: BandedConvention,
     ) -> None:  # fmt: skip
         self.program, self.experiment, self.opened = program, experiment, opened
-        self.mask, self.neutral, self.convention = mask, neutral, convention
-        self.generator = torch.Generator().manual_seed(8)
+        self.mask, self.convention = mask, convention
         self.error = 0.0
 
     def plain(self) -> str | None:
@@ -183,26 +180,22 @@ class _Trials:
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
         region, convention = self.opened.region, self.convention
-        inputs = self.experiment.resized(self.neutral, at)
+        inputs, keep = self.experiment.resized(at), None
+        s = self.experiment.noise(at) * spread / abs(convention.score_multiplier)
+        if self.mask is not None and active is not None:
+            inputs = self.experiment.hiding(region.inputs.index(self.mask.node), active, at=at)
+            keep = active.expand(len(s), -1)
         for node in self.opened.masks:
             value = constant_at(self.program.graph, node, at)
             if value is None:
                 return None
             place = region.inputs.index(node)
             inputs[place] = value.to(inputs[place].dtype)
-        keep = None
-        size = self.experiment.size(at)
-        s = torch.randn(size, generator=self.generator, dtype=torch.float64)
-        s = s * spread / abs(convention.score_multiplier)
-        if self.mask is not None and active is not None:
-            place = region.inputs.index(self.mask.node)
-            inputs = hiding(inputs, place, active, self.mask.true_means_masked)
-            keep = active.expand(len(s), -1)
-        theirs = four(self.experiment.attention(s, inputs, at))
+        theirs = self.experiment.attention(s, inputs, at)
         if not bool(theirs.isfinite().all()):
             return None
         ours = banded_map(
-            four(s) * convention.score_multiplier, keep, convention.half_steps,
+            s * convention.score_multiplier, keep, convention.half_steps,
             convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
             convention.high,
         )  # fmt: skip
