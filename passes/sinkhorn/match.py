@@ -48,7 +48,7 @@ from asapc.passes.experiment import (
 )
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, rank_of, same, site_name
-from asapc.passes.regions import Region
+from asapc.passes.regions import Region, rooted
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
@@ -64,7 +64,6 @@ from asapc.passes.sinkhorn.probe import (
     score_multiplier,
     with_factor,
 )
-from asapc.passes.sinkhorn.roots import rooted
 from asapc.passes.sinkhorn.site import AttentionSite, ScoreBias
 from asapc.passes.site import Found, Place, Site, Unidentified
 
