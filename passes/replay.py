@@ -179,8 +179,8 @@ def replay(
             found[name].rounding = math.inf
             continue
         with torch.no_grad():
-            ours = site.completed(kernels[name](t, _values(site, t, expected)), t)
-        found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
+            ours = _operated(site, kernels[name], t, expected)
+        found[name].note("the data", _difference(site, ours, expected))
         if not found[name].errors["the data"] <= TOLERANCE:
             found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
         sizes = tuple(given[node].shape for node in parts[name].inputs)
@@ -334,10 +334,8 @@ class _Beyond:
         theirs = torch.autograd.grad(expected, [x for x, _ in pairs], cotangent, allow_unused=True)
         try:
             with torch.enable_grad():
-                result = self.site.completed(kernel(t, _values(self.site, t, expected)), t)
-            ours = torch.autograd.grad(
-                result.reshape(expected.shape), [x for _, x in pairs], cotangent, allow_unused=True
-            )
+                result = _operated(self.site, kernel, t, expected)
+            ours = torch.autograd.grad(result, [x for _, x in pairs], cotangent, allow_unused=True)
         except (RuntimeError, NotImplementedError):  # no gradient at all, which is said elsewhere
             return 0.0
         return max(
@@ -494,8 +492,7 @@ class _Beyond:
         if not bool(self.site.weighed(theirs).isfinite().all()):
             return None
         with torch.no_grad():
-            ours = self.site.completed(self.reference(t, _values(self.site, t, theirs)), t)
-        ours = ours.reshape(theirs.shape)
+            ours = _operated(self.site, self.reference, t, theirs)
         if active == [] and (times := self._multiplied(tensors, sizes)) is not None:
             ours, theirs = ours * times, theirs * times
         return _difference(self.site, ours, theirs)
@@ -579,9 +576,10 @@ class _Beyond:
         return replace(t, q=t.q * of_q.scale + of_q.shift, k=t.k * of_k.scale + of_k.shift)
 
 
-def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
-    """Those whose product with the map is the site's part; its call may have more columns."""
-    return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
+def _operated(site: Site, call: SiteFunction, t: SiteTensors, expected: Tensor) -> Tensor:
+    """What the site's call gives, as what is expected is laid out; it may have more columns of values."""
+    values = None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
+    return site.completed(call(t, values), t).reshape(expected.shape)
 
 
 def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, int]:

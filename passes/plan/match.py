@@ -205,14 +205,14 @@ class _Region:
         if cut is not self.cut:
             given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
         tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
-        made, *constants = cut.run_all(tensors, lengths)
+        made, *constants = cut.run(tensors, lengths)
         out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
 
     def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
         """What the start holds for scores [B, H, N, M]."""
         given = scores.exp() if self.kernel else scores
-        return self.start.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
+        return self.start.tensor.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from asapc.ir import Marginal, OutputFactor, PlanConvention
+from asapc.ir import Marginal, PlanConvention
 from asapc.operators.plan import plan, settings_of
 from asapc.passes.experiment import EXACT, NoFit, relative_error
 from asapc.passes.plan.damped import converged, damped_factor, identify_damping
@@ -111,19 +111,14 @@ def _damped(samples: Sequence[Sample], sums: int) -> Fit[PlanConvention] | None:
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
     fits = []
     for one in longer:
-        factor = _damped_factor(one, heads)
+        uniform = (one.source_marginal == "uniform", one.target_marginal == "uniform")
+        masses = _masses(one, heads)
+        factor = damped_factor(masses, found.damping, one.first_side, one.half_steps, uniform)
         if factor is not None:
             one = replace(one, output_factor=factor)
             fits.append(Fit(one, plan_error(one, samples), powers=found.powers))
     best = min(fits, key=lambda fit: fit.error, default=None)
     return best if best is not None and best.error <= HELD else None
-
-
-def _damped_factor(convention: PlanConvention, samples: Sequence[Sample]) -> OutputFactor | None:
-    c = convention
-    assert c.damping is not None
-    uniform = (c.source_marginal == "uniform", c.target_marginal == "uniform")
-    return damped_factor(_masses(c, samples), c.damping, c.first_side, c.half_steps, uniform)
 
 
 def _masses(

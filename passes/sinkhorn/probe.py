@@ -420,11 +420,8 @@ def score_multiplier(samples: Sequence[Sample]) -> float | NoFit:
 
 
 def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
-    sides: list[Side] = []
-    for side in ("row", "column"):
-        if all(_mass_spread(sample, side) <= tolerance for sample in samples):
-            sides.append(side)
-    return sides
+    sides: tuple[Side, ...] = ("row", "column")
+    return [side for side in sides if all(_mass_spread(one, side) <= tolerance for one in samples)]
 
 
 def _masses(sample: Sample, side: Side) -> Tensor:
@@ -566,23 +563,17 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
     for sample in samples:
         head = sample.head()
         by_shape.setdefault((head.scores.shape, head.keep is None), []).append(head)
-    return [_stacked(alike, multiplier) for alike in by_shape.values()]
-
-
-def _stacked(alike: Sequence[Sample], multiplier: float) -> Sample:
-    def stacked(tensors: list[Tensor | None]) -> Tensor | None:
-        given = [x for x in tensors if x is not None]
-        return torch.cat(given) if given else None
-
-    scores = multiplier * torch.cat([sample.scores for sample in alike])
-    keep = stacked([sample.keep for sample in alike])
-    if keep is not None:
-        scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
-    return Sample(
-        scores, torch.cat([sample.attention for sample in alike]), keep,
-        log_mu=stacked([sample.log_mu for sample in alike]),
-        log_nu=stacked([sample.log_nu for sample in alike]),
-    )  # fmt: skip
+    groups = []
+    for alike in by_shape.values():
+        tensors = {
+            name: torch.cat([getattr(sample, name) for sample in alike])
+            for name, x in vars(alike[0]).items() if isinstance(x, Tensor)
+        }  # fmt: skip
+        tensors["scores"] *= multiplier
+        if "keep" in tensors:
+            tensors["scores"].masked_fill_(~tensors["keep"][:, None, None, :], -math.inf)
+        groups.append(replace(alike[0], **tensors))  # type: ignore[arg-type]
+    return groups
 
 
 # Stabilising constants
@@ -618,22 +609,17 @@ def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
 
 def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFit:
     """factor = N * (row mass) or M * (column mass) as a monomial in N, M and the active keys n."""
-    observed: list[tuple[int, int, float, float]] = []
+    observed = []
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
         masses = _masses(sample, last)
-        if masses.numel() == 0:
-            continue
-        rows = range(len(masses))
-        active = (
-            [float(keys)] * len(masses)
-            if sample.keep is None
-            else [float(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
-        )
-        for row in rows:
-            if active[row] > 0:
-                value = float(masses[row].mean()) * (queries if last == "row" else keys)
-                observed.append((queries, keys, active[row], value))
+        active = [keys] * len(masses)
+        if sample.keep is not None:
+            active = [int(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
+        for n, mass in zip(active, masses, strict=True):
+            if n > 0 and mass.numel():
+                factor = float(mass.mean()) * (queries if last == "row" else keys)
+                observed.append((queries, keys, float(n), factor))
     return factor_of(observed)
 
 
