@@ -24,7 +24,7 @@ from asapc.passes.fused import fused_calls
 from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
-from asapc.passes.sinkhorn.band import open_region
+from asapc.passes.sinkhorn.banded import open_region
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
