@@ -140,11 +140,11 @@ def replay(
     if not sites:
         return found
     parts = {name: site.part() for name, (_, site) in sites.items()}
-    values = _Values()
+    values: dict[str, dict[Node, Tensor]] = {}
     lifted = []
     for program, its_sites in zip(programs, matched, strict=True):
         both, nodes = beside(program, its_sites)
-        values.watch(both.graph, nodes, {site.name: parts[site.name] for site in its_sites})
+        _watch(both.graph, nodes, {site.name: parts[site.name] for site in its_sites}, values)
         settle(both.graph, batches[0].device)  # a site's own tensors
         lifted.append(both)
     tap = Tap(model, lifted, list(sites))
@@ -165,13 +165,13 @@ def replay(
     def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
         for batch in batches:
             seen = tap(batch)[1]
-            theirs = values.taken()
-            yield from ((name, theirs[name], t) for name, t in zip(sites, seen, strict=True))
+            theirs = [values.pop(name) for name in sites]  # not held any longer than they are needed
+            yield from zip(sites, theirs, seen, strict=True)
 
     for name, given, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
         site = sites[name][1]
         expected = _canonical(given[parts[name].output], parts[name])
-        beyond = _Beyond(cuts[name], sites[name][0].graph, site, parts[name], given, t, references[name])
+        beyond = _Beyond(cuts[name], sites[name][0].graph, site, given, t, references[name])
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         if not bool(site.weighed(expected).isfinite().all()):
@@ -199,51 +199,37 @@ def replay(
     return found
 
 
-class _Values:
-    """What enters and leaves the part of each site while the teacher's own code runs."""
+def _watch(
+    graph: GraphModule, nodes: Mapping[Node, Node], parts: Mapping[str, Part],
+    into: dict[str, dict[Node, Tensor]],
+) -> None:  # fmt: skip
+    """Have a graph note, by site, what enters and leaves its part while the teacher's own code runs.
 
-    def __init__(self) -> None:
-        self._values: dict[str, dict[Node, Tensor]] = {}
+    nodes: of the graph, by those that the parts name.
+    """
+    for site, part in parts.items():
+        for node in {*part.inputs, part.output}:
+            def record(value: Tensor, site: str = site, node: Node = node) -> None:
+                into.setdefault(site, {})[node] = value.detach()
 
-    def watch(self, graph: GraphModule, nodes: Mapping[Node, Node], parts: Mapping[str, Part]) -> None:
-        """nodes: of the graph, by those that the parts name."""
-        for site, part in parts.items():
-            for node in {*part.inputs, part.output}:
-                self._record(graph, site, node, nodes[node])
-        graph.recompile()
-
-    def taken(self) -> dict[str, dict[Node, Tensor]]:
-        """Of the last run, by site; they are not held any longer."""
-        values, self._values = self._values, {}
-        return values
-
-    def _record(self, graph: GraphModule, site: str, original: Node, node: Node) -> None:
-        def record(value: Tensor) -> None:
-            self._values.setdefault(site, {})[original] = value.detach()
-
-        after = node
-        while after.next.op == "placeholder":
-            after = after.next
-        with graph.graph.inserting_after(after):
-            graph.graph.call_function(record, (node,))
+            after = nodes[node]
+            while after.next.op == "placeholder":
+                after = after.next
+            with graph.graph.inserting_after(after):
+                graph.graph.call_function(record, (nodes[node],))
+    graph.recompile()
 
 
 class _Beyond:
     """One site on one batch, changed in ways that the data does not show."""
 
     def __init__(
-        self,
-        cut: Cut,
-        graph: GraphModule,
-        site: Site,
-        part: Part,
-        values: Mapping[Node, Tensor],
-        seen: SiteTensors,
+        self, cut: Cut, graph: GraphModule, site: Site, values: Mapping[Node, Tensor], seen: SiteTensors,
         reference: SiteFunction,
-    ) -> None:
-        self.cut, self.graph, self.site, self.part = cut, graph, site, part
+    ) -> None:  # fmt: skip
+        self.cut, self.graph, self.site, self.part = cut, graph, site, site.part()
         self.seen, self.reference, self._given = seen, reference, values
-        self.sizes = self.cut.lengths(_sizes(part.inputs, values))
+        self.sizes = self.cut.lengths(_sizes(self.part.inputs, values))
         self.heads = seen.q.shape[1]
 
     @cached_property
@@ -378,7 +364,7 @@ class _Beyond:
             return self
         part = self.part
         cut = Cut(self.graph, part.inputs, part.output, part.inside, precision=torch.float32)
-        return _Beyond(cut, self.graph, self.site, part, self._given, self.seen, self.reference)
+        return _Beyond(cut, self.graph, self.site, self._given, self.seen, self.reference)
 
     def _with_examples(self) -> dict[Any, int]:
         """Sizes with few examples, where their number is free."""

@@ -84,25 +84,24 @@ def _examine(
     program: Program, loop: Loop, failed: dict[object, _Failure]
 ) -> PlanSite | Unidentified:
     """failed: why regions of earlier loops are no plans, by what they compute."""
+    def refused(reason: str, at: Node | None = loop.at) -> Unidentified:
+        return Unidentified(f"a loop of rows and columns: {reason}", frozenset(loop.sums), at)
+
     if loop.axes is None:
-        return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
+        return refused(loop.why)
     found = borders(program.graph, loop)
     if not found.ends:
-        reason = f"a loop of rows and columns: {found.why}"
-        return Unidentified(reason, frozenset(loop.sums), found.at)
-    nearest: _Failure | None = None
+        return refused(found.why, found.at)
+    failures = []
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
         sums = len(part.sums) if number < MOST_DAMPED else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
-        failure = _Failure(0, result) if isinstance(result, str) else result
-        if failure.reached >= KNOWN:
-            nearest = failure
+        failures.append(_Failure(0, result) if isinstance(result, str) else result)
+        if failures[-1].reached >= KNOWN:
             break
-        nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
-    assert nearest is not None
-    return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
+    return refused(max(failures, key=lambda failure: failure.reached).reason)
 
 
 def _tried(
