@@ -100,20 +100,16 @@ def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
     """Products of the same size as `attention` that it is computed from, without a layer between."""
     # The map itself is one in linear attention, or where a product is a weight: refused later.
     above = reached([attention], lambda n: n.all_input_nodes if _is_local(n) else ()) & products.keys()
+    entries = attention.meta["val"].numel()
     return [
         node for node in above
-        if node is attention or (_is_local(node) and _same_matrix(node, attention))
+        if node is attention or (_is_local(node) and same(node.meta["val"].numel(), entries))
     ]  # fmt: skip
 
 
 def _is_local(node: Node) -> bool:
     """Whether it is no layer, which parts one attention from another."""
     return is_tensor(node) and node.target not in BARRIERS
-
-
-def _same_matrix(first: Node, second: Node) -> bool:
-    a, b = first.meta["val"], second.meta["val"]
-    return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
 
 
 def _region(score: Product, value: Product) -> Region | None:
@@ -146,14 +142,12 @@ def _is_constant(node: Node) -> bool:
     value = node.meta["val"]
     if value.dtype == torch.bool and value.numel() != 1:
         return False
-    if depends_on_data(node) or _depends_on_parameter(node):
+    if reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1):
+        return False
+    if depends_on_data(node):
         return False
     example = node.meta.get("example")
     return example is None or example.numel() == 0 or bool((example == example.flatten()[0]).all())
-
-
-def _depends_on_parameter(node: Node) -> bool:
-    return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
 def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[Product]:
@@ -165,14 +159,10 @@ def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> 
         product = product_of(node)
         if product is None or node in owned or is_vector(product):
             continue
-        operands = (product.left, product.right)
-        if any(_is_normalised(operand) for operand in operands) or _is_sorted(product.left):
+        weights = any(_is_normalised(operand) for operand in (product.left, product.right))
+        if weights or any(x.target in SORTS for x in ancestors(product.left, until=BARRIERS)):
             found.append(product)
     return found
-
-
-def _is_sorted(node: Node) -> bool:
-    return any(source.target in SORTS for source in ancestors(node, until=BARRIERS))
 
 
 def _is_normalised(node: Node) -> bool:

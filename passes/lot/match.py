@@ -45,6 +45,7 @@ from asapc.passes.experiment import (
 )
 from asapc.passes.lot.probe import Half, HalfFit, Masses, candidates, identify_half, per_head
 from asapc.passes.lot.site import LotSite, ends_in_one
+from asapc.passes.plan.loops import TURNS
 from asapc.passes.products import (
     BARRIERS,
     NORMALISERS,
@@ -64,7 +65,6 @@ CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
-TURNS = {aten.transpose.int, aten.permute.default}
 SIDES = ("query", "key")
 
 

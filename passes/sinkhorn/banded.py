@@ -120,10 +120,10 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
     experiment = RegionExperiment(program, opened.region)
     shown = {}
     for node in opened.masks:
-        value = shown_value(program.graph, node)
-        if value is None:
+        value = constant_at(program.graph, node)
+        if value is None or not value.numel():
             return f"{node.name} cannot be computed on its own"
-        shown[node] = value
+        shown[node] = float(value.flatten()[0])  # for a query and its own key, which a band shows
     found = run_experiments(experiment, shown)
     if isinstance(found, str):
         return found
@@ -293,12 +293,6 @@ def band_of(graph: GraphModule, masks: Sequence[Node], shape: Sequence[Any]) -> 
     return found
 
 
-def shown_value(graph: GraphModule, node: Node) -> float | None:
-    """What a mask holds for a query and its own key, which a band shows."""
-    value = constant_at(graph, node)
-    return None if value is None or not value.numel() else float(value.flatten()[0])
-
-
 def _is_matrix(node: Node, sizes: Sequence[Any]) -> bool:
     """[..., N, M], with sizes of 1 for what broadcasts."""
     shape = node.meta["val"].shape
@@ -306,7 +300,8 @@ def _is_matrix(node: Node, sizes: Sequence[Any]) -> bool:
 
 
 def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
-    if reaches(node, lambda n: n.op == "get_attr" and _is_trained(graph, n)):
+    trained = {name for name, _ in graph.named_parameters()}
+    if reaches(node, lambda n: n.op == "get_attr" and n.target in trained):
         return None
     found: Band | None = None
     seen: list[tuple[int, Band]] = []
@@ -324,10 +319,6 @@ def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
         if found is None or band != _part(found, length):
             return None
     return found
-
-
-def _is_trained(graph: GraphModule, node: Node) -> bool:
-    return any(name == node.target for name, _ in graph.named_parameters())
 
 
 def _part(band: Band, length: int) -> Band:

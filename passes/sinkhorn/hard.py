@@ -42,9 +42,10 @@ def with_low_numbers(
     experiment: passes.sinkhorn.match.RegionExperiment.
     """
     example = bias.node.meta["example"]
-    hard = bool((example <= MASKED_BELOW).any()) or _looks_up_low_numbers(bias.node)
-    given = depends_on_data(bias.node)
-    if not given and not hard and not _tables(bias.node):
+    tables, given = _tables(bias.node), depends_on_data(bias.node)
+    # A table may have a number that hides keys, which the data did not ask for.
+    hard = any(bool((x <= MASKED_BELOW).any()) for x in (example, *tables))
+    if not given and not hard and not tables:
         return bias
     trials = _Trials(experiment, convention, bias)
     if trials.follows():
@@ -52,11 +53,6 @@ def with_low_numbers(
     if (bool(example.any()) or not given) and not hard:
         return replace(bias, small=True)
     return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
-
-
-def _looks_up_low_numbers(bias: Node) -> bool:
-    """Whether one of its tables has a number that hides keys, which the data did not ask for."""
-    return any(bool((x <= MASKED_BELOW).any()) for x in _tables(bias))
 
 
 def _tables(bias: Node) -> list[Tensor]:

@@ -25,7 +25,7 @@ from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
     PROBE_LENGTHS,
-    descendants,
+    ancestors,
     is_tensor,
     made_alike,
     moved_nodes,
@@ -606,21 +606,14 @@ def used_outside(region: Region, besides: Iterable[Node] = ()) -> Node | None:
 
     besides: what may read it besides the region.
     """
-    inside = {*region.inside, *besides}
+    inside, live = {*region.inside, *besides}, ancestors(region.attention.graph.output_node())
     for node in (region.score.node, *region.inside):
         if node is region.attention:
             continue
         for user in node.users:
-            if user not in inside and is_tensor(user) and _is_live(user):
-                return node
-            if user.op == "output":
+            if user.op == "output" or (user in live and user not in inside and is_tensor(user)):
                 return node
     return None
-
-
-def _is_live(node: Node) -> bool:
-    """Whether the graph's output depends on the node."""
-    return any(user.op == "output" for user in descendants([node]))
 
 
 def heads_of(region: Region) -> int:
