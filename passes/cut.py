@@ -150,26 +150,18 @@ class Cut:
 
     def run(
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
-    ) -> Tensor:
-        """The output for inputs and masks in their own layouts.  through: what runs the module."""
-        return self._run(tensors, lengths, through)
-
-    def run_all(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> tuple[Tensor, ...]:
-        """The outputs, where several were asked for."""
-        return self._run(tensors, lengths)
+    ) -> Any:
+        """The output for inputs and masks in their own layouts, or all where several were asked for.
+        through: what runs the module."""
+        with torch.no_grad():
+            run = self.module if through is None else through.run
+            return run(*tensors, *self._given(tensors, lengths))
 
     def differentiable(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
         """The output, with the graph of its gradient."""
         with torch.enable_grad():
             result: Tensor = self.module(*tensors, *self._given(tensors, lengths))
         return result
-
-    def _run(
-        self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
-    ) -> Any:
-        with torch.no_grad():
-            run = self.module if through is None else through.run
-            return run(*tensors, *self._given(tensors, lengths))
 
     def _given(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> list[Any]:
         """What the module takes besides: shells and sizes."""

@@ -104,7 +104,7 @@ class Stopping:
 
     def due(self, tensors: Sequence[Tensor], lengths: Lengths, smaller: float) -> Stop | None:
         """The first stop that is due.  smaller: how many times smaller the residuals are elsewhere."""
-        values = self._residuals.run_all(tensors, lengths)
+        values = self._residuals.run(tensors, lengths)
         ended = (
             stop for stop, value in zip(self.stops, values, strict=True)
             if stop.threshold is not None and float(value) / smaller <= stop.threshold
@@ -117,7 +117,7 @@ class Stopping:
         padded = torch.zeros(tuple(self.size(twice)), dtype=torch.float64)
         padded[tuple(slice(0, size) for size in noise.shape)] = noise
         here, there = (
-            float(self._residuals.run_all(self.feed(x, at, None)[0], at)[0])
+            float(self._residuals.run(self.feed(x, at, None)[0], at)[0])
             for x, at in ((noise, lengths), (padded, twice))
         )
         doublings = math.log2(here / there) if here > 0 and there > 0 else 0.0

@@ -94,10 +94,7 @@ class Experiment:
 
     def raw(self, tensor: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
         """A value with canonical axes as the graph's own tensor has them."""
-        value = value.reshape(self.dims(tensor, lengths))
-        if tensor.order is not None:
-            value = value.permute([tensor.order.index(axis) for axis in range(len(tensor.order))])
-        return value.contiguous()
+        return tensor.raw(value, self.cut.shape_of(tensor.node, lengths))
 
     def run(
         self, values: Sequence[Tensor], lengths: dict[Any, int], masks: Sequence[Tensor] = ()
@@ -105,10 +102,7 @@ class Experiment:
         """The output with canonical axes, float64."""
         given = zip(self.inputs, values, strict=True)
         raw = [self.raw(tensor, value, lengths) for tensor, value in given]
-        result = self.cut.run([*raw, *masks], lengths)
-        if self.output.order is not None:
-            result = result.permute(self.output.order)
-        return result.double()
+        return self.output.canonical(self.cut.run([*raw, *masks], lengths)).double()
 
     def masks(
         self, lengths: dict[Any, int], hidden: bool, padded: Tensor | None = None

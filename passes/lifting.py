@@ -208,18 +208,9 @@ def _unmerged(canonical: Canonical, heads: int) -> Node | None:
 def _narrowest(node: Node) -> Node:
     """The [B, M] tensor a repeated key mask was spread from, so that [B, H, N, M] is never built."""
     current = node
-    while True:
-        source = current.args[0] if current.args else None
-        spreads = (aten.repeat.default, aten.expand.default, aten.unsqueeze.default)
-        if current.target not in spreads or not isinstance(source, Node):
-            break
-        current = source
-    reached = current.meta["val"]
-    if reached.dim() != 2 or node.meta["val"].dim() < 3:
-        return node
-    keys = node.meta["val"].shape[-1]
-    batch = node.meta["val"].shape[0]
-    same = all(
-        str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True)
-    )
-    return current if same else node
+    while current.target in (aten.repeat.default, aten.expand.default, aten.unsqueeze.default):
+        (current,) = current.all_input_nodes[:1]
+    sizes = node.meta["val"].shape
+    narrow = rank_of(current) == 2 and len(sizes) >= 3
+    wanted = [str(sizes[0]), str(sizes[-1])]
+    return current if narrow and [*map(str, current.meta["val"].shape)] == wanted else node

@@ -24,7 +24,7 @@ from asapc.passes.fused import fused_calls
 from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
-from asapc.passes.sinkhorn.band import open_region
+from asapc.passes.sinkhorn.banded import open_region
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
@@ -55,9 +55,7 @@ def match(program: Program) -> list[Site | Refusal]:
         and not any(loop.at in sites and _is_within(loop, place) for loop in loops)
     ]  # fmt: skip
     apart = _loops_apart([loop for loop in loops if not taken & {*loop.sums}], left, reasons)
-    results: list[tuple[Node, Site | Refusal]] = [
-        (site.at, _unless_it_rounds(_unless_it_stops(program, site))) for site in sites.values()
-    ]
+    results = [(site.at, _unless_it_departs(program, site)) for site in sites.values()]
     results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
     for loop in apart:
         known = reasons[loop.at]
@@ -147,24 +145,16 @@ def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | No
     return stop_left(stops_by_scores(program, {*find_regions(program.graph), *tried}), tried)
 
 
-def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
-    """A site whose code may end a loop early is refused where its family has not tried what that
-    changes."""
-    if not site.stops_on:
-        part = site.part()
-        for stop in program.stops:
-            if ancestors(stop.residual, until=BARRIERS) & part.inside:
-                reason = "its loops may end early, which is understood in Sinkhorn layers only"
-                return Refusal(site.name, reason, part.output.name)
-    return site
-
-
-def _unless_it_rounds(site: Site | Refusal) -> Site | Refusal:
-    """A site whose code rounds its scores on the way is refused: promoted to float64, it did not."""
-    if isinstance(site, Refusal):
-        return site
-    where = rounded(site.part())
-    return site if where is None else Refusal(site.name, where, site.part().output.name)
+def _unless_it_departs(program: Program, site: Site) -> Site | Refusal:
+    """A site is refused whose code may end a loop early where its family has not tried what that changes,
+    or rounds its scores on the way: promoted to float64, it did not."""
+    part = site.part()
+    reason = rounded(part)
+    if not site.stops_on and any(
+        ancestors(stop.residual, until=BARRIERS) & part.inside for stop in program.stops
+    ):
+        reason = "its loops may end early, which is understood in Sinkhorn layers only"
+    return site if reason is None else Refusal(site.name, reason, part.output.name)
 
 
 def _record_examples(program: Program) -> None:

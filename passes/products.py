@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,17 @@ class Canonical:
     @property
     def shape(self) -> list[Any]:
         return canonical_shape(self.node, self.order)
+
+    def canonical(self, value: Tensor) -> Tensor:
+        """What the node holds, with canonical axes."""
+        return value if self.order is None else value.permute(self.order)
+
+    def raw(self, value: Tensor, shape: Sequence[int]) -> Tensor:
+        """What the node holds, of this shape, where its entries with canonical axes are these."""
+        if self.order is None:
+            return value.reshape(tuple(shape)).contiguous()
+        value = value.reshape([shape[axis] for axis in self.order])
+        return value.permute([self.order.index(axis) for axis in range(len(shape))]).contiguous()
 
     def turned(self) -> Canonical:
         """With its last two axes exchanged."""
@@ -138,15 +150,25 @@ def product_of(node: Node) -> Product | None:
     return None
 
 
-def _einsum_product(node: Node) -> Product | None:
-    equation, operands = node.args[0], node.args[1]
-    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)):
+def einsum_of_two(node: Node) -> tuple[str, str, str, Node, Node] | None:
+    """The letters of both operands and of the result, and the operands."""
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    if not isinstance(operands, (list, tuple)) or "->" not in equation or "." in equation:
         return None
-    equation = equation.replace(" ", "")
-    if len(operands) != 2 or "->" not in equation or "..." in equation:
+    if len(operands) != 2:
         return None
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
+    first, second = operands
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return left, right, out, first, second
+
+
+def _einsum_product(node: Node) -> Product | None:
+    found = einsum_of_two(node)
+    if found is None:
+        return None
+    left, right, out, first, second = found
     batch = [c for c in out if c in left and c in right]
     contracted = [c for c in left if c in right and c not in out]
     only_left = [c for c in left if c not in right]
@@ -157,17 +179,12 @@ def _einsum_product(node: Node) -> Product | None:
         return None
     x, y, c = only_left[0], only_right[0], contracted[0]
     order = [ch for ch in left if ch in batch]
-    first, second = operands
-    assert isinstance(first, Node) and isinstance(second, Node)
     return Product(
-        node,
-        first,
-        second,
-        right_transposed=False,
+        node, first, second, right_transposed=False,
         left_order=tuple(left.index(ch) for ch in [*order, x, c]),
         right_order=tuple(right.index(ch) for ch in [*order, y, c]),
         out_order=tuple(out.index(ch) for ch in [*order, x, y]),
-    )
+    )  # fmt: skip
 
 
 def is_vector(product: Product) -> bool:

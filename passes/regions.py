@@ -7,14 +7,32 @@ after:  candidate regions by their score product, found by the two products alon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, depends_on_data, is_tensor, reached, reaches
+from asapc.passes.cut import (
+    ancestors,
+    depends_on_data,
+    is_bool,
+    is_tensor,
+    mask_root,
+    reached,
+    reaches,
+)
+from asapc.passes.masks import varies
 from asapc.passes.plan.loops import find_loops
-from asapc.passes.products import BARRIERS, NORMALISERS, SORTS, Product, is_vector, product_of, same
+from asapc.passes.products import (
+    BARRIERS,
+    NORMALISERS,
+    SORTS,
+    Product,
+    is_vector,
+    product_of,
+    rank_of,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -82,20 +100,16 @@ def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
     """Products of the same size as `attention` that it is computed from, without a layer between."""
     # The map itself is one in linear attention, or where a product is a weight: refused later.
     above = reached([attention], lambda n: n.all_input_nodes if _is_local(n) else ()) & products.keys()
+    entries = attention.meta["val"].numel()
     return [
         node for node in above
-        if node is attention or (_is_local(node) and _same_matrix(node, attention))
+        if node is attention or (_is_local(node) and same(node.meta["val"].numel(), entries))
     ]  # fmt: skip
 
 
 def _is_local(node: Node) -> bool:
     """Whether it is no layer, which parts one attention from another."""
     return is_tensor(node) and node.target not in BARRIERS
-
-
-def _same_matrix(first: Node, second: Node) -> bool:
-    a, b = first.meta["val"], second.meta["val"]
-    return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
 
 
 def _region(score: Product, value: Product) -> Region | None:
@@ -128,14 +142,12 @@ def _is_constant(node: Node) -> bool:
     value = node.meta["val"]
     if value.dtype == torch.bool and value.numel() != 1:
         return False
-    if depends_on_data(node) or _depends_on_parameter(node):
+    if reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1):
+        return False
+    if depends_on_data(node):
         return False
     example = node.meta.get("example")
     return example is None or example.numel() == 0 or bool((example == example.flatten()[0]).all())
-
-
-def _depends_on_parameter(node: Node) -> bool:
-    return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
 def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[Product]:
@@ -147,14 +159,10 @@ def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> 
         product = product_of(node)
         if product is None or node in owned or is_vector(product):
             continue
-        operands = (product.left, product.right)
-        if any(_is_normalised(operand) for operand in operands) or _is_sorted(product.left):
+        weights = any(_is_normalised(operand) for operand in (product.left, product.right))
+        if weights or any(x.target in SORTS for x in ancestors(product.left, until=BARRIERS)):
             found.append(product)
     return found
-
-
-def _is_sorted(node: Node) -> bool:
-    return any(source.target in SORTS for source in ancestors(node, until=BARRIERS))
 
 
 def _is_normalised(node: Node) -> bool:
@@ -163,3 +171,61 @@ def _is_normalised(node: Node) -> bool:
         return current.all_input_nodes if goes_on else []
 
     return any(is_tensor(n) and n.target in NORMALISERS for n in reached([node], onward))
+
+
+def rooted(region: Region, heads: int) -> Region:
+    """The region with the boolean key mask that everything else in its loop is made of.
+
+    before: inputs (1 - keep) * -1e9, log(1 / n), n and keep[:, :, None] & keep[:, None], of keep [B, M]
+    after:  keep is the only input, and how the others are made of it is inside the region
+
+    Then an experiment that hides keys hides them as the code does. The region is as it is where there are
+    several masks, one boolean tensor is made of it that broadcasts to the scores, it has not one row for
+    every example, or the scores [B * H, N, M] do not tell what of them are heads.
+    """
+    roots: dict[Node, Node] = {}
+    made: set[Node] = set()
+    for node in region.inputs:
+        found = _made_of(node, region) if depends_on_data(node) else None
+        if found is not None:
+            roots[node], nodes = found
+            made |= nodes
+    if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
+        return region
+    (root,) = set(roots.values())
+    shape = region.score.result.shape
+    if (len(shape) == 4 or heads == 1) and not same(root.meta["val"].shape[0], shape[0]):
+        return region
+    inside = sorted({*region.inside, *made})
+    inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
+    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=root)
+
+
+def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
+    """The only mask [B, M] that a node is computed of, and what is computed on the way; None where other
+    data enters, or parameters."""
+    above = reached(
+        [node], lambda x: () if _is_root(x) else [y for y in x.all_input_nodes if is_tensor(y)]
+    )
+    found = {current for current in above if _is_root(current)}
+    between = above - found
+    enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
+    if enters or len(found) != 1:
+        return None
+    (root,) = found
+    keys = region.score.result.shape[-1]
+    return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
+
+
+def _is_root(node: Node) -> bool:
+    """Whether a mask starts here: it is no view of another, and no pair of a query and a key."""
+    if not (is_bool(node) and depends_on_data(node) and mask_root(node) is node):
+        return False
+    return rank_of(node) <= 2 or not all(is_bool(x) for x in node.all_input_nodes if is_tensor(x))
+
+
+def _broadcasts(node: Node, region: Region) -> bool:
+    """Whether it hides keys alone, as it is."""
+    rank = rank_of(node)
+    of_keys = rank == 2 or (rank == len(region.score.result.shape) and not varies(node, -2))
+    return is_bool(node) and of_keys

@@ -140,11 +140,11 @@ def replay(
     if not sites:
         return found
     parts = {name: site.part() for name, (_, site) in sites.items()}
-    values = _Values()
+    values: dict[str, dict[Node, Tensor]] = {}
     lifted = []
     for program, its_sites in zip(programs, matched, strict=True):
         both, nodes = beside(program, its_sites)
-        values.watch(both.graph, nodes, {site.name: parts[site.name] for site in its_sites})
+        _watch(both.graph, nodes, {site.name: parts[site.name] for site in its_sites}, values)
         settle(both.graph, batches[0].device)  # a site's own tensors
         lifted.append(both)
     tap = Tap(model, lifted, list(sites))
@@ -165,13 +165,13 @@ def replay(
     def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
         for batch in batches:
             seen = tap(batch)[1]
-            theirs = values.taken()
-            yield from ((name, theirs[name], t) for name, t in zip(sites, seen, strict=True))
+            theirs = [values.pop(name) for name in sites]  # not held any longer than they are needed
+            yield from zip(sites, theirs, seen, strict=True)
 
     for name, given, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
         site = sites[name][1]
         expected = _canonical(given[parts[name].output], parts[name])
-        beyond = _Beyond(cuts[name], sites[name][0].graph, site, parts[name], given, t, references[name])
+        beyond = _Beyond(cuts[name], sites[name][0].graph, site, given, t, references[name])
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         if not bool(site.weighed(expected).isfinite().all()):
@@ -179,8 +179,8 @@ def replay(
             found[name].rounding = math.inf
             continue
         with torch.no_grad():
-            ours = site.completed(kernels[name](t, _values(site, t, expected)), t)
-        found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
+            ours = _operated(site, kernels[name], t, expected)
+        found[name].note("the data", _difference(site, ours, expected))
         if not found[name].errors["the data"] <= TOLERANCE:
             found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
         sizes = tuple(given[node].shape for node in parts[name].inputs)
@@ -199,51 +199,37 @@ def replay(
     return found
 
 
-class _Values:
-    """What enters and leaves the part of each site while the teacher's own code runs."""
+def _watch(
+    graph: GraphModule, nodes: Mapping[Node, Node], parts: Mapping[str, Part],
+    into: dict[str, dict[Node, Tensor]],
+) -> None:  # fmt: skip
+    """Have a graph note, by site, what enters and leaves its part while the teacher's own code runs.
 
-    def __init__(self) -> None:
-        self._values: dict[str, dict[Node, Tensor]] = {}
+    nodes: of the graph, by those that the parts name.
+    """
+    for site, part in parts.items():
+        for node in {*part.inputs, part.output}:
+            def record(value: Tensor, site: str = site, node: Node = node) -> None:
+                into.setdefault(site, {})[node] = value.detach()
 
-    def watch(self, graph: GraphModule, nodes: Mapping[Node, Node], parts: Mapping[str, Part]) -> None:
-        """nodes: of the graph, by those that the parts name."""
-        for site, part in parts.items():
-            for node in {*part.inputs, part.output}:
-                self._record(graph, site, node, nodes[node])
-        graph.recompile()
-
-    def taken(self) -> dict[str, dict[Node, Tensor]]:
-        """Of the last run, by site; they are not held any longer."""
-        values, self._values = self._values, {}
-        return values
-
-    def _record(self, graph: GraphModule, site: str, original: Node, node: Node) -> None:
-        def record(value: Tensor) -> None:
-            self._values.setdefault(site, {})[original] = value.detach()
-
-        after = node
-        while after.next.op == "placeholder":
-            after = after.next
-        with graph.graph.inserting_after(after):
-            graph.graph.call_function(record, (node,))
+            after = nodes[node]
+            while after.next.op == "placeholder":
+                after = after.next
+            with graph.graph.inserting_after(after):
+                graph.graph.call_function(record, (nodes[node],))
+    graph.recompile()
 
 
 class _Beyond:
     """One site on one batch, changed in ways that the data does not show."""
 
     def __init__(
-        self,
-        cut: Cut,
-        graph: GraphModule,
-        site: Site,
-        part: Part,
-        values: Mapping[Node, Tensor],
-        seen: SiteTensors,
+        self, cut: Cut, graph: GraphModule, site: Site, values: Mapping[Node, Tensor], seen: SiteTensors,
         reference: SiteFunction,
-    ) -> None:
-        self.cut, self.graph, self.site, self.part = cut, graph, site, part
+    ) -> None:  # fmt: skip
+        self.cut, self.graph, self.site, self.part = cut, graph, site, site.part()
         self.seen, self.reference, self._given = seen, reference, values
-        self.sizes = self.cut.lengths(_sizes(part.inputs, values))
+        self.sizes = self.cut.lengths(_sizes(self.part.inputs, values))
         self.heads = seen.q.shape[1]
 
     @cached_property
@@ -334,10 +320,8 @@ class _Beyond:
         theirs = torch.autograd.grad(expected, [x for x, _ in pairs], cotangent, allow_unused=True)
         try:
             with torch.enable_grad():
-                result = self.site.completed(kernel(t, _values(self.site, t, expected)), t)
-            ours = torch.autograd.grad(
-                result.reshape(expected.shape), [x for _, x in pairs], cotangent, allow_unused=True
-            )
+                result = _operated(self.site, kernel, t, expected)
+            ours = torch.autograd.grad(result, [x for _, x in pairs], cotangent, allow_unused=True)
         except (RuntimeError, NotImplementedError):  # no gradient at all, which is said elsewhere
             return 0.0
         return max(
@@ -380,7 +364,7 @@ class _Beyond:
             return self
         part = self.part
         cut = Cut(self.graph, part.inputs, part.output, part.inside, precision=torch.float32)
-        return _Beyond(cut, self.graph, self.site, part, self._given, self.seen, self.reference)
+        return _Beyond(cut, self.graph, self.site, self._given, self.seen, self.reference)
 
     def _with_examples(self) -> dict[Any, int]:
         """Sizes with few examples, where their number is free."""
@@ -494,8 +478,7 @@ class _Beyond:
         if not bool(self.site.weighed(theirs).isfinite().all()):
             return None
         with torch.no_grad():
-            ours = self.site.completed(self.reference(t, _values(self.site, t, theirs)), t)
-        ours = ours.reshape(theirs.shape)
+            ours = _operated(self.site, self.reference, t, theirs)
         if active == [] and (times := self._multiplied(tensors, sizes)) is not None:
             ours, theirs = ours * times, theirs * times
         return _difference(self.site, ours, theirs)
@@ -579,9 +562,10 @@ class _Beyond:
         return replace(t, q=t.q * of_q.scale + of_q.shift, k=t.k * of_k.scale + of_k.shift)
 
 
-def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
-    """Those whose product with the map is the site's part; its call may have more columns."""
-    return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
+def _operated(site: Site, call: SiteFunction, t: SiteTensors, expected: Tensor) -> Tensor:
+    """What the site's call gives, as what is expected is laid out; it may have more columns of values."""
+    values = None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
+    return site.completed(call(t, values), t).reshape(expected.shape)
 
 
 def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, int]:

@@ -94,7 +94,7 @@ def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:
         return None
     kernel, rank = product.left, rank_of(product.left)
     turned = kernel.target is aten.transpose.int and (
-        {int(axis) % rank for axis in _axes(kernel)} == {rank - 2, rank - 1}
+        {axis % rank for axis in kernel.args[1:] if isinstance(axis, int)} == {rank - 2, rank - 1}
     )
     if turned:
         (kernel,) = kernel.all_input_nodes
@@ -109,10 +109,6 @@ def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:
     if len({x.meta["val"].dtype for x in (kernel, node, inner[0], inner[1], outer[1])}) > 1:
         return None
     return _Apart(users[0], node, product.right, outer[1], inner[1], kernel, turned, inner[0])
-
-
-def _axes(node: Node) -> tuple[Any, ...]:
-    return node.args[1:]
 
 
 def _scaled(node: Node, sums: frozenset[Node]) -> tuple[Node, Node] | None:

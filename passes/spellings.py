@@ -21,28 +21,18 @@ from asapc.passes.verify import check_graph
 aten = torch.ops.aten
 
 ALIASES = {
-    aten.divide.Tensor: aten.div.Tensor,
-    aten.divide.Scalar: aten.div.Scalar,
-    aten.true_divide.Tensor: aten.div.Tensor,
-    aten.true_divide.Scalar: aten.div.Scalar,
-    aten.subtract.Tensor: aten.sub.Tensor,
-    aten.subtract.Scalar: aten.sub.Scalar,
-    aten.multiply.Tensor: aten.mul.Tensor,
-    aten.multiply.Scalar: aten.mul.Scalar,
-    aten.negative.default: aten.neg.default,
-    aten.absolute.default: aten.abs.default,
-    aten.special_logsumexp.default: aten.logsumexp.default,
-    aten.special_softmax.default: aten.softmax.int,
+    aten.divide.Tensor: aten.div.Tensor, aten.divide.Scalar: aten.div.Scalar,
+    aten.true_divide.Tensor: aten.div.Tensor, aten.true_divide.Scalar: aten.div.Scalar,
+    aten.subtract.Tensor: aten.sub.Tensor, aten.subtract.Scalar: aten.sub.Scalar,
+    aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar,
+    aten.negative.default: aten.neg.default, aten.absolute.default: aten.abs.default,
+    aten.special_logsumexp.default: aten.logsumexp.default, aten.special_exp2.default: aten.exp2.default,
     aten.special_log_softmax.default: aten.log_softmax.int,
-    aten.special_exp2.default: aten.exp2.default,
-    aten.linalg_matmul.default: aten.matmul.default,
-    aten.swapaxes.default: aten.transpose.int,
-    aten.swapdims.default: aten.transpose.int,
-    aten.concat.default: aten.cat.default,
-    aten.concatenate.default: aten.cat.default,
-    aten.max.other: aten.maximum.default,
-    aten.min.other: aten.minimum.default,
-}
+    aten.special_softmax.default: aten.softmax.int, aten.linalg_matmul.default: aten.matmul.default,
+    aten.swapaxes.default: aten.transpose.int, aten.swapdims.default: aten.transpose.int,
+    aten.concat.default: aten.cat.default, aten.concatenate.default: aten.cat.default,
+    aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default,
+}  # fmt: skip
 """Operators of one signature that do the same."""
 
 
@@ -161,10 +151,8 @@ def _added(added: Node, x: Node, y: Node, beta: float = 1, alpha: float = 1) -> 
 
 def _tensordot(x: Node, y: Node, of_x: list[int], of_y: list[int]) -> Calls:
     """As an einsum."""
-    ranks = x.meta["val"].dim(), y.meta["val"].dim()
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
-    mine = [next(letters) for _ in range(ranks[0])]
-    theirs = [next(letters) for _ in range(ranks[1])]
+    ranks, letters = (x.meta["val"].dim(), y.meta["val"].dim()), "abcdefghijklmnopqrstuvwxyz"
+    mine, theirs = [*letters[: ranks[0]]], [*letters[ranks[0] : sum(ranks)]]
     for one, other in zip(of_x, of_y, strict=True):
         theirs[other] = mine[one]
     kept = [*(a for a in mine if a not in theirs), *(a for a in theirs if a not in mine)]
@@ -173,16 +161,9 @@ def _tensordot(x: Node, y: Node, of_x: list[int], of_y: list[int]) -> Calls:
 
 
 RESPELT: dict[Any, Callable[..., Calls]] = {
-    aten.mT.default: _turned,
-    aten.mH.default: _turned,
-    aten.adjoint.default: _turned,
-    aten.matrix_H.default: _turned,
-    aten.numpy_T.default: _reversed,
-    aten.t.default: _reversed,
-    aten.movedim.int: _moved,
-    aten.moveaxis.int: _moved,
-    aten.inner.default: _inner,
-    aten.tensordot.default: _tensordot,
-    aten.baddbmm.default: _added,
-}
+    aten.mT.default: _turned, aten.mH.default: _turned, aten.adjoint.default: _turned,
+    aten.matrix_H.default: _turned, aten.numpy_T.default: _reversed, aten.t.default: _reversed,
+    aten.movedim.int: _moved, aten.moveaxis.int: _moved, aten.inner.default: _inner,
+    aten.tensordot.default: _tensordot, aten.baddbmm.default: _added,
+}  # fmt: skip
 """From an operator's arguments to the calls that do the same, None where they would not."""

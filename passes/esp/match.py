@@ -35,7 +35,6 @@ from asapc.passes.esp.probe import (
     EspSample,
     Trial,
     apart,
-    error_of,
     identify_esp,
     tied_points,
 )
@@ -140,7 +139,7 @@ def _examine(
     sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
     if sizes[0] == sizes[1]:
         sizes = sizes[:1]
-    fits: list[tuple[float, EspFit, Trial]] = []
+    fits: list[tuple[EspFit, Trial]] = []
     reasons: list[str] = []
     for swapped in (False, True):
         for hidden in (True, False) if masks else (True,):
@@ -155,7 +154,7 @@ def _examine(
             if isinstance(fit, NoFit):
                 reasons.append(str(fit))
             else:
-                fits.append((fit.error, fit, trial))
+                fits.append((fit, trial))
         if fits:
             break
     open_order = any(_leaves_order_open(node) for node in between)
@@ -165,7 +164,7 @@ def _examine(
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
         reason = (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
         return f"{reason}: {STABLY}" if open_order and reason.startswith(NO_ORDER) else reason
-    _, fit, trial = min(fits, key=lambda entry: entry[0])
+    fit, trial = min(fits, key=lambda entry: entry[0].error)
     if open_order and fit.convention.ties != "shared":
         return f"{NO_ORDER}: {STABLY}"
     alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
@@ -176,30 +175,16 @@ def _examine(
         return wrong
     q, k = (pair[1], pair[0]) if trial.swapped else pair
     mask: KeyMask | None = None
-    error = fit.error
-    convention = fit.convention
     if masks:
-        seen = [_masked(trial, sizes[0], tied) for tied in (False, True)]
-        convention = replace(convention, mask="key")
-        error = max(error, error_of(convention, fit.slices, seen, fit.weights))
-        if not error <= STABILISED:
-            return (
-                f"with {spoken(masks[0])} as mask: padded tokens are not simply left out of the sorts; "
-                f"relative error {error:.2g}"
-            )
-        far = error_of(
-            convention, fit.slices, [_masked(trial, sizes[0], False, scale) for scale in FAR], fit.weights
-        )
-        if not far <= STABILISED:
-            return (
-                f"with {spoken(masks[0])} as mask: points as large as {max(FAR):g} are taken for padded "
-                f"ones; hide those by a lower number, such as {HIDDEN_SCORE:g}"
-            )
+        masked = _with_mask(trial, sizes[0], fit, masks[0])
+        if isinstance(masked, str):
+            return masked
+        fit = masked
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
     shape = canonical_shape(value.left, value.left_order)
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
     return EspSite(
-        site_name(program, value.node), convention, heads, int(q.meta["val"].shape[-1]), error,
+        site_name(program, value.node), fit.convention, heads, int(q.meta["val"].shape[-1]), fit.error,
         q, k, value, frozenset(between), mask, fit.slices, fit.weights,
     )  # fmt: skip
 
@@ -211,6 +196,23 @@ def _leaves_order_open(node: Node) -> bool:
     """
     indices = [user for user in node.users if user.target is getitem and user.args[1] == 1 and user.users]
     return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
+
+
+def _with_mask(trial: Trial, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit | str:
+    """The fit of a layer whose mask leaves tokens out of the sorts, or what else it does."""
+    fit = replace(fit, convention=replace(fit.convention, mask="key"))
+    masked = fit.measured([_masked(trial, lengths, tied) for tied in (False, True)])
+    if not masked.error <= STABILISED:
+        return (
+            f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts; relative "
+            f"error {masked.error:.2g}"
+        )
+    if not fit.measured([_masked(trial, lengths, False, scale) for scale in FAR]).error <= STABILISED:
+        return (
+            f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
+            f"hide those by a lower number, such as {HIDDEN_SCORE:g}"
+        )
+    return replace(fit, error=max(fit.error, masked.error))
 
 
 def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
@@ -238,8 +240,7 @@ def _at_larger_sizes(
     for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
         x, y = (apart(shape, generator) for shape in trial.shapes(at))
         result = trial.observe(x, y, at)
-        sample = [] if result is None else [EspSample(x, y, result)]
-        error = error_of(fit.convention, fit.slices, sample, fit.weights) if sample else math.inf
+        error = math.inf if result is None else fit.measured([EspSample(x, y, result)]).error
         if not error <= STABILISED:
             sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"
             return f"another sliced plan where there are {sizes}; relative error {error:.2g}"

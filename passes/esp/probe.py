@@ -61,8 +61,28 @@ class EspFit:
 
     convention: EspConvention
     slices: Tensor | None
-    error: float
     weights: Tensor | None = None
+    error: float = 0.0
+
+    def measured(self, samples: Sequence[EspSample]) -> EspFit:
+        """With its largest error over the samples, relative to each one's largest entry."""
+        if self.convention.coupling is None and any(s.q.shape[2] != s.k.shape[2] for s in samples):
+            return replace(self, error=math.inf)
+        maps = ((self.attention(s.q, s.k, s.keep), s.attention) for s in samples)
+        return replace(self, error=max((relative_error(*pair) for pair in maps), default=0.0))
+
+    def attention(self, q: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
+        """The convention's map in plain PyTorch; a key mask is the queries' too in self-attention."""
+        c = self.convention
+        tau = torch.tensor([c.inverse_temperature], dtype=q.dtype)
+        query_keep = keep if q.shape[2] == k.shape[2] else None
+        theta = None if self.slices is None else self.slices.to(q.dtype)
+        given = (q, k, keep, query_keep, theta, tau)
+        shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
+        rest = (self.weights, c.query_power, c.key_power)
+        if c.softsort_temperature is None:
+            return esp_hard_attention(*given, *shared, c.ties, *rest)
+        return esp_soft_attention(*given, c.softsort_temperature, *shared, *rest)
 
 
 @dataclass(frozen=True)
@@ -153,9 +173,9 @@ def _of_one_factor(
              and (c == other.coupling or None in (c, other.coupling))}  # fmt: skip
     for slices in candidates:
         for convention in tries:
-            error = error_of(convention, slices, samples)
-            if error <= EXACT:
-                return _with_ties(EspFit(convention, slices, error), seen)
+            fit = EspFit(convention, slices).measured(samples)
+            if fit.error <= EXACT:
+                return _with_ties(fit, seen)
     mixtures = [
         _temperature(samples, _Mixture(slices, coupling, factor))
         for slices in candidates for coupling in couplings
@@ -164,7 +184,7 @@ def _of_one_factor(
     if not residual <= DISTINCT:
         return NoFit(NO_TEMPERATURE, residual)
     fits = [
-        EspFit(convention, mixture.slices, error_of(convention, mixture.slices, samples))
+        EspFit(convention, mixture.slices).measured(samples)
         for convention in _weighted(samples, mixture)
     ]
     if not any(fit.error <= STABILISED for fit in fits):
@@ -201,51 +221,11 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
     """The fit with what the layer does where points tie, which other points do not show."""
     fitted = fit.convention
     kinds: tuple[Ties, ...] = get_args(Ties) if fitted.softsort_temperature is None else ("shared",)
-    fits = []
-    for ties in kinds:
-        convention = replace(fitted, ties=ties)
-        error = error_of(convention, fit.slices, seen["tied"], fit.weights)
-        fits.append(replace(fit, convention=convention, error=error))
+    fits = [replace(fit, convention=replace(fitted, ties=ties)).measured(seen["tied"]) for ties in kinds]
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
     return NoFit(NO_ORDER, best.error)
-
-
-def error_of(
-    convention: EspConvention,
-    slices: Tensor | None,
-    samples: Sequence[EspSample],
-    weights: Tensor | None = None,
-) -> float:
-    """Largest error of the convention over the samples, relative to each one's largest entry."""
-    worst = 0.0
-    for s in samples:
-        if convention.coupling is None and s.q.shape[2] != s.k.shape[2]:
-            return math.inf
-        computed = reference(convention, slices, s.q, s.k, s.keep, weights)
-        worst = max(worst, relative_error(computed, s.attention))
-    return worst
-
-
-def reference(
-    convention: EspConvention,
-    slices: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The convention's map in plain PyTorch; a key mask is the queries' too in self-attention."""
-    c = convention
-    tau = torch.tensor([c.inverse_temperature], dtype=q.dtype)
-    query_keep = keep if q.shape[2] == k.shape[2] else None
-    theta = None if slices is None else slices.to(q.dtype)
-    shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
-    rest = (weights, c.query_power, c.key_power)
-    if c.softsort_temperature is None:
-        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.ties, *rest)
-    return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared, *rest)
 
 
 @dataclass(frozen=True)
@@ -381,8 +361,7 @@ def _with_weights(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspFi
             omega = torch.stack(tables)
             omega = omega / omega.mean(-1, keepdim=True)
             convention = mixture.convention(tau, squared, mean, True)
-            error = error_of(convention, mixture.slices, samples, omega)
-            found.append(EspFit(convention, mixture.slices, error, omega))
+            found.append(EspFit(convention, mixture.slices, omega).measured(samples))
             if tau == 0.0:
                 return found
     return found

@@ -43,10 +43,9 @@ from asapc.passes.experiment import (
     relative_error,
     snapped,
 )
-from asapc.passes.lot.half import Half
-from asapc.passes.lot.parameters import candidates, per_head
-from asapc.passes.lot.probe import HalfFit, Masses, identify_half
+from asapc.passes.lot.probe import Half, HalfFit, Masses, candidates, identify_half, per_head
 from asapc.passes.lot.site import LotSite, ends_in_one
+from asapc.passes.plan.loops import TURNS
 from asapc.passes.products import (
     BARRIERS,
     NORMALISERS,
@@ -66,7 +65,6 @@ CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
-TURNS = {aten.transpose.int, aten.permute.default}
 SIDES = ("query", "key")
 
 
@@ -182,50 +180,88 @@ def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node])
         separated = separate(plan.node, (node,))
         if separated is not None:
             scores = Canonical(node, tuple(range(len(shape))))
-            found = Half(graph, scores if rows_first else scores.turned(), plan, *separated, scores=True)
+            scores = scores if rows_first else scores.turned()
+            found = Half(graph, scores, plan, *separated, is_scores=True)
     return found
 
 
-class _Whole:
-    """The output as a function of both tokens and the values, under one polarity of the masks."""
+class _Whole(Experiment):
+    """The output as a function of both tokens and the values, under one polarity of the masks.
+
+    halves: of queries and of keys; queries, keys: their plans, on the same pivots.
+    apart: whether nothing else enters.
+    """
 
     def __init__(
-        self, graph: GraphModule, candidate: _Candidate, halves: Sequence[Half], hidden: bool
-    ) -> None:
-        self.candidate, self.halves, self.hidden = candidate, halves, hidden
-        values = candidate.inner.values
-        nodes = [*(half.points.node for half in halves), candidate.inner.right]
-        separated = separate(candidate.outer.node, nodes)
+        self, graph: GraphModule, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]],
+        hidden: bool,
+    ) -> None:  # fmt: skip
+        self.candidate, self.hidden, self.sizes = candidate, hidden, _sizes(candidate)
+        (query_half, self.queries), (key_half, self.keys) = found
+        self.halves = (query_half, key_half)
+        points, values = [half.points for half in self.halves], candidate.inner.values
+        separated = separate(candidate.outer.node, [*(x.node for x in points), candidate.inner.right])
         self.apart = separated is not None
-        self.between, self.masks = separated or (set(), [])
-        inputs = [*(half.points for half in halves), values]
-        result = candidate.outer.result
-        self.experiment = Experiment(graph, inputs, result, self.between, self.masks)
+        self.between, masks = separated or (set(), [])
+        super().__init__(graph, [*points, values], candidate.outer.result, self.between, masks)
 
     def drawn(self, lengths: dict[Any, int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Random q [B, H, N, D], k [B, H, M, D] and v [B, H, M, E]."""
         q, k = (
-            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64)
+            torch.randn(half.size(lengths), generator=generator, dtype=torch.float64)
             for half in self.halves
         )
         width = int(self.candidate.inner.values.shape[-1])
         return q, k, torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
 
-    def output(
+    def attended(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
     ) -> Tensor:
         """A v [B, H, N, E]; v: [B, H, M, E]."""
-        masks = self.experiment.masks(lengths, self.hidden, padded)
-        return self.experiment.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
+        masks = self.masks(lengths, self.hidden, padded)
+        return self.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
+
+    def reference(
+        self, q: Tensor, k: Tensor, v: Tensor, glue: Masses | None = None, padded: Tensor | None = None
+    ) -> Tensor:
+        """The glued plan times values; its entries sum to 1 without a weight."""
+        query_keep, keep = (
+            None if padded is None or not half.cut.masks else (~padded).expand(len(q), -1)
+            for half in self.halves
+        )
+        a, b, masses = self.queries.half, self.keys.half, self.queries.masses
+        return lot_reference(
+            q, k, v, keep, query_keep, None, self.queries.pivots, masses.table, a.score_multiplier,
+            b.score_multiplier, a.half_steps, a.tokens_first, b.half_steps, b.tokens_first,
+            factor_terms(OutputFactor(1.0)), (glue or masses).interleaved,
+            None if glue is None else glue.table,
+        )  # fmt: skip
+
+    def observed(self, sizes: Sequence[dict[Any, int]], glue: Masses | None = None) -> list[_Row]:
+        generator = torch.Generator().manual_seed(2)
+        masked = any(half.cut.masks for half in self.halves)
+        rows: list[_Row] = []
+        for lengths in sizes:
+            q, k, v = self.drawn(lengths, generator)
+            for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masked else (None,):
+                unit = self.reference(q, k, v, glue, padded)
+                output = self.attended(q, k, v, lengths, padded)
+                active = k.shape[2] if padded is None else int((~padded).sum())
+                rows.append((unit, output, q.shape[2], k.shape[2], float(active), padded))
+        return rows
+
+
+_Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
+"""The glued plan times values, the output, N, M, the active keys, and what is padded."""
 
 
 def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
     for name, side in zip(SIDES, candidate.sides, strict=True):
         for half in side[:1]:
-            if len(half.masks) > 1:
-                one, other = map(spoken, half.masks[:2])
+            if len(half.cut.masks) > 1:
+                one, other = map(spoken, half.cut.masks[:2])
                 return f"two masks enter the {name} plan ({one} and {other})"
-    masked = any(half.masks for side in candidate.sides for half in side[:1])
+    masked = any(half.cut.masks for side in candidate.sides for half in side[:1])
     reason = ""
     for hidden in (True, False) if masked else (True,):
         found: list[tuple[Half, HalfFit]] = []
@@ -261,17 +297,17 @@ def _changed_by_stops(
 
     def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Tensor]:
         points = units / unit
-        raw = half.experiment.raw(half.points, points, at)
+        raw = half.raw(half.points, points, at)
         scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
-        return [raw, *half.experiment.masks(at, hidden)], scores.transpose(-1, -2)
+        return [raw, *half.masks(at, hidden)], scores.transpose(-1, -2)
 
     def plan(scores: Tensor, half_steps: int) -> Tensor:
         mass = fit.masses.of(len(scores))
         return pivot_plan(scores, None, mass, half_steps, fit.half.tokens_first, False)
 
-    entering = [half.points.node, *half.masks]
+    entering = [half.points.node, *half.cut.masks]
     steps = fit.half.half_steps
-    loop = Stopping(program, stops, entering, inside, steps, half.shape, feed, plan)
+    loop = Stopping(program, stops, entering, inside, steps, half.size, feed, plan)
     examples = assigned([(half.points.shape[0], 1)])
     return what_a_stop_changes(loop, [Crowd(lengths), *of_many(lengths, examples)])
 
@@ -279,7 +315,7 @@ def _changed_by_stops(
 def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
     """Two assignments of sizes, the second of more tokens and examples, or the only one."""
     clouds = [side[0].points for side in candidate.sides]
-    experiment = candidate.sides[0][0].experiment
+    experiment = candidate.sides[0][0]
     more = assigned((cloud.shape[0], PROBE_BATCH + 1) for cloud in clouds)
     tokens = {symbol for cloud in clouds for symbol in assigned([(cloud.shape[-2], 1)])}
     few, many = (experiment.lengths(clouds, shift) for shift in (0, 5))
@@ -312,15 +348,12 @@ def _glued(
 ) -> LotSite | str:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
     sizes = _sizes(candidate)
-    if found[0][0].scores != found[1][0].scores:  # one operator takes either tokens or scores
-        both = [[half for half in side if half.scores] for side in candidate.sides]
-        if not all(both):
+    if found[0][0].is_scores != found[1][0].is_scores:  # one operator takes either tokens or scores
+        both = [[half for half in side if half.is_scores] for side in candidate.sides]
+        again = [_fitted(side, sizes, hidden) for side in both if side]
+        found = [fit for fit in again if not isinstance(fit, NoFit)]
+        if len(found) < 2:
             return "one plan is of inner products with pivots and the other is not"
-        again = [_fitted(side, sizes, hidden) for side in both]
-        fits = [fit for fit in again if not isinstance(fit, NoFit)]
-        if len(fits) < 2:
-            return "one plan is of inner products with pivots and the other is not"
-        return _glued(program, candidate, fits, hidden)
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
         if not found[0][1].masses.is_like(found[1][1].masses):
             refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
@@ -330,83 +363,81 @@ def _glued(
     shared = _on_pivots(keys, queries.pivots)
     if shared is None or not queries.masses.is_like(keys.masses):
         return "the query and the key plan have different pivots or masses"
-    keys = shared
-    whole = _Whole(program.graph, candidate, (query_half, key_half), hidden)
+    whole = _Whole(program.graph, candidate, [found[0], (key_half, shared)], hidden)
     if not whole.apart:
         return "another value enters between the two plans and the values"
     glue: Masses | None = None
-    rows = _observed(whole, queries, keys, sizes, None)
+    rows = whole.observed(sizes)
     factor, error = _factor(rows)
     for weigh in (_read_weight, _solved_weight):
-        if error <= STABILISED:
-            break
-        glue_weight = weigh(whole, queries, keys)
-        if glue_weight is not None:
-            weighed = _observed(whole, queries, keys, sizes, glue_weight)
-            found_factor, found_error = _factor(weighed)
-            if found_error <= STABILISED:
-                glue, rows = glue_weight, weighed
-                factor, error = found_factor, found_error
-    masks = [half.masks[0] if half.masks else None for half in (query_half, key_half)]
+        weight = None if error <= STABILISED else weigh(whole)
+        if weight is not None:
+            weighed = _factor(whole.observed(sizes, weight))
+            if weighed[1] <= STABILISED:
+                glue, (factor, error) = weight, weighed
     if not error <= STABILISED:
-        _, unmasked = _factor([row for row in rows if row[-1] is None])
-        weight = 0.0
-        if unmasked <= STABILISED and masks[1] is not None:
-            weight = _padding_weight(whole)
-        if weight and masks[1] is not None:
-            return (
-                f"the layer's own code gives keys that {spoken(masks[1])} masks {weight:.0%} of the "
-                "weight they have without it: the loop moves mass back to what is only a low or a high "
-                "score"
-            )
-        return f"not the glued plan of its two halves; relative error {error:.2g}"
-    mask, query_mask = (
-        None if node is None else KeyMask(node, hidden, False) for node in (masks[1], masks[0])
-    )
-    convention = LotConvention(
-        queries.half, keys.half, queries.pivots.shape[1], factor,
-        "key" if any(node is not None for node in masks) else "none",
-    )  # fmt: skip
-    for at in _larger_sizes(whole):
-        rows = _observed(whole, queries, keys, [at], glue)
+        return _why_not_glued(whole, rows, error)
+    few, clouds = sizes[0], [half.points for half in whole.halves]
+    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+    for at in larger_sizes(whole.cut, few, batch, tokens, query_half.heads):
+        rows = whole.observed([at], glue)
         worst = max(_error(row, factor) for row in rows)
         if not worst <= STABILISED:
             sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
             return f"other plans where there are {sizes_tried}; relative error {worst:.2g}"
+    query_mask, mask = (
+        KeyMask(half.cut.masks[0], hidden, False) if half.cut.masks else None for half in whole.halves
+    )
+    convention = LotConvention(
+        queries.half, shared.half, queries.pivots.shape[1], factor,
+        "none" if mask is None and query_mask is None else "key",
+    )  # fmt: skip
     inside = frozenset(query_half.between | key_half.between | whole.between)
     site = LotSite(
-        site_name(program, candidate.outer.node), convention, query_half.heads, query_half.width,
-        max(error, queries.error, keys.error), query_half.points, key_half.points, candidate.inner,
-        candidate.outer, inside, mask, query_mask, queries.pivots, queries.masses.table,
-        interleaved=(glue or queries.masses).interleaved,
+        site_name(program, candidate.outer.node), convention, query_half.heads,
+        int(query_half.points.shape[-1]), max(error, queries.error, keys.error), query_half.points,
+        key_half.points, candidate.inner, candidate.outer, inside, mask, query_mask, queries.pivots,
+        queries.masses.table, interleaved=(glue or queries.masses).interleaved,
         weight=None if glue is None else glue.table, covers=inside | candidate.inside,
     )  # fmt: skip
-    return _with_row_sums(site, whole, queries, keys, glue)
+    return _with_row_sums(site, whole, glue)
 
 
-def _read_weight(_whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | None:
+def _why_not_glued(whole: _Whole, rows: Sequence[_Row], error: float) -> str:
+    """Why the whole is not what its plans make.  error: the largest, of these rows."""
+    masks = whole.halves[1].cut.masks
+    if masks and _factor([row for row in rows if row[-1] is None])[1] <= STABILISED:
+        weight = _padding_weight(whole)
+        if weight:
+            return (
+                f"the layer's own code gives keys that {spoken(masks[0])} masks {weight:.0%} of the "
+                "weight they have without it: the loop moves mass back to what is only a low or a high "
+                "score"
+            )
+    return f"not the glued plan of its two halves; relative error {error:.2g}"
+
+
+def _read_weight(whole: _Whole) -> Masses | None:
     """omega, where all that glues the plans is in them: the product of both readouts over 1 / sigma."""
+    queries, keys = whole.queries, whole.keys
     mass = queries.masses.of(len(queries.readout))
     return _folded(queries.readout * keys.readout * mass, queries)
 
 
-def _solved_weight(whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | None:
+def _solved_weight(whole: _Whole) -> Masses | None:
     """omega by least squares: the output is linear in it."""
-    lengths, *_ = _sizes(whole.candidate)
-    q, k, v = whole.drawn(lengths, torch.Generator().manual_seed(5))
-    output = whole.output(q, k, v, lengths, None)
-    masses = queries.masses
-    count = masses.table.shape[1]
+    q, k, v = whole.drawn(whole.sizes[0], torch.Generator().manual_seed(5))
+    output = whole.attended(q, k, v, whole.sizes[0], None)
+    masses = whole.queries.masses
+    heads, count = masses.table.shape
     if output[0, 0].numel() < 2 * count:
         return None
-    parts = []  # of every pivot [B, H, N E]
-    for pivot in range(count):
-        one = torch.zeros_like(masses.table)
-        one[:, pivot] = 1.0
-        part = _reference(q, k, v, None, None, queries, keys, replace(masses, table=one))
-        parts.append(part.flatten(2))
+    ones = torch.eye(count, dtype=masses.table.dtype)
+    parts = [  # of every pivot [B, H, N E]
+        whole.reference(q, k, v, replace(masses, table=one.expand(heads, -1))).flatten(2) for one in ones
+    ]
     solution = torch.linalg.lstsq(torch.stack(parts, -1), output.flatten(2)[..., None]).solution
-    return _folded(solution[..., 0], queries)
+    return _folded(solution[..., 0], whole.queries)
 
 
 def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
@@ -421,14 +452,6 @@ def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
     return Masses(table, by_row) if alike or by_row == queries.masses.interleaved else None
 
 
-def _larger_sizes(whole: _Whole) -> list[dict[Any, int]]:
-    """Of many examples, and of many tokens."""
-    clouds = [half.points for half in whole.halves]
-    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
-    few, *_ = _sizes(whole.candidate)
-    return larger_sizes(whole.experiment.cut, few, batch, tokens, whole.halves[0].heads)
-
-
 def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
     """The same plan from other pivots, which the fit's are a multiple of; None if they are not."""
     if fit.pivots.shape != pivots.shape:
@@ -440,54 +463,14 @@ def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
     return replace(fit, half=half, pivots=pivots)
 
 
-_Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
-"""The glued plan times values, the output, N, M, the active keys, and what is padded."""
-
-
-def _observed(
-    whole: _Whole, queries: HalfFit, keys: HalfFit, sizes: Sequence[dict[Any, int]], glue: Masses | None
-) -> list[_Row]:
-    generator = torch.Generator().manual_seed(2)
-    query_half, key_half = whole.halves
-    rows: list[_Row] = []
-    for lengths in sizes:
-        q, k, v = whole.drawn(lengths, generator)
-        masked = bool(query_half.masks or key_half.masks)
-        for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masked else (None,):
-            keeps = [
-                None if padded is None or not half.masks else (~padded).expand(len(q), -1)
-                for half in whole.halves
-            ]
-            unit = _reference(q, k, v, keeps[1], keeps[0], queries, keys, glue)
-            output = whole.output(q, k, v, lengths, padded)
-            active = k.shape[2] if padded is None else int((~padded).sum())
-            rows.append((unit, output, q.shape[2], k.shape[2], float(active), padded))
-    return rows
-
-
 def _padding_weight(whole: _Whole) -> float:
     """How much of a padded key's value the layer passes on, of what it would without a mask."""
-    lengths, *_ = _sizes(whole.candidate)
-    q, k, v = map(torch.zeros_like, whole.drawn(lengths, torch.Generator()))
+    q, k, v = map(torch.zeros_like, whole.drawn(whole.sizes[0], torch.Generator()))
     padded = torch.arange(k.shape[2]) % 3 == 1
     v[:, :, padded] = 1.0
-    with_mask, without = (whole.output(q, k, v, lengths, mask) for mask in (padded, None))
-    seen = with_mask if not whole.halves[0].masks else with_mask[:, :, ~padded]
+    with_mask, without = (whole.attended(q, k, v, whole.sizes[0], mask) for mask in (padded, None))
+    seen = with_mask[:, :, ~padded] if whole.halves[0].cut.masks else with_mask
     return float(seen.mean() / without.mean())
-
-
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
-    queries: HalfFit, keys: HalfFit, glue: Masses | None,
-) -> Tensor:  # fmt: skip
-    """The glued plan times values; its entries sum to 1 without a weight."""
-    a, b = queries.half, keys.half
-    return lot_reference(
-        q, k, v, keep, query_keep, None, queries.pivots, queries.masses.table, a.score_multiplier,
-        b.score_multiplier, a.half_steps, a.tokens_first, b.half_steps, b.tokens_first,
-        factor_terms(OutputFactor(1.0)), (glue or queries.masses).interleaved,
-        None if glue is None else glue.table,
-    )  # fmt: skip
 
 
 def _error(row: _Row, factor: OutputFactor) -> float:
@@ -508,9 +491,7 @@ def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
     return factor, max(_error(row, factor) for row in rows)
 
 
-def _with_row_sums(
-    site: LotSite, whole: _Whole, queries: HalfFit, keys: HalfFit, glue: Masses | None
-) -> LotSite:
+def _with_row_sums(site: LotSite, whole: _Whole, glue: Masses | None) -> LotSite:
     """The site with what is A 1 in the code, by which a trailing normalisation divides: it is made of the
     same two plans, which would otherwise have to be computed for it again."""
     candidate, (q, k) = whole.candidate, whole.halves
@@ -519,7 +500,6 @@ def _with_row_sums(
     for size in batch:
         entries = entries * size
     plans = descendants([candidate.outer.left]) & descendants([candidate.inner.left])
-    lengths = _sizes(candidate)[-1]
     for node in sorted(plans):
         shape = node.meta["val"].shape if is_tensor(node) else ()
         if not shape or node is candidate.outer.node or not same(node.meta["val"].numel(), entries):
@@ -530,15 +510,12 @@ def _with_row_sums(
         separated = separate(node, (q.points.node, k.points.node))
         if separated is None or separated[1]:
             continue
-        inputs = [q.points, k.points]
-        sums = Experiment(q.graph, inputs, Canonical(node), *separated)
-        *points, _ = whole.drawn(lengths, torch.Generator().manual_seed(3))
-        ones = torch.ones(*points[1].shape[:3], 1, dtype=torch.float64)
-        exact = _reference(points[0], points[1], ones, None, None, queries, keys, glue)
-        exact = exact * factor_value(
-            factor_terms(site.convention.output_factor), points[0].shape[2], points[1].shape[2], None
-        )
-        found = sums.run(points, lengths).reshape(exact.shape)
+        sums = Experiment(q.graph, [q.points, k.points], Canonical(node), *separated)
+        x, y, v = whole.drawn(whole.sizes[-1], torch.Generator().manual_seed(3))
+        factor = factor_terms(site.convention.output_factor)
+        unit = whole.reference(x, y, torch.ones_like(v[..., :1]), glue)
+        exact = unit * factor_value(factor, x.shape[2], y.shape[2], None)
+        found = sums.run([x, y], whole.sizes[-1]).reshape(exact.shape)
         late = candidate.inner.right > min(node, candidate.outer.node)
         if not late and relative_error(found, exact) <= STABILISED:
             return replace(

@@ -3,7 +3,9 @@
     log G = m x z' + u 1' + 1 w'    double centring leaves the multiplier m of the right pivots z
     G = Gamma diag(c) for the right masses, first side and half-steps; c may be anything, and is measured
 
-Nothing here looks at code; pivots and masses are looked for among the layer's parameters.
+Nothing here looks at code; pivots and masses are looked for among the layer's parameters. Code repeats
+those for every example before it multiplies by them, so that their first axis is examples and heads in
+one: such a tensor is made at the sizes of an experiment and folded again.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from asapc.ir import HalfPlan, Side
 from asapc.operators.lot import by_example, pivot_plan
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
-from asapc.passes.lot.half import Half
+from asapc.passes.cut import constants_entering, line_of
+from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, snapped
+from asapc.passes.products import Canonical, merged_heads
 from asapc.passes.sinkhorn.probe import (
     MILD,
     Plans,
@@ -32,6 +36,37 @@ from asapc.passes.sinkhorn.probe import (
 
 # Standard deviations of the scores, in units of epsilon: at mild ones every long loop has converged.
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
+
+
+class Half(Experiment):
+    """points [B, H, N, D] -> plan [B, H, N, R], its heads apart also where code merges them.
+
+    is_scores: whether the points are the scores themselves, so that D = R.
+    between: what lies between points and plan; masks: that enter there.
+    """
+
+    def __init__(
+        self, graph: GraphModule, points: Canonical, plan: Canonical, between: set[Node],
+        masks: Sequence[Node], is_scores: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(graph, [points], plan, between, masks)
+        self.graph, self.points, self.between, self.is_scores = graph, points, between, is_scores
+        shape = points.shape
+        merged, line = merged_heads(points.node), line_of(shape[0])
+        # H: the second of four axes, what a view merged, or how often the batch goes into the first.
+        if merged == 1 and line is not None and not line.more:
+            merged = line.factor
+        self.heads = int(shape[1]) if len(shape) == 4 else merged
+
+    def size(self, lengths: dict[Any, int]) -> tuple[int, int, int, int]:
+        """[B, H, N, D] of the points."""
+        *batch, n, d = self.dims(self.points, lengths)
+        return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
+
+    def plan(self, points: Tensor, lengths: dict[Any, int], hidden: bool) -> Tensor | None:
+        """With nothing masked, None where it is not finite."""
+        plan = self.observe([points], lengths, hidden)
+        return None if plan is None else plan.reshape(*points.shape[:3], -1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +104,64 @@ class HalfFit:
     error: float
 
 
+def candidates(half: Half, sizes: Sequence[dict[Any, int]]) -> tuple[list[Tensor], list[Masses]]:
+    """Pivots [H, R, D] and masses of them that could be a plan's; of scores, the unit vectors."""
+    batch, heads, _, dim = half.size(sizes[0])
+    pivots = [torch.eye(dim, dtype=torch.float64).expand(heads, -1, -1)] if half.is_scores else []
+    masses: list[Masses] = []
+    for value in constants_entering(half.graph, half.between, sizes[0]):
+        flat = value.reshape([n for n in value.shape if n != 1] or [1])
+        if not half.is_scores:
+            for turned in (flat, flat.transpose(-1, -2)) if flat.dim() > 1 else ():
+                folded = None if turned.shape[-1] != dim else per_head(turned, 2, batch, heads)
+                if folded is not None and not folded[1]:
+                    pivots.append(folded[0].contiguous())
+        for measure in (flat, flat.exp()):
+            if bool((measure >= 0).all()) and bool(measure.isfinite().all()) and bool(measure.any()):
+                folded = per_head(measure, 1, batch, heads)
+                if folded is not None:
+                    table, by_row = folded
+                    masses.append(Masses(table / table.sum(-1, keepdim=True), by_row))
+    counts = {z.shape[1] for z in pivots}
+    masses += [Masses(torch.full((heads, r), 1.0 / r, dtype=torch.float64)) for r in sorted(counts)]
+    distinct: list[Masses] = []
+    for mass in masses:
+        if mass.table.shape[1] in counts and not any(mass.is_like(other) for other in distinct):
+            distinct.append(mass)
+    return pivots, distinct
+
+
+def per_head(
+    value: Tensor, trailing: int, batch: int, heads: int, tolerance: float = 0.0
+) -> tuple[Tensor, bool] | None:
+    """A tensor whose leading axes are heads, examples, both or none as [H, ..], and whether its rows are
+    interleaved (operators.lot); None where it is neither.
+
+    trailing: how many last axes are one head's.  tolerance: relative, up to which rows are alike.
+    """
+
+    def alike(x: Tensor, y: Tensor) -> bool:
+        return bool(((x - y).abs() <= tolerance * y.abs()).all())
+
+    lead = max(value.dim() - trailing, 0)
+    if value.dim() < trailing:
+        return None
+    rows = value.reshape(-1, *value.shape[lead:])
+    if len(rows) == 1:
+        return rows.expand(heads, *rows.shape[1:]), False
+    if len(rows) == heads:
+        return rows, False
+    if len(rows) == batch and alike(rows, rows[:1]):
+        return rows[:1].expand(heads, *rows.shape[1:]), False
+    if len(rows) != batch * heads:
+        return None
+    folded = rows.unflatten(0, (batch, heads))
+    if alike(folded, folded[:1].expand_as(folded)):
+        return folded[0], False
+    table = rows[::batch]
+    return (table, True) if alike(by_example(table, batch), folded) else None
+
+
 def identify_half(
     code: Half, hidden: bool, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor],
     masses: Sequence[Masses],
@@ -78,8 +171,8 @@ def identify_half(
     hidden: what its masks say of a padded token.  pivots: candidates [H, R, D].  masses: candidates.
     """
     generator = torch.Generator().manual_seed(0)
-    first = torch.randn(code.shape(sizes[0]), generator=generator, dtype=torch.float64)
-    trial = code.observe(first, sizes[0], hidden)
+    first = torch.randn(code.size(sizes[0]), generator=generator, dtype=torch.float64)
+    trial = code.plan(first, sizes[0], hidden)
     if trial is None or not bool((trial > 0).all()):
         return NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
@@ -93,9 +186,9 @@ def identify_half(
         samples = []
         for spread in SPREADS:
             for at in sizes:
-                x = torch.randn(code.shape(at), generator=generator, dtype=torch.float64)
+                x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
                 x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
-                plan = code.observe(x, at, hidden)
+                plan = code.plan(x, at, hidden)
                 if plan is not None:
                     samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
         multiplier = score_multiplier([sample for sample in samples if sample.mild])

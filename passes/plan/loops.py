@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached
-from asapc.passes.products import BARRIERS, VIEWS, is_vector, product_of, rank_of, same
+from asapc.passes.products import BARRIERS, VIEWS, einsum_of_two, is_vector, product_of, rank_of, same
 
 aten = torch.ops.aten
 
@@ -153,15 +153,14 @@ def _sum_of(node: Node) -> _Sum | None:
 def _vector_product(node: Node) -> _Sum | None:
     """K b, a sum over the columns of K: a step of a loop in the exp domain."""
     if node.target is aten.einsum.default:
-        equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
-        if not isinstance(operands, (list, tuple)) or len(operands) != 2 or "->" not in equation:
+        found = einsum_of_two(node)
+        if found is None:
             return None
-        terms, out = equation.split("->")
-        pairs = sorted(zip(terms.split(","), operands, strict=True), key=lambda pair: len(pair[0]))
+        one, other, out, *operands = found
+        pairs = sorted(zip((one, other), operands, strict=True), key=lambda pair: len(pair[0]))
         (few, _), (many, matrix) = pairs
         summed = [letter for letter in many if letter not in out]
-        alike = "." not in equation and set(few) <= set(many) and len(many) == len(out) + 1
-        if not alike or len(summed) != 1 or not isinstance(matrix, Node):
+        if not set(few) <= set(many) or len(many) != len(out) + 1 or len(summed) != 1:
             return None
         return _Sum(node, matrix, many.index(summed[0]) - len(many)) if _is_divided_by(node) else None
     left, right = node.args[0], node.args[1]

@@ -10,7 +10,6 @@ What lies between is cut out, promoted to float64 and run on synthetic scores, b
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from asapc.passes.cut import (
     reached,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
-from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, relative_error
+from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
@@ -45,19 +44,17 @@ from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
-from asapc.passes.sinkhorn.match import LARGE, guesses_of, where, without_choice
+from asapc.passes.sinkhorn.match import guesses_of, without_choice
 from asapc.passes.sinkhorn.probe import (
-    HELD,
     Drawn,
     Fit,
     Pair,
     Sample,
+    Trials,
     double_centre,
-    drawings,
     nearest,
     overflown,
     score_multiplier,
-    separated,
 )
 from asapc.passes.site import Found, Unexplained, Unidentified
 
@@ -87,25 +84,24 @@ def _examine(
     program: Program, loop: Loop, failed: dict[object, _Failure]
 ) -> PlanSite | Unidentified:
     """failed: why regions of earlier loops are no plans, by what they compute."""
+    def refused(reason: str, at: Node | None = loop.at) -> Unidentified:
+        return Unidentified(f"a loop of rows and columns: {reason}", frozenset(loop.sums), at)
+
     if loop.axes is None:
-        return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
+        return refused(loop.why)
     found = borders(program.graph, loop)
     if not found.ends:
-        reason = f"a loop of rows and columns: {found.why}"
-        return Unidentified(reason, frozenset(loop.sums), found.at)
-    nearest: _Failure | None = None
+        return refused(found.why, found.at)
+    failures = []
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
         sums = len(part.sums) if number < MOST_DAMPED else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
-        failure = _Failure(0, result) if isinstance(result, str) else result
-        if failure.reached >= KNOWN:
-            nearest = failure
+        failures.append(_Failure(0, result) if isinstance(result, str) else result)
+        if failures[-1].reached >= KNOWN:
             break
-        nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
-    assert nearest is not None
-    return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
+    return refused(max(failures, key=lambda failure: failure.reached).reason)
 
 
 def _tried(
@@ -208,14 +204,14 @@ class _Region:
         if cut is not self.cut:
             given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
         tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
-        made, *constants = cut.run_all(tensors, lengths)
+        made, *constants = cut.run(tensors, lengths)
         out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
 
     def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
         """What the start holds for scores [B, H, N, M]."""
         given = scores.exp() if self.kernel else scores
-        return self.start.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
+        return self.start.tensor.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""
@@ -420,14 +416,12 @@ def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, Mar
 # Experiments
 
 
-class _Trials:
-    """Observations of a region, with its inputs in their roles."""
+class _Trials(Trials):
+    """Observations of a region, with its inputs in their roles.  log: whether its plan is a logarithm."""
 
-    def __init__(self, region: _Region, roles: _Roles, log: bool) -> None:
-        self.region, self.roles, self.log = region, roles, log
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, region: _Region, roles: _Roles) -> None:
+        self.region, self.roles, self.log, self.cut = region, roles, False, region.cut
         self.biases = [node for node in region.given if _is_matrix(node, region.start)]
-        self.rough = 1.0
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
 
@@ -438,14 +432,15 @@ class _Trials:
         hides = not self.region.kernel and any(map(may_hide, (node, *self.biases)))
         return node.meta["val"].dtype if hides else None
 
-    def noise(self, size: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(size), generator=self.generator, dtype=torch.float64)
+    def size(self, at: dict[Any, int]) -> tuple[int, ...]:
+        return self.region.size(at)
 
     def draw(self, lengths: dict[Any, int]) -> dict[Node, Tensor]:
         """Values of what is data."""
         drawn = {}
         for node in self.region.data:
-            value = self.noise(self.region.cut.shape_of(node, lengths))
+            shape = self.cut.shape_of(node, lengths)
+            value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             both = (self.roles.log_mu, self.roles.log_nu)
             marginal = next((x for x in both if x is not None and x.node is node), None)
             if marginal is not None:
@@ -463,7 +458,7 @@ class _Trials:
         given: values of what is data, drawn where there are none."""
         given = self.draw(lengths) if given is None else given
         out, held = self.region.observe(scores, given, lengths)
-        shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
+        shape = self.cut.shape_of(self.region.start.tensor.node, lengths)
         added = [
             self.region.start.matrices(held[node].to(scores.dtype).broadcast_to(shape)).reshape(scores.shape)
             for node in self.biases
@@ -482,7 +477,7 @@ class _Trials:
         """How much the scores, every bias and every head count; why that cannot be said."""
         size = self.region.size(lengths)
         for scale in (1.0, 0.1, 0.01):
-            o, added = self.observe(scale * self.noise(size), lengths)
+            o, added = self.observe(scale * self.noise(lengths), lengths)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
@@ -502,19 +497,13 @@ class _Trials:
             self.rough = float(found[0])
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(size), lengths)
+            o, _ = self.observe(scale * self.noise(lengths), lengths)
             multiplier = score_multiplier([o])
             return multiplier if isinstance(multiplier, NoFit) else None
         return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def at(self, drawn: Drawn, lengths: dict[Any, int]) -> Sample | None:
-        """On scores that are drawn; None where they overflow."""
-        s = drawn.scores(self.region.size(lengths), self.generator) / abs(self.rough)
-        return self.on(lengths, s, drawn.mild)
-
-    def on(self, lengths: dict[Any, int], scores: Tensor, mild: bool = False) -> Sample | None:
-        """On these scores; None where they overflow."""
-        o, _ = self.observe(scores, lengths, mild)
+    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+        o, _ = self.observe(scores, at, mild)
         return None if overflown(o.attention) else o
 
     def fed(
@@ -561,39 +550,34 @@ def _site(
 def _identified(
     region: _Region, roles: _Roles, lengths: dict[Any, int], sums: int
 ) -> tuple[Fit[PlanConvention], _Trials] | _Failure:
-    size = region.size(lengths)
-    trials = _Trials(region, roles, False)
-    first, _ = trials.observe(trials.noise(size), lengths)
+    size, trials = region.size(lengths), _Trials(region, roles)
+    first, _ = trials.observe(trials.noise(lengths), lengths)
     trials.log = bool((first.attention < 0).any())
     alone = without_choice(size)
     if alone is not None:
-        one, other = (trials.observe(trials.noise(size), lengths)[0].attention for _ in range(2))
+        one, other = (trials.observe(trials.noise(lengths), lengths)[0].attention for _ in range(2))
         if not roles.nodes and relative_error(other, one) <= STABILISED:
             return _Failure(KNOWN, alone)
     unknown = trials.measure(lengths)
     if unknown is not None:
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
-        few = [o for spread in (1.0, 3.0) if (o := trials.at(Drawn(spread), lengths)) is not None]
+        few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
         sketch = identify_plan(few, most=TRIED, sums=sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)
-    sizes = [lengths] if longer == lengths else [lengths, longer]
-    drawn = drawings(sizes, size[-2] * size[-1] > LARGE)
-    observed = [o for one in drawn if (o := trials.at(*one)) is not None]
-    fit: Fit[PlanConvention] | NoFit = identify_plan(observed, region.guesses, sums=sums)
-    if isinstance(fit, Fit) and fit.rival is not None:
-        again = partial(identify_plan, guesses=region.guesses)
-        fit = separated(fit, observed, size, partial(trials.on, lengths), plan_error, again)
+    identify = partial(identify_plan, guesses=region.guesses, sums=sums)
+    fit = trials.fitted([lengths] if longer == lengths else [lengths, longer], identify, plan_error)
     if isinstance(fit, NoFit):
-        return _Failure(4, _described(fit, observed))
+        return _Failure(4, _described(fit, trials.samples))
     trials.roles = roles.powered(fit.powers)
-    wrong = _at_larger_sizes(trials, lengths, fit)
+    shape, error = region.start.tensor.shape, partial(plan_error, fit.convention)
+    wrong = trials.wrong_at_larger_sizes(lengths, shape, fit.convention.half_steps * size[1], error)
     if wrong is not None:
         return _Failure(5, wrong)
     found = with_hidden(
-        lambda: trials.noise(size) / abs(trials.rough),
+        lambda: trials.noise(lengths) / abs(trials.rough),
         lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
     )  # fmt: skip
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
@@ -615,19 +599,6 @@ def _changed_by_stops(
     # In a far larger batch one sharp example does less to a mean, or to its square.
     many = of_many(lengths, region.examples, FAR**2) if region.examples else []
     return what_a_stop_changes(loop, [Crowd(lengths), *many])
-
-
-def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: Fit[PlanConvention]) -> str | None:
-    """What is wrong with a convention where there are many tokens or examples, None if nothing."""
-    region = trials.region
-    *batch, rows, columns = region.start.tensor.shape
-    depth = fit.convention.half_steps * region.size(lengths)[1]
-    for at in larger_sizes(region.cut, lengths, batch, (rows, columns), depth):
-        o = trials.at(Drawn(1.0), at)
-        error = math.inf if o is None else plan_error(fit.convention, [o])
-        if not error <= HELD:
-            return f"another loop {where(region.size(at))}; relative error {error:.2g}"
-    return None
 
 
 def _described(failure: NoFit, observed: Sequence[Sample]) -> str:

@@ -72,17 +72,8 @@ class Layout:
 
     def matrices(self, value: Tensor) -> Tensor:
         """[B, H, N, M] of what the node holds."""
-        if self.tensor.order is not None:
-            value = value.permute(self.tensor.order)
+        value = self.tensor.canonical(value)
         return value if self.kept else value.reshape(-1, 1, *value.shape[-2:])
-
-    def raw(self, matrices: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """What the node would hold, of this shape."""
-        order = self.tensor.order
-        if order is None:
-            return matrices.reshape(shape)
-        value = matrices.reshape([shape[axis] for axis in order])
-        return value.permute([order.index(axis) for axis in range(len(order))]).contiguous()
 
 
 @dataclass(frozen=True)

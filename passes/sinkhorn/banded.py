@@ -3,6 +3,10 @@
 before: q k^T -> [hidden where j - i is outside [low, high], key mask, the loop] -> A v
 after:  torch.ops.asapc.banded_sinkhorn(q, k, v, keep, ..., low, high), or why the loop is none
 
+Which keys a query sees by position alone is read from what sizes and constants make. Such a mask is often
+joined with one of the data before it meets the scores. They are told apart by going back through what is
+done entry by entry to where the data says the same of every query.
+
 The loop is identified with everything shown, like any other; then what hides does so, and the region is
 held against operators.banded, at lengths beyond the window.
 """
@@ -16,26 +20,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import fixed_size, limits_of
 from asapc.ir import Program
-from asapc.operators.banded import BandedConvention, banded_map, settings_of
+from asapc.operators.banded import BandedConvention, banded_map, in_band, settings_of
 from asapc.operators.catalogue import OPERATORS
+from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
-from asapc.passes.cut import constant_at
-from asapc.passes.experiment import outcome, relative_error
+from asapc.passes.cut import (
+    SHAPE_ONLY,
+    constant_at,
+    depends_on_data,
+    is_tensor,
+    line_of,
+    reached,
+    reaches,
+)
+from asapc.passes.experiment import assigned, outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import KeyMask, same, site_name
 from asapc.passes.regions import Region
-from asapc.passes.sinkhorn.band import Opened, band_of, open_region, shown_value
 from asapc.passes.sinkhorn.match import (
     USED_ELSEWHERE,
     RegionExperiment,
     first_of_each,
-    four,
     heads_of,
-    hiding,
     run_experiments,
     used_outside,
 )
@@ -43,6 +55,10 @@ from asapc.passes.sinkhorn.probe import HELD
 from asapc.passes.sinkhorn.site import LoopSite
 from asapc.passes.site import Found, Place, Unidentified
 
+# Numbers of tokens at which a mask is read, beside that of the example: no usual ones, and beyond usual
+# windows. The longest only where a window has not ended before.
+LENGTHS = (3, 17, 67, 259, 1031, 2053)
+LONGEST = 4099
 # Standard deviations of scores in units of epsilon with the band in place, and half-steps times entries
 # beyond which the first must do.
 SPREADS = (1.0, 4.0, 16.0, 64.0)
@@ -104,14 +120,14 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
     experiment = RegionExperiment(program, opened.region)
     shown = {}
     for node in opened.masks:
-        value = shown_value(program.graph, node)
-        if value is None:
+        value = constant_at(program.graph, node)
+        if value is None or not value.numel():
             return f"{node.name} cannot be computed on its own"
-        shown[node] = value
+        shown[node] = float(value.flatten()[0])  # for a query and its own key, which a band shows
     found = run_experiments(experiment, shown)
     if isinstance(found, str):
         return found
-    fit, mask, bias, neutral = found
+    fit, mask, bias = found
     if bias is not None:
         return f"{spoken(bias.node)} is added to its scores, which no operator with a band supports"
     if fit.convention.mask == "both":
@@ -123,7 +139,7 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
-    trials = _Trials(program, experiment, opened, mask, neutral, convention)
+    trials = _Trials(program, experiment, opened, mask, convention)
     wrong = trials.plain() or (trials.masked() if mask is not None else None)
     return (convention, mask, max(fit.error, trials.error)) if wrong is None else wrong
 
@@ -133,11 +149,10 @@ class _Trials:
 
     def __init__(
         self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
-        neutral: Sequence[Tensor], convention: BandedConvention,
+        convention: BandedConvention,
     ) -> None:  # fmt: skip
         self.program, self.experiment, self.opened = program, experiment, opened
-        self.mask, self.neutral, self.convention = mask, neutral, convention
-        self.generator = torch.Generator().manual_seed(8)
+        self.mask, self.convention = mask, convention
         self.error = 0.0
 
     def plain(self) -> str | None:
@@ -183,29 +198,173 @@ class _Trials:
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
         region, convention = self.opened.region, self.convention
-        inputs = self.experiment.resized(self.neutral, at)
+        inputs, keep = self.experiment.resized(at), None
+        s = self.experiment.noise(at) * spread / abs(convention.score_multiplier)
+        if self.mask is not None and active is not None:
+            inputs = self.experiment.hiding(region.inputs.index(self.mask.node), active, at=at)
+            keep = active.expand(len(s), -1)
         for node in self.opened.masks:
             value = constant_at(self.program.graph, node, at)
             if value is None:
                 return None
             place = region.inputs.index(node)
             inputs[place] = value.to(inputs[place].dtype)
-        keep = None
-        size = self.experiment.size(at)
-        s = torch.randn(size, generator=self.generator, dtype=torch.float64)
-        s = s * spread / abs(convention.score_multiplier)
-        if self.mask is not None and active is not None:
-            place = region.inputs.index(self.mask.node)
-            inputs = hiding(inputs, place, active, self.mask.true_means_masked)
-            keep = active.expand(len(s), -1)
-        theirs = four(self.experiment.attention(s, inputs, at))
+        theirs = self.experiment.attention(s, inputs, at)
         if not bool(theirs.isfinite().all()):
             return None
         ours = banded_map(
-            four(s) * convention.score_multiplier, keep, convention.half_steps,
+            s * convention.score_multiplier, keep, convention.half_steps,
             convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
             convention.high,
         )  # fmt: skip
         error = relative_error(ours, theirs)
         self.error = max(self.error, error)
         return error
+
+
+# Reading a band
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys i + low .. i + high of query i; None where that side has no end."""
+
+    low: int | None
+    high: int | None
+
+    def within(self, other: Band) -> Band:
+        """What both show."""
+        lows = [x for x in (self.low, other.low) if x is not None]
+        highs = [x for x in (self.high, other.high) if x is not None]
+        return Band(max(lows, default=None), min(highs, default=None))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A region from what the data brings in: masks of positions are inside, or `masks`.
+
+    region: with `masks` and the data as its inputs.  valued: what of it is computed from scores.
+    masks: made of sizes and constants alone, with a row for every query and a column for every key.
+    """
+
+    region: Region
+    valued: tuple[Node, ...]
+    masks: tuple[Node, ...]
+
+
+def open_region(region: Region) -> Opened:
+    score = region.score.node
+    valued = {score}
+    for node in region.inside:
+        if node.target not in SHAPE_ONLY and any(source in valued for source in node.all_input_nodes):
+            valued.add(node)
+    valued.discard(score)
+    sizes = region.score.result.shape[-2:]
+
+    def is_joined(node: Node) -> bool:
+        by_query = _is_matrix(node, sizes) and spreads_entries(node) and varies(node, -2)
+        return by_query and depends_on_data(node)
+
+    def onward(node: Node) -> list[Node]:
+        made = [x for x in node.all_input_nodes if x not in valued and x is not score and is_tensor(x)]
+        return made if node in valued or is_joined(node) else []
+
+    entering = reached(valued, onward) - valued
+    opened = {node for node in entering if is_joined(node)}
+    sources = entering - opened
+    found = sorted(sources)
+    masks = tuple(node for node in found if _is_matrix(node, sizes) and not depends_on_data(node))
+    data = (node for node in found if depends_on_data(node))
+    constant = (node for node in region.inputs if node in sources and node not in masks)
+    inputs = tuple(dict.fromkeys((*masks, *data, *constant)))
+    inside = tuple(sorted(valued | opened))
+    in_order = tuple(node for node in inside if node in valued)
+    return Opened(replace(region, inside=inside, inputs=inputs), in_order, masks)
+
+
+def band_of(graph: GraphModule, masks: Sequence[Node], shape: Sequence[Any]) -> Band | None:
+    """What all masks show; None where one is more or less than a band.  shape: [*, N, N], of scores."""
+    found = Band(None, None)
+    for node in masks:
+        band = _read(graph, node, shape)
+        if band is None:
+            return None
+        found = found.within(band)
+    return found
+
+
+def _is_matrix(node: Node, sizes: Sequence[Any]) -> bool:
+    """[..., N, M], with sizes of 1 for what broadcasts."""
+    shape = node.meta["val"].shape
+    return len(shape) >= 2 and all(same(one, other) for one, other in zip(shape[-2:], sizes, strict=True))
+
+
+def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
+    trained = {name for name, _ in graph.named_parameters()}
+    if reaches(node, lambda n: n.op == "get_attr" and n.target in trained):
+        return None
+    found: Band | None = None
+    seen: list[tuple[int, Band]] = []
+    for lengths, length in _lengths(shape):
+        if length == LONGEST and found is not None and None not in (found.low, found.high):
+            break
+        value = constant_at(graph, node, lengths)
+        if value is None or value.shape[-2:] != (length, length):
+            return None
+        found = _band_in(value, node.meta["val"].dtype == torch.bool)
+        if found is None:
+            return None
+        seen.append((length, found))
+    for length, band in seen:  # what is seen of the band at fewer tokens
+        if found is None or band != _part(found, length):
+            return None
+    return found
+
+
+def _part(band: Band, length: int) -> Band:
+    """The band, where so few tokens show its ends."""
+    low, high = band.low, band.high
+    return Band(
+        None if low is None or low <= 1 - length else low,
+        None if high is None or high >= length - 1 else high,
+    )
+
+
+def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]]:
+    """Sizes to evaluate a graph at, of one example, and how many tokens those are, the most last."""
+    *leads, _, tokens = shape
+    fixed = fixed_size(tokens)
+    if fixed is not None:
+        yield None, fixed
+        return
+    line = line_of(tokens)
+    if line is None or line.factor != 1:
+        return
+    low, high = (limit + line.more for limit in limits_of(tokens.node.shape_env, line.symbol))
+    wanted = {*LENGTHS, LONGEST, int(tokens.node.hint), *([high] if high < LONGEST else [])}
+    one = assigned((size, 1) for size in leads)
+    for length in sorted(wanted):
+        if low <= length <= high and length > line.more:
+            yield {**one, line.symbol: length - line.more}, length
+
+
+def _band_in(value: Tensor, is_bool: bool) -> Band | None:
+    """The band that [..., N, N] shows, its ends where they are seen."""
+    length = value.shape[-1]
+    matrices = value.reshape(-1, length, length)
+    first = matrices[0]
+    if not length or bool((matrices != first).any()):
+        return None
+    show = float(first[0, 0])
+    shown = first == show
+    hidden = first[~shown]
+    hides = is_bool or bool(
+        (hidden <= MASKED_BELOW).all() if show == 0.0 else (hidden == 0.0).all() and show == 1.0
+    )
+    if not hides:
+        return None
+    along = shown[0].nonzero()[-1], shown[:, 0].nonzero()[-1]  # of a band, all that it has is seen here
+    high, low = (int(last) for last in along)
+    if not torch.equal(shown, in_band(length, length, -low, high, first)):
+        return None
+    return Band(None if low == length - 1 else -low, None if high == length - 1 else high)

@@ -42,18 +42,13 @@ class _Seen:
 
 
 class EmptyExamples:
-    """A region with every key hidden.
+    """A region with every key hidden by one of its inputs.
 
-    experiment: passes.sinkhorn.match.RegionExperiment.  inputs: (lengths, those with every key hidden by
-    a number) at each of the sizes to try.
+    experiment: passes.sinkhorn.match.RegionExperiment.  index: of the input.
     """
 
-    def __init__(
-        self, experiment: Any, convention: Convention, node: Any, sizes: Sequence[dict[Any, int]],
-        hidden: Any,
-    ) -> None:  # fmt: skip
-        self.experiment, self.convention, self.node = experiment, convention, node
-        self.sizes, self.hidden = sizes, hidden
+    def __init__(self, experiment: Any, convention: Convention, index: int) -> None:
+        self.experiment, self.convention, self.index = experiment, convention, index
         self.own = experiment.own
 
     def of_mask(self) -> Empty | str:
@@ -74,7 +69,13 @@ class EmptyExamples:
         return Empty(far.share, True, self._reach(), infinite.share)
 
     def _unknown(self) -> str:
-        return f"what an example gives in which {spoken(self.node)} hides every key is not known"
+        node = spoken(self.experiment.region.inputs[self.index])
+        return f"what an example gives in which {node} hides every key is not known"
+
+    def _hidden(self, at: dict[Any, int], score: float) -> list[Tensor]:
+        nothing = torch.zeros(self.experiment.size(at)[-1], dtype=torch.bool)
+        inputs: list[Tensor] = self.experiment.hiding(self.index, nothing, score, at)
+        return inputs
 
     def _rounded(self, score: float) -> Empty | None:
         """What it gives in its own precision; as in float64 where that is nothing but rounding."""
@@ -87,17 +88,13 @@ class EmptyExamples:
         return self._of(own)
 
     def _seen(self, experiment: Any, score: float) -> list[_Seen]:
-        generator = torch.Generator().manual_seed(9)
-        plain = self.convention
-        observed = []
-        for at in self.sizes:
-            size = experiment.size(at)
+        generator, observed = torch.Generator().manual_seed(9), []
+        for at in self.experiment.sizes:
             for spread in SPREADS:
-                s = torch.randn(size, generator=generator, dtype=torch.float64)
-                s = s * spread / abs(plain.score_multiplier)
-                theirs = experiment.attention(s, self.hidden(at, score), at)
-                s, theirs = (x if x.dim() == 4 else x[:, None] for x in (s, theirs))
-                equal, opened = (attention_of(plain, x, None) for x in (torch.zeros_like(s), s))
+                s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
+                s = s * spread / abs(self.convention.score_multiplier)
+                theirs = experiment.attention(s, self._hidden(at, score), at)
+                equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
                 observed.append(_Seen(theirs, equal, opened))
         return observed
 
@@ -115,10 +112,9 @@ class EmptyExamples:
 
     def _reach(self) -> float:
         """How many last places of a low number the largest products q k are that are lost beside it."""
-        at = self.sizes[0]
-        size = self.own.size(at)
-        inputs = self.hidden(at, -LAST_PLACE / torch.finfo(self.own.cut.precision).eps)
-        s = torch.zeros(size, dtype=torch.float64)
+        at = self.experiment.few
+        inputs = self._hidden(at, -LAST_PLACE / torch.finfo(self.own.cut.precision).eps)
+        s = torch.zeros(self.own.size(at), dtype=torch.float64)
         s[..., 0, 0], s[..., -1, -1] = 1.0, -1.0
         lost = 0.0
         for factor in FACTORS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,28 +35,24 @@ SPREAD, SHARP = 3.0, 30.0  # of the scores, in units of epsilon
 
 
 def with_low_numbers(
-    experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor]
+    experiment: Any, convention: Convention, bias: ScoreBias
 ) -> ScoreBias | str:
     """The bias, with its check where it needs one, or why it is none.
 
     experiment: passes.sinkhorn.match.RegionExperiment.
     """
     example = bias.node.meta["example"]
-    hard = bool((example <= MASKED_BELOW).any()) or _looks_up_low_numbers(bias.node)
-    given = depends_on_data(bias.node)
-    if not given and not hard and not _tables(bias.node):
+    tables, given = _tables(bias.node), depends_on_data(bias.node)
+    # A table may have a number that hides keys, which the data did not ask for.
+    hard = any(bool((x <= MASKED_BELOW).any()) for x in (example, *tables))
+    if not given and not hard and not tables:
         return bias
-    trials = _Trials(experiment, convention, bias, neutral)
+    trials = _Trials(experiment, convention, bias)
     if trials.follows():
         return replace(bias, all_or_nan=trials.is_nan_without_keys())
     if (bool(example.any()) or not given) and not hard:
         return replace(bias, small=True)
     return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
-
-
-def _looks_up_low_numbers(bias: Node) -> bool:
-    """Whether one of its tables has a number that hides keys, which the data did not ask for."""
-    return any(bool((x <= MASKED_BELOW).any()) for x in _tables(bias))
 
 
 def _tables(bias: Node) -> list[Tensor]:
@@ -70,46 +66,40 @@ def _tables(bias: Node) -> list[Tensor]:
 class _Trials:
     """The operator beside the code, in the code's own precision."""
 
-    def __init__(
-        self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor]
-    ) -> None:
-        self.own = experiment.own
-        self.index, self.bias = experiment.region.inputs.index(bias.node), bias
-        self.neutral = neutral
+    def __init__(self, experiment: Any, convention: Convention, bias: ScoreBias) -> None:
+        self.experiment, self.bias = experiment, bias
+        self.index = experiment.region.inputs.index(bias.node)
+        self.neutral: Tensor = experiment.neutral[self.index]
         self.operator, self.settings = loop_of(convention)
         self.unit = 1.0 / abs(convention.score_multiplier)
         self.generator = torch.Generator().manual_seed(12)
 
     def follows(self) -> bool:
         """Whether the two make the same of low numbers."""
-        patterns = _patterns(self.neutral[self.index], varies(self.bias.node, -2))
+        patterns = _patterns(self.neutral, varies(self.bias.node, -2))
         tried = ((*pattern, value) for pattern in patterns for value in VALUES)
         return all(self._are_alike(*trial) for trial in tried)
 
     def is_nan_without_keys(self) -> bool:
         """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
-        nothing = torch.full_like(self.neutral[self.index], -math.inf)
+        nothing = torch.full_like(self.neutral, -math.inf)
         return bool(self._theirs(self._scores(1.0), nothing).isnan().all())
 
     def _scores(self, spread: float) -> Tensor:
-        s = torch.randn(self.own.size(), generator=self.generator, dtype=torch.float64)
-        return (s * spread * self.unit).to(self.own.cut.precision)
+        s = torch.randn(self.experiment.size(), generator=self.generator, dtype=torch.float64)
+        return (s * spread * self.unit).to(self.experiment.own.cut.precision)
 
     def _theirs(self, scores: Tensor, value: Tensor) -> Tensor:
-        inputs = [*self.neutral]
-        inputs[self.index] = value
-        found: Tensor = self.own.attention(scores, inputs)
+        found: Tensor = self.experiment.own.attention(scores, self.experiment.replaced(self.index, value))
         return found
 
     def _are_alike(self, hidden: Tensor, spread: float, low: float) -> bool:
         s = self._scores(spread)
-        value = torch.where(hidden, low, self.neutral[self.index])
-        theirs = self._theirs(s, value)
-        added = (value * self.bias.coefficient).to(s.dtype)
-        shaped, added = (x if x.dim() != 3 else x[:, None] for x in (s, added))
-        seen = replace(SiteTensors.of_scores(shaped), bias=added, scored=False)
-        ours = apply_operator(self.operator, seen, None, self.settings).reshape(theirs.shape)
-        return relative_error(ours, theirs) <= ALIKE
+        value = torch.where(hidden, low, self.neutral)
+        added = self.experiment.added(value * self.bias.coefficient).to(s.dtype)
+        seen = replace(SiteTensors.of_scores(s), bias=added, scored=False)
+        ours = apply_operator(self.operator, seen, None, self.settings)
+        return relative_error(ours, self._theirs(s, value)) <= ALIKE
 
 
 def _patterns(neutral: Tensor, by_query: bool) -> Iterator[tuple[Tensor, float]]:

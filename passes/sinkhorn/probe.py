@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,7 +35,8 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
+from asapc.passes.cut import Cut
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, larger_sizes, relative_error
 
 MAX_HALF_STEPS = 1024
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
@@ -43,7 +46,8 @@ GAPS = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 # hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 SHIFTS = (100.0, -900.0)
-FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
+FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large, as of
+LARGE = 64 * 64
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SHORT = 64  # half-steps of a loop that is named where none fits
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
@@ -269,33 +273,76 @@ def overflown(attention: Tensor) -> bool:
     return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
 
-def separated(
-    fit: Any, samples: Sequence[Any], size: Sequence[int], observe: Callable[[Tensor], Any],
-    error: Callable[[Any, Sequence[Any]], float], identify: Callable[[Sequence[Any]], Any],
-) -> Any:  # fmt: skip
-    """The fit, held against its rival on scores on which one of the two is wrong; NoFit without any.
+class Trials(ABC):
+    """A loop on scores that are drawn one after the other.
 
-    samples: what it was identified by.  observe: of scores of this size, what identify and error take;
-    None where they overflow.
+    rough: what multiplies them on the way, as seen first.  samples: what was observed, the mildest first.
     """
-    tried = list(samples)
-    for units in blocks(size):
-        if fit.rival is None:
+
+    cut: Cut
+    rough = 1.0
+    samples: Sequence[Sample] = ()
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    @abstractmethod
+    def size(self, at: dict[Any, int]) -> tuple[int, ...]:
+        """[B, H, N, M] of the scores."""
+
+    @abstractmethod
+    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+        """What is observed of these scores, None where they overflow."""
+
+    def noise(self, at: dict[Any, int]) -> Tensor:
+        return torch.randn(self.size(at), generator=self.generator, dtype=torch.float64)
+
+    def drawn(self, drawn: Drawn, at: dict[Any, int]) -> Sample | None:
+        return self.on(drawn.scores(self.size(at), self.generator) / abs(self.rough), at, drawn.mild)
+
+    def fitted(
+        self, sizes: Sequence[dict[Any, int]], identify: Callable[[Sequence[Sample]], Fit[C] | NoFit],
+        error: Callable[[C, Sequence[Sample]], float],
+    ) -> Fit[C] | NoFit:  # fmt: skip
+        """The convention of all that is drawn, held against its rival on scores on which one of the two
+        is wrong."""
+        size = self.size(sizes[0])
+        tried = (self.drawn(*one) for one in drawings(sizes, size[-2] * size[-1] > LARGE))
+        self.samples = [sample for sample in tried if sample is not None]
+        if not self.samples:
+            return NoFit("the region gives NaN or infinity on random scores")
+        fit, samples = identify(self.samples), [*self.samples]
+        for units in blocks(size):
+            if isinstance(fit, NoFit) or fit.rival is None:
+                return fit
+            sample = self.on(units / abs(fit.convention.score_multiplier), sizes[0])
+            both = (fit.convention, fit.rival)
+            if sample is not None and max(error(one, [sample]) for one in both) > SEPARATES:
+                samples.append(sample)
+                fit = identify(samples)
+        if isinstance(fit, NoFit) or fit.rival is None:
             return fit
-        sample = observe(units / abs(fit.convention.score_multiplier))
-        both = (fit.convention, fit.rival)
-        if sample is None or max(error(one, [sample]) for one in both) <= SEPARATES:
-            continue
-        tried.append(sample)
-        found = identify(tried)
-        if isinstance(found, NoFit):
-            return found
-        fit = found
-    first, rival = fit.convention, fit.rival
-    return fit if rival is None else NoFit(
-        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
-        f"({rival.first_side}s first) give the same attention in every test"
-    )
+        first, rival = fit.convention, fit.rival
+        return NoFit(
+            f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
+            f"({rival.first_side}s first) give the same attention in every test"
+        )
+
+    def wrong_at_larger_sizes(
+        self, few: dict[Any, int], shape: Sequence[Any], depth: float,
+        error: Callable[[Sequence[Sample]], float],
+    ) -> str | None:  # fmt: skip
+        """What is wrong with a convention where there are many tokens or examples, None if nothing:
+        log(1 / N + 1e-6) is log(1 / N) for a few.  shape: of the scores.  depth, few: as of larger_sizes.
+        """
+        for at in larger_sizes(self.cut, few, shape[:-2], shape[-2:], depth):
+            sample = self.drawn(Drawn(1.0), at)
+            wrong = math.inf if sample is None else error([sample])
+            if not wrong <= HELD:
+                sizes = " x ".join(map(str, self.size(at)))
+                return f"another loop where scores are {sizes}; relative error {wrong:.2g}"
+        return None
 
 
 def with_factor(
@@ -373,11 +420,8 @@ def score_multiplier(samples: Sequence[Sample]) -> float | NoFit:
 
 
 def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
-    sides: list[Side] = []
-    for side in ("row", "column"):
-        if all(_mass_spread(sample, side) <= tolerance for sample in samples):
-            sides.append(side)
-    return sides
+    sides: tuple[Side, ...] = ("row", "column")
+    return [side for side in sides if all(_mass_spread(one, side) <= tolerance for one in samples)]
 
 
 def _masses(sample: Sample, side: Side) -> Tensor:
@@ -519,23 +563,17 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
     for sample in samples:
         head = sample.head()
         by_shape.setdefault((head.scores.shape, head.keep is None), []).append(head)
-    return [_stacked(alike, multiplier) for alike in by_shape.values()]
-
-
-def _stacked(alike: Sequence[Sample], multiplier: float) -> Sample:
-    def stacked(tensors: list[Tensor | None]) -> Tensor | None:
-        given = [x for x in tensors if x is not None]
-        return torch.cat(given) if given else None
-
-    scores = multiplier * torch.cat([sample.scores for sample in alike])
-    keep = stacked([sample.keep for sample in alike])
-    if keep is not None:
-        scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
-    return Sample(
-        scores, torch.cat([sample.attention for sample in alike]), keep,
-        log_mu=stacked([sample.log_mu for sample in alike]),
-        log_nu=stacked([sample.log_nu for sample in alike]),
-    )  # fmt: skip
+    groups = []
+    for alike in by_shape.values():
+        tensors = {
+            name: torch.cat([getattr(sample, name) for sample in alike])
+            for name, x in vars(alike[0]).items() if isinstance(x, Tensor)
+        }  # fmt: skip
+        tensors["scores"] *= multiplier
+        if "keep" in tensors:
+            tensors["scores"].masked_fill_(~tensors["keep"][:, None, None, :], -math.inf)
+        groups.append(replace(alike[0], **tensors))  # type: ignore[arg-type]
+    return groups
 
 
 # Stabilising constants
@@ -571,22 +609,17 @@ def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
 
 def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFit:
     """factor = N * (row mass) or M * (column mass) as a monomial in N, M and the active keys n."""
-    observed: list[tuple[int, int, float, float]] = []
+    observed = []
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
         masses = _masses(sample, last)
-        if masses.numel() == 0:
-            continue
-        rows = range(len(masses))
-        active = (
-            [float(keys)] * len(masses)
-            if sample.keep is None
-            else [float(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
-        )
-        for row in rows:
-            if active[row] > 0:
-                value = float(masses[row].mean()) * (queries if last == "row" else keys)
-                observed.append((queries, keys, active[row], value))
+        active = [keys] * len(masses)
+        if sample.keep is not None:
+            active = [int(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
+        for n, mass in zip(active, masses, strict=True):
+            if n > 0 and mass.numel():
+                factor = float(mass.mean()) * (queries if last == "row" else keys)
+                observed.append((queries, keys, float(n), factor))
     return factor_of(observed)
 
 

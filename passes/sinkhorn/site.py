@@ -102,17 +102,13 @@ class AttentionSite(LoopSite):
                 kept = lifting.call(torch.ops.asapc.rows_kept.default, bias, self.bias.small)
                 q = lifting.call(aten.where.ScalarOther, kept, q, math.nan)
             if self.convention.mask == "both":
-                hidden = _hidden_queries(lifting, keep)
+                shown = lifting.call(aten.unsqueeze.default, keep, 1)  # as operators.masks.hidden_queries
+                shown = lifting.call(aten.unsqueeze.default, shown, 3)
+                hidden = lifting.call(aten.where.Scalar, shown, 0.0, -math.inf)
                 bias = hidden if bias is None else lifting.call(aten.add.Tensor, bias, hidden)
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
-
-
-def _hidden_queries(lifting: Lifting, keep: Node | None) -> Node:
-    """operators.masks.hidden_queries in the graph."""
-    shown = lifting.call(aten.unsqueeze.default, lifting.call(aten.unsqueeze.default, keep, 1), 3)
-    return lifting.call(aten.where.Scalar, shown, 0.0, -math.inf)
 
 
 def _bias(lifting: Lifting, bias: ScoreBias) -> Node:
