@@ -140,8 +140,8 @@ def test_an_unbalanced_loop_comes_to_its_penalised_optimum() -> None:
                                         ("scaling", "clamp")])  # fmt: skip
 def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
     for size, start, shares, spread, rows_first in itertools.product(
-        ((4, 5), (20, 30), (50, 6)), ("plain", "row", "matrix", "tensor", "softmax"), (True, False), (1.0, 40.0),
-        (True, False),
+        ((4, 5), (20, 30), (50, 6)), ("plain", "row", "matrix", "tensor", "softmax"), (True, False),
+        (1.0, 40.0), (True, False),
     ):  # fmt: skip
         s = spread * random(7, 2, *size)
         s[:2] *= 1 / spread  # some matrices are held, and others are not
