@@ -249,7 +249,8 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()):
-        trained = _training(model, example)
+        with fresh.copy(weights=True) as own:  # code may write into weights in training mode alone
+            trained = _training(own, example) if own is not model else set(found.names)
         for name in found.questions.keys() - trained:
             found.questions[name] -= {"training"}
     return found
@@ -601,6 +602,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
             with entering(model, enter):
                 return model(*example.args, **example.kwargs), mode
 
+    run()  # makes what is made once
     expected, mode = run()
     try:
         for module in before:

@@ -1082,6 +1082,60 @@ def test_dropout_of_a_map_is_left_out_with_a_warning():
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
+KEPT = {"tau": 1.0}
+
+
+class WritesInTraining(Layer):
+    """Into weights, numbers and globals, in training mode or where gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.centre = 1.0, torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.qk.weight /= self.qk.weight.norm(dim=-1, keepdim=True)
+                self.seen += x.mean()
+            KEPT["tau"] *= 0.5
+        if torch.is_grad_enabled():
+            self.scale, self.centre = self.scale * 0.5, self.centre + 1
+        return attended(self, x * self.scale - self.seen - self.centre, KEPT["tau"])
+
+
+def test_what_is_written_in_training_alone_stays_as_it_was():
+    model, compiled = made(WritesInTraining)
+    torch.manual_seed(0)
+    known = nn.Sequential(WritesInTraining()).state_dict()
+    assert KEPT == {"tau": 1.0} and compiled[0].scale == 1.0 and not compiled[0].centre.any()
+    for one in (model, compiled):
+        assert all(torch.equal(one.state_dict()[name], x) for name, x in known.items())
+    with torch.no_grad():
+        assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+
+
+class OfGate(Layer):
+    """A branch on a weight, which goes the way of a loop that goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x * 2 if self.gate > 0 else x)
+
+
+@torch.no_grad()
+def test_a_branch_on_a_weight():
+    model, compiled = copy.deepcopy(made(OfGate))
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    for one in (model, compiled):
+        one[0].gate.neg_()
+    (warned,) = own_code(model, compiled, x)
+    assert "x * 2 if self.gate > 0 else x" in warned and "here it is not" in warned
+
+
 class Leaves(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.length = float(x.shape[1])
