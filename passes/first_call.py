@@ -48,7 +48,7 @@ class Fresh:
             self._held += [(holder, _content(holder)) for holder in holders]
 
     def written(self, model: nn.Module) -> list[str]:
-        """The modules into whose weights something has been written."""
+        """The modules into whose weights something has been written, or whose buffers are others."""
         return [name for name, now in _sums(model).items() if now != self._weights.get(name)]
 
     @contextlib.contextmanager
@@ -110,13 +110,13 @@ def copied(model: nn.Module, weights: bool = False) -> nn.Module:
         return model
 
 
-def _sums(model: nn.Module) -> dict[str, list[float]]:
-    """Of the weights of every module."""
+def _sums(model: nn.Module) -> dict[str, list[Any]]:
+    """Of the weights of every module, and the shapes of its buffers."""
     return {
         name: [
             float(weight.detach().double().sum()) for weight in module.parameters(recurse=False)
             if not (nn.parameter.is_lazy(weight) or weight.is_meta)
-        ]
+        ] + [(key, getattr(x, "shape", None)) for key, x in module._buffers.items()]
         for name, module in model.named_modules()
     }  # fmt: skip
 

@@ -243,7 +243,7 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
             for name in copying:
                 found.questions[name] |= {"layout"}
         written = fresh.written(model)
-        found.changing |= dict.fromkeys(written, "writes into its weights when it is first called")
+        found.changing |= dict.fromkeys(written, "writes into weights or buffers when it is first called")
         if not written:
             _note_memory(model, example, larger, found, ran, fresh)
     for name in found.names:

@@ -1043,6 +1043,72 @@ def test_an_input_of_another_dtype_than_the_weights():
     assert_told(own_code(model, compiled, x), "mixed_precision")
 
 
+class Trained(nn.Sequential):
+    """Layers that are others in training mode, after one that is not."""
+
+    def __init__(self, kind: nn.Module) -> None:
+        super().__init__(Layer(), kind)
+
+
+@pytest.mark.parametrize(("kind", "warns"), [
+    (nn.Dropout(0.5), True), (nn.BatchNorm1d(6), True), (nn.LayerNorm(4), False),
+], ids=lambda x: str(x))  # fmt: skip
+@torch.no_grad()
+def test_training_mode_of_a_model_that_is_rebuilt(kind, warns, tmp_path):
+    torch.manual_seed(0)
+    data = {"input": torch.randn(48, 6, 4)}
+    asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    with warnings.catch_warnings(action="error"):
+        loaded = asapc.load(tmp_path / "out").eval()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        loaded.train()
+    texts = [str(warning.message) for warning in caught]
+    assert loaded.training and len(texts) == warns and all("in evaluation mode" in x for x in texts)
+
+
+class OfPrecision(Layer):
+    """Asks for the dtype of what autocast may have made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        return attended(self, x, bias=1.0 * (q @ k.mT).clamp(-0.1, 0.1) if q.dtype in LOW else 0.0)
+
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def test_a_dtype_that_autocast_changes():
+    model, compiled = made(OfPrecision)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (warned,) = own_code(model, compiled, x)
+    assert "precision()=torch.float32, which is now torch.float32 under autocast" in warned
+
+
+class OfLimits(Layer):
+    """Hides the first key of every odd token by the lowest number of the dtype that scores have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        hidden = torch.arange(x.shape[1])[:, None] % 2 > torch.arange(x.shape[1])
+        scores = (q @ k.mT).masked_fill(hidden, torch.finfo(q.dtype).min)
+        for _ in range(3):
+            scores = scores.log_softmax(-2).log_softmax(-1)
+        return scores.exp() @ self.out(x)
+
+
+@torch.no_grad()
+def test_the_lowest_number_of_a_dtype_under_autocast():
+    model, compiled = made(OfLimits)
+    x = torch.randn(3, 6, 4)
+    for one in (copy.deepcopy(compiled), compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
+            torch.testing.assert_close(one(x), model(x), rtol=2e-2, atol=2e-2)
+        assert own_code(model, one, x) == []
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
@@ -1112,6 +1178,24 @@ def test_what_is_written_in_training_alone_stays_as_it_was():
         assert all(torch.equal(one.state_dict()[name], x) for name, x in known.items())
     with torch.no_grad():
         assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+
+
+class OfRemadeBuffers(Layer):
+    """Positions of the longest input, in a buffer that begins empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(0, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.positions) < x.shape[1]:
+            self.positions = torch.arange(x.shape[1])[:, None].to(x)
+        return attended(self, x + 0.1 * self.positions[: x.shape[1]])
+
+
+def test_a_buffer_that_its_first_call_makes():
+    with pytest.raises(asapc.errors.NoSiteError, match="writes into weights or buffers when it is first"):
+        made(OfRemadeBuffers)
 
 
 class OfGate(Layer):
