@@ -1180,6 +1180,24 @@ def test_what_is_written_in_training_alone_stays_as_it_was():
         assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
 
 
+class OfBaddbmm(Layer):
+    """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = torch.baddbmm(torch.zeros(1, 1, 1).to(q), q, k.mT, beta=0, alpha=0.5)
+        for _ in range(3):
+            scores = scores.log_softmax(-2).log_softmax(-1)
+        return scores.exp() @ self.out(x)
+
+
+@torch.no_grad()
+def test_scores_of_baddbmm():
+    model, compiled = made(OfBaddbmm)
+    for tokens in (6, 9):
+        assert own_code(model, compiled, torch.randn(3, tokens, 4)) == []
+
+
 class OfRemadeBuffers(Layer):
     """Positions of the longest input, in a buffer that begins empty."""
 
