@@ -168,8 +168,10 @@ def _holds(holder: _Holder, content: Any) -> bool:
     now = _content(holder)
     if isinstance(holder, CellType):
         return now is content
-    if isinstance(holder, type | dict):
-        return now.keys() == content.keys() and all(now[key] is value for key, value in content.items())
+    if isinstance(holder, type | dict):  # whose subclass may make what it is asked for
+        return now.keys() == content.keys() and all(
+            dict.get(now, key) is value for key, value in dict.items(content)
+        )
     return len(now) == len(content) and all(map(operator.is_, now, content))
 
 

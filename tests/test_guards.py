@@ -1148,7 +1148,14 @@ def test_dropout_of_a_map_is_left_out_with_a_warning():
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
-KEPT = {"tau": 1.0}
+class Instances(dict[str, Any]):
+    """Of classes, made when they are read, as transformers keeps its activations."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+KEPT, ACTIVATIONS = {"tau": 1.0}, Instances(linear=lambda: nn.Linear(4))  # type: ignore[call-arg]
 
 
 class WritesInTraining(Layer):
