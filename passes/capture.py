@@ -49,6 +49,7 @@ from asapc.passes.branches import (
     reason_of,
     spoken,
 )
+from asapc.passes.cut import depends_on_data
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.experiment import LONGEST, MANY
@@ -325,6 +326,8 @@ def _traced(
     check_branches(graph)
     _check_kinds(graph, unknown=None in budget.thresholds)
     layers = observer.calls(graph)
+    if not all(depends_on_data(node) for _, node in observer.residuals):  # of weights, which may change
+        return _traced(name, module, args, kwargs, True, spaces, state, copies, functions)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)

@@ -16,7 +16,7 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -48,22 +48,18 @@ class Fresh:
             self._held += [(holder, _content(holder)) for holder in holders]
 
     def written(self, model: nn.Module) -> list[str]:
-        """The modules into whose weights something has been written."""
+        """The modules into whose weights something has been written, or whose buffers are others."""
         return [name for name, now in _sums(model).items() if now != self._weights.get(name)]
 
     @contextlib.contextmanager
-    def copy(self) -> Iterator[nn.Module]:
-        """Of the model; nothing has been called before."""
-        now = [(holder, _content(holder)) for holder, before in self._held if not _holds(holder, before)]
-        changed = {id(holder) for holder, _ in now}
+    def copy(self, weights: bool = False) -> Iterator[nn.Module]:
+        """Of the model; nothing has been called before.  weights: whether it has its own."""
+        now = [(holder, _content(holder)) for holder, _ in self._held]
         try:
-            for holder, before in self._held:
-                if id(holder) in changed:
-                    _fill(holder, before)
-            yield copied(self._model)
+            _put_back(self._held)
+            yield copied(self._model, weights)
         finally:
-            for holder, content in now:
-                _fill(holder, content)
+            _put_back(now)
 
 
 def called(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
@@ -105,21 +101,22 @@ def _kept(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """With the same parameters; the model itself where it holds what cannot be copied."""
+def copied(model: nn.Module, weights: bool = False) -> nn.Module:
+    """With the same parameters, or copies; the model itself where it holds what cannot be copied."""
+    shared = () if weights else model.parameters()
     try:
-        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     except Exception:
         return model
 
 
-def _sums(model: nn.Module) -> dict[str, list[float]]:
-    """Of the weights of every module."""
+def _sums(model: nn.Module) -> dict[str, list[Any]]:
+    """Of the weights of every module, and the shapes of its buffers."""
     return {
         name: [
             float(weight.detach().double().sum()) for weight in module.parameters(recurse=False)
             if not (nn.parameter.is_lazy(weight) or weight.is_meta)
-        ]
+        ] + [(key, getattr(x, "shape", None)) for key, x in module._buffers.items()]
         for name, module in model.named_modules()
     }  # fmt: skip
 
@@ -171,9 +168,17 @@ def _holds(holder: _Holder, content: Any) -> bool:
     now = _content(holder)
     if isinstance(holder, CellType):
         return now is content
-    if isinstance(holder, type | dict):
-        return now.keys() == content.keys() and all(now[key] is value for key, value in content.items())
+    if isinstance(holder, type | dict):  # whose subclass may make what it is asked for
+        return now.keys() == content.keys() and all(
+            dict.get(now, key) is value for key, value in dict.items(content)
+        )
     return len(now) == len(content) and all(map(operator.is_, now, content))
+
+
+def _put_back(held: Sequence[tuple[_Holder, Any]]) -> None:
+    for holder, content in held:
+        if not _holds(holder, content):
+            _fill(holder, content)
 
 
 def _fill(holder: _Holder, content: Any) -> None:

@@ -20,11 +20,12 @@ from torch.func import functional_call
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from asapc.formats.limits import fixed_size, limits_of
+from asapc.formats.limits import fixed_size, limits, limits_of
 from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
 from asapc.passes.cut import ancestors, reached
+from asapc.passes.first_call import copied
 from asapc.passes.site import Site
 from asapc.program.code import traced_places, under
 from asapc.program.runner import installed
@@ -82,7 +83,7 @@ def no_gradient(
 
     held: weights that are constants of the rewrite; it has no gradient of them.
     """
-    few = _few(batch)
+    few = _few(batch, lifted)
     size = _kept_bytes(lifted) * len(few) / max(1, len(batch))
     if size > ENOUGH_BYTES:
         shorter = _shorter(few, lifted[0], math.ceil(math.sqrt(size / ENOUGH_BYTES)))
@@ -90,6 +91,7 @@ def no_gradient(
             few = shorter
         elif size > MOST_BYTES:
             return f"its gradient takes {size / 2**30:.0f} GiB on the example, and was not compared"
+    model = copied(model)  # code may keep what it computes with gradients alone
     graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
     alone, parts = graphs.get("", model), {} if "" in graphs else graphs
     first = {id(weight): name for name, weight in model.named_parameters()}
@@ -138,17 +140,22 @@ def lively(x: Tensor) -> Tensor:
     return made.to(x.dtype)
 
 
-def _few(batch: Batch) -> Batch:
-    """The first examples."""
+def _few(batch: Batch, programs: Sequence[Program]) -> Batch:
+    """The first examples, as few as the programs take: a loop over examples holds for their number."""
+    places = [place for program in programs for place in traced_places(program.graph)]
+    least = [limits(place.meta["val"].shape[0])[0] for place in places if place.meta["val"].dim()]
+    count = max(EXAMPLES, *(number for number in (0, *least) if number <= len(batch)))
+
     def first(x: Any) -> Any:
-        return x[:EXAMPLES] if isinstance(x, Tensor) and x.dim() and len(x) == len(batch) else x
+        return x[:count] if isinstance(x, Tensor) and x.dim() and len(x) == len(batch) else x
 
     args, kwargs = pytree.tree_map(first, (batch.args, batch.kwargs))
-    return replace(batch, args=args, kwargs=kwargs, hashes=batch.hashes[:EXAMPLES])
+    return replace(batch, args=args, kwargs=kwargs, hashes=batch.hashes[:count])
 
 
 def _shorter(batch: Batch, program: Program, by: int) -> Batch | None:
-    """With lengths that are free divided; None where no length is, or where one follows from another."""
+    """With lengths that are free divided; None where no length is, or where one follows from another.
+    What is left lies evenly: of the first tokens alone, all may be padding."""
     given, spec = pytree.tree_flatten((batch.args, batch.kwargs))
     places = iter(traced_places(program.graph))
     cut = False
@@ -159,8 +166,9 @@ def _shorter(batch: Batch, program: Program, by: int) -> Batch | None:
                 if not size.node.expr.is_Symbol:
                     return None
                 least = limits_of(size.node.shape_env, size.node.expr)[0]
-                length = max(2, least, given[number].shape[axis] // by)
-                given[number] = given[number].narrow(axis, 0, length)
+                whole = given[number].shape[axis]
+                kept = torch.linspace(0, whole - 1, max(2, least, whole // by), device=x.device)
+                given[number] = given[number].index_select(axis, kept.long())
                 cut = True
     args, kwargs = pytree.tree_unflatten(given, spec)
     return replace(batch, args=args, kwargs=kwargs) if cut else None

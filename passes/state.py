@@ -252,13 +252,14 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
             for name in copying:
                 found.questions[name] |= {"layout"}
         written = fresh.written(model)
-        found.changing |= dict.fromkeys(written, "writes into its weights when it is first called")
+        found.changing |= dict.fromkeys(written, "writes into weights or buffers when it is first called")
         if not written:
             _note_memory(model, example, larger, found, ran, fresh)
     for name in found.names:
         _compare(name, [run.get(name, []) for run in runs], found)
     if any("training" in asked for asked in found.questions.values()):
-        trained = _training(model, example)
+        with fresh.copy(weights=True) as own:  # code may write into weights in training mode alone
+            trained = _training(own, example) if own is not model else set(found.names)
         for name in found.questions.keys() - trained:
             found.questions[name] -= {"training"}
     return found
@@ -610,6 +611,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
             with entering(model, enter):
                 return model(*example.args, **example.kwargs), mode
 
+    run()  # makes what is made once
     expected, mode = run()
     try:
         for module in before:

@@ -1043,6 +1043,72 @@ def test_an_input_of_another_dtype_than_the_weights():
     assert_told(own_code(model, compiled, x), "mixed_precision")
 
 
+class Trained(nn.Sequential):
+    """Layers that are others in training mode, after one that is not."""
+
+    def __init__(self, kind: nn.Module) -> None:
+        super().__init__(Layer(), kind)
+
+
+@pytest.mark.parametrize(("kind", "warns"), [
+    (nn.Dropout(0.5), True), (nn.BatchNorm1d(6), True), (nn.LayerNorm(4), False),
+], ids=lambda x: str(x))  # fmt: skip
+@torch.no_grad()
+def test_training_mode_of_a_model_that_is_rebuilt(kind, warns, tmp_path):
+    torch.manual_seed(0)
+    data = {"input": torch.randn(48, 6, 4)}
+    asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    with warnings.catch_warnings(action="error"):
+        loaded = asapc.load(tmp_path / "out").eval()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        loaded.train()
+    texts = [str(warning.message) for warning in caught]
+    assert loaded.training and len(texts) == warns and all("in evaluation mode" in x for x in texts)
+
+
+class OfPrecision(Layer):
+    """Asks for the dtype of what autocast may have made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        return attended(self, x, bias=1.0 * (q @ k.mT).clamp(-0.1, 0.1) if q.dtype in LOW else 0.0)
+
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def test_a_dtype_that_autocast_changes():
+    model, compiled = made(OfPrecision)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (warned,) = own_code(model, compiled, x)
+    assert "precision()=torch.float32, which is now torch.float32 under autocast" in warned
+
+
+class OfLimits(Layer):
+    """Hides the first key of every odd token by the lowest number of the dtype that scores have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        hidden = torch.arange(x.shape[1])[:, None] % 2 > torch.arange(x.shape[1])
+        scores = (q @ k.mT).masked_fill(hidden, torch.finfo(q.dtype).min)
+        for _ in range(3):
+            scores = scores.log_softmax(-2).log_softmax(-1)
+        return scores.exp() @ self.out(x)
+
+
+@torch.no_grad()
+def test_the_lowest_number_of_a_dtype_under_autocast():
+    model, compiled = made(OfLimits)
+    x = torch.randn(3, 6, 4)
+    for one in (copy.deepcopy(compiled), compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(action="error"):
+            torch.testing.assert_close(one(x), model(x), rtol=2e-2, atol=2e-2)
+        assert own_code(model, one, x) == []
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
@@ -1080,6 +1146,103 @@ def test_dropout_of_a_map_is_left_out_with_a_warning():
     compiled[0].outside.eval()  # type: ignore[index]
     with warnings.catch_warnings(action="error"):  # once
         assert torch.equal(compiled(x), compiled.eval()(x))
+
+
+class Instances(dict[str, Any]):
+    """Of classes, made when they are read, as transformers keeps its activations."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+KEPT, ACTIVATIONS = {"tau": 1.0}, Instances(linear=lambda: nn.Linear(4))  # type: ignore[call-arg]
+
+
+class WritesInTraining(Layer):
+    """Into weights, numbers and globals, in training mode or where gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.centre = 1.0, torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.qk.weight /= self.qk.weight.norm(dim=-1, keepdim=True)
+                self.seen += x.mean()
+            KEPT["tau"] *= 0.5
+        if torch.is_grad_enabled():
+            self.scale, self.centre = self.scale * 0.5, self.centre + 1
+        return attended(self, x * self.scale - self.seen - self.centre, KEPT["tau"])
+
+
+def test_what_is_written_in_training_alone_stays_as_it_was():
+    model, compiled = made(WritesInTraining)
+    torch.manual_seed(0)
+    known = nn.Sequential(WritesInTraining()).state_dict()
+    assert KEPT == {"tau": 1.0} and compiled[0].scale == 1.0 and not compiled[0].centre.any()
+    for one in (model, compiled):
+        assert all(torch.equal(one.state_dict()[name], x) for name, x in known.items())
+    with torch.no_grad():
+        assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+
+
+class OfBaddbmm(Layer):
+    """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = torch.baddbmm(torch.zeros(1, 1, 1).to(q), q, k.mT, beta=0, alpha=0.5)
+        for _ in range(3):
+            scores = scores.log_softmax(-2).log_softmax(-1)
+        return scores.exp() @ self.out(x)
+
+
+@torch.no_grad()
+def test_scores_of_baddbmm():
+    model, compiled = made(OfBaddbmm)
+    for tokens in (6, 9):
+        assert own_code(model, compiled, torch.randn(3, tokens, 4)) == []
+
+
+class OfRemadeBuffers(Layer):
+    """Positions of the longest input, in a buffer that begins empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(0, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.positions) < x.shape[1]:
+            self.positions = torch.arange(x.shape[1])[:, None].to(x)
+        return attended(self, x + 0.1 * self.positions[: x.shape[1]])
+
+
+def test_a_buffer_that_its_first_call_makes():
+    with pytest.raises(asapc.errors.NoSiteError, match="writes into weights or buffers when it is first"):
+        made(OfRemadeBuffers)
+
+
+class OfGate(Layer):
+    """A branch on a weight, which goes the way of a loop that goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x * 2 if self.gate > 0 else x)
+
+
+@torch.no_grad()
+def test_a_branch_on_a_weight():
+    model, compiled = copy.deepcopy(made(OfGate))
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    for one in (model, compiled):
+        one[0].gate.neg_()
+    (warned,) = own_code(model, compiled, x)
+    assert "x * 2 if self.gate > 0 else x" in warned and "here it is not" in warned
 
 
 class Leaves(Layer):

@@ -17,6 +17,7 @@ from asapc.artifact import read_artifact, read_manifest
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.ir import Program
+from asapc.passes import gradients
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.gradients import held_by, no_gradient
@@ -184,6 +185,49 @@ def test_weights_of_zero_hide_no_gradient():
     _, lifted, _ = lossless(model)
     assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is not None
     assert not bool(model.get_parameter("0.out.weight").any())
+
+
+class LeftPadded(Attention):
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.transpose(-1, -2) / 2).masked_fill(hidden[:, None, None], -1e9)
+        return self.out((self.attention(scores, q, k) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", ["no parameter", "without duals"])
+def test_gradients_are_compared_on_shorter_examples(kind, monkeypatch):
+    """Of which the first tokens alone are padding."""
+    torch.manual_seed(0)
+    model, x = LeftPadded(kind).eval(), torch.randn(3, 40, DIM)
+    hidden = (torch.arange(40) < 24).expand(3, 40)
+    (captured,) = capture(model, (x, hidden), {}).programs
+    program, found = matched_program(captured)
+    lifted = lift(program, [site for site in found if isinstance(site, Site)])
+    lengths: set[int] = set()
+    model.qkv.register_forward_pre_hook(lambda _, args: lengths.add(args[0].shape[1]))
+    monkeypatch.setattr(gradients, "ENOUGH_BYTES", 1 << 12)
+    monkeypatch.setattr(gradients, "MOST_BYTES", 1 << 13)
+    reason = no_gradient(model, [lifted], Batch((x, hidden), {}, None, [0] * 3), ())
+    assert lengths == {max(lengths)} and max(lengths) < 10
+    assert (reason is None) == (kind == "no parameter")
+    assert reason is None or "its own gradient differs" in reason
+
+
+class OneByOne(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(OneByOne, self).forward(one[None])[0] for one in x])
+
+
+@pytest.mark.parametrize("kind", ["no parameter", "detached"])
+def test_a_loop_over_examples(kind):
+    """Its program holds for their number: gradients of fewer cannot be compared."""
+    torch.manual_seed(0)
+    model, x = OneByOne(kind).eval(), tokens(4)
+    (captured,) = capture(model, (x,), {}).programs
+    program, found = matched_program(captured)
+    lifted = lift(program, [site for site in found if isinstance(site, Site)])
+    reason = no_gradient(model, [lifted], Batch((x,), {}, None, [0] * 4), ())
+    assert len(found) == 4 and (reason is None) == (kind == "no parameter")
 
 
 def test_a_weight_of_two_layers():

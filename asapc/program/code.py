@@ -43,12 +43,12 @@ class GraphCode:
         self.graph = graph
         self.dtype = dtype
         # (place, function) in one value: threads may run on several devices.
-        self._current: Any = ((dtype, torch.device("cpu")), None)
+        self._current: Any = ((dtype, torch.device("cpu"), None), None)
         self.recompile()
 
     def recompile(self) -> None:
         """After the graph was edited."""
-        self._functions: dict[tuple[torch.dtype, torch.device], Callable[..., Any]] = {}
+        self._functions: dict[_Place, Callable[..., Any]] = {}
         self._current = (self._current[0], self._made(self._current[0]))
 
     def __call__(self, module: nn.Module, flat: Sequence[Any]) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ class GraphCode:
         """The source of the function."""
         return str(self.graph.python_code("self").src)
 
-    def _made(self, place: tuple[torch.dtype, torch.device]) -> Callable[..., Any]:
+    def _made(self, place: _Place) -> Callable[..., Any]:
         if place not in self._functions:
             self._functions[place] = self.runnable(_moved(self.graph, self.dtype, *place))
         return self._functions[place]
@@ -178,25 +178,40 @@ def _weights(module: nn.Module) -> Iterable[Any]:
     return itertools.chain.from_iterable(former.values() for former in formers)
 
 
-def _place(module: nn.Module, flat: Sequence[Any]) -> tuple[torch.dtype, torch.device] | None:
-    """dtype and device of the module's weights, or of what it is given where it has none."""
+_Place = tuple[torch.dtype, torch.device, torch.dtype | None]
+
+
+def _place(module: nn.Module, flat: Sequence[Any]) -> _Place | None:
+    """dtype and device of the module's weights, or of what it is given where it has none; and the dtype
+    of autocast, where that is on."""
     tensors: Iterable[Any] = itertools.chain(_weights(module), flat)
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            return tensor.dtype, tensor.device
+            kind = tensor.device.type
+            cast = kind != "meta" and torch.is_autocast_enabled(kind)
+            return tensor.dtype, tensor.device, torch.get_autocast_dtype(kind) if cast else None
     for tensor in flat:
         if isinstance(tensor, Tensor):
             return None
     return None
 
 
-def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.device) -> Graph:
-    """The graph for weights of another dtype, on another device."""
+def _moved(
+    graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.device,
+    cast: torch.dtype | None = None,
+) -> Graph:  # fmt: skip
+    """The graph for weights of another dtype, on another device.
+
+    cast: of autocast, in which the largest number of the traced dtype, torch.finfo(x.dtype).max, is too
+    large.
+    """
     copy = Graph()
     nodes: dict[Node, Node] = {}
     for node in graph.nodes:
         nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+    largest = torch.finfo(traced).max if traced.is_floating_point else math.inf
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+    in_place_of_largest = torch.finfo(cast).max if cast is not None else limit
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -204,7 +219,8 @@ def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.
         if isinstance(value, torch.device):
             return device
         if type(value) is float and math.isfinite(value):
-            return min(max(value, -limit), limit)
+            most = in_place_of_largest if abs(value) == largest else limit
+            return min(max(value, -most), most)
         return value
 
     for node in copy.nodes:

@@ -50,6 +50,8 @@ AS_CAPTURED = (
     "call it as the calibration data did, or compile it on data with these arguments",
 )
 NO_DROPOUT = "dropout between scores and values is not applied: a compiled layer has no map"
+AS_EVALUATED = "computes in training mode as in evaluation mode: without dropout and batch statistics"
+OTHERS_IN_TRAINING = (torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default)
 AS_THE_ORIGINAL = (
     "a compiled model computes what its original does, or nothing",
     "load it with model=, so that the original's code can run, or compile again",
@@ -353,6 +355,11 @@ class CompiledModel(nn.Module):
         self._sites: tuple[str, ...]
         self.__dict__["_sites"] = tuple(sites)
         self.eval()
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        if mode and any(node.target in OTHERS_IN_TRAINING for node in self.graph.nodes):
+            warnings.warn(f"{self.forward.name}: {AS_EVALUATED}", UserWarning, stacklevel=2)
+        return super().train(mode)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         made: nn.Module = super()._replicate_for_data_parallel()

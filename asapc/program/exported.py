@@ -126,8 +126,12 @@ class _Lifted:
             ]
         elif node.op == "call_function" and self._is_new(new):
             args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-            with self.mode:
-                new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+            try:
+                with self.mode:
+                    new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:  # of torch.baddbmm, which expands to no size that is free
+                if "val" not in node.meta:
+                    raise
             self._made.add(new)
 
     def _is_new(self, node: Node) -> bool:

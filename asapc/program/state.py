@@ -717,7 +717,8 @@ def _kinds(tensors: Iterable[Tensor]) -> str:
 PRECISION, MIXED, INTEGERS, DEVICES, SAME, GRADIENTS = (
     "precision", "mixed_precision", "integers", "devices", "same_objects", "gradients")  # fmt: skip
 _OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
-    PRECISION: _floats,
+    PRECISION: lambda module, flat: _floats(module, flat) + (
+        " under autocast" if QUESTIONS["autocast"][1](module, flat) else ""),
     MIXED: lambda module, flat: "no" if QUESTIONS["autocast"][1](module, flat) or (
         "," not in (kinds := _floats(module, flat))) else kinds,
     INTEGERS: lambda _, flat: _kinds(
