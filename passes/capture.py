@@ -326,7 +326,8 @@ def _traced(
     check_branches(graph)
     _check_kinds(graph, unknown=None in budget.thresholds)
     layers = observer.calls(graph)
-    if not all(depends_on_data(node) for _, node in observer.residuals):  # of weights, which may change
+    of_data = all(depends_on_data(node) for _, node in observer.residuals)
+    if not of_data and not numbers:  # but of weights, which may change
         return _traced(name, module, args, kwargs, True, spaces, state, copies, functions)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
