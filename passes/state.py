@@ -447,8 +447,8 @@ def _note_memory(
 
 
 def other_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {key: 1.5 * x for key, x in weights.items() if x.is_floating_point()}
+    """Buffers are as they were: what is made of their frequencies, as rotary tables are, stays."""
+    return {key: 1.5 * x for key, x in model.named_parameters() if x.is_floating_point()}
 
 
 def _note_first(

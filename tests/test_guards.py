@@ -484,6 +484,17 @@ class OfOneLength(Positions):
         return attended(self, x, bias=torch.cos(self.kept[0] - self.kept[0].mT))
 
 
+class OfFrequencies(Positions):
+    """As rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([0.5, 0.1]))
+
+    def made(self, n: int) -> Tensor:
+        return (torch.arange(n)[:, None] * self.frequencies).sum(-1, keepdim=True)
+
+
 class OfWeights(Positions):
     def made(self, n: int) -> Tensor:
         return super().made(n) * self.gain.detach()
@@ -501,10 +512,10 @@ class OfTheFirst(Layer):
         return attended(self, x, 1 + self.plain[:, None, None])
 
 
-@pytest.mark.parametrize("kind", [Positions, OfOneLength])
+@pytest.mark.parametrize("kind", [Positions, OfOneLength, OfFrequencies])
 @pytest.mark.parametrize("used", [False, True])
 def test_what_is_kept_of_sizes_alone_is_computed_anew(kind, used):
-    model, x = nn.Sequential(kind()).eval(), torch.randn(24, 6, 4)
+    model, x = nn.Sequential(kind()).eval(), torch.randn(60, 6, 4)
     if used:
         model(torch.randn(1, 20, 4))
     compiled = asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8).model
