@@ -114,6 +114,7 @@ class Observed:
     eager:     whether code computes something else where it is told that it is traced.
     spaces:    the globals of its functions.
     caches:    of modules, what they compute of sizes and keep, with what was kept before they ran.
+    registered: the modules of the model.
     """
 
     names: dict[str, Names] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class Observed:
     eager: bool = False
     spaces: list[dict[str, Any]] = field(default_factory=list)
     caches: Caches = field(default_factory=dict)
+    registered: frozenset[nn.Module] | None = None
 
     @property
     def codes(self) -> frozenset[CodeType]:
@@ -204,25 +206,25 @@ class Observed:
         """The same of a copy of the model."""
         pairs = zip(model.modules(), copied.modules(), strict=True)
         caches = {other: self.caches[one] for one, other in pairs if one in self.caches}
-        return replace(self, caches=caches)
+        return replace(self, caches=caches, registered=frozenset(copied.modules()))
 
     def within(self, outer: str) -> Observed:
         """Of a module and its parts, by their names in it."""
         start = f"{outer}." if outer else ""
         inner = {n.removeprefix(outer).removeprefix("."): x for n, x in self.names.items()
                  if n == outer or n.startswith(start)}  # fmt: skip
-        return Observed(inner, caches=self.caches)
+        return Observed(inner, caches=self.caches, registered=self.registered)
 
     def reads(self, name: str, module: nn.Module) -> dict[Steps, Value]:
         """What the module of this name can read at this moment, besides what it computes anew."""
         names = self.names.get(name, Names())
-        return reachable(module, _of_torch(module) or names, self.caches)
+        return reachable(module, _of_torch(module) or names, self.caches, self.registered)
 
 
 def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
     """What the model reads on these batches, the first of which is its example.  larger: that it may
     take, after which it computes what it did before, or remembers something."""
-    found, example = Observed(), batches[0]
+    found, example = Observed(registered=frozenset(model.modules())), batches[0]
     before, fresh = {module: {**vars(module)} for module in model.modules()}, Fresh(model, _is_users)
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):

@@ -705,6 +705,30 @@ def test_a_container_that_grows_after_a_call(grow):
     assert reads.difference(layer) is not None
 
 
+class Unregistered(Layer):
+    """Holds a layer that nothing registers, and the model that it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.around = [nn.Linear(4, 4)], []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, self.hidden[0](x), len(self.around[0].layers))
+
+
+@torch.no_grad()
+def test_weights_that_nothing_registers():
+    torch.manual_seed(0)
+    model = stack(Unregistered)
+    model.layers[0].around.append(model)
+    recipe = {"operator": "lossless", "batch_size": 8}
+    compiled = asapc.compile(model, torch.randn(40, 6, 4), recipe=recipe, examples=8, quiet=True).model
+    for of, told in (("out", None), ("hidden", "a module that the model does not register")):
+        for layer in (model.layers[0], compiled.layers[0]):
+            (layer.out if of == "out" else layer.hidden[0]).weight.mul_(2)
+        assert_told(own_code(model, compiled, torch.randn(3, 6, 4)), told)
+
+
 class Scripted(Stack):
     """A layer is a script, and the model cannot be captured whole."""
 

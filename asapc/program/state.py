@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
@@ -68,6 +68,7 @@ _HOOK_LISTS = (
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 STRUCTURE = "structure"  # and what it holds, where code goes through it
+WEIGHTS = "weights"  # and all of its weights, constants of a trace where nothing registers the module
 _OF_STRUCTURE = {"state_dict", "_parameters", "_buffers", "_modules", *(
     named + what for named in ("", "named_") for what in ("parameters", "buffers", "modules", "children")
 )}  # fmt: skip
@@ -112,10 +113,14 @@ class TooMuch(Exception):
     """More values than a guard can look at."""
 
 
-def reachable(root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = {}) -> dict[Steps, Value]:
+def reachable(
+    root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = {},
+    registered: Collection[nn.Module] | None = None,
+) -> dict[Steps, Value]:  # fmt: skip
     """The plain values that code which loads these names can read from a module, by path.
 
-    besides: what of modules is left out.  Raises TooMuch.
+    besides: what of modules is left out.  registered: the modules of the model, None where that is not
+    known.  Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
@@ -137,6 +142,8 @@ def reachable(root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = 
             of_library = isinstance(inner, ModuleType) and _is_librarys(inner)
             if not of_module and not of_library:
                 values[path] = value
+            if of_module and registered is not None and inner not in registered:
+                values[(*path, ("part", WEIGHTS))] = _stepped(inner, ("part", WEIGHTS))
             if isinstance(value, tuple) and id(inner) not in known and len(path) < DEEPEST:
                 known[id(inner)] = inner
                 queue.append((path, inner))
@@ -429,6 +436,9 @@ def _stepped(thing: Any, step: Step) -> Any:
             return thing()
         if name == TRAINED and isinstance(thing, nn.Module):
             return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
+        if name == WEIGHTS and isinstance(thing, nn.Module):
+            tensors = (*thing.parameters(), *thing.buffers())
+            return sys.intern(_digest(" ".join(map(_tensor_digest, tensors)).encode()))
         if name == STRUCTURE and isinstance(thing, nn.Module):
             own = [
                 (key, type(part).__qualname__, [
@@ -547,6 +557,8 @@ def text_of(steps: Steps) -> str:
             text = f"{TRAINED} of its weights"
         elif kind == "part" and name in (HOOKS, STRUCTURE):
             text = str(name)
+        elif (kind, name) == ("part", WEIGHTS):
+            text += ", a module that the model does not register,"
         elif kind == "environ":
             text = f"os.environ[{name!r}]"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
@@ -610,8 +622,9 @@ class Reads(Record):
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
         """The same in plain Python, which torch.compile follows, guarding all that it looks at."""
         for steps, expected in self._traced:
-            if isinstance(expected, tuple):
-                return text_of(steps), f"is of the kind {expected[0]}, which torch.compile does not guard"
+            if isinstance(expected, tuple) or steps[-1] == ("part", WEIGHTS):
+                kind = expected[0] if isinstance(expected, tuple) else WEIGHTS
+                return text_of(steps), f"is of the kind {kind}, which torch.compile does not guard"
             value: Any = module
             for kind, name in steps:
                 value = getattr(value, str(name), GONE) if kind == "attr" else value[name]
@@ -629,6 +642,7 @@ class Reads(Record):
 def _is_traced(steps: Steps, expected: Value) -> bool:
     """Whether torch.compile follows the way to a value, and guards it or cannot."""
     compared = not isinstance(expected, tuple) or expected[0] in ("tensor", "array")
+    steps = steps[:-1] if steps[-1] == ("part", WEIGHTS) else steps
     return compared and all(kind in ("attr", "key", "item") for kind, _ in steps)
 
 
