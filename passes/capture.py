@@ -292,11 +292,13 @@ def _traced(
     state: Observed,
     copies: bool = True,
     functions: bool = True,
+    axes: Axes | None = None,
 ) -> Program:
     """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
-    that are alike are traced once.  functions: whether those of sizes are computed by the program."""
+    that are alike are traced once.  functions: whether those of sizes are computed by the program.
+    axes: that are free, where that is known."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
-    axes, observer = _with_lengths(module, _free_axes(args, kwargs), args, kwargs), Observer()
+    axes, observer = axes or _with_lengths(module, _free_axes(args, kwargs), args, kwargs), Observer()
     answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
@@ -319,6 +321,9 @@ def _traced(
             raise
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=False)
     keep_to_guards(exported, args, kwargs, questions)
+    if _fixes_symbols(exported):  # as numbers they tell shapes apart
+        axes = _bounded(axes, exported)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions, axes)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     one_spelling(graph)
@@ -639,6 +644,13 @@ def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
         free and {axis: size_hint(values[name].shape[axis]) or free[axis] for axis in free}
         for name, free in zip(names, axes, strict=True)
     ]
+
+
+def _fixes_symbols(exported: ExportedProgram) -> bool:
+    """Whether a size that is a symbol may be one number alone, as n where 256 entries are n x n."""
+    values = (node.meta["val"] for node in exported.graph.find_nodes(op="placeholder"))
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return any(size_hint(size) == Dim.STATIC for size in sizes if fixed_size(size) is None)
 
 
 def size_hint(size: int | torch.SymInt) -> Any:

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from asapc.errors import InputError
-from asapc.formats.limits import MOST
+from asapc.formats.limits import MOST, fixed_size
 from asapc.inputs.data import Batch
+from asapc.ir import Convention
 from asapc.passes import size_guards
 from asapc.passes.capture import capture
+from asapc.passes.match import match
+from asapc.passes.site import Site
 from asapc.program.call import known_of
 from asapc.program.runner import Runner
 
@@ -167,8 +171,8 @@ def test_sizes_of_nested_inputs_are_found_by_name() -> None:
     (program,) = capture(Nested(), args, kwargs).programs
     values = [node.meta["val"] for node in program.graph.graph.nodes if node.op == "placeholder"]
     known, limits = known_of(values)
-    assert limits == {known[1].sizes[1]: (5, 7), known[2].sizes[1]: (11, 11)}
-    assert known[0].sizes[1] not in limits
+    assert limits == {known[1].sizes[1]: (5, 7)}
+    assert known[0].sizes[1] not in limits and known[2].sizes[1] == 11
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -255,3 +259,25 @@ def test_a_part_of_a_larger_tensor_ties_no_size_to_the_example() -> None:
     whole = torch.randn(EXAMPLE[0], EXAMPLE[1] + 1, 4)
     (program,) = capture(Places(), (whole[:, 1:],), {}).programs
     assert allowed(program) == ((0, MOST), (0, MOST))
+
+
+class Windowed(zoo.Biased):
+    """Its bias is looked up for as many pairs as one length has, as in the windows of a picture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n = x.shape[1]
+        bias = self.table[:, self.offsets.view(-1)].view(-1, n, 100 // n)
+        weights = (q @ k.mT * 0.3 + bias).softmax(-1)
+        for _ in range(3):
+            weights = weights / weights.sum(-2, keepdim=True)
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.merge(weights @ v)
+
+
+def test_a_size_that_is_one_number_alone_is_that_number() -> None:
+    program = capture(Windowed(), (torch.randn(3, 10, 16),), {}).programs[0]
+    (place,) = program.graph.graph.find_nodes(op="placeholder")
+    assert [fixed_size(size) for size in place.meta["val"].shape] == [None, 10, 16]
+    (site,) = match(program)
+    assert isinstance(site, Site) and isinstance(site.convention, Convention) and site.convention.bias
