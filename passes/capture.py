@@ -316,8 +316,8 @@ def _traced(
                 exported = export_graph(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
-    except Exception:
-        if not used:
+    except Exception as error:
+        if not used and not (functions and isinstance(error, TypeError)):  # a dtype may be `float` itself
             raise
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=False)
     keep_to_guards(exported, args, kwargs, questions)

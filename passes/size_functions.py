@@ -122,6 +122,9 @@ class _Kind(type):
             return number * 1.0
         return size if isinstance(size, torch.SymInt) else _computed("trunc", size, cls.used)
 
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
+
     def __instancecheck__(cls, thing: Any) -> bool:
         return isinstance(thing, cls.plain)
 

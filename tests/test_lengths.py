@@ -228,6 +228,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "ceil": lambda x: math.ceil(x.shape[1] / 4), "floor": lambda x: math.floor(x.shape[1] / 4),
     "item": lambda x: torch.tensor(x.shape[1]).item(), "tensor": lambda x: torch.tensor(float(len(x[0]))),
     "as asked": lambda x: x.shape[1] if isinstance(x.shape[1], int) else -1.0,
+    "a dtype": lambda x: torch.ones(x.shape[1], dtype=float).sum().to(x.dtype) + float(0),
+    "of its class": lambda x: float(x.shape[1]) if float.fromhex("0x1p0").is_integer() else -1.0,
     "one type": lambda x: float(x.shape[1]) if type(x.shape[1]) is not float else -1.0,
 }  # fmt: skip
 
