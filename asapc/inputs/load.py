@@ -181,7 +181,9 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
 
 def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:
     """Arguments of other types may build a model that fails only when it is run."""
-    hints = get_type_hints(architecture.__init__)
+    hints: dict[str, Any] = {}
+    for kind in reversed(architecture.__mro__):
+        hints |= get_type_hints(kind.__init__)  # type: ignore[misc]
     for name, value in config.items():
         hint = hints.get(name, Any)  # the constructor says which names it has
         items = value if isinstance(value, list) else [value]

@@ -6,8 +6,7 @@ Algorithm 1; distances instead of their squares, as in the released code).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,33 +73,24 @@ class ESPFormerViT(ViT):
     def __init__(
         self,
         *,
-        image_size: int | Sequence[int],
-        patch_size: int | Sequence[int],
-        num_classes: int,
         dim: int,
-        depth: int,
         heads: int,
-        mlp_dim: int,
-        pool: Literal["cls", "mean"] = "cls",
-        channels: int = 3,
         dim_head: int = 64,
         dropout: float = 0.0,
-        emb_dropout: float = 0.0,
         softsort_temperature: float = 0.1,
         inverse_temperature: float = 0.1,
         cost: Cost = "euclidean",
         slices: int | None = None,
+        **vit: Any,
     ) -> None:
         if softsort_temperature <= 0 or inverse_temperature <= 0:
             raise ValueError("temperatures must be positive")
-        super().__init__(
-            image_size=image_size, patch_size=patch_size, num_classes=num_classes, dim=dim,
-            depth=depth, mlp_dim=mlp_dim, pool=pool, channels=channels, dropout=dropout,
-            emb_dropout=emb_dropout,
-            attention=lambda: ESPAttention(
-                dim, heads, dim_head, dropout, softsort_temperature, inverse_temperature, cost, slices
-            ),
-        )  # fmt: skip
+
+        def attention() -> nn.Module:
+            temperatures = softsort_temperature, inverse_temperature
+            return ESPAttention(dim, heads, dim_head, dropout, *temperatures, cost, slices)
+
+        super().__init__(attention, dim=dim, dropout=dropout, **vit)
 
     def forward(self, img: Tensor) -> Tensor:
         """img: [B, C, height, width].  Returns logits [B, classes]."""

@@ -130,6 +130,7 @@ class ViT(nn.Module):
 
     def __init__(
         self,
+        attention: Callable[[], nn.Module],
         *,
         image_size: int | Sequence[int],
         patch_size: int | Sequence[int],
@@ -137,11 +138,10 @@ class ViT(nn.Module):
         dim: int,
         depth: int,
         mlp_dim: int,
-        pool: Literal["cls", "mean"],
-        channels: int,
-        dropout: float,
-        emb_dropout: float,
-        attention: Callable[[], nn.Module],
+        pool: Literal["cls", "mean"] = "cls",
+        channels: int = 3,
+        dropout: float = 0.0,
+        emb_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         image_height, image_width = _pair(image_size)
@@ -187,27 +187,18 @@ class SinkformerViT(ViT):
     def __init__(
         self,
         *,
-        image_size: int | Sequence[int],
-        patch_size: int | Sequence[int],
-        num_classes: int,
         dim: int,
-        depth: int,
         heads: int,
-        mlp_dim: int,
-        pool: Literal["cls", "mean"] = "cls",
-        channels: int = 3,
         dim_head: int = 64,
         dropout: float = 0.0,
-        emb_dropout: float = 0.0,
         max_iter: int = 1,
         eps: float = 1.0,
+        **vit: Any,
     ) -> None:
-        super().__init__(
-            image_size=image_size, patch_size=patch_size, num_classes=num_classes, dim=dim,
-            depth=depth, mlp_dim=mlp_dim, pool=pool, channels=channels, dropout=dropout,
-            emb_dropout=emb_dropout,
-            attention=lambda: SinkhornAttention(dim, heads, dim_head, dropout, max_iter, eps),
-        )  # fmt: skip
+        def attention() -> nn.Module:
+            return SinkhornAttention(dim, heads, dim_head, dropout, max_iter, eps)
+
+        super().__init__(attention, dim=dim, dropout=dropout, **vit)
 
     def forward(self, img: Tensor) -> tuple[Tensor, list[Tensor]]:
         """img: [B, C, height, width].  Returns logits [B, classes] and the attention maps."""
