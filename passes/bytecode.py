@@ -82,10 +82,11 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
 
 
 def compared_by_identity(codes: Collection[CodeType], name: str) -> bool:
-    """Whether a function asks for what is called so with `is`."""
+    """Whether code that uses this name compares anything with `is`, None apart."""
     return any(
-        step.opname == "IS_OP" and before.argval == name
-        for code in codes for before, step in itertools.pairwise(instructions_of(code))
+        step.opname == "IS_OP" and not (before.opname == "LOAD_CONST" and before.argval is None)
+        for code in codes if name in code.co_names
+        for before, step in itertools.pairwise(instructions_of(code))
     )  # fmt: skip
 
 

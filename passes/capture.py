@@ -298,11 +298,14 @@ def _traced(
     that are alike are traced once.  functions: whether those of sizes are computed by the program.
     axes: that are free, where that is known."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
-    axes, observer = axes or _with_lengths(module, _free_axes(args, kwargs), args, kwargs), Observer()
+    are_known, observer = axes is not None, Observer()
+    axes = axes or _with_lengths(module, _free_axes(args, kwargs), args, kwargs)
     answers, output, calls = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
     used: list[str] = []
-    free = free_functions(used, state.spaces, state.codes) if functions else contextlib.nullcontext()
+    taken: list[str] = []
+    free = contextlib.nullcontext() if not functions else (
+        free_functions(used, taken, state.spaces, state.codes))  # fmt: skip
     try:
         with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
             budget.of_sizes = used
@@ -317,11 +320,12 @@ def _traced(
                     module, args, kwargs, _nested(axes, args, kwargs, module.forward)
                 )
     except Exception as error:
-        if not used and not (functions and isinstance(error, TypeError)):  # a dtype may be `float` itself
+        may_be_ours = functions and isinstance(error, TypeError)  # of code that passes float as a dtype
+        if not used and not taken and not may_be_ours:
             raise
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=False)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, False, axes)
     keep_to_guards(exported, args, kwargs, questions)
-    if _fixes_symbols(exported):  # as numbers they tell shapes apart
+    if not are_known and _fixes_symbols(exported):  # as numbers they tell shapes apart
         axes = _bounded(axes, exported)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions, axes)
     graph = exported.module(check_guards=False)
@@ -332,11 +336,11 @@ def _traced(
     _check_kinds(graph, unknown=None in budget.thresholds)
     layers = observer.calls(graph)
     of_data = all(depends_on_data(node) for _, node in observer.residuals)
-    if not of_data and not numbers:  # but of weights, which may change
-        return _traced(name, module, args, kwargs, True, spaces, state, copies, functions)
+    if not of_data and not numbers:  # a branch on weights, which may change, is held to its answer
+        return _traced(name, module, args, kwargs, True, spaces, state, copies, functions, axes)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, not used, axes)
     _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
     shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)

@@ -1,11 +1,11 @@
-"""First call: a model as it was before anything ran, to tell what its first data have made of it.
+"""First call: what a model computes once, when it is first called, and keeps.
 
 before: an nn.Module that has not run
 after:  Fresh, of which copies run on other data first
 
 `if self.scale is None: self.scale = x.abs().mean()` gives the same at every call that follows, and
-another model where other data came first. The copies share weights, and the files of their code, whose
-contents are those of before while a copy runs.
+another model where other data came first. Copies share the model's parameters, and the globals of its
+code, which hold what they held before while a copy runs.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Fresh:
             self._held += [(holder, _content(holder)) for holder in holders]
 
     def written(self, model: nn.Module) -> list[str]:
-        """The modules into whose weights something has been written, or whose buffers are others."""
+        """The modules whose weights have been written, or whose buffers have other shapes."""
         return [name for name, now in _sums(model).items() if now != self._weights.get(name)]
 
     @contextlib.contextmanager
     def copy(self, weights: bool = False) -> Iterator[nn.Module]:
-        """Of the model; nothing has been called before.  weights: whether it has its own."""
+        """One that has never run.  weights: whether it has parameters of its own."""
         now = [(holder, _content(holder)) for holder, _ in self._held]
         try:
             _put_back(self._held)
@@ -65,7 +65,8 @@ class Fresh:
 def called(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
     """What the model gives with these weights, which may write into its inputs, or draw numbers."""
     args, kwargs = copy.deepcopy((batch.args, batch.kwargs))
-    with torch.random.fork_rng(devices=[]):
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         return torch.func.functional_call(model, dict(weights), args, kwargs)
 
@@ -114,7 +115,7 @@ def _sums(model: nn.Module) -> dict[str, list[Any]]:
     """Of the weights of every module, and the shapes of its buffers."""
     return {
         name: [
-            float(weight.detach().double().sum()) for weight in module.parameters(recurse=False)
+            repr(float(weight.detach().double().sum())) for weight in module.parameters(recurse=False)
             if not (nn.parameter.is_lazy(weight) or weight.is_meta)
         ] + [(key, getattr(x, "shape", None)) for key, x in module._buffers.items()]
         for name, module in model.named_modules()
@@ -128,7 +129,9 @@ def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[
     while queue and len(known) < MOST_FILES:
         value = queue.popleft()
         home = sys.modules.get(value.__module__) if isinstance(value, type) else value
-        space: dict[str, Any] = getattr(home, "__globals__", None) or vars(home) if home else {}
+        space: dict[str, Any] = {}
+        if home is not None:
+            space = home.__globals__ if isinstance(home, FunctionType) else vars(home)
         name, file = str(space.get("__name__")), space.get("__file__") or ""
         ours = name.partition(".")[0] in ("asapc", *sys.builtin_module_names)
         if id(space) not in known and space and not ours and is_users(file):
@@ -176,9 +179,10 @@ def _holds(holder: _Holder, content: Any) -> bool:
 
 
 def _put_back(held: Sequence[tuple[_Holder, Any]]) -> None:
-    for holder, content in held:
-        if not _holds(holder, content):
-            _fill(holder, content)
+    with contextlib.ExitStack() as stack:  # every one, also where another refuses
+        for holder, content in held:
+            if not _holds(holder, content):
+                stack.callback(_fill, holder, content)
 
 
 def _fill(holder: _Holder, content: Any) -> None:
@@ -193,6 +197,10 @@ def _fill(holder: _Holder, content: Any) -> None:
         for name, value in content.items():
             if vars(holder).get(name, _EMPTY) is not value:
                 setattr(holder, name, value)
+    elif isinstance(holder, dict):  # never empty: other threads may run this code
+        for name in holder.keys() - content.keys():
+            dict.pop(holder, name)
+        dict.update(holder, content)
     else:
         holder.clear()
-        (holder.extend if isinstance(holder, list | deque) else holder.update)(content)
+        (holder.update if isinstance(holder, set) else holder.extend)(content)

@@ -144,7 +144,7 @@ def _few(batch: Batch, programs: Sequence[Program]) -> Batch:
     """The first examples, as few as the programs take: a loop over examples holds for their number."""
     places = [place for program in programs for place in traced_places(program.graph)]
     least = [limits(place.meta["val"].shape[0])[0] for place in places if place.meta["val"].dim()]
-    count = max(EXAMPLES, *(number for number in (0, *least) if number <= len(batch)))
+    count = max([EXAMPLES, *(number for number in least if number <= len(batch))])
 
     def first(x: Any) -> Any:
         return x[:count] if isinstance(x, Tensor) and x.dim() and len(x) == len(batch) else x

@@ -146,8 +146,7 @@ def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | No
 
 
 def _unless_it_departs(program: Program, site: Site) -> Site | Refusal:
-    """A site is refused whose code may end a loop early where its family has not tried what that changes,
-    or rounds its scores on the way: promoted to float64, it did not."""
+    """Refuse a site that rounds its scores, or whose loop may end early as its family has not tried."""
     part = site.part()
     reason = rounded(part)
     if not site.stops_on and any(

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -27,33 +26,35 @@ KINDS = (int, float)
 
 @contextlib.contextmanager
 def free_functions(
-    used: list[str], spaces: Sequence[dict[str, Any]] = (), codes: Collection[CodeType] = ()
+    used: list[str], taken: list[str], spaces: Sequence[dict[str, Any]], codes: Collection[CodeType]
 ) -> Iterator[None]:
     """Let a model's own code take functions of sizes while it is traced, `int(n)` among them.
 
-    used: takes up their names.  spaces: the globals of the code, which may have them by themselves.
-    codes: of its functions.
+    used: takes up the names of those that are computed.  taken: of those that leave a size as it is.
+    spaces: the globals of the code, which may have them by themselves.  codes: of its functions.
     """
     plain = {getattr(math, name): name for name in FUNCTIONS}
     changed = [
         (space, key, value) for space in (vars(math), *spaces) for key, value in space.items()
         if isinstance(value, BuiltinFunctionType) and value in plain
     ]  # fmt: skip
+    methods = {method: getattr(torch.SymFloat, method) for method in ROUNDED}
     for space, key, value in changed:
         space[key] = _of_sizes(plain[value], value, used)
+    for method, own in methods.items():
+        setattr(torch.SymFloat, method, _of_sizes(ROUNDED[method], own, used))
     try:
         with contextlib.ExitStack() as stack:
-            for method, name in ROUNDED.items():
-                rounded = _of_sizes(name, getattr(torch.SymFloat, method), used)
-                stack.enter_context(mock.patch.object(torch.SymFloat, method, rounded))
             for kind in KINDS:
                 if not compared_by_identity(codes, kind.__name__):
-                    number = _Kind(kind.__name__, (), {"plain": kind, "used": used})
+                    number = _Kind(kind.__name__, (), {"plain": kind, "used": used, "taken": taken})
                     stack.enter_context(builtin_replaced(spaces, kind.__name__, number))
             yield
     finally:
         for space, key, value in changed:
             space[key] = value
+        for method, own in methods.items():
+            setattr(torch.SymFloat, method, own)
 
 
 @contextlib.contextmanager
@@ -111,6 +112,7 @@ class _Kind(type):
 
     plain: type
     used: list[str]
+    taken: list[str]
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
         size = given[0] if len(given) == 1 else None
@@ -120,7 +122,10 @@ class _Kind(type):
             cls.used.append("float")
             number: Any = size
             return number * 1.0
-        return size if isinstance(size, torch.SymInt) else _computed("trunc", size, cls.used)
+        if isinstance(size, torch.SymFloat):
+            return _computed("trunc", size, cls.used)
+        cls.taken.append("int")
+        return size
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.plain, name)

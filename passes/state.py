@@ -276,8 +276,8 @@ def _profiled(model: nn.Module, example: Batch) -> _Profile:
 def _caches(
     model: nn.Module, example: Batch, profile: _Profile, before: Mapping[nn.Module, Mapping[str, Any]]
 ) -> Caches:
-    """What modules keep of sizes alone, such as positions, and compute again where nothing is kept: the
-    same whatever the inputs and weights are, and outputs are the same without it.
+    """What modules keep of sizes and buffers, such as positions, and compute again where nothing is kept:
+    the same whatever the inputs and parameters are, and outputs are the same without it.
 
     profile: what ran, which then has the code that computes it.  before: attributes when nothing had run.
     """
@@ -433,12 +433,13 @@ def _note_memory(
     args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
     given = [(example, other_weights(model)), (Batch(args, kwargs, None, []), dict[str, Tensor]())]
     for batch, weights in (*given, *((batch, dict[str, Tensor]()) for batch in larger)):
+        is_other = False
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
             output = called(alone, batch, weights)
             with fresh.copy() as first:
                 is_other = not _identical(called(first, batch, weights), output)
-            if is_other:
-                _note_first(model, alone, fresh, batch, weights, found)
+        if is_other:
+            _note_first(model, alone, fresh, batch, weights, found)
     after, output = _entries(alone, example, found.of_copy(model, alone))
     if not _identical(output, expected):
         pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
@@ -449,7 +450,7 @@ def _note_memory(
 
 
 def other_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers are as they were: what is made of their frequencies, as rotary tables are, stays."""
+    """Buffers stay, and so do rotary tables that are made of them."""
     return {key: 1.5 * x for key, x in model.named_parameters() if x.is_floating_point()}
 
 
@@ -464,13 +465,14 @@ def _note_first(
     with fresh.copy() as other:
         for now, then in zip(calls, calls_of(other, batch, weights), strict=False):
             inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
-            same = inside or not _identical(now.given, then.given) or _identical(now.output, then.output)
-            unlike += [] if same else [now.name]
+            explained = inside or now.name != then.name or not _identical(now.given, then.given)
+            if not explained and not _identical(now.output, then.output):
+                unlike.append(now.name)
         then_of = found.of_copy(model, other)
         for name, module in other.named_modules():
             with contextlib.suppress(TooMuch):
-                before, reads = then_of.reads(name, module), now_of.reads(name, later.get_submodule(name))
-                made = [text_of(path) for path in before if before[path] != reads.get(path, GONE)]
+                first, reads = then_of.reads(name, module), now_of.reads(name, later.get_submodule(name))
+                made = [text_of(path) for path in first if first[path] != reads.get(path, GONE)]
                 if made:
                     told[name] = f"makes {made[0]} once, of what comes first"
     for name in unlike if told else unlike or [""]:
@@ -703,7 +705,7 @@ def _identical(one: Any, other: Any) -> bool:
 
 def _plainly_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return equal(one, other)
+        return one.dtype == other.dtype and equal(one, other)
     now = encoded(one)
     if isinstance(now, tuple) and now[0] == "object":  # of the user's
         own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)

@@ -723,7 +723,7 @@ def test_weights_that_nothing_registers():
     model.layers[0].around.append(model)
     recipe = {"operator": "lossless", "batch_size": 8}
     compiled = asapc.compile(model, torch.randn(40, 6, 4), recipe=recipe, examples=8, quiet=True).model
-    for of, told in (("out", None), ("hidden", "a module that the model does not register")):
+    for of, told in (("out", None), ("hidden", "which the model does not register")):
         for layer in (model.layers[0], compiled.layers[0]):
             (layer.out if of == "out" else layer.hidden[0]).weight.mul_(2)
         assert_told(own_code(model, compiled, torch.randn(3, 6, 4)), told)

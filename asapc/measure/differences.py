@@ -37,7 +37,7 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, also where neither is a number."""
+    """Whether all entries are equal; NaN equals NaN."""
     if one.shape != other.shape:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -202,8 +202,7 @@ def _moved(
 ) -> Graph:  # fmt: skip
     """The graph for weights of another dtype, on another device.
 
-    cast: of autocast, in which the largest number of the traced dtype, torch.finfo(x.dtype).max, is too
-    large.
+    cast: the dtype of autocast, None where that is off. The traced dtype's largest number overflows it.
     """
     copy = Graph()
     nodes: dict[Node, Node] = {}

@@ -51,7 +51,10 @@ AS_CAPTURED = (
 )
 NO_DROPOUT = "dropout between scores and values is not applied: a compiled layer has no map"
 AS_EVALUATED = "computes in training mode as in evaluation mode: without dropout and batch statistics"
-OTHERS_IN_TRAINING = (torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default)
+OTHERS_IN_TRAINING = (
+    torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default, torch.ops.aten.batch_norm.default,
+)  # fmt: skip
 AS_THE_ORIGINAL = (
     "a compiled model computes what its original does, or nothing",
     "load it with model=, so that the original's code can run, or compile again",

@@ -129,7 +129,7 @@ class _Lifted:
             try:
                 with self.mode:
                     new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
-            except RuntimeError:  # of torch.baddbmm, which expands to no size that is free
+            except RuntimeError:  # torch.baddbmm cannot expand to a free size: what was captured stays
                 if "val" not in node.meta:
                     raise
             self._made.add(new)

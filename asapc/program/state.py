@@ -558,7 +558,7 @@ def text_of(steps: Steps) -> str:
         elif kind == "part" and name in (HOOKS, STRUCTURE):
             text = str(name)
         elif (kind, name) == ("part", WEIGHTS):
-            text += ", a module that the model does not register,"
+            text = f"the weights of {text}, which the model does not register,"
         elif kind == "environ":
             text = f"os.environ[{name!r}]"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
@@ -671,6 +671,8 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
                     objects.append((functools.partial(dict.get, own, step[1], GONE), own[step[1]]))
                 elif step == ("part", HOOKS) or step[0] == "environ" or isinstance(inner, torch.Size):
                     values.append((functools.partial(_stepped, thing, step), inner))
+                elif step == ("part", WEIGHTS):
+                    values.append((functools.partial(_versions, thing), _versions(thing)))
                 else:
                     objects.append((functools.partial(_stepped, thing, step), inner))
                 look = _changed_in_place(inner)
@@ -678,6 +680,12 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
                     values.append((look, look()))
             thing = inner
     return objects, values
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """What a write changes of its weights, without a look at them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
 
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
