@@ -43,12 +43,15 @@ def import_from(checkouts: Path, *folders: Path) -> None:
     """
     below = f"{checkouts}{os.sep}"
     sys.path[:] = [*map(str, folders), *(path for path in sys.path if not path.startswith(below))]
+    of_checkouts = []
     for name, module in [*sys.modules.items()]:
         stands_in = isinstance(module, mock.MagicMock)
         folders_of = getattr(getattr(module, "__spec__", None), "submodule_search_locations", None) or ()
         places = [getattr(module, "__file__", None), *folders_of]  # a folder alone has no file
         if stands_in or any(str(place).startswith(below) for place in places):
-            del sys.modules[name]
+            of_checkouts.append(name)
+    for name in of_checkouts:  # not before: a folder in a folder asks for the one around it
+        del sys.modules[name]
 
 
 class Call(nn.Module):
