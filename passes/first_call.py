@@ -42,10 +42,11 @@ class Fresh:
     def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
         self._model = copied(model)
         self._weights = _sums(model)
-        self._held: list[tuple[_Holder, Any]] = []
+        own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, _KINDS))
+        holders = [holder for value in own for holder in _holders(value)]  # which copies share
         for space in _spaces(model, is_users):
-            holders = [space, *(holder for value in space.values() for holder in _holders(value))]
-            self._held += [(holder, _content(holder)) for holder in holders]
+            holders += [space, *(holder for value in space.values() for holder in _holders(value))]
+        self._held = [(holder, _content(holder)) for holder in holders]
 
     def written(self, model: nn.Module) -> list[str]:
         """The modules into whose weights something has been written, or whose buffers are others."""
