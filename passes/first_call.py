@@ -42,8 +42,9 @@ class Fresh:
     def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
         self._model = copied(model)
         self._weights = _sums(model)
-        own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, _KINDS))
-        holders = [holder for value in own for holder in _holders(value)]  # which copies share
+        own = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
+        shared = (value for value in own if isinstance(value, _KINDS))  # by all copies
+        holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
             holders += [space, *(holder for value in space.values() for holder in _holders(value))]
         self._held = [(holder, _content(holder)) for holder in holders]
