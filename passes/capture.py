@@ -758,8 +758,9 @@ def _related(name: str, other: str) -> bool:
 
 
 def _way(given: Any) -> str:
-    """Which arguments a call has, in what containers."""
-    return repr(pytree.tree_map(lambda x: "None" if x is None else "", given))
+    """Which arguments a call has, in what containers, and the numbers and texts among them."""
+    plain = (bool, int, float, str, type(None))
+    return repr(pytree.tree_map(lambda x: repr(x) if isinstance(x, plain) else "", given))
 
 
 def _packed(value: Any) -> Any:

@@ -42,10 +42,12 @@ class Fresh:
     def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
         self._model = copied(model)
         self._weights = _sums(model)
-        self._held: list[tuple[_Holder, Any]] = []
+        own = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
+        shared = (value for value in own if isinstance(value, _KINDS))  # by all copies
+        holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
-            holders = [space, *(holder for value in space.values() for holder in _holders(value))]
-            self._held += [(holder, _content(holder)) for holder in holders]
+            holders += [space, *(holder for value in space.values() for holder in _holders(value))]
+        self._held = [(holder, _content(holder)) for holder in holders]
 
     def written(self, model: nn.Module) -> list[str]:
         """The modules whose weights have been written, or whose buffers have other shapes."""

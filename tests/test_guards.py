@@ -630,6 +630,17 @@ class OnceAround(Once):
     made_once = staticmethod(once())
 
 
+class OnceAroundAnAttribute(Once):
+    """Of a function, which copies of the layer share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = {"level": [once()]}
+
+    def made_once(self, x: Tensor) -> Any:
+        return self.functions["level"][0](x)
+
+
 class OnceInABuffer(Once):
     def made_once(self, x: Tensor) -> Any:
         if not self.known:
@@ -647,7 +658,7 @@ class OnceInAWeight(OnceInABuffer):
 
 @pytest.mark.parametrize("kind", [
     Once, OnceOfSizes, OnceOfWeights, OnceInAClass, OnceInADict, OnceInAGlobal, OnceAround, OnceInABuffer,
-    OnceInAWeight,
+    OnceInAWeight, OnceAroundAnAttribute,
 ])  # fmt: skip
 def test_what_is_made_of_the_first_data_is_no_constant(kind):
     model = stack(Layer, kind)
@@ -723,10 +734,13 @@ def test_weights_that_nothing_registers():
     model.layers[0].around.append(model)
     recipe = {"operator": "lossless", "batch_size": 8}
     compiled = asapc.compile(model, torch.randn(40, 6, 4), recipe=recipe, examples=8, quiet=True).model
-    for of, told in (("out", None), ("hidden", "which the model does not register")):
+    for of, told in (("out", None), ("hidden", "not registered in the model")):
         for layer in (model.layers[0], compiled.layers[0]):
             (layer.out if of == "out" else layer.hidden[0]).weight.mul_(2)
         assert_told(own_code(model, compiled, torch.randn(3, 6, 4)), told)
+    model.layers[0].hidden[0] = nn.BatchNorm1d(6)  # in training mode, which model.eval() does not end
+    with pytest.raises(asapc.errors.NoSiteError, match=r"does not register\), which is not always"):
+        asapc.compile(model, torch.randn(40, 6, 4), recipe=recipe, examples=8, quiet=True)
 
 
 class Scripted(Stack):
@@ -1322,6 +1336,27 @@ def test_a_layer_that_is_captured_alone_and_called_twice():
     compiled = asapc.compile(model, torch.randn(24, 6, 4), recipe=LOSSLESS, examples=8).model
     for tokens in (6, 9, 1):
         assert_told(own_code(model, compiled, torch.randn(3, tokens, 4)), None)
+
+
+class Sharper(Layer):
+    def forward(self, x: Tensor, tau: float) -> Tensor:
+        return attended(self, x, tau)
+
+
+class Rescaled(Twice):
+    """Calls its layer with another number each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Sharper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(torch.from_numpy(x.numpy()), 1.0), 2.0)
+
+
+def test_a_layer_that_is_called_with_several_numbers_is_not_captured_alone():
+    with pytest.raises(asapc.errors.NoSiteError, match="layer is called in more than one way"):
+        asapc.compile(Rescaled().eval(), torch.randn(24, 6, 4), recipe=LOSSLESS, examples=8)
 
 
 @torch.no_grad()

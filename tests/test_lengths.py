@@ -259,7 +259,8 @@ class Picking(nn.Module):
 
 @pytest.mark.parametrize("pick", [
     lambda y, keep: y[keep].relu(), lambda y, keep: y[:, keep[0].nonzero()[:, 0]].mean(1),
-], ids=["by a mask", "by places"])  # fmt: skip
+    lambda y, keep: y[keep] @ y[keep].mT,
+], ids=["by a mask", "by places", "and their products"])  # fmt: skip
 @torch.no_grad()
 def test_as_many_tokens_as_the_data_say(pick: Callable[[Tensor, Tensor], Tensor], tmp_path: Path) -> None:
     model, recipe = Picking(pick).eval(), {"operator": "lossless", "batch_size": 8}

@@ -172,6 +172,18 @@ def test_masses_that_are_lost_are_not_lost_in_a_log_plan(
     torch.testing.assert_close(found[~near].double(), expected[~near], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("shape", [(3, 2, 9, 7), (1, 1, 90, 5)], ids=str)
+def test_a_mass_that_is_lost_counts_where_it_is_damped(shape: tuple[int, ...], side: int) -> None:
+    """exp(-200) is 0 in float32, and its damped dual exp(-2)."""
+    scores, masses = random(*shape), [random(size).log_softmax(-1) for size in shape[-2:]]
+    masses[side][-1], damping = -200.0, [0.7, 0.7]
+    damping[side] = 0.01
+    settings = (1.0, 7, True, PLAIN, False, None, None, "plan", "clamp", "plain", False, False, damping)
+    exact = reference.plan(scores.double(), *(mass.double() for mass in masses), *settings)
+    torch.testing.assert_close(op(scores, *masses, *settings).double(), exact, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_a_side_that_is_never_closed_has_no_dual(rows_first: bool) -> None:
     scores, lost = random(1, 1, 30, 30), random(1, 1, 30, seed=1).log_softmax(-1)

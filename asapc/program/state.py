@@ -558,7 +558,7 @@ def text_of(steps: Steps) -> str:
         elif kind == "part" and name in (HOOKS, STRUCTURE):
             text = str(name)
         elif (kind, name) == ("part", WEIGHTS):
-            text = f"the weights of {text}, which the model does not register,"
+            text = f"the weights of {text} (not registered in the model)"
         elif kind == "environ":
             text = f"os.environ[{name!r}]"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):

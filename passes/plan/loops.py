@@ -171,7 +171,7 @@ def _vector_product(node: Node) -> _Sum | None:
         return _Sum(node, left, -1) if _is_divided_by(node) else None
     if rank_of(right) == 1 and rank_of(left) >= 2:
         return _Sum(node, left, -1) if _is_divided_by(node) else None
-    if rank_of(left) >= 2 and left.meta["val"].shape[-2] == 1 and rank_of(right) == rank_of(left):
+    if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
         return _Sum(node, right, -2) if _is_divided_by(node) else None
     return None
 

@@ -62,6 +62,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     mu = _masses(task.log_mu, (batch, heads, queries), dtype, balanced)
     nu = _masses(task.log_nu, (batch, heads, keys), dtype, balanced)
     near = ROUNDED if task.as_written else torch.inf
+    if not balanced and any(map(_are_lost, (mu, nu), settings["damping"])):
+        return task.plain(scores).contiguous()
     out, lost = native.plan(
         given, mu, nu, _share(scores, task), task, start, offset, near, FAR, is_small(scores)
     )
@@ -83,6 +85,14 @@ def _masses(
         return None
     rows = _by_token(logs.to(dtype), shape).contiguous()
     return torch.softmax(rows, -1) if balanced else rows.exp(), rows
+
+
+def _are_lost(masses: tuple[Tensor, Tensor] | None, damping: float) -> bool:
+    """Whether a mass is 0 of which a damped half-step makes more: exp(-200) to the power 0.01 is 0.14."""
+    if masses is None:
+        return False
+    mass, logs = masses
+    return bool(((mass == 0) & ((damping * logs).exp() > 0)).any())
 
 
 def _by_token(logs: Tensor, shape: Sequence[int]) -> Tensor:
