@@ -739,7 +739,7 @@ def test_weights_that_nothing_registers():
             (layer.out if of == "out" else layer.hidden[0]).weight.mul_(2)
         assert_told(own_code(model, compiled, torch.randn(3, 6, 4)), told)
     model.layers[0].hidden[0] = nn.BatchNorm1d(6)  # in training mode, which model.eval() does not end
-    with pytest.raises(asapc.errors.NoSiteError, match=r"does not register\), which is not always"):
+    with pytest.raises(asapc.errors.NoSiteError, match=r"in the model\), which is not always"):
         asapc.compile(model, torch.randn(40, 6, 4), recipe=recipe, examples=8, quiet=True)
 
 
