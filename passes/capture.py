@@ -35,6 +35,7 @@ from asapc.errors import BranchError, InputError
 from asapc.formats.limits import MOST, demand, fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
+from asapc.inputs.onnx.module import OnnxModule
 from asapc.ir import Program, Stop
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.branches import (
@@ -325,7 +326,8 @@ def _traced(
             raise
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, False, axes)
     keep_to_guards(exported, args, kwargs, questions)
-    if not are_known and _fixes_symbols(exported):  # as numbers they tell shapes apart
+    if not are_known and not isinstance(module, OnnxModule) and _fixes_symbols(exported):
+        # As numbers they tell shapes apart.
         axes = _bounded(axes, exported)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions, axes)
     graph = exported.module(check_guards=False)
@@ -335,8 +337,9 @@ def _traced(
     check_branches(graph)
     _check_kinds(graph, unknown=None in budget.thresholds)
     layers = observer.calls(graph)
-    of_data = all(depends_on_data(node) for _, node in observer.residuals)
-    if not of_data and not numbers:  # a branch on weights, which may change, is held to its answer
+    of_weights = [node for number, node in observer.residuals if budget.thresholds[number] is not None
+                  and not depends_on_data(node)]  # fmt: skip
+    if of_weights and not numbers:  # which may change: such a branch is held to its answer
         return _traced(name, module, args, kwargs, True, spaces, state, copies, functions, axes)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)

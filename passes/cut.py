@@ -273,6 +273,14 @@ def depends_on_data(node: Node) -> bool:
     return reaches(node, lambda n: n.op == "placeholder")
 
 
+def may_change(node: Node) -> bool:
+    """Whether inputs or weights enter, rather than constants of the code alone."""
+    module = node.graph.owning_module
+    assert module is not None
+    weights = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    return reaches(node, lambda n: n.op == "placeholder" or (n.op == "get_attr" and n.target in weights))
+
+
 def data_dependent(graph: GraphModule) -> set[Node]:
     """All the nodes that depend on data, found in one pass."""
     found: set[Node] = set()

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from asapc.ir import Program, Stop
 from asapc.passes.branches import spoken
-from asapc.passes.cut import Cut, ancestors, descendants
+from asapc.passes.cut import Cut, ancestors, descendants, may_change
 from asapc.passes.experiment import relative_error
 from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
@@ -71,7 +71,7 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
     """
     for scores, loop_stops in stops.items():
         for stop in loop_stops:
-            if scores not in tried:
+            if scores not in tried and may_change(stop.residual):
                 return f"a loop that may end early on {spoken(stop.residual)} stays as it is"
     return None
 
