@@ -56,7 +56,7 @@ from asapc.passes.einsum import split_einsums
 from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import Leave, Observer, entering, replaced_forward
+from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
@@ -171,9 +171,9 @@ def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
     spaces = [value for space in state.spaces for name, value in space.items() if name[:2] != "__"]
     caches = [(value, {**value}) for value in spaces if type(value) is dict]
     with contextlib.ExitStack() as stack:
-        for module in model.modules() if state.eager else ():
-            if not isinstance(module, torch.jit.ScriptModule):
-                stack.enter_context(replaced_forward(module, untraced))
+        if state.eager:
+            around = lambda _, *given, **named: untraced(*given, **named)  # noqa: E731
+            stack.enter_context(replaced_forwards(model, around))
         try:
             yield
         finally:

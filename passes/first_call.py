@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import operator
 import sys
 from collections import deque
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asapc.inputs.data import Batch
-from asapc.passes.observe import replaced_forward
+from asapc.passes.observe import replaced_forwards
 from asapc.passes.pure import plain_function
 
 MOST_FILES = 200
@@ -92,10 +91,7 @@ def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> l
         calls.append(Call(name, given, pytree.tree_map(_kept, output)))
         return output
 
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                stack.enter_context(replaced_forward(module, functools.partial(around, name)))
+    with replaced_forwards(model, around):
         called(model, batch, weights)
     return calls
 

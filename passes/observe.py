@@ -207,6 +207,13 @@ def entering(model: nn.Module, enter: Callable[[str, Any, Any], Leave | None]) -
             if leave is not None:
                 leave()
 
+    with replaced_forwards(model, around):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forwards(model: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """The forward of each module is around(name, forward, ...) for a while; scripts have none."""
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
