@@ -35,7 +35,6 @@ from asapc.errors import BranchError, InputError
 from asapc.formats.limits import MOST, demand, fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
-from asapc.inputs.onnx.module import OnnxModule
 from asapc.ir import Program, Stop
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.branches import (
@@ -326,8 +325,7 @@ def _traced(
             raise
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, False, axes)
     keep_to_guards(exported, args, kwargs, questions)
-    if not are_known and not isinstance(module, OnnxModule) and _fixes_symbols(exported):
-        # As numbers they tell shapes apart.
+    if not are_known and _fixes_symbols(exported):  # as numbers they tell shapes apart
         axes = _bounded(axes, exported)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions, axes)
     graph = exported.module(check_guards=False)

@@ -248,6 +248,9 @@ def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
             pairs = itertools.pairwise([of(left), *map(of, others)])
             links = [_applied(_OPERATORS[type(op)], pair) for op, pair in zip(ops, pairs, strict=True)]
             return links[0] if len(links) == 1 else lambda sizes: all(link(sizes) for link in links)
+        case ast.IfExp(test=test, body=body, orelse=other):
+            condition, then, otherwise = of(test), of(body), of(other)
+            return lambda sizes: then(sizes) if condition(sizes) else otherwise(sizes)
         case ast.Call(func=function, args=arguments, keywords=[]):
             name = ast.unparse(function)
             if name in _FUNCTIONS:
