@@ -277,7 +277,8 @@ def _caches(
     model: nn.Module, example: Batch, profile: _Profile, before: Mapping[nn.Module, Mapping[str, Any]]
 ) -> Caches:
     """What modules keep of sizes and buffers, such as positions, and compute again where nothing is kept:
-    the same whatever the inputs and parameters are, and outputs are the same without it.
+    the same whatever the inputs and parameters are and however often they ran, and outputs are the same
+    without it.
 
     profile: what ran, which then has the code that computes it.  before: attributes when nothing had run.
     """
@@ -298,11 +299,15 @@ def _caches(
 
     expected = model(*example.args, **example.kwargs)
     try:
-        output, kept = anew(lambda: profile.run(model, example))
+        outputs, kept = anew(
+            lambda: (profile.run(model, example), model(*example.args, **example.kwargs))
+        )
         _, other = anew(lambda: torch.func.functional_call(model, other_weights(model), args, kwargs))
     except Exception:  # of the model, which cannot do without
         return {}
-    same = [m for m in kept if _identical(kept[m], other[m])] if _identical(output, expected) else []
+    if not _identical(outputs, (expected, expected)):
+        return {}
+    same = [m for m in kept if _identical(kept[m], other[m])]
     return {module: {key: before[module].get(key, GONE) for key in tried[module]} for module in same}
 
 
