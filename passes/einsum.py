@@ -1,17 +1,22 @@
 """Einsum: a product of several operands becomes a chain of products of two.
 
-before: einsum("nr,rm,me->ne", a, b, v)
-after:  einsum("nr,re->ne", a, einsum("rm,me->re", b, v))
+before: einsum("nr,rm,me->ne", a, b, v), einsum("i,ij,j,jd->id", a, k, b, v)
+after:  einsum("nr,re->ne", a, einsum("rm,me->re", b, v)), einsum("ij,jd->id", a * k * b, v)
 
-Matching looks for products of two. The chain starts at the right, where values stand.
+Matching looks for products of two. The chain starts at the right, where values stand; before that, what
+scales the rows or columns of an operand is multiplied into it.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from asapc.passes.verify import check_graph
+from asapc.passes.written import written
 
 aten = torch.ops.aten
 
@@ -47,6 +52,7 @@ def _split(graph: GraphModule, node: Node) -> bool:
     }
     label, result = labels.pop(), operands.pop()
     with graph.graph.inserting_before(node):
+        _join_scalings(graph, node, labels, operands)
         while labels:
             left, operand = labels.pop(), operands.pop()
             wanted = {*out, *"".join(labels)}
@@ -61,3 +67,23 @@ def _split(graph: GraphModule, node: Node) -> bool:
             label, result = kept, step
     node.replace_all_uses_with(result)
     return True
+
+
+def _join_scalings(graph: GraphModule, root: Node, labels: list[str], operands: list[Any]) -> None:
+    """Multiply an operand into another that has all of its indices, in the same order, and more."""
+    while True:
+        pairs = itertools.permutations(range(len(labels)), 2)
+        pair = next((pair for pair in pairs if _scales(*(labels[place] for place in pair))), None)
+        if pair is None:
+            return
+        own, wider = pair
+        scaling = operands[own]
+        for axis, letter in enumerate(labels[wider]):
+            if letter not in labels[own]:
+                scaling = written(graph, root, aten.unsqueeze.default, scaling, axis)
+        operands[wider] = written(graph, root, aten.mul.Tensor, operands[wider], scaling)
+        del labels[own], operands[own]
+
+
+def _scales(label: str, wider: str) -> bool:
+    return len(label) < len(wider) and "".join(x for x in wider if x in label) == label

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from asapc.passes.cut import (
     ancestors,
     depends_on_data,
+    holds_tensors,
     is_bool,
     is_tensor,
     mask_root,
@@ -116,7 +117,7 @@ def _region(score: Product, value: Product) -> Region | None:
     """The nodes on data paths from the scores to the attention, or None if a layer is on a path."""
     attention = value.left
     downstream = reached(
-        [score.node], lambda n: [user for user in n.users if is_tensor(user) and not user > attention]
+        [score.node], lambda n: [user for user in n.users if holds_tensors(user) and not user > attention]
     )
     if attention not in downstream:
         return None

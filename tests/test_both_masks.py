@@ -62,6 +62,19 @@ def no_mass(s: Tensor, keep: Tensor) -> Tensor:
     return torch.exp(s + f[..., None] + g[..., None, :]) * keep.sum(-1)[:, None, None, None]
 
 
+def shares(s: Tensor, keep: Tensor) -> Tensor:
+    """Marginals of 1/n for all, potentials of 0 for what is hidden; not times n."""
+    log_mass = -keep.sum(-1, keepdim=True).float().log()[:, None]
+    s = s.masked_fill(~pairs(keep), -1e9)
+    f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+    for step in range(HALF_STEPS):
+        if step % 2 == 0:
+            f = (log_mass - torch.logsumexp(s + g[..., None, :], -1)).masked_fill(~keep[:, None], 0.0)
+        else:
+            g = (log_mass - torch.logsumexp(s + f[..., None], -2)).masked_fill(~keep[:, None], 0.0)
+    return torch.exp(s + f[..., None] + g[..., None, :])
+
+
 class Padded(nn.Module):
     def __init__(self, attention: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -96,7 +109,7 @@ def padding(*lengths: int, tokens: int) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "attention", "padded"),
     [(Padded, kernel_loop, False), (Padded, subtracted, False), (Padded, no_mass, False),
-     (Padded, no_mass, True), (Dustbin, no_mass, True)],
+     (Padded, no_mass, True), (Padded, shares, False), (Padded, shares, True), (Dustbin, no_mass, True)],
 )  # fmt: skip
 def test_one_mask_of_queries_and_keys(kind: Any, attention: Any, padded: bool) -> None:
     """However an example is padded: none hidden, some, all but one; all, where the original is finite."""

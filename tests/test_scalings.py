@@ -81,6 +81,11 @@ class Sums(nn.Module):
         return torch.einsum("bij,bjd->bid", kernel, b.unsqueeze(-1) * v) * a.unsqueeze(-1) * n
 
 
+class AtOnce(Vectors):
+    def out(self, a: Tensor, kernel: Tensor, b: Tensor, v: Tensor) -> Any:
+        return torch.einsum("bi,bij,bj,bjd->bid", a, kernel, b, v)
+
+
 class Potentials(nn.Module):
     """Duals in the log domain, whose exponentials are applied apart."""
 
@@ -99,8 +104,9 @@ def inputs(batch: int, tokens: int, scale: float = 1.0) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    "kind, half_steps", [(Vectors, 6), (Divided, 7), (Sums, 6), (Potentials, 6)], ids=lambda x: str(x)
-)
+    "kind, half_steps",
+    [(Vectors, 6), (Divided, 7), (Sums, 6), (AtOnce, 6), (Potentials, 6)], ids=lambda x: str(x),
+)  # fmt: skip
 def test_an_attention_whose_scalings_are_applied_apart(kind: Any, half_steps: int) -> None:
     model = kind().eval()
     program = capture(model, inputs(3, 10), {}).programs[0]

@@ -626,8 +626,9 @@ def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFi
 def factor_of(observed: Sequence[tuple[int, int, float, float]]) -> OutputFactor | NoFit:
     """observed: (N, M, n, the factor there)."""
     # Simplest first; where N = M = n always, "N" stands for all of them.
-    powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, -1), (0, 2, -1), (2, -1, 0),
-              (-1, 2, 0), (1, 1, 0), (2, 0, 0), (0, 2, 0), (-1, 1, 0), (1, -1, 0))  # fmt: skip
+    powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 0, -1), (0, 1, -1), (1, 1, -1),
+              (0, 2, -1), (2, -1, 0), (-1, 2, 0), (1, 1, 0), (2, 0, 0), (0, 2, 0), (-1, 1, 0),
+              (1, -1, 0))  # fmt: skip
     for unit in (True, False):
         for a, b, d in powers:
             ratios = [value / (N**a * M**b * n**d) for N, M, n, value in observed]
