@@ -116,12 +116,14 @@ class Empty:
     reach:    additive masks: below this number of units in the last place of what hides them, scores are
               lost beside it, and only then are they as equal; 0 where they always are.
     infinite: additive masks: the share where all numbers are -inf.
+    refused:  no operator gives the same: such an example is an error when it comes, and NaN in ONNX.
     """
 
     share: OutputFactor = SAME
     open: bool = False
     reach: float = 0.0
     infinite: OutputFactor = SAME
+    refused: bool = False
 
 
 @dataclass(frozen=True)

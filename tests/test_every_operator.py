@@ -114,6 +114,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
         "keys_of_empty": (
             ops.keys_of_empty, [keep & False, torch.full(keep.shape, -1e4), q, k, 0.5, False]
         ),
+        "some_keys": (ops.some_keys, [keep]),
         "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
         "esp_hard": (ops.esp_hard, [q, k, v, *hard]),
         "esp_hard_attention": (ops.esp_hard_attention, [q, k, *hard]),
@@ -137,7 +138,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
 
 
 CALLS = calls()
-MASKS = ("kept_keys", "rows_kept", "keys_of_empty")
+MASKS = ("kept_keys", "rows_kept", "keys_of_empty", "some_keys")
 
 
 def is_float(value: Any) -> bool:

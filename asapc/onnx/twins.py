@@ -408,6 +408,11 @@ def keys_of_empty(
     return keep | (~keep.any(-1) & fine)[:, None]
 
 
+def some_keys(keep: Tensor) -> Tensor:
+    """keep; a graph cannot refuse an example without an active key, and gives NaN."""
+    return keep
+
+
 def _named(name: str) -> Callable[..., Tensor]:
     return globals()[name]
 

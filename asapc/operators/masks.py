@@ -21,6 +21,7 @@ RULE_OF_EMPTY = (
     "beside, or which leaves them as they are"
 )
 HELP_OF_EMPTY = "hide keys by -1e4 or by torch.finfo(dtype).min, or leave out examples without keys"
+RULE_OF_NONE = "every example has an active key: what the layer gives without one is not known"
 RULE_OF_BIAS = "a score bias holds numbers beside which scores are not lost, as where it was compiled"
 FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in float32
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
@@ -77,6 +78,20 @@ def keys_of_empty(
         got = f"{number:g} beside scores that are neither larger nor smaller than its last place"
         raise InputError(RULE_OF_EMPTY, got=got, help=HELP_OF_EMPTY)
     return keep | (empty & fine)[:, None]
+
+
+def some_keys(keep: Tensor) -> Tensor:
+    """keep [B, M] of examples that all have an active key.
+
+    Raises InputError where one has none; on a GPU, it is a device-side assertion.
+    """
+    some = keep.any(-1)
+    if keep.device.type != "cpu":
+        torch._assert_async(some.all(), RULE_OF_NONE)
+    elif keep.numel() and not bool(some.all()):
+        first = int((~some).nonzero()[0])
+        raise InputError(RULE_OF_NONE, got=f"none in example {first} of the batch", help=HELP_OF_EMPTY)
+    return keep.clone()
 
 
 def rows_kept(bias: Tensor, small: bool) -> Tensor:

@@ -28,6 +28,7 @@ SPREADS = (0.1, 3.0, 30.0)  # standard deviations of the scores, in units of eps
 ALIKE = 1e-4  # relative difference of maps in float32
 ROUNDED = 2e-3  # the same where scores stand beside -1e4
 LAST_PLACE = 64.0  # of the low number beside which scores are lost, as of -1e9 in float32
+REFUSED = Empty(OutputFactor(math.nan), refused=True)
 FACTORS = tuple(2.0 ** (power / 4) for power in range(-24, 45))  # of those scores
 
 
@@ -51,9 +52,9 @@ class EmptyExamples:
         self.experiment, self.convention, self.index = experiment, convention, index
         self.own = experiment.own
 
-    def of_mask(self) -> Empty | str:
+    def of_mask(self) -> Empty:
         """Of a boolean mask, whose number is in the region's code."""
-        return self._rounded(HIDDEN_SCORE) or self._unknown()
+        return self._rounded(HIDDEN_SCORE) or REFUSED
 
     def of_scores(self, hides: float) -> Empty | str:
         """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""

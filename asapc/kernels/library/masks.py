@@ -1,4 +1,4 @@
-"""asapc::kept_keys, keys_of_empty, rows_kept: what numbers that are added to scores hide."""
+"""asapc::kept_keys, keys_of_empty, some_keys, rows_kept: what numbers that are added to scores hide."""
 
 from __future__ import annotations
 
@@ -10,5 +10,7 @@ kept_keys = operator(masks.kept_keys)
 register_fake(kept_keys, fakes.kept_keys)
 keys_of_empty = operator(masks.keys_of_empty)
 register_fake(keys_of_empty, fakes.keys_of_empty)
+some_keys = operator(masks.some_keys)
+register_fake(some_keys, fakes.keys_of_empty)
 rows_kept = operator(masks.rows_kept)
 register_fake(rows_kept, fakes.rows_kept)
