@@ -146,7 +146,8 @@ SPELLINGS = {
     "subtracted -1e9": subtracted, "in the loop, the least": hidden_in_the_loop,
     "added in the loop": added_in_the_loop,
     "added before the loop, -1e4": added_before_the_loop(-1e4),
-    "added before the loop, -1e9": added_before_the_loop(-1e9), "potentials, -1e9": potentials, "shares of active keys": shares_of_active_keys,
+    "added before the loop, -1e9": added_before_the_loop(-1e9), "potentials, -1e9": potentials,
+    "shares of active keys": shares_of_active_keys,
     "multiplied": multiplied, "largest by hand": largest_by_hand, "without NaN": without_nan,
 }  # fmt: skip
 

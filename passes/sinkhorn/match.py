@@ -200,8 +200,9 @@ def _examine(
     inner, region = region, rooted(region, heads_of(region))
     found = outcome(lambda: _identified(program, region, stops, known))
     if isinstance(found, str) and region is not inner:
-        region = inner
+        region, why = inner, found  # of a region whose inputs hide together, if both are none
         found = outcome(lambda: _identified(program, region, stops, known))
+        found = why if isinstance(found, str) else found
     if isinstance(found, str):
         return Unidentified(found)
     if elsewhere is not None:
