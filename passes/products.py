@@ -102,6 +102,11 @@ class Product:
     def result(self) -> Canonical:
         return Canonical(self.node, self.out_order)
 
+    def turned(self) -> Product:
+        """right x left, of which the graph has the transpose."""
+        keys, order = self.keys, self.result.turned().order
+        return Product(self.node, keys.node, self.left, False, keys.order, self.left_order, order)
+
 
 SAME = OutputFactor()
 

@@ -53,6 +53,7 @@ from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
+    OTHER_SCORES,
     Fit,
     Guesses,
     Sample,
@@ -197,12 +198,11 @@ def _examine(
     if len(shape) not in (3, 4):
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
     elsewhere = used_outside(region)
-    inner, region = region, rooted(region, heads_of(region))
-    found = outcome(lambda: _identified(program, region, stops, known))
-    if isinstance(found, str) and region is not inner:
-        region, why = inner, found  # of a region whose inputs hide together, if both are none
-        found = outcome(lambda: _identified(program, region, stops, known))
-        found = why if isinstance(found, str) else found
+    region, found = _read(program, region, stops, known)
+    if isinstance(found, str) and found.startswith(OTHER_SCORES) and same(*shape[-2:]):
+        turned = replace(region, score=region.score.turned())  # scores of keys and queries, a turned map
+        way, again = _read(program, turned, stops, known)
+        region, found = (region, found) if isinstance(again, str) else (way, again)
     if isinstance(found, str):
         return Unidentified(found)
     if elsewhere is not None:
@@ -230,6 +230,20 @@ Outcome = tuple[Fit[Convention], KeyMask | None, ScoreBias | None] | str
 
 Known = tuple[tuple[Node, ...], Outcome]
 """What was found in a region with these inputs."""
+
+
+def _read(
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
+) -> tuple[Region, Outcome]:
+    """A region whose inputs hide together or each by itself, whichever is a loop, and what was found; of
+    one that is none, why of the former."""
+    whole = rooted(region, heads_of(region))
+    found = outcome(lambda: _identified(program, whole, stops, known))
+    if isinstance(found, str) and whole is not region:
+        apart = outcome(lambda: _identified(program, region, stops, known))
+        found = found if isinstance(apart, str) and apart != MULTIPLIED else apart
+        return region, found
+    return whole, found
 
 
 def _identified(

@@ -39,6 +39,7 @@ from asapc.passes.cut import Cut
 from asapc.passes.experiment import EXACT, STABILISED, NoFit, larger_sizes, relative_error
 
 MAX_HALF_STEPS = 1024
+OTHER_SCORES = "not a row and column scaling of exp(scores)"
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
 MILD = 6.0  # spread of the scores up to which a multiplier is measured
 GAPS = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -415,7 +416,7 @@ def score_multiplier(samples: Sequence[Sample]) -> float | NoFit:
     residual = math.sqrt(sum(float((a - multiplier * s).square().sum()) for a, s in pairs))
     scale = math.sqrt(sum(float(a.square().sum()) for a, _ in pairs))
     if scale == 0.0 or residual > 1e-4 * scale:
-        return NoFit("not a row and column scaling of exp(scores)", residual / max(scale, 1e-300))
+        return NoFit(OTHER_SCORES, residual / max(scale, 1e-300))
     return multiplier
 
 
