@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
+OF_SEVERAL = {aten.any.dim, aten.any.dims, aten.any.default, aten.all.dim, aten.all.dims, aten.all.default}
 
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
@@ -236,7 +237,7 @@ def mask_root(node: Node) -> Node:
     """The boolean tensor that a mask is a view or a negation of."""
     while True:
         sources = [n for n in node.all_input_nodes if is_tensor(n)]
-        if len(sources) != 1 or sources[0].meta["val"].dtype != torch.bool:
+        if len(sources) != 1 or sources[0].meta["val"].dtype != torch.bool or node.target in OF_SEVERAL:
             return node
         node = sources[0]
 

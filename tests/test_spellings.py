@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.passes.capture import capture
+from asapc.passes.lift import lift
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.sinkhorn.site import AttentionSite
@@ -62,6 +63,31 @@ class Plane(Attention):
             a = torch.reciprocal(kernel @ b)
             b = torch.reciprocal(kernel.T @ a)
         return torch.multiply(torch.multiply(a[:, None], kernel), b) @ self.v(x)
+
+
+class Turned(Attention):
+    """Scores of keys and queries, padded, and the transpose of their plan."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (x != 0).any(-1)
+        s = (self.k(x) @ self.q(x).mT).masked_fill(~keep[:, :, None], -1e9)
+        for step in range(5):
+            total = s.logsumexp(-1 if step % 2 else -2, keepdim=True)
+            s = s - (total.masked_fill(~keep[:, :, None], 0.0) if step % 2 else total)
+        return s.exp().mT @ self.v(x)
+
+
+def test_scores_of_keys_and_queries() -> None:
+    torch.manual_seed(0)
+    model, x = Turned().eval(), torch.randn(3, 7, 6)
+    program = capture(model, (x,), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite)
+    convention = found.convention
+    assert (convention.half_steps, convention.first_side, convention.mask) == (5, "row", "key")
+    x = torch.randn(4, 9, 6)
+    x[1, 5:] = x[2, 1:] = 0.0
+    torch.testing.assert_close(lift(program, [found]).graph(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind, size", [(Attention, (3, 7, 6)), (Plane, (7, 6))])
