@@ -154,6 +154,8 @@ def identify(
     if isinstance(multiplier, NoFit):
         return multiplier
     sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
+    if not sides and guesses.constants:  # a large one takes a part of every mass
+        sides = ["row", "column"]
     if not sides:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
     found = budget_of(samples, multiplier, sides, tolerance, guesses)
@@ -180,8 +182,9 @@ def budget_of(
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
     at_mild = _budget(mildest, multiplier, sides, most)
-    # A constant of 1e-6 is seen at mild scores, too.
-    if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
+    # A constant is seen at mild scores, too, as what is subtracted before columns come first.
+    resembles = at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance)
+    if not resembles and not guesses.constants:
         given = any(x is not None for x in samples[0].marginals)
         return NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps"
@@ -190,7 +193,10 @@ def budget_of(
             at_mild.error,
         )
     # Only what looks converged at mild scores may be longer than it looks there.
-    most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
+    if not resembles:
+        most = min(most, SHORT)
+    elif at_mild.rival is None:
+        most = at_mild.half_steps + BEYOND
     budget = _budget(samples, multiplier, sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
@@ -353,11 +359,12 @@ def with_factor(
 
     masked: what a mask hides, where samples have one.
     """
-    factor = _output_factor(mildest, convention.last_side)
+    mask: Mask = "none" if all(sample.keep is None for sample in samples) else masked
+    convention = replace(convention, mask=mask)
+    factor = _output_factor(mildest, convention)
     if isinstance(factor, NoFit):
         return factor
-    mask: Mask = "none" if all(sample.keep is None for sample in samples) else masked
-    convention = replace(convention, output_factor=factor, mask=mask)
+    convention = replace(convention, output_factor=factor)
     error = convention_error(convention, samples)
     if not error <= HELD:
         return NoFit("one head or example runs this loop and another does not", error)
@@ -608,12 +615,18 @@ def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
     return run
 
 
-def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFit:
-    """factor = N * (row mass) or M * (column mass) as a monomial in N, M and the active keys n."""
-    observed = []
+def _output_factor(samples: Sequence[Sample], convention: Convention) -> OutputFactor | NoFit:
+    """factor = N * (row mass) or M * (column mass) as a monomial in N, M and the active keys n, besides
+    what a constant in the divisions takes of it."""
+    last, observed = convention.last_side, []
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
         masses = _masses(sample, last)
+        if convention.stabiliser is not None:
+            alone = replace(convention, output_factor=OutputFactor())
+            plain = attention_of(alone, sample.scores, sample.keep)
+            size = queries if last == "row" else keys
+            masses = masses / (_masses(replace(sample, attention=plain), last) * size)
         active = [keys] * len(masses)
         if sample.keep is not None:
             active = [int(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
