@@ -483,14 +483,16 @@ class Line(NamedTuple):
 
 
 def line_of(size: Any) -> Line | None:
-    """None of a number, and of a size that depends on its symbols in another way."""
+    """None of a number, and of a size that depends on its symbols in another way: as numbers show, since
+    n * n // n is n."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     if expression is None or len(expression.free_symbols) != 1:
         return None
     (symbol,) = expression.free_symbols
-    factor, more = expression.diff(symbol), expression.subs(symbol, 0)
-    is_line = factor.is_integer and more.is_integer and expression.expand() == factor * symbol + more
-    return Line(symbol, int(factor), int(more)) if is_line else None
+    first, second, *others = ((n, evaluate(size, {symbol: n})) for n in (2, 3, 5, 8, 1009, 1013))
+    factor = second[1] - first[1]
+    line = Line(symbol, factor, first[1] - factor * first[0])
+    return line if all(value == factor * n + line.more for n, value in others) else None
 
 
 def evaluate(size: Any, lengths: dict[Any, int]) -> int:

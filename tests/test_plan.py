@@ -425,6 +425,34 @@ def test_a_loop_over_parts_of_its_matrix_is_listed() -> None:
     assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
 
 
+class OfPairs(nn.Module):
+    """Scores of pairs that a layer has mixed over the heads, in rows of their own on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        s = heads @ heads.mT
+        batch, count, rows, columns = s.shape
+        flat = s.permute(0, 2, 3, 1).reshape(batch * rows * columns, count)
+        s = self.mix(flat).view(batch, rows, columns, count).permute(0, 3, 1, 2)
+        for step in range(5):
+            s = s - s.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return (s.exp() @ heads).transpose(1, 2).flatten(2)
+
+
+def test_sizes_that_went_through_a_product() -> None:
+    model = OfPairs().eval()
+    analysis = analysed(model, random(3, 7, 8))
+    assert [site.convention.half_steps for site in analysis.sites] == [5]
+    x = random(4, 9, 8, seed=1)
+    with torch.no_grad():
+        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 4))
+        torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_stop_that_changes_nothing_is_left_out() -> None:
     net = nets.Stopping(1e-12).eval()
     analysis = analysed(net, random(4, 9, 7))
