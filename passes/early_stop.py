@@ -102,6 +102,10 @@ class Stopping:
     def _residuals(self) -> Cut:
         return residuals_cut(self.program, self.stops, self.inputs)
 
+    @cached_property
+    def _first_residual(self) -> Cut:
+        return residuals_cut(self.program, self.stops[:1], self.inputs)
+
     def due(self, tensors: Sequence[Tensor], lengths: Lengths, smaller: float) -> Stop | None:
         """The first stop that is due.  smaller: how many times smaller the residuals are elsewhere."""
         values = self._residuals.run(tensors, lengths)
@@ -117,7 +121,7 @@ class Stopping:
         padded = torch.zeros(tuple(self.size(twice)), dtype=torch.float64)
         padded[tuple(slice(0, size) for size in noise.shape)] = noise
         here, there = (
-            float(self._residuals.run(self.feed(x, at, None)[0], at)[0])
+            float(self._first_residual.run(self.feed(x, at, None)[0], at)[0])
             for x, at in ((noise, lengths), (padded, twice))
         )
         doublings = math.log2(here / there) if here > 0 and there > 0 else 0.0
