@@ -70,6 +70,18 @@ class Masses(nn.Module):
         return (scores + f[..., None] + g[..., None, :]).exp()
 
 
+class MassesByScalings(Masses):
+    """The same as optimal transport is taught: a kernel, its scalings, a constant in the divisions."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        kernel = (scores - scores.amax((-1, -2), keepdim=True)).exp()
+        a = torch.ones_like(mu)
+        for _ in range(3):
+            b = nu / ((kernel.mT @ a[..., None])[..., 0] + 1e-4)
+            a = mu / ((kernel @ b[..., None])[..., 0] + 1e-4)
+        return a[..., None] * kernel * b[..., None, :]
+
+
 class ActiveMasses(nn.Module):
     """The tokens of a cloud among themselves: one tensor [B, 1, N] is both marginals, 1/n or nothing."""
 

@@ -146,9 +146,12 @@ def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
         s = spread * random(7, 2, *size)
         s[:2] *= 1 / spread  # some matrices are held, and others are not
         constant = (1e-3, form, kind, start, shares, shares)
-        rest = (None, None, -0.7, 6, rows_first, PLAIN, False, None, *constant)
-        exact, found = reference.plan(s.double(), *rest), op(s, *rest)
-        assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+        mu = random(7, 1, size[0], seed=1).log_softmax(-1)
+        mu[2, :, :2] = -math.inf  # of no mass
+        for masses in ((None, None), (mu, None), (mu, random(size[1]).log_softmax(-1))):
+            rest = (*masses, -0.7, 6, rows_first, PLAIN, False, None, *constant)
+            exact, found = reference.plan(s.double(), *rest), op(s, *rest)
+            assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize(("shape", "far", "damping"), [
@@ -263,6 +266,10 @@ FOUND: dict[str, list[PlanConvention]] = {
                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
+    "MassesByScalings": [
+        PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                       Stabiliser("scaling", "add", 1e-4)),
+    ],
     "ActiveMasses": [PlanConvention(6, "row", 1.0, OutputFactor(), False, "input", "input",
                                     written=Written("duals"))],
     "TokensFirst": [PlanConvention(4, "row", 1.0, OutputFactor(keys=1))],

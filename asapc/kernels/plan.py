@@ -61,7 +61,8 @@ class Task:
         factor = float(factor_value(self.settings["output_factor"], queries, keys, None))
         if self.stabiliser is not None:
             factor *= unit_mass(
-                self.stabiliser, self.settings["half_steps"], self.rows_first, queries, keys
+                self.stabiliser, self.settings["half_steps"], self.rows_first, queries, keys,
+                self.log_mu is not None or self.log_nu is not None,
             )
         return factor
 

@@ -33,16 +33,22 @@ from asapc.operators.sinkhorn import (
 
 
 def stabilised_plans(
-    scores: Tensor, rows_first: bool, stabiliser: Stabiliser
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    scores: Tensor, rows_first: bool, stabiliser: Stabiliser, log_mu: Tensor | None = None,
+    log_nu: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(a, K, b) after each half-step, without end: the code's own plan is diag(a) K diag(b).
 
-    scores: [B, H, N, M] in units of epsilon, float64, -inf on masked keys.
+    scores: [B, H, N, M] in units of epsilon, float64, -inf on masked keys.  log_mu: broadcastable to
+    [B, H, N]; log_nu: to [B, H, M]; None where all masses are alike.
     a: [B, H, N, 1]; K: [B, H, N, M]; b: [B, H, M, 1].
     """
     queries, keys = scores.shape[-2:]
     kernel = torch.exp(scores - _offset(scores, stabiliser))
-    row_mass, column_mass = (1.0 / queries, 1.0 / keys) if stabiliser.shares else (1.0, 1.0)
+    alike = (1.0 / queries, 1.0 / keys) if stabiliser.shares else (1.0, 1.0)
+    row_mass, column_mass = (
+        mass if logs is None else logs.double().exp()[..., None]
+        for mass, logs in zip(alike, (log_mu, log_nu), strict=True)
+    )
     a = torch.ones_like(kernel[..., :1])
     b = torch.ones_like(kernel[..., :1, :]).transpose(-1, -2)
     if stabiliser.form == "scaling" and stabiliser.start_share:
@@ -58,7 +64,9 @@ def stabilised_plans(
         rows_first = not rows_first
 
 
-def _divided(scaling: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exact: bool) -> Tensor:
+def _divided(
+    scaling: Tensor, sums: Tensor, mass: float | Tensor, stabiliser: Stabiliser, exact: bool
+) -> Tensor:
     plan = stabiliser.form == "plan"
     total = scaling * sums if plan else sums
     empty = total == 0  # nothing there: whatever divides it, or grows with every division, is never seen
@@ -127,10 +135,12 @@ stabilised_sinkhorn, stabilised_sinkhorn_attention = pair("stabilised_sinkhorn",
 
 
 def unit_mass(
-    stabiliser: Stabiliser, half_steps: int, rows_first: bool, queries: int, keys: int
-) -> float:
-    """Brings the code's own plan to mass 1/N a row or 1/M a column, without the constant."""
-    if stabiliser.shares:
+    stabiliser: Stabiliser, half_steps: int, rows_first: bool, queries: int, keys: int,
+    given: bool = False,
+) -> float:  # fmt: skip
+    """Brings the code's own plan to mass 1/N a row or 1/M a column, without the constant; 1 where masses
+    are given."""
+    if stabiliser.shares or given:
         return 1.0
     ends_on_rows = rows_first == (half_steps % 2 == 1)
     return 1.0 / max(queries if ends_on_rows else keys, 1)

@@ -563,7 +563,7 @@ def _identified(
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
-        sketch = identify_plan(few, most=TRIED, sums=sums)
+        sketch = identify_plan(few, region.guesses, TRIED, sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)

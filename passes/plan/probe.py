@@ -63,7 +63,7 @@ def identify_plan(
     sums: of the loop where an unbalanced one is looked for if no balanced one is found, 0 where not.
     """
     if any(x is not None for sample in samples for x in sample.marginals):
-        return _with_marginals(samples, most, sums)
+        return _with_marginals(samples, guesses, most, sums)
     found = identify(samples, guesses=guesses)
     if isinstance(found, NoFit):
         return (_damped(samples, sums) if sums else None) or found
@@ -79,20 +79,20 @@ def identify_plan(
 
 
 def _with_marginals(
-    samples: Sequence[Sample], most: int, sums: int
+    samples: Sequence[Sample], guesses: Guesses, most: int, sums: int
 ) -> Fit[PlanConvention] | NoFit:
     mild, mildest = mild_ones(samples)
     multiplier = score_multiplier(mild)
     if isinstance(multiplier, NoFit):
         return multiplier
-    found = budget_of(samples, multiplier, most=most)
+    found = budget_of(samples, multiplier, guesses=guesses, most=most)
     if isinstance(found, NoFit):
         return (_damped(samples, sums) if sums else None) or found
-    budget, _ = found
+    budget, stabiliser = found
     convention = PlanConvention(
         budget.half_steps, budget.first_side, multiplier,
         source_marginal=_kind(sample.log_mu for sample in samples),
-        target_marginal=_kind(sample.log_nu for sample in samples),
+        target_marginal=_kind(sample.log_nu for sample in samples), stabiliser=stabiliser,
     )  # fmt: skip
     # factor_of takes N times a row's mass of a uniform plan: 1 is N there, and the plan itself here.
     factor = factor_of([(n, m, float(m), mass) for n, m, mass in _masses(convention, mildest)])

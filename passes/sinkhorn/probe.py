@@ -598,7 +598,7 @@ def _stabilised(
     groups = groups_of(samples, multiplier)
     best: tuple[Stabiliser, Budget] | None = None
     for stabiliser in guesses.stabilisers():
-        plans = [_stabilised_plans(group.scores, stabiliser) for group in groups]
+        plans = [_stabilised_plans(group, stabiliser) for group in groups]
         budget = search_budget([group.attention for group in groups], plans, sides, most)
         if best is None or budget.error < best[1].error:
             best = stabiliser, budget
@@ -607,9 +607,9 @@ def _stabilised(
     return best if best is not None and best[1].error <= STABILISED else None
 
 
-def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
+def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
     def run(first: Side) -> Iterator[Tensor]:
-        steps = stabilised_plans(scores, first == "row", stabiliser)
+        steps = stabilised_plans(sample.scores, first == "row", stabiliser, *sample.marginals)
         return (a * kernel * b.transpose(-1, -2) for a, kernel, b in steps)
 
     return run

@@ -52,6 +52,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
+    given_some = task.log_mu is not None or task.log_nu is not None
+    if given_some and stabiliser is not None and settings["log"]:
+        return task.plain(scores).contiguous()
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:
         start = "plain" if not balanced else "row" if task.rows_first else "column"
@@ -59,8 +62,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         start = stabiliser.start
     if start == "tensor":
         offset = float(_largest(given, multiplier)) * multiplier
-    mu = _masses(task.log_mu, (batch, heads, queries), dtype, balanced)
-    nu = _masses(task.log_nu, (batch, heads, keys), dtype, balanced)
+    shares = balanced and stabiliser is None  # beside a constant a total is no gauge
+    mu = _masses(task.log_mu, (batch, heads, queries), dtype, shares)
+    nu = _masses(task.log_nu, (batch, heads, keys), dtype, shares)
     near = ROUNDED if task.as_written else torch.inf
     if not balanced and any(map(_are_lost, (mu, nu), settings["damping"])):
         return task.plain(scores).contiguous()
@@ -76,15 +80,15 @@ def plan(scores: Tensor, task: Task) -> Tensor:
 
 
 def _masses(
-    logs: Tensor | None, shape: Sequence[int], dtype: torch.dtype, balanced: bool
+    logs: Tensor | None, shape: Sequence[int], dtype: torch.dtype, shares: bool
 ) -> tuple[Tensor, Tensor] | None:
     """One side's marginals and their logarithms [G, X], or [1, X] where all matrices have the same; None
-    where they are uniform. Of total 1 where balanced: the other side's total is gauge, the last side's is
-    put back."""
+    where they are uniform. Of total 1 where they are shares: the other side's total is gauge, the last
+    side's is put back."""
     if logs is None:
         return None
     rows = _by_token(logs.to(dtype), shape).contiguous()
-    return torch.softmax(rows, -1) if balanced else rows.exp(), rows
+    return torch.softmax(rows, -1) if shares else rows.exp(), rows
 
 
 def _are_lost(masses: tuple[Tensor, Tensor] | None, damping: float) -> bool:
@@ -107,7 +111,7 @@ def _share(scores: Tensor, task: Task) -> float | Tensor:
     queries, keys = scores.shape[-2:]
     factor = task.factor(queries, keys)
     logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
-    if logs is None or task.settings["damping"] is not None:
+    if logs is None or task.settings["damping"] is not None or task.stabiliser is not None:
         return factor
     totals = torch.logsumexp(_by_token(logs.double(), (*scores.shape[:2], tokens)), -1).exp() * factor
     return float(totals) if len(totals) == 1 else totals.contiguous()
