@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.modules.dropout import _DropoutNd
 
 from asapc.ir import ModuleCall, Program
 from asapc.measure.differences import largest_difference
@@ -33,6 +34,7 @@ from asapc.passes.cut import ancestors, holds_tensors, moved_nodes, recorded
 from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
+from asapc.passes.products import VIEWS
 from asapc.passes.site import Site
 from asapc.passes.verify import check_graph
 from asapc.program.call import (
@@ -48,8 +50,14 @@ from asapc.program.call import (
     parameters_of,
 )
 from asapc.program.code import tensors_of
+from asapc.program.compiled import is_another_in_training, is_without_share
 
 aten = torch.ops.aten
+_OF_MAP = {  # what a map may go through before the values are multiplied by it
+    *VIEWS, aten.transpose.int, aten.permute.default, aten.mT.default, aten.type_as.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.mul.Tensor, aten.div.Tensor,
+    aten.mul.Scalar, aten.div.Scalar, aten.matmul.default, aten.bmm.default,
+}  # fmt: skip
 MASK_AXES = 4  # [B, 1 | H, 1 | N, M]
 NEUTRAL = 1e-6  # relative difference of outputs without a mask, and with one that hides nothing
 EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
@@ -63,6 +71,8 @@ class ModuleProgram:
     sites:     in it, by their places among the sites of the captured program.
     children:  the calls of layers that are marked.
     constants: names of what it reads that the module does not have.
+    modes:     paths of the modules in it that would compute something else in training mode, and are no
+               longer called.  drops: of those that would drop entries of a map, which it does not have.
     """
 
     program: Program
@@ -70,6 +80,8 @@ class ModuleProgram:
     call: Call
     children: tuple[Child, ...]
     constants: tuple[str, ...]
+    modes: frozenset[str]
+    drops: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -287,11 +299,26 @@ class _Reader:
         )  # fmt: skip
         rewritten = lift(program, [moved_nodes(site, nodes) for site in sites.values()])
         kept = {node.name for node in rewritten.graph.graph.nodes}
-        children = tuple(self._mark_layers(inside, nodes, kept))
+        called: set[Node] = set()
+        children = tuple(self._mark_layers(inside, nodes, kept, called))
         made.recompile()
         check_graph(made, "module_programs", [name])
         moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
-        return ModuleProgram(program, moved, call, children, tuple(constants))
+        of_maps = {node for site in sites.values() for node in _dropout_of_map(site)}
+        own = [node for node in inside.nodes if node not in called and is_another_in_training(node)]
+        modes = frozenset(self._homes(inside, (node for node in own if node not in of_maps)))
+        drops = frozenset(self._homes(inside, (node for node in own if node in of_maps)))
+        return ModuleProgram(program, moved, call, children, tuple(constants), modes, drops)
+
+    def _homes(self, inside: _Inside, nodes: Iterable[Node]) -> Iterator[str]:
+        """Paths of the innermost modules whose code computes these in training mode, otherwise."""
+        for node in nodes:
+            place = self.order[node]
+            name = next(call.name for call in self.program.calls if call.start <= place < call.end)
+            module = self.model.get_submodule(self._full(name))
+            # The share of a layer may be changed; one in the user's code is among what that reads.
+            if isinstance(module, _DropoutNd) or not is_without_share(node):
+                yield name[len(inside.call.name) :].lstrip(".")
 
     def _attribute(self, node: Node, module: nn.Module) -> tuple[str | None, Tensor]:
         """What a node reads, with its name in the module; None for a constant of the trace."""
@@ -307,16 +334,18 @@ class _Reader:
                 return name, value
         raise Undescribable(f"reads {full}, a weight of another module")
 
-    def _mark_layers(self, inside: _Inside, nodes: dict[Node, Node], kept: set[str]) -> Iterator[Child]:
+    def _mark_layers(
+        self, inside: _Inside, nodes: dict[Node, Node], kept: set[str], done: set[Node]
+    ) -> Iterator[Child]:
         """Mark the outermost layers that are called with tensors and constants, in place.
 
         kept: names of what lifting leaves; a layer that runs a part of the loop is no longer called.
-        nodes: what stands for a layer's output becomes what the mark gives.
+        nodes: what stands for a layer's output becomes what the mark gives.  done: what they compute, is
+        added to.
         """
         outer = inside.call.name
         hooked = {call.name for call in self.program.calls if call.hooked}
         cast = [call.name for number, call in enumerate(self.program.calls) if self._is_cast(number)]
-        done: set[Node] = set()
         count = 0
         for number in reversed(range(len(self.program.calls))):  # outer calls first
             call, layer = self.program.calls[number], self._inside(number)
@@ -342,7 +371,6 @@ class _Reader:
             count += 1
             yield child
 
-
     def _is_cast(self, number: int) -> bool:
         """Whether a layer of torch's computes in another dtype than its weights': under autocast."""
         call, layer = self.program.calls[number], self._inside(number)
@@ -352,6 +380,19 @@ class _Reader:
             and node.meta["val"].dtype != source.meta["val"].dtype
             for node in layer.nodes for source in node.all_input_nodes
         )  # fmt: skip
+
+
+def _dropout_of_map(site: Site) -> Iterator[Node]:
+    """Dropout between the loop of a site and the product with the values, of which nothing else reads."""
+    part = site.part()
+    node: Any = part.output
+    while node in part.inside and (node is part.output or len(node.users) == 1):
+        is_dropout = "dropout" in str(node.target)
+        if is_dropout:
+            yield node
+        elif node.target not in _OF_MAP:
+            break
+        node = node.args[0]
 
 
 def _is_ambiguous(output: Node, call: ModuleCall) -> bool:

@@ -44,6 +44,8 @@ class CompiledModule:
     dtype:     dtype of the weights that the program was traced with.
     inside:    the modules whose code the program has.
     own_forward: whether the instance has a forward of its own.
+    modes:     paths of those inside that compute something else in training mode.  drops: of those that
+               drop entries of a map there.
     """
 
     program: Program
@@ -55,6 +57,8 @@ class CompiledModule:
     dtype: torch.dtype
     inside: tuple[Inside, ...]
     own_forward: bool
+    modes: frozenset[str]
+    drops: frozenset[str]
 
 
 def compiled_modules(
@@ -121,8 +125,9 @@ def _compiled(
     own_forward = "forward" in vars(analysis.model.get_submodule(program.name))
     names = tuple(sites_of(program))
     return CompiledModule(
-        program, module.call, module.children, names, constants, fitted, dtype, (), own_forward
-    )
+        program, module.call, module.children, names, constants, fitted, dtype, (), own_forward,
+        module.modes, module.drops,
+    )  # fmt: skip
 
 
 def _with_insides(
@@ -131,6 +136,10 @@ def _with_insides(
     """With what the modules inside are like when they are called, and what their code reads."""
     model, observed = analysis.model, analysis.capture.observed
     assert model is not None
+    modes, drops = (
+        {_joined(module.program.name, path) for module in found for path in getattr(module, kind)}
+        for kind in ("modes", "drops")
+    )
     paths = {
         module.program.name: _taken_over(model.get_submodule(module.program.name), module)
         for module in found
@@ -153,8 +162,8 @@ def _with_insides(
         flat = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
         insides[name] = tuple(
             replace(
-                Inside.of(module, path, observed.guard(full[path], module, flat)),
-                caches=tuple(observed.caches.get(module, ())),
+                Inside.of(module, path, observed.guard(full[path], module, flat, full[path] in modes)),
+                caches=tuple(observed.caches.get(module, ())), drops=full[path] in drops,
             )
             for path, module in modules.items()
         )
@@ -198,7 +207,8 @@ def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
     sites = [site.removeprefix(prefix).partition("#")[0] for site in compiled.sites]
     called = {
         child.name for child in compiled.children
-        if not any(site == child.name or site.startswith(f"{child.name}.") for site in sites)
+        if child.name not in compiled.modes | compiled.drops
+        and not any(site == child.name or site.startswith(f"{child.name}.") for site in sites)
     }  # fmt: skip
     return [
         path for path, _ in module.named_modules(remove_duplicate=False)

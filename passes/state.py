@@ -158,9 +158,12 @@ class Observed:
                         return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
         return None
 
-    def guard(self, name: str, module: nn.Module, flat: Sequence[Tensor]) -> Reads:
+    def guard(
+        self, name: str, module: nn.Module, flat: Sequence[Tensor], of_mode: bool = False
+    ) -> Reads:
         """What must be as it was for a compiled forward that has this module's code.
 
+        of_mode: whether that is another in training mode, whatever its code asks.
         Called when the patched module around it is entered, with these tensors. What is another by the
         time that it is entered itself is set on the way, by code that is compiled as well.
         """
@@ -171,8 +174,8 @@ class Observed:
         steady = self.values.get(name, {}).items()
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
         values += tuple((steps, value) for steps, value in before.items() if steps[0][1] in kept)
-        questions = (answered(question, module, flat) for question in self.questions.get(name, ()))
-        return Reads(values, tuple(sorted(questions)))
+        asked = self.questions.get(name, frozenset()) | ({"training"} if of_mode else set())
+        return Reads(values, tuple(sorted(answered(question, module, flat) for question in asked)))
 
     def stored(self, name: str, module: nn.Module) -> dict[Steps, Any]:
         """What is in the attributes that the module's code sets and does not load: its own, and those of
@@ -549,8 +552,8 @@ def _shown(value: Any) -> str:
 class _NoDropout(TorchFunctionMode):
     """Dropout keeps everything.
 
-    called: the functions of torch, in order.  dropped: the results of active dropout, of maps on their
-    way to the values excepted, with the modules that it is in.
+    called: the functions of torch, in order, with the share of dropout.  dropped: the results of active
+    dropout, of maps on their way to the values excepted, with the modules that it is in.
     """
 
     def __init__(self) -> None:
@@ -565,6 +568,7 @@ class _NoDropout(TorchFunctionMode):
             whole = args[0] if args else kwargs["input"]
             result = whole.view_as(whole)
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            self.called.append((func, share))  # a trace has what is called in evaluation mode
             if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
                 self.dropped.append((result, [*self.within]))
             return result

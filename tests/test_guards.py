@@ -1092,29 +1092,6 @@ def test_an_input_of_another_dtype_than_the_weights():
     assert_told(own_code(model, compiled, x), "mixed_precision")
 
 
-class Trained(nn.Sequential):
-    """Layers that are others in training mode, after one that is not."""
-
-    def __init__(self, kind: nn.Module) -> None:
-        super().__init__(Layer(), kind)
-
-
-@pytest.mark.parametrize(("kind", "warns"), [
-    (nn.Dropout(0.5), True), (nn.BatchNorm1d(6), True), (nn.LayerNorm(4), False),
-], ids=lambda x: str(x))  # fmt: skip
-@torch.no_grad()
-def test_training_mode_of_a_model_that_is_rebuilt(kind, warns, tmp_path):
-    torch.manual_seed(0)
-    data = {"input": torch.randn(48, 6, 4)}
-    asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
-    with warnings.catch_warnings(action="error"):
-        loaded = asapc.load(tmp_path / "out").eval()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        loaded.train()
-    texts = [str(warning.message) for warning in caught]
-    assert loaded.training and len(texts) == warns and all("in evaluation mode" in x for x in texts)
-
-
 class OfPrecision(Layer):
     """Asks for the dtype of what autocast may have made."""
 
@@ -1176,6 +1153,83 @@ def test_dropout_besides_that_of_a_map():
         assert not torch.equal(compiled(x), compiled(x))
 
 
+class Drops(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+
+class DropsInputs(Drops):
+    """What is read more than once, and what the module gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(x)
+        return self.drop(plan_of(self, x) @ self.out(x))
+
+
+class DropsScores(Drops):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        return by_softmax(self.drop(q @ k.mT)) @ self.out(x)
+
+
+class DropsQueries(Layer):
+    """By a function of torch, on the way to a product of which no factor is a map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        return by_softmax(nn.functional.dropout(q, 0.5, self.training) @ k.mT) @ self.out(x)
+
+
+class DropsInTrainingAlone(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        q = nn.functional.dropout(q, 0.5) if self.training else q
+        return by_softmax(q @ k.mT) @ self.out(x)
+
+
+class NormalisesScores(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = q @ k.mT
+        return by_softmax(self.norm(scores.flatten(1)[:, None]).view_as(scores)) @ self.out(x)
+
+
+def by_softmax(scores: Tensor) -> Tensor:
+    for half_step in range(6):
+        scores = scores.log_softmax(-1 - half_step % 2)
+    return scores.exp()
+
+
+@pytest.mark.parametrize("kind", [
+    DropsInputs, DropsScores, DropsQueries, DropsInTrainingAlone, NormalisesScores,
+])  # fmt: skip
+@torch.no_grad()
+def test_layers_that_are_others_in_training_mode(kind):
+    model, compiled = (copy.deepcopy(one) for one in made(kind))
+    x = 1 + 3 * torch.randn(5, 6, 4)
+    assert own_code(model, compiled, x) == []
+    outputs = []
+    for one in (model.train(), compiled.train()):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            outputs.append(one(x))
+    assert_told([str(warning.message) for warning in caught], "training mode")
+    assert torch.equal(*outputs) and not torch.allclose(outputs[1], made(kind)[0](x))
+    for one in (model, compiled):
+        for part in one.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, compiled.state_dict()[key])
+    if kind in (DropsInputs, DropsScores):  # of nothing
+        assert own_code(model, compiled, x) == []
+
+
 class OfDroppedMaps(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -1185,9 +1239,16 @@ class OfDroppedMaps(Layer):
         return self.outside(self.on_map(plan_of(self, x)) @ self.out(x))
 
 
+class OfDroppedMapsByFunction(OfDroppedMaps):
+    def forward(self, x: Tensor) -> Tensor:
+        plan = nn.functional.dropout(plan_of(self, x), 0.5, self.training)
+        return self.outside(plan @ self.out(x))
+
+
+@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction])
 @torch.no_grad()
-def test_dropout_of_a_map_is_left_out_with_a_warning():
-    _, compiled = made(OfDroppedMaps)
+def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
+    _, compiled = made(kind)
     x = torch.randn(2, 6, 4)
     compiled.train()
     with pytest.warns(UserWarning, match="dropout between scores and values is not applied"):
@@ -1195,6 +1256,35 @@ def test_dropout_of_a_map_is_left_out_with_a_warning():
     compiled[0].outside.eval()  # type: ignore[index]
     with warnings.catch_warnings(action="error"):  # once
         assert torch.equal(compiled(x), compiled.eval()(x))
+
+
+class Trained(nn.Sequential):
+    """Layers that are others in training mode, after one that is not."""
+
+    def __init__(self, kind: nn.Module) -> None:
+        super().__init__(Layer(), kind)
+
+
+DROPOUT, STATISTICS = ", without dropout", ", without batch statistics (batch_norm)"
+
+
+@pytest.mark.parametrize(("kind", "left_out"), [
+    (nn.Dropout(0.5), DROPOUT), (nn.BatchNorm1d(6), STATISTICS), (nn.LayerNorm(4), None),
+    (nn.Dropout(0.0), None), (DropsScores(), DROPOUT), (OfDroppedMaps(), DROPOUT),
+    (NormalisesScores(), STATISTICS),
+], ids=lambda x: type(x).__name__)  # fmt: skip
+@torch.no_grad()
+def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
+    torch.manual_seed(0)
+    data = {"input": torch.randn(48, 6, 4)}
+    asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    with warnings.catch_warnings(action="error"):
+        loaded = asapc.load(tmp_path / "out").eval()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        loaded.train()
+    texts = [str(warning.message) for warning in caught]
+    assert loaded.training and len(texts) == (left_out is not None)
+    assert all(x.endswith(f"in evaluation mode{left_out}") for x in texts)
 
 
 class Instances(dict[str, Any]):

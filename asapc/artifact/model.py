@@ -141,6 +141,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     model = CompiledModel(graph, code, call, source, lines)
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
+    model.__dict__["not_applied"] = tuple(manifest.get("not_applied", model.not_applied))
     if stage == "graph" and sequence_group is None:
         shown_by(model, Summary(source, lines, artifact.folder))
     return model

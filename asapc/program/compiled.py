@@ -17,14 +17,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.fx import Graph, Node
 
 from asapc.errors import BranchError, InputError
 from asapc.formats.records import APART, Record
@@ -50,11 +50,9 @@ AS_CAPTURED = (
     "call it as the calibration data did, or compile it on data with these arguments",
 )
 NO_DROPOUT = "dropout between scores and values is not applied: a compiled layer has no map"
-AS_EVALUATED = "computes in training mode as in evaluation mode: without dropout and batch statistics"
-OTHERS_IN_TRAINING = (
-    torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default,
-    torch.ops.aten.alpha_dropout.default, torch.ops.aten.batch_norm.default,
-)  # fmt: skip
+AS_EVALUATED = "computes in training mode as in evaluation mode, without "
+_STATISTICS = {"batch_norm": "batch statistics (batch_norm)",
+               "instance_norm": "statistics of the input (instance_norm)"}  # fmt: skip
 AS_THE_ORIGINAL = (
     "a compiled model computes what its original does, or nothing",
     "load it with model=, so that the original's code can run, or compile again",
@@ -104,6 +102,7 @@ class Inside(Record):
                  forward takes them away: what they held would be that of another call.
     shared:      parts that are one object: the path of each but the first, and that of the first.
     caches:      attributes in which its own code keeps what the compiled code computes at every call.
+    drops:       in training mode its code drops entries of a map, which the compiled code does not have.
     """
 
     path: str
@@ -114,6 +113,7 @@ class Inside(Record):
     keeps: tuple[Steps, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
     caches: tuple[str, ...] = ()
+    drops: bool = False
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
@@ -156,7 +156,8 @@ class Inside(Record):
         if other is not None:
             where, text = other
             return f"{'.'.join((*self._names, where))} {text}"
-        return asked(self.reads.questions, module, flat) if self.reads.questions else None
+        problem = asked(self.reads.questions, module, flat) if self.reads.questions else None
+        return problem if problem is None or not self.path else f"{self.path}: {problem}"
 
 
 def _part(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
@@ -212,11 +213,7 @@ class Forward:
         self.questions: tuple[str, ...] = ()
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
-        called = [str(node.target) for node in code.graph.find_nodes(op="call_module")] if live else []
-        self.dropouts = [
-            part for path, part in (module.named_modules() if live else ())
-            if isinstance(part, _DropoutNd) and not any(f"{path}.".startswith(f"{x}.") for x in called)
-        ]  # fmt: skip
+        self.dropping = tuple(one for one in inside if one.drops)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the classes of the outputs: another process may not have them."""
@@ -272,7 +269,7 @@ class Forward:
             problem = self._another(flat)
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
-        if self.dropouts and NO_DROPOUT not in self.warned:
+        if self.dropping and NO_DROPOUT not in self.warned:
             self._warn_of_dropout()
         missing = self.constants.missing(self.module, flat)
         of_live = (missing or _global_hooks()) if self.live else None
@@ -293,7 +290,8 @@ class Forward:
         return rebuilt(self.call.output, found, self.types)
 
     def _warn_of_dropout(self) -> None:
-        if any(part.training and part.p for part in self.dropouts):
+        parts = (_part(self.module, inside._names) for inside in self.dropping)
+        if any(part is not None and asked(("training",), part, ()) for part in parts):
             self.warned.add(NO_DROPOUT)
             warnings.warn(f"{self.name}: {NO_DROPOUT}", UserWarning, stacklevel=4)
 
@@ -339,7 +337,8 @@ class CompiledModel(nn.Module):
     """A compiled model, rebuilt from an artefact alone.
 
     weights: the module tree whose attributes the graph reads.  teacher: what it was compiled from, in
-    words.  sites: one line each, for repr.
+    words.  sites: one line each, for repr.  not_applied: what its code does in training mode alone, of
+    the graph where nobody sets what the teacher does.
     """
 
     forward: Forward
@@ -357,11 +356,14 @@ class CompiledModel(nn.Module):
         self.__dict__["forward"] = Forward(self, code, call, teacher)
         self._sites: tuple[str, ...]
         self.__dict__["_sites"] = tuple(sites)
+        self.not_applied: tuple[str, ...]
+        self.__dict__["not_applied"] = not_applied([code.graph])
         self.eval()
 
     def train(self, mode: bool = True) -> CompiledModel:
-        if mode and any(node.target in OTHERS_IN_TRAINING for node in self.graph.nodes):
-            warnings.warn(f"{self.forward.name}: {AS_EVALUATED}", UserWarning, stacklevel=2)
+        if mode and self.not_applied:
+            text = f"{self.forward.name}: {AS_EVALUATED}{', '.join(self.not_applied)}"
+            warnings.warn(text, UserWarning, stacklevel=2)
         return super().train(mode)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
@@ -381,6 +383,32 @@ class CompiledModel(nn.Module):
     def __repr__(self) -> str:
         lines = [f"CompiledModel of {self.forward.name}{self.forward.__signature__}", *self._sites]
         return "\n  ".join(lines)
+
+
+def is_another_in_training(node: Node) -> bool:
+    """Whether its operator would compute something else in training mode, in which it is not."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    given = {
+        argument.name: node.args[place] if place < len(node.args)
+        else node.kwargs.get(argument.name, argument.default_value)
+        for place, argument in enumerate(node.target._schema.arguments)
+    }  # fmt: skip
+    return any(given.get(name, True) is False for name in ("train", "training", "use_input_stats"))
+
+
+def is_without_share(node: Node) -> bool:
+    """Dropout of nothing."""
+    return "dropout" in str(node.target) and node.args[1:2] == (0.0,)
+
+
+def not_applied(graphs: Iterable[Graph]) -> tuple[str, ...]:
+    """What these programs, of evaluation mode, would do in training mode."""
+    names = {
+        str(node.target).split(".")[1] for graph in graphs for node in graph.nodes
+        if is_another_in_training(node) and not is_without_share(node)
+    }  # fmt: skip
+    return tuple(sorted(_STATISTICS.get(name, name) for name in names))
 
 
 def site_line(site: Mapping[str, Any]) -> str:

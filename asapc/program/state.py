@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from asapc.formats.records import APART, Record
 from asapc.program.call import shortened
@@ -723,7 +724,8 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
         and (type(x) is not Tensor or (
             not torch.compiler.is_compiling() and any("dynamo" not in name for name in vars(x))))
         for x in flat)),
-    "training": ("it is in training mode", lambda module, _: module.training),
+    "training": ("it is in training mode", lambda module, _: module.training and not (
+        isinstance(module, _DropoutNd) and module.p == 0)),
 }  # fmt: skip
 
 

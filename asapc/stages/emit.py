@@ -30,7 +30,7 @@ from asapc.passes.candidates import Choice, chosen_programs
 from asapc.passes.patches import compiled_modules
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
 from asapc.program.code import traced_inputs, traced_places
-from asapc.program.compiled import OwnCodeWarning
+from asapc.program.compiled import OwnCodeWarning, not_applied
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner
 from asapc.program.state import answered, holding
@@ -96,6 +96,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["soft_to_hard"] = c.chosen.switch
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
+    others = not_applied(program.graph.graph for program in analysis.capture.untouched)
+    if c.whole and others:
+        manifest["not_applied"] = [*others]
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
         (program,) = analysis.capture.programs
