@@ -35,6 +35,7 @@ from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
+from asapc.passes.experiment import one_thread
 from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
 from asapc.passes.gradients import held_by, no_gradient
 from asapc.passes.lift import lift
@@ -158,7 +159,10 @@ def analyse(
     subject = teacher.program if teacher.model is None else teacher.model
     assert subject is not None
     more = list(more)
-    captured, outcomes = _identified(subject, batch, more, progress, softmax)
+    with one_thread():
+        captured, outcomes = _identified(subject, batch, more, progress, softmax)
+    if any("get_num_threads" in asked for asked in captured.observed.questions.values()):
+        captured, outcomes = _identified(subject, batch, more, progress, softmax)
     give_back()  # what a trace and its experiments have freed is left in pieces
     if teacher.onnx is not None:
         from asapc.inputs.onnx.module import OnnxModule

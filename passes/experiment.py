@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +25,18 @@ PROBE_WORK = 3e7  # entries of all half-steps up to which such a check goes
 FARTHEST_WORK = 4e8  # the same where positions are compared with a number that lies beyond
 
 Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators on small tensors: several threads would wait for each other longer than they compute,
+    the more so on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

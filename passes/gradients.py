@@ -25,6 +25,7 @@ from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
 from asapc.passes.cut import ancestors, reached
+from asapc.passes.experiment import one_thread
 from asapc.passes.first_call import copied
 from asapc.passes.site import Site
 from asapc.program.code import traced_places, under
@@ -76,6 +77,7 @@ def _above(output: Node, inputs: Container[Node]) -> set[Node]:
     return reached([output], lambda node: [x for x in node.all_input_nodes if x not in inputs])
 
 
+@one_thread()
 def no_gradient(
     model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Iterable[str]
 ) -> str | None:

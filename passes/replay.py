@@ -12,6 +12,7 @@ the sharpest queries alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,7 @@ from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.branches import spoken
 from asapc.passes.cut import HALVES, Cut, Part, descendants, evaluate, line_of
 from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides, makes_up_for
+from asapc.passes.experiment import one_thread
 from asapc.passes.lift import beside
 from asapc.passes.plan.hidden import may_hide
 from asapc.passes.price import selected
@@ -51,6 +53,7 @@ SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
 EXAMPLES = 2  # of each batch, beyond the data
+SMALL = 1 << 22  # entries of a batch's maps up to which one thread does what is beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 LONG = 128  # tokens of the runs with other scores than the data's
 FEW = 12  # tokens of the many runs that look for thresholds
@@ -187,11 +190,13 @@ def replay(
         if (name, sizes) in tried_on:
             continue
         alike = (kinds[name], sizes) in tried_on
-        beyond_data = list(beyond.errors(sharpest_alone=alike))
+        small = t.q.shape[:3].numel() * t.k.shape[2] <= SMALL
+        with one_thread() if small else contextlib.nullcontext():
+            beyond_data = list(beyond.errors(sharpest_alone=alike))
+            if not alike:
+                kinds_gradient[kinds[name]] = beyond.gradient_error(kernels[name])
         for tried, error in beyond_data:
             found[name].note(tried, error)
-        if not alike:
-            kinds_gradient[kinds[name]] = beyond.gradient_error(kernels[name])
         found[name].gradient = max(found[name].gradient, kinds_gradient[kinds[name]])
         tried_on.add((name, sizes))
         if beyond_data and all(error <= TOLERANCE for _, error in beyond_data):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +21,12 @@ from asapc.calibration import distill
 from asapc.device import CPU, chosen_device, moved, running_on
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
 from asapc.models import ARCHITECTURES, SinkformerText
+from asapc.passes import analyse as analysing
+from asapc.passes import gradients
+from asapc.passes import replay as replaying
+from asapc.passes.analyse import analyse
 from asapc.program.runner import Runner
 
 TINY = {"n_layers": 1, "max_iter": 6}
@@ -263,3 +270,44 @@ def test_so_many_threads_as_are_asked_for(work, capsys, monkeypatch):
     assert asked[0] == 3
     assert run("inspect", work[0], "--threads", 0) == EXIT_BAD_INPUT
     assert "--threads" in capsys.readouterr().err
+
+
+class OfThreads(zoo.ColumnsFirst):
+    def forward(self, x):
+        return super().forward(x) * torch.get_num_threads()
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tracing_and_experiments_take_one_thread(three_threads, monkeypatch):
+    seen: dict[str, int] = {}
+    for home, name in ((analysing, "capture"), (analysing, "matched_program"), (gradients, "_gradients"),
+                       (replaying._Beyond, "errors")):  # fmt: skip
+        def noted(*args, own=getattr(home, name), name=name, **kwargs):
+            seen[name] = torch.get_num_threads()
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, noted)
+    model = zoo.ColumnsFirst().eval()
+    teacher = Teacher(model, None, "net", "", False, None)
+    batch = Batch(zoo.inputs_for(model), {}, None, [0] * 3)
+    assert [site.name for site in analyse(teacher, batch).sites] == ["model"]
+    assert seen == dict.fromkeys(("capture", "matched_program", "_gradients", "errors"), 1)
+    assert torch.get_num_threads() == 3
+    with pytest.raises(InputError):
+        analyse(teacher, replace(batch, args=(torch.ones(2),)))
+    assert torch.get_num_threads() == 3
+
+
+def test_a_model_that_asks_for_the_number_of_threads_gets_the_users(three_threads):
+    model = OfThreads().eval()
+    batch = Batch(zoo.inputs_for(model), {}, None, [0] * 3)
+    analysis = analyse(Teacher(model, None, "net", "", False, None), batch)
+    assert len(analysis.sites) == 1
+    assert torch.equal(Runner(model, analysis.capture.programs)(batch), model(*batch.args))
