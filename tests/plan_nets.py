@@ -115,6 +115,20 @@ class TokensFirst(nn.Module):
         return scores.exp()
 
 
+class Static(nn.Module):
+    """Streams that are mixed alike whatever they hold: the scores are a parameter."""
+
+    def __init__(self, streams: int = 4) -> None:
+        super().__init__()
+        self.mix, self.layer = nn.Parameter(torch.randn(streams, streams)), nn.Linear(8, 8)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        log_plan = self.mix / 0.7
+        for step in range(20):
+            log_plan = log_plan.log_softmax(-2 if step % 2 else -1)
+        return torch.einsum("ij,bnjd->bnid", log_plan.exp(), self.layer(streams))
+
+
 class OneQuery(nn.Module):
     """One seed pools everything: its plan is what its columns' mass is, whatever the scores."""
 
@@ -332,6 +346,8 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
         masses = random(batch, tokens).softmax(-1), random(batch, 5).softmax(-1).clone()
         masses[1][0, 3] = 0.0
         return random(batch, tokens, 5), *masses
+    if isinstance(net, Static):
+        return (random(batch, tokens, 4, 8),)
     if isinstance(net, TokensFirst):
         return (random(batch, tokens, 7, 4),)
     if isinstance(net, Damped | Unbalanced | Stepped | Duals | SideBySide | Scaled):

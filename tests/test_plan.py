@@ -277,6 +277,7 @@ FOUND: dict[str, list[PlanConvention]] = {
         PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
                        stabiliser=Stabiliser("scaling", "add", 1e-8)),
     ],
+    "Static": [PlanConvention(20, "row", 1.0, OutputFactor(queries=1))],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
         PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached
+from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached, reaches
 from asapc.passes.products import BARRIERS, VIEWS, einsum_of_two, is_vector, product_of, rank_of, same
 
 aten = torch.ops.aten
@@ -269,6 +269,8 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
         return value.is_floating_point() and value.dim() >= 2 and bool(same(value.numel(), size))
 
     above = _above(entries, None)
+    if not above & data:  # a static mixer: its plan is the same for all data, until it is trained on
+        data = {node for node in above if reaches(node, lambda n: n.op == "get_attr")}
     candidates = sorted((node for node in above if node in data and is_matrix(node)), reverse=True)
     beside = {}
     for start in candidates:
