@@ -285,11 +285,11 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(calls, capsys):
     assert result == json.loads(Path("out/report.json").read_text())
     assert [entry["passed"] for entry in result["gate"]["checks"]] == [False, True]
     assert not result["gate"]["passed"]
-    assert "asapc: gate failed: REGRESSION\n  REGRESSION: attention_rel_l2 of layers.0" in err
+    assert "asapc: gate failed: REGRESSION\n  attention_rel_l2 of layers.0" in err
     assert Path("out/report.md").read_text().startswith("# asapc: REGRESSION, 3.50x as fast")
     Path("gates.yaml").write_text("prediction_agreement: {min: 0.999}\nspeedup: {min: 9}")
     assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "new/elsewhere.xml"]) == 1
-    assert "asapc: gate failed: ANOMALOUS\n  ANOMALOUS: prediction_agreement" in capsys.readouterr().err
+    assert "asapc: gate failed: ANOMALOUS\n  prediction_agreement" in capsys.readouterr().err
     text = Path("new/elsewhere.xml").read_text()
     assert text == Path("out/junit.xml").read_text()
     assert 'errors="1"' in text and 'failures="1"' in text
@@ -320,6 +320,27 @@ def test_too_few_examples_for_the_limits_are_told_before_the_work(
     assert cli.main(["run", "net.py:build", "--data", "d.npz", "-o", "out", *gate]) == 2
     before = capsys.readouterr().err.split("asapc: the work")[0]
     assert told in before and ("warning: " in before) == bool(told)
+
+
+def test_a_lossless_model_that_is_as_fast_is_named_by_its_folder(calls, monkeypatch, capsys):
+    times = {"latency_compiled_ms": 2.0, "latency_lossless_ms": 2.0, "speedup_lossless": 3.5}
+    model = REPORT["model"] | times | {"prediction_agreement": 1.0}
+    measured = Report.from_json({**REPORT, "model": model}, "REPORT")
+    monkeypatch.setattr("asapc.report.evaluate.report", lambda *_, **__: measured)
+    assert cli.main(["report", "my out"]) == 0
+    out, err = capsys.readouterr()
+    assert "Take the lossless model instead." in out
+    assert """the lossless model: asapc.load('my out', stage="lossless")""" in err
+
+
+@pytest.mark.parametrize("command", [["export", "out"], ["demo", "--example", "none"]], ids=str)
+def test_export_and_demo_take_a_number_of_threads(command, calls, monkeypatch, capsys):
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr(asapc.pipeline, "export", lambda *_, **__: {}, raising=False)
+    monkeypatch.setattr("asapc.demo.run_demo", lambda run, out, example, reading: reading.place())
+    assert cli.main([*command, "--threads", "3", "--json"]) == 0
+    assert asked == [3]
 
 
 def test_a_baseline_is_held_against_the_report(calls, capsys):

@@ -132,10 +132,14 @@ def gate_result(
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
-    """One line for the verdict and one per check that is not accepted, the worst class first."""
+    """One line for the verdict and one per check that is not accepted, the worst class first; another
+    class than the verdict's is named."""
     failed = gate.failures
     lines = [f"gate failed: {gate.verdict}"]
-    lines += [f"  {failure.verdict}: {failure.message}" for failure in failed[:most]]
+    lines += [
+        f"  {'' if failure.verdict == gate.verdict else f'{failure.verdict}: '}{failure.message}"
+        for failure in failed[:most]
+    ]
     if len(failed) > most:
         lines.append(f"  and {len(failed) - most} more")
     return "\n".join(lines)
