@@ -385,6 +385,7 @@ def export(
     ] = False,
     tolerance: Tolerance = None,
     trust: Trust = False,
+    threads: Threads = None,
 ) -> None:
     """Write a compiled model as OUT/model.onnx, run it in ONNX Runtime and compare.
 
@@ -397,6 +398,7 @@ def export(
     from asapc.inputs.onnx.settings import MODEL, OnnxSettings
 
     settings = OnnxSettings(opset, tolerance, float16)
+    Reading(device="cpu", threads=threads).place()
     from asapc import pipeline
 
     record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
@@ -505,6 +507,7 @@ def demo(
         str, typer.Option("--example", metavar="NAME", help="code (the default) or digits (smaller).")
     ] = "code",
     device: Device = AUTO,
+    threads: Threads = None,
 ) -> None:
     """Compile a bundled checkpoint step by step, and say which result to ship.
 
@@ -512,7 +515,7 @@ def demo(
     """
     from asapc.demo import run_demo
 
-    run_demo(run, out, example, device)
+    run_demo(run, out, example, Reading(device=device, threads=threads))
 
 
 @app.callback(invoke_without_command=True)
@@ -540,10 +543,13 @@ def _only_onnx(option: str, value: str | None) -> None:
 
 def _reported(run: Session, result: Report, artifact: str, data: str | None) -> int:
     """Show what was measured and where it is written; the exit code."""
+    from asapc.report.advice import decide
     from asapc.report.gates import failure_text
 
     run.present(result, "report")
     _note_unverified(run, artifact, data)
+    if decide(result).lossless is not None:
+        run.note(f'the lossless model: asapc.load({artifact!r}, stage="lossless")')
     page = Path(artifact) / "report.html"
     shown = f", and {page.name} to open in a browser" if page.exists() else ""
     run.note(f"wrote {Path(artifact) / 'report.json'}, report.md, junit.xml{shown}")

@@ -6,7 +6,7 @@ torch takes seconds to import, so what needs it is imported after what can be re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,8 @@ def compile_model(
     onnx: OnnxSettings | None = None,
     max_memory: str | None = None,
 ) -> dict[str, Any]:
-    """Compile and return the manifest.  Without a recipe, the calibration's is used.
+    """Compile and return the manifest, with margins of speed.  Without a recipe, the calibration's is
+    used.
 
     onnx: settings of OUT/model.onnx; without them only an .onnx model writes one.
     """
@@ -138,7 +139,20 @@ def compile_model(
     written = pipeline.compile(
         teacher, calibration, out, resolved, data, run.progress, onnx, max_memory=limit, device=place
     )
-    return written.manifest
+    return _with_margins(written.manifest, written.selection)
+
+
+def _with_margins(manifest: dict[str, Any], selection: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasons of a manifest, which are the same in every run, with what was timed in this one."""
+    from asapc.passes.select import GAINS_TOO_LITTLE
+
+    sites = {site["name"]: dict(site) for site in manifest["sites"]}
+    for trail in selection.get("sites", ()):
+        site = sites[trail["name"]]
+        for tried in trail["candidates"]:
+            lost = f"{tried['label']}: {GAINS_TOO_LITTLE}"
+            site["reason"] = site["reason"].replace(lost, f"{lost}: {tried['verdict']}")
+    return {**manifest, "sites": [*sites.values()]}
 
 
 def report_artifact(
@@ -213,7 +227,7 @@ def run_all(
     from asapc.stages.analyse import analysed_once
 
     analyse = analysed_once()
-    _tell_shortage(run, limits, data, teacher, measuring.examples)
+    _tell_shortage(run, limits, resolved.budget, data, teacher, measuring.examples)
     run.note(f"1 of 3: calibrating into {calibration}")
     pipeline.calibrate(
         teacher, data, calibration, resolved, run.progress, max_memory=measuring.max_memory,
@@ -255,18 +269,25 @@ def _limits(gate: str | None, measured: Measured) -> list[Gate]:
 
 
 def _tell_shortage(
-    run: Session, limits: Sequence[Gate], data: str, teacher: Teacher, most: int
-) -> None:
-    """Warn before the work where the report will have too few examples for its limits."""
+    run: Session, limits: Sequence[Gate], budget: Mapping[str, float], data: str, teacher: Teacher,
+    most: int,
+) -> None:  # fmt: skip
+    """Warn before the work where the report will have too few examples for its limits, or, where there
+    are none, to prove the budget's share of equal predictions."""
     from asapc.inputs.data import open_data, split_of
-    from asapc.report.gates import examples_asked
+    from asapc.report.gates import Gate, examples_asked
     from asapc.stages.analyse import forward_signature
 
+    asking = "the limits need"
+    share = None if limits else budget.get("prediction_agreement")
+    if share is not None:
+        asking = f"to prove {100 * share:.4g} % equal predictions takes"
+        limits = [Gate("prediction_agreement", "min", share, confidence=True)]
     needed = examples_asked(limits)
     if not needed or not is_array_file(data):
         return
     if most < needed:
-        run.note(f"warning: the limits need {needed} examples: pass --examples {needed}")
+        run.note(f"warning: {asking} {needed} examples: pass --examples {needed}")
     source = open_data(data, forward_signature(teacher))
     if (source.examples or 0) > 20 * needed:
         return  # enough, and long to count
@@ -274,7 +295,7 @@ def _tell_shortage(
     held_out = sum(split_of(content) == "gate" for content in hashes)
     if held_out < needed:
         run.note(
-            f"warning: the limits need {needed} examples, and the report will have {held_out}, the gate "
+            f"warning: {asking} {needed} examples, and the report will have {held_out}, the gate "
             f"split of {data}: pass about {math.ceil(needed * len(hashes) / max(held_out, 1))} in all"
         )
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from asapc import commands
 from asapc.errors import InputError
-from asapc.inputs.reading import AUTO, Reading
+from asapc.inputs.reading import NO_OPTIONS, Reading
 from asapc.inputs.recipe import Recipe
 from asapc.report import Report
 from asapc.report.advice import NEARLY
@@ -37,7 +37,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def run_demo(
-    run: Session, out: str, example: str = "code", device: str = AUTO
+    run: Session, out: str, example: str = "code", reading: Reading = NO_OPTIONS
 ) -> dict[str, Any]:
     """Inspect, calibrate, compile and report in folder `out`; returns what --json prints.
 
@@ -49,7 +49,7 @@ def run_demo(
     folder = Path(out)
     _place(folder, example)
     teacher, data, calibration = (str(folder / name) for name in ("teacher", f"{example}.npz", "calib"))
-    reading, steps = Reading(device=device), list[dict[str, Any]]()
+    steps: list[dict[str, Any]] = []
 
     def step(command: str, kind: str, action: Callable[[], T]) -> T:
         run.note(f"\n$ {command}")

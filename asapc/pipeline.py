@@ -182,7 +182,7 @@ def report(
 
     artifact: its folder, or what `compile` returned.  options: of evaluate.report, which measures.
     """
-    measured = evaluate.report(artifact, data, **options)
+    measured = evaluate.report(artifact, data, limits=limits, **options)
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
 

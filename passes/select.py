@@ -63,6 +63,7 @@ WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact op
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
 EXCEEDS = "exceeds the budget"
+GAINS_TOO_LITTLE = "gains too little"  # in a manifest, which has no times
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
 
 
@@ -380,18 +381,19 @@ def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> Non
                 if beyond:
                     tried.verdict = f"{EXCEEDS}: {beyond}"
                 elif slower is not None:
-                    tried.verdict = _slower(slower)
+                    tried.verdict = _slower(tried.price, opened.teacher, slower)
                 else:
                     tried.verdict = _hardly_cheaper(tried, exact, objective)
             elif slower is not None and not drop_maps:
-                tried.verdict = _slower(slower)
+                tried.verdict = _slower(tried.price, opened.teacher, slower)
         if exact.verdict:  # nothing exact beats the teacher's own code
             left = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
             opened.tried.insert(0, left)
 
 
-def _slower(shape: Shape) -> str:
-    return f"slower than the teacher at {_text(shape)}"
+def _slower(price: Price, teacher: Price, shape: Shape) -> str:
+    took = f"{price.median[shape]:.3g} ms, not {teacher.median[shape]:.3g} ms"
+    return f"slower than the teacher at {_text(shape)}: {took}"
 
 
 def _hardly_cheaper(tried: Tried, exact: Tried, objective: str) -> str:
@@ -645,7 +647,7 @@ def _lost(tried: Tried) -> str:
     if tried.verdict.startswith(EXCEEDS):
         return tried.verdict
     if tried.verdict:
-        return "gains too little"
+        return GAINS_TOO_LITTLE
     return "the whole model's budget had no room for it"
 
 

@@ -35,6 +35,25 @@ def test_inside_the_default_limits_it_is_shipped(document):
     assert judged.default and judged.gate.verdict == "ACCEPT"
 
 
+UNPROVEN = " But {} examples prove only that at least 98.50% of predictions are equal"
+
+
+@pytest.mark.parametrize(("examples", "low", "told"), [
+    (300, 0.985, f"{UNPROVEN.format(300)}; 99.00% takes 369."),
+    (1000, 0.985, f"{UNPROVEN.format(1000)}."),
+    (1000, 0.99, ""), (1000, None, ""),
+])  # fmt: skip
+def test_a_budget_that_the_examples_do_not_prove_is_told(document, examples, low, told):
+    document["model"]["examples"] = examples
+    document["model"]["confidence"]["prediction_agreement"] = [low, 1.0]
+    decision = decided(document)
+    assert decision.sentence == "Ship it."
+    assert decision.because == "All 3 default limits are kept." + told
+    for site in document["sites"]:
+        site["operator"] = "sinkhorn"
+    assert decided(document).because == "Every layer computes the teacher's own attention." + told
+
+
 def test_default_limits_are_the_budget_that_the_artefact_records(document):
     def limits() -> dict[str, float]:
         found = default_limits(page_report.typed(document))

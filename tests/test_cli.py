@@ -59,8 +59,14 @@ BENCH = {
 }  # fmt: skip
 MANIFEST = {
     "format_version": 1, "capture": "whole",
-    "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}],
+    "sites": [{"name": "layers.0", "operator": "sinkhorn",
+               "reason": "a: exceeds the budget: e; b: gains too little; c: gains too little"}],
 }
+TRAIL = {"sites": [{"name": "layers.0", "candidates": [
+    {"label": "a", "verdict": "exceeds the budget: e"},
+    {"label": "b", "verdict": "1.05 x as fast as the exact operator, less than the 1.1 x needed"},
+    {"label": "c", "verdict": "slower than the teacher at 32x256"},
+]}]}  # fmt: skip
 PLAN = TransformPlan("target", 1, 20, rescaled=True)
 SITE = SiteCalibration(
     Convention(20, "row", 0.5),
@@ -100,7 +106,7 @@ def calls(monkeypatch, tmp_path):
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
     calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
-    pipeline.compile = stand_in("compile", SimpleNamespace(manifest=MANIFEST))  # type: ignore[attr-defined]
+    pipeline.compile = stand_in("compile", SimpleNamespace(manifest=MANIFEST, selection=TRAIL))  # type: ignore[attr-defined]
     measured = Report.from_json(REPORT, "REPORT")
     monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
     pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
@@ -208,6 +214,15 @@ def test_inspect_prints_the_dictionary_as_it_is(calls, capsys):
     assert "not Sinkhorn: rows only" in capsys.readouterr().out  # why a layer is refused
 
 
+def test_compile_tells_by_how_much_a_candidate_was_too_slow(calls, capsys):
+    assert cli.main([*ARGUMENTS["compile"], "--json"]) == 0
+    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    assert site["reason"] == (
+        "a: exceeds the budget: e; b: gains too little: 1.05 x as fast as the exact operator, less than "
+        "the 1.1 x needed; c: gains too little: slower than the teacher at 32x256"
+    )
+
+
 def test_calibrate_summarises_the_fit(calls, capsys):
     for options, expected in (([], (False, False, None)), (["--sequential"], (True, False, None))):
         capsys.readouterr()
@@ -248,7 +263,7 @@ HINTS = {
 def test_the_next_command_has_all_it_needs_and_is_one(name, calls, monkeypatch, capsys):
     arguments, expected = HINTS[name]
     if "per module" in name:
-        per_module = SimpleNamespace(manifest={**MANIFEST, "capture": "module"})
+        per_module = SimpleNamespace(manifest={**MANIFEST, "capture": "module"}, selection={})
         monkeypatch.setattr("asapc.pipeline.compile", lambda *_, **__: per_module)
     refreshed = {"mode": "distil", "best_epoch": 0, "before": {}, "after": {}}
     monkeypatch.setattr("asapc.pipeline.refresh", lambda *_, **__: refreshed, raising=False)
@@ -270,11 +285,11 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(calls, capsys):
     assert result == json.loads(Path("out/report.json").read_text())
     assert [entry["passed"] for entry in result["gate"]["checks"]] == [False, True]
     assert not result["gate"]["passed"]
-    assert "asapc: gate failed: REGRESSION\n  REGRESSION: attention_rel_l2 of layers.0" in err
+    assert "asapc: gate failed: REGRESSION\n  attention_rel_l2 of layers.0" in err
     assert Path("out/report.md").read_text().startswith("# asapc: REGRESSION, 3.50x as fast")
     Path("gates.yaml").write_text("prediction_agreement: {min: 0.999}\nspeedup: {min: 9}")
     assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "new/elsewhere.xml"]) == 1
-    assert "asapc: gate failed: ANOMALOUS\n  ANOMALOUS: prediction_agreement" in capsys.readouterr().err
+    assert "asapc: gate failed: ANOMALOUS\n  prediction_agreement" in capsys.readouterr().err
     text = Path("new/elsewhere.xml").read_text()
     assert text == Path("out/junit.xml").read_text()
     assert 'errors="1"' in text and 'failures="1"' in text
@@ -286,6 +301,7 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(calls, capsys):
         ("prediction_agreement: {min: 0.99}", "warning: the limits need 100 examples, and the report"),
         ("examples: {min: 600}", "warning: the limits need 600 examples: pass --examples 600"),
         ("prediction_agreement: {min: 0.8}", ""), ("speedup: {min: 2}", ""),
+        (None, "warning: to prove 99 % equal predictions takes 369 examples, and the report will have"),
     ],
 )  # fmt: skip
 def test_too_few_examples_for_the_limits_are_told_before_the_work(
@@ -293,17 +309,38 @@ def test_too_few_examples_for_the_limits_are_told_before_the_work(
 ):
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 2)\n")
-    Path("gates.yaml").write_text(limits)
+    gate = [] if limits is None else ["--gate", "gates.yaml"]
+    Path("gates.yaml").write_text(limits or "")
     np.savez("d.npz", input=np.random.default_rng(0).normal(size=(80, 3)).astype("f"))
 
     def stop(*_: object, **__: object) -> None:
         raise InputError("the work")
 
     monkeypatch.setattr("asapc.pipeline.calibrate", stop)
-    command = ["run", "net.py:build", "--data", "d.npz", "-o", "out", "--gate", "gates.yaml"]
-    assert cli.main(command) == 2
+    assert cli.main(["run", "net.py:build", "--data", "d.npz", "-o", "out", *gate]) == 2
     before = capsys.readouterr().err.split("asapc: the work")[0]
-    assert told in before and ("warning: the limits" in before) == bool(told)
+    assert told in before and ("warning: " in before) == bool(told)
+
+
+def test_a_lossless_model_that_is_as_fast_is_named_by_its_folder(calls, monkeypatch, capsys):
+    times = {"latency_compiled_ms": 2.0, "latency_lossless_ms": 2.0, "speedup_lossless": 3.5}
+    model = REPORT["model"] | times | {"prediction_agreement": 1.0}
+    measured = Report.from_json({**REPORT, "model": model}, "REPORT")
+    monkeypatch.setattr("asapc.report.evaluate.report", lambda *_, **__: measured)
+    assert cli.main(["report", "my out"]) == 0
+    out, err = capsys.readouterr()
+    assert "Take the lossless model instead." in out
+    assert """the lossless model: asapc.load('my out', stage="lossless")""" in err
+
+
+@pytest.mark.parametrize("command", [["export", "out"], ["demo", "--example", "none"]], ids=str)
+def test_export_and_demo_take_a_number_of_threads(command, calls, monkeypatch, capsys):
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr(asapc.pipeline, "export", lambda *_, **__: {}, raising=False)
+    monkeypatch.setattr("asapc.demo.run_demo", lambda run, out, example, reading: reading.place())
+    assert cli.main([*command, "--threads", "3", "--json"]) == 0
+    assert asked == [3]
 
 
 def test_a_baseline_is_held_against_the_report(calls, capsys):

@@ -289,7 +289,9 @@ def test_tracing_and_experiments_take_one_thread(three_threads, monkeypatch):
     seen: dict[str, int] = {}
     for home, name in ((analysing, "capture"), (analysing, "matched_program"), (gradients, "_gradients"),
                        (replaying._Beyond, "errors")):  # fmt: skip
-        def noted(*args, own=getattr(home, name), name=name, **kwargs):
+        own = getattr(home, name)
+
+        def noted(*args, own=own, name=name, **kwargs):
             seen[name] = torch.get_num_threads()
             return own(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
 from steps import compiled, run
 
+from asapc import pipeline
 from asapc.artifact import read_artifact
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
@@ -28,6 +29,7 @@ from asapc.passes.candidates import Candidate
 from asapc.report import Report, evaluate, markdown, report_schema
 from asapc.report.baseline import Allowance, Baseline, compare
 from asapc.report.brief import report_brief
+from asapc.report.gates import parse_gates
 from asapc.report.html import html
 from asapc.terminal.progress import Progress
 
@@ -185,6 +187,13 @@ def test_intervals_lengths_heads_and_certificates(work, whole):
         assert site["certificates"] == [] and not pictures
         assert whole["metrics"].keys() - site["metrics"].keys() <= proven
         assert site["metrics"].items() <= whole["metrics"].items()
+
+
+def test_a_pattern_without_a_site_is_an_error_before_anything_is_measured(work, monkeypatch):
+    monkeypatch.setattr(evaluate, "_measured", lambda *_: pytest.fail("measured"))
+    limits = parse_gates({"sites": {"layers.9*": {"row_err": {"max": 1}}}})
+    with pytest.raises(InputError, match=r"'layers.9\*' must match a site"):
+        pipeline.report(work / "out", None, limits, progress=Progress())
 
 
 @pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])

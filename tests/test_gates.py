@@ -57,6 +57,7 @@ def test_without_limits_nothing_is_accepted_and_nothing_fails() -> None:
         ("speedup: {least: 2}", "speedup must be limited"),
         ("speedup: {min: .nan}", "line 1: speedup: min must be a finite number"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
+        ("metric: a.py:f", r"a file never names code that runs(.|\n)*help: .*--metric FILE.py:FUNCTION"),
         ("[speedup]", "must be a mapping"), ("speedup: {confidence: true}", "speedup must be limited"),
         ("speedup: {min: 1, confidence: 0.95}", "confidence must be true or false, got 0.95"),
         ("speedup: {min: 3, max: 2}", "speedup: min must not be above max"),
@@ -203,9 +204,9 @@ def test_what_a_limit_is_held_against(
 def test_a_pattern_that_matches_no_site_is_an_error() -> None:
     gates = parse_gates({"sites": {"layers.3": {"row_err": {"max": 1}}}})
     with pytest.raises(InputError, match=r"'layers.3' must match a site(.|\n)*layers.0, layers.1"):
-        check(report(), gates)
+        judge.check_patterns(gates, ["layers.0", "layers.1"])
     with pytest.raises(InputError, match="sites: none"):
-        gate_result({"model": {}, "sites": []}, gates)
+        judge.check_patterns(gates, [])
 
 
 @pytest.mark.parametrize("limit", [0.9, 0.99])
@@ -302,7 +303,7 @@ def test_the_worst_class_wins_and_messages_are_single_lines() -> None:
     assert [e["class"] for e in result["checks"]] == ["REGRESSION", "ANOMALOUS", "ACCEPT", "REGRESSION"]
     lines = failure_text(result).splitlines()
     assert lines == [
-        "gate failed: ANOMALOUS", "  ANOMALOUS: logit_kl of model was not measured (max 1)",
+        "gate failed: ANOMALOUS", "  logit_kl of model was not measured (max 1)",
         "  REGRESSION: output_rel_l2 of model is 0.25, beyond its limit (max 0.1)",
         "  REGRESSION: attention_rel_l2 of a b is 0.01, beyond its limit (max 0.001)",
     ]

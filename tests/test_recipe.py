@@ -110,6 +110,7 @@ BEYOND_THE_SCHEMA = re.compile(
         ("sites: {a: {seed: 1}}", "sites: a: unknown key 'seed'"),
         ("sites: {a: {c_transforms: 99}}", "sites: a: c_transforms must be an integer from 0 to"),
         ("c_transforms: 1\nc_transforms: 3", "'c_transforms' appears twice"),
+        ("metric: a.py:f", r"line 1: a file never names code that runs(.|\n)*--metric FILE.py:FUNCTION"),
         ("- c-transforms", "the file must be a mapping"), ("c_transforms: [", "not valid YAML"),
         ("1: 2", "keys must be text"), ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
         ("ridge: 1.0e+308", r"ridge must be a number from 0 to 1e\+30"),  # its products are finite

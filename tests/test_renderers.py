@@ -308,7 +308,6 @@ def test_what_is_left_alone_points_to_what_to_write(status: str, hinted: bool) -
 def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     lines = "\n".join(brief.report_brief(measured(3)))
     assert lines.startswith("no gates file, default limits: Take the lossless model instead.")
-    assert 'asapc.load("OUT", stage="lossless")' in lines
     words = " ".join(lines.split())
     assert "speed 19.8x (1468 ms -> 74.2 ms per batch of 32; 21.0x with every loop kept exactly" in words
     assert "agreement 99.90% (95% interval 99.70% to 100.00%)" in words

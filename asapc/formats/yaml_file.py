@@ -10,7 +10,7 @@ import yaml
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_file
-from asapc.terminal.printed import reason
+from asapc.terminal.printed import one_line, reason
 
 MAX_BYTES = 1 << 17  # PyYAML takes a second for this much
 MAX_VALUES = 20_000
@@ -71,11 +71,14 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
         raise InputError(f"{what} {path}: at most {MAX_BYTES} bytes are read", got="more")
     try:
         loader = _Loader(text)
-        loader.name = Path(path).name  # in the errors
         data = loader.get_single_data()
         _check_size(data)
     except Exception as error:  # PyYAML's constructors raise various types, for `!!int x` and the like
-        raise InputError(f"{what} {path}: not valid YAML", got=reason(error)) from error
+        mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise InputError(
+            f"{what} {path}: {where}not valid YAML", got=one_line(problem or "") or reason(error)
+        ) from error
     if data is None:
         return {}
     if not isinstance(data, dict):

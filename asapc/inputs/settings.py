@@ -104,12 +104,18 @@ def parse(
     """The values of a mapping, each as its type has it.  compound: keys with a parser of their own;
     what: of a key, for messages; source: where the keys stand in the file, `data` unless given.
 
-    Raises InputError for an unknown key or a wrong value, with its line if `source` was read from a file.
+    Raises InputError for an unknown key, one that names code, or a wrong value, with its line if `source`
+    was read from a file.
     """
     source = data if source is None else source
     parsed = {}
     for key, value in data.items():
         if key not in types:
+            if key == "metric":
+                raise InputError(
+                    f"{place.line_of(key, source)}: a file never names code that runs", got="metric",
+                    help="name your own metric on the command line: --metric FILE.py:FUNCTION",
+                )  # fmt: skip
             close = difflib.get_close_matches(str(key), types, n=1)
             raise InputError(
                 f"{place.line_of(key, source)}: unknown {what} {key!r}",

@@ -30,8 +30,8 @@ from asapc.report.document import (
     positive,
     sizes_of,
 )
-from asapc.report.gates import Gate, gate_result
-from asapc.report.tables import counted, number
+from asapc.report.gates import Gate, examples_asked, gate_result
+from asapc.report.tables import counted, metric_text, number
 from asapc.terminal.printed import clipped
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
@@ -115,12 +115,7 @@ def default_limits(report: Report) -> tuple[Gate, ...]:
     teacher's. A model that was refreshed on labels no longer imitates its teacher: only its accuracy and
     its speed are judged.  A null value was measured: in a file, it is a number that was not finite.
     """
-    recorded = {  # a trail is told and never checked
-        key: min(value, METRIC[key].high or value)
-        for key, limit in (report.selection or Trail()).budget.items()
-        if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
-    }
-    budget = recorded or dict(DEFAULT_BUDGET)
+    budget = _budget(report)
     if _trained_on_labels(report):
         if "prediction_agreement" in budget:
             budget.setdefault("accuracy_drop", 1 - budget["prediction_agreement"])
@@ -132,6 +127,16 @@ def default_limits(report: Report) -> tuple[Gate, ...]:
     if report.model.metric("speedup") is not None:
         limits.append(Gate("speedup", "min", LEAST_SPEEDUP))
     return tuple(limits)
+
+
+def _budget(report: Report) -> dict[str, float]:
+    """That the artefact was compiled with, or the default one."""
+    recorded = {  # a trail is told and never checked
+        key: min(value, METRIC[key].high or value)
+        for key, limit in (report.selection or Trail()).budget.items()
+        if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
+    }
+    return recorded or dict(DEFAULT_BUDGET)
 
 
 def _trained_on_labels(report: Report) -> bool:
@@ -171,6 +176,7 @@ def decide(report: Report) -> Decision:
         because = f"All {len(gate.checks)} {passed}." if len(gate.checks) > 1 else "The check passed."
         if sites and not report.approximated:
             because = "Every layer computes the teacher's own attention."
+        because += _unproven(report, judged)
         return Decision("ship", "Ship it.", because, judged, lossless=near)
     speedup = finite(report.model.metric("speedup"))
     slow = any((check.metric, check.scope) == ("speedup", "model") for check in gate.failures)
@@ -185,6 +191,22 @@ def decide(report: Report) -> Decision:
     site = check.scope if check.scope in names else _worst_contributor(report, check)
     what = "Do not ship it yet." if site is None else f"Look at {_name(site)} first."
     return Decision("look", what, _message(check), judged, site)
+
+
+def _unproven(report: Report, judged: Judgement) -> str:
+    """That an agreement within the budget rests on too few examples to prove it."""
+    metric = "prediction_agreement"
+    limit, ends = _budget(report).get(metric), report.model.interval(metric)
+    of_teacher = judged.default and not _trained_on_labels(report)
+    if not of_teacher or limit is None or ends is None or ends[0] >= limit:
+        return ""
+    examples = finite(report.model.metric("examples")) or 0
+    needed = examples_asked([Gate(metric, "min", limit, confidence=True)])
+    told = (
+        f" But {examples:g} examples prove only that at least {metric_text(metric, ends[0])} of "
+        "predictions are equal"
+    )
+    return told + (f"; {metric_text(metric, limit)} takes {needed}." if examples < needed else ".")
 
 
 def _under_torch_compile(report: Report) -> str:

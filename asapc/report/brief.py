@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
+from asapc.report.advice import advise, decide
 from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
 from asapc.report.tables import (
     amortised_text,
@@ -162,8 +162,6 @@ def report_brief(report: Report) -> list[str]:
     gate, decided = report.gate, decide(report)
     verdict = gate.verdict if gate.verdict is not None else "no gates file, default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
-    if decided.lossless is not None:
-        lines.append(f"  {LOSSLESS_PYTHON} loads the lossless model")
     for figure in key_figures(report):
         beside = f" ({'; '.join(figure.notes)})" if figure.notes else ""
         lines += _wrapped(f"{figure.label:<12}{figure.value}{beside}", indent=" " * 12, most=4)
@@ -185,7 +183,7 @@ def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
         if ratio is not None:
             took = model.get("torch_compile_seconds") if key == "teacher" else None
             beside = "" if took is None else f" ({number(took)} s to compile)"
-            told.append(f"{number(ratio)}x {what} under torch.compile{beside}")
+            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast as the teacher{beside}")
     failed = model.get("torch_compile_failed")
     return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
 

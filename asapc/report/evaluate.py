@@ -39,6 +39,7 @@ from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.processes import ALONE, Part, Processes, apart, together
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
+from asapc.report.gates import Gate, check_patterns
 from asapc.report.pictures import SitePictures
 from asapc.report.site_metrics import (
     SiteFidelity,
@@ -68,6 +69,7 @@ def report(
     artifact: str | Path | Artifact,
     data: str | DataSource | None = None,
     *,
+    limits: Sequence[Gate] = (),
     model: str | nn.Module | None = None,
     reading: Reading = ON_CPU,
     measuring: Measuring = Measuring(),
@@ -79,12 +81,14 @@ def report(
     have more than MAP_ENTRIES entries.
 
     Its pictures are a few attention maps of every site. No gate is set.
+    limits: that will be checked; it is an error before the work if their patterns match no site.
     model: around an artefact's modules, where it was captured by them.  reading: of the artefact and that
     model.  processes: share the models' batches, and the sites; the first one times.
     Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
     measure on.
     """
     with _read(artifact, data, model, reading, "report") as (read, surrounding, source):
+        check_patterns(limits, read.site_names)
         return _measured(read, surrounding, source, measuring, progress, processes)
 
 

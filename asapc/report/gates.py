@@ -70,19 +70,19 @@ def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
     return _of_metrics(data, Place(where), None)
 
 
-def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
-    """One check per limit of the model and per limit and site of a pattern; a limit on a per-site metric
-    without a pattern is one check, of the worst site.
-
-    Raises InputError for a pattern that matches no site.
-    """
-    names = [site.name for site in report.sites]
+def check_patterns(gates: Sequence[Gate], names: Sequence[str]) -> None:
+    """Raises InputError for a pattern that matches no site."""
     for pattern in dict.fromkeys(gate.pattern for gate in gates if gate.pattern is not None):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
                 f"gates: the site pattern {pattern!r} must match a site",
                 help=f"sites: {', '.join(names[:10]) or 'none'}{' ...' if len(names) > 10 else ''}",
             )
+
+
+def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
+    """One check per limit of the model and per limit and site of a pattern; a limit on a per-site metric
+    without a pattern is one check, of the worst site."""
     checks = []
     for gate in gates:
         if gate.pattern is None and METRIC[gate.metric].scope != "site":
@@ -132,10 +132,14 @@ def gate_result(
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
-    """One line for the verdict and one per check that is not accepted, the worst class first."""
+    """One line for the verdict and one per check that is not accepted, the worst class first; another
+    class than the verdict's is named."""
     failed = gate.failures
     lines = [f"gate failed: {gate.verdict}"]
-    lines += [f"  {failure.verdict}: {failure.message}" for failure in failed[:most]]
+    lines += [
+        f"  {'' if failure.verdict == gate.verdict else f'{failure.verdict}: '}{failure.message}"
+        for failure in failed[:most]
+    ]
     if len(failed) > most:
         lines.append(f"  and {len(failed) - most} more")
     return "\n".join(lines)

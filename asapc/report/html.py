@@ -29,8 +29,8 @@ LONGEST = 500  # characters of a value that are shown
 # Not in the words of a verdict, which only a gate file gives.
 DEFAULT_WORDS = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
 LOSSLESS = f"""\
-{LOSSLESS_PYTHON}      # from the same artefact
-{LOSSLESS_RECIPE}                        # or as a recipe, lossless.yaml, with
+{LOSSLESS_PYTHON}      # in Python, from the same artefact; or
+echo "{LOSSLESS_RECIPE}" > lossless.yaml
 asapc compile MODEL --calibration CALIB --recipe lossless.yaml -o OUT"""
 
 
