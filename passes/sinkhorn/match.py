@@ -8,6 +8,7 @@ The region is cut out, promoted to float64 and run on synthetic scores, masks an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -26,12 +27,16 @@ from asapc.passes.cut import (
     PROBE_BATCH,
     PROBE_LENGTHS,
     ancestors,
+    is_bool,
     is_tensor,
     made_alike,
     moved_nodes,
+    operator_name,
 )
+from asapc.passes.decisions import BOUNDS, HUGE
 from asapc.passes.early_stop import (
     MANY_EXAMPLES,
+    SUMS,
     Crowd,
     Stopping,
     of_many,
@@ -54,6 +59,7 @@ from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
     OTHER_SCORES,
+    SPREADS,
     Fit,
     Guesses,
     Sample,
@@ -341,6 +347,7 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention] | str:
         by_query = rows and rough.reason.startswith("not Sinkhorn: the attention is not strictly")
         return ROWS_ONLY if by_query else str(rough)
     experiment.rough = rough
+    experiment.bounds = bounds_of(inside)
     search = partial(identify, guesses=guesses_of(inside))
     fit = experiment.fitted(experiment.sizes, search, convention_error)
     if isinstance(fit, NoFit):
@@ -524,6 +531,18 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
         *(["row", "matrix", "tensor"] if targets & MAXIMA else []),
     ]  # fmt: skip
     return Guesses(tuple(found), sorted(set().union(*found.values())), starts)
+
+
+def bounds_of(inside: Collection[Node]) -> list[float]:
+    """Numbers in the region that scores are bounded by or compared with before its first sum, larger than
+    they are here."""
+    scores = itertools.takewhile(lambda node: node.target not in SUMS, inside)
+    found = {
+        abs(value) for node in scores if operator_name(node) in BOUNDS or is_bool(node)
+        for value in pytree.tree_leaves((node.args, node.kwargs))
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }  # fmt: skip
+    return sorted(x for x in found if SPREADS[-1] < x < HUGE)
 
 
 def _input_role(experiment: RegionExperiment, node: Node) -> str | None:

@@ -284,10 +284,12 @@ class Trials(ABC):
     """A loop on scores that are drawn one after the other.
 
     rough: what multiplies them on the way, as seen first.  samples: what was observed, the mildest first.
+    bounds: numbers that the code holds scores against, beyond which something else may happen.
     """
 
     cut: Cut
     rough = 1.0
+    bounds: Sequence[float] = ()
     samples: Sequence[Sample] = ()
 
     @cached_property
@@ -315,7 +317,9 @@ class Trials(ABC):
         """The convention of all that is drawn, held against its rival on scores on which one of the two
         is wrong."""
         size = self.size(sizes[0])
-        tried = (self.drawn(*one) for one in drawings(sizes, size[-2] * size[-1] > LARGE))
+        beyond = ((Drawn(3.0 * x * max(1.0, abs(self.rough))), sizes[0]) for x in self.bounds)
+        draws = itertools.chain(drawings(sizes, size[-2] * size[-1] > LARGE), beyond)
+        tried = (self.drawn(*one) for one in draws)
         self.samples = [sample for sample in tried if sample is not None]
         if not self.samples:
             return NoFit("the region gives NaN or infinity on random scores")
