@@ -1135,6 +1135,41 @@ def test_the_lowest_number_of_a_dtype_under_autocast():
         assert own_code(model, one, x) == []
 
 
+class OfValues(nn.Module):
+    """Without a layer: what autocast makes of the product with the values decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_softmax(x @ x.mT) @ x
+
+
+class OfGivenMass(nn.Module):
+    """Scores in the dtype of autocast, next to masses that are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, masses = x @ x.mT, (x[..., 0] - 1).log_softmax(-1)[..., None]
+        f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
+        for _ in range(3):
+            g = -(scores + f).logsumexp(-2, keepdim=True)
+            f = masses - (scores + g).logsumexp(-1, keepdim=True)
+        return (scores + f + g).exp()
+
+
+@pytest.mark.parametrize("kind", [OfValues, OfGivenMass])
+@torch.no_grad()
+def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(48, 6, 4)
+    live = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, out=tmp_path / "out").model
+    for one in (live, asapc.load(tmp_path / "out"), torch.compile(live, backend="eager")):
+        assert own_code(model, one, x[:3]) == []
+        for dtype in (torch.bfloat16, torch.float16):  # the second is not the one at compile time
+            with torch.autocast("cpu", dtype=dtype):
+                for given in (x[:3], x[:5].double()):
+                    expected, found = model(given), one(given)
+                    assert found.dtype == expected.dtype
+                    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
