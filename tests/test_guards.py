@@ -1361,6 +1361,35 @@ def test_what_is_written_in_training_alone_stays_as_it_was():
         assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
 
 
+class WritesBuffers(Layer):
+    """Unread, read on the way, or added to what it gives."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "input":
+            x.mul_(2)
+        else:
+            self.seen.add_(x.mean().abs() if self.where == "read" else 1)
+        return attended(self, x, 1.0 + self.seen * (self.where == "read")) + self.seen * (
+            self.where == "outside")  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["unread", "read", "outside", "input"])
+def test_an_exported_program_that_writes_into_buffers_or_inputs(where, tmp_path):
+    torch.manual_seed(0)
+    x, path = torch.randn(24, 6, 4), tmp_path / "model.pt2"
+    dynamic = {"x": {0: torch.export.Dim.DYNAMIC}}
+    torch.export.save(
+        torch.export.export(WritesBuffers(where).eval(), (x[:3].clone(),), dynamic_shapes=dynamic), path
+    )
+    written = "user input x" if where == "input" else "buffer seen"
+    with warnings.catch_warnings(action="error"), pytest.raises(InputError, match=f"the {written}\n"):
+        asapc.compile(str(path), {"x": x}, recipe=LOSSLESS, examples=8, quiet=True)
+
+
 class OfBaddbmm(Layer):
     """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
 
