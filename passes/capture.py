@@ -126,6 +126,7 @@ def capture(
     module with two activation products, is among `skipped`.
     """
     if isinstance(model, ExportedProgram):
+        _refuse_writes(model)
         program = program_of(model, args, kwargs)
         run_example(program.graph, args, kwargs)
         return Capture("whole", [program])
@@ -203,6 +204,20 @@ def program_of(
     split_einsums(graph)
     shapes = _nested(_bounded(_free_axes(args, kwargs), exported), args, kwargs)
     return Program("", graph, args, kwargs, shapes)
+
+
+def _refuse_writes(exported: ExportedProgram) -> None:
+    """Raises InputError for a program that writes into what it is given, or into its weights."""
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        signature = functional(exported).graph_signature
+    for spec in signature.output_specs:
+        what, _, is_written = spec.kind.name.rpartition("_")  # BUFFER_MUTATION
+        if is_written == "MUTATION":
+            raise InputError(
+                "an exported program must leave its weights and inputs as they are",
+                got=f"it writes into the {what.lower().replace('_', ' ')} {spec.target}",
+                help="export the model without what writes there, such as a counter of calls",
+            )
 
 
 def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import operator
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ def copied(model: nn.Module, weights: bool = False) -> nn.Module:
     """With the same parameters, or copies; the model itself where it holds what cannot be copied."""
     shared = () if weights else model.parameters()
     try:
-        return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+        with warnings.catch_warnings(action="ignore"):  # of torch, which copies a graph
+            return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     except Exception:
         return model
 

@@ -6,7 +6,8 @@ after:  the same programs with the chosen operators, and the place of their tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,12 @@ from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
 from asapc.passes.candidates import Choice, chosen_programs
 from asapc.passes.capture import Capture
+from asapc.passes.first_call import called, copied
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
-from asapc.passes.observe import Leave, eager_calls, entering
+from asapc.passes.observe import Leave, eager_calls, entering, replaced_forwards
 from asapc.program.apply import beyond_map
-from asapc.program.call import Call, Child
+from asapc.program.call import Call, Child, dtypes_of
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
 from asapc.program.state import Steps
@@ -182,7 +184,34 @@ def _with_insides(
     if found:
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
-    return [replace(module, inside=insides[module.program.name]) for module in found]
+    calls = with_casts(model, {module.program.name: module.call for module in found}, example)
+    return [
+        replace(module, inside=insides[module.program.name], call=calls[module.program.name])
+        for module in found
+    ]
+
+
+def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> dict[str, Call]:
+    """With the dtypes that modules give under autocast.  calls: by the names of modules."""
+    device = next((x.device.type for x in pytree.tree_leaves((example.args, example.kwargs))
+                   if isinstance(x, Tensor)), "cpu")  # fmt: skip
+    casts: dict[str, dict[str, str]] = {}
+
+    def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        flat = calls[name].flat(args, kwargs)[0] if name in calls else []
+        given = dtypes_of(flat, device) if all(isinstance(x, Tensor) for x in flat) else ""
+        output = forward(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        if given and name in calls and calls[name].gives(len(tensors)):
+            casts.setdefault(name, {})[given] = dtypes_of(tensors, device)
+        return output
+
+    # A copy may keep what autocast makes of positions; what fails there has no dtypes.
+    with contextlib.suppress(Exception), torch.autocast(device), torch.no_grad():
+        other = copied(model)
+        with replaced_forwards(other, around):
+            called(other, example, {})
+    return {name: replace(call, casts=casts.get(name)) for name, call in calls.items()}
 
 
 def _joined(outer: str, path: str) -> str:

@@ -1135,6 +1135,41 @@ def test_the_lowest_number_of_a_dtype_under_autocast():
         assert own_code(model, one, x) == []
 
 
+class OfValues(nn.Module):
+    """Without a layer: what autocast makes of the product with the values decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_softmax(x @ x.mT) @ x
+
+
+class OfGivenMass(nn.Module):
+    """Scores in the dtype of autocast, next to masses that are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, masses = x @ x.mT, (x[..., 0] - 1).log_softmax(-1)[..., None]
+        f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
+        for _ in range(3):
+            g = -(scores + f).logsumexp(-2, keepdim=True)
+            f = masses - (scores + g).logsumexp(-1, keepdim=True)
+        return (scores + f + g).exp()
+
+
+@pytest.mark.parametrize("kind", [OfValues, OfGivenMass])
+@torch.no_grad()
+def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(48, 6, 4)
+    live = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, out=tmp_path / "out").model
+    for one in (live, asapc.load(tmp_path / "out"), torch.compile(live, backend="eager")):
+        assert own_code(model, one, x[:3]) == []
+        for dtype in (torch.bfloat16, torch.float16):  # the second is not the one at compile time
+            with torch.autocast("cpu", dtype=dtype):
+                for given in (x[:3], x[:5].double()):
+                    expected, found = model(given), one(given)
+                    assert found.dtype == expected.dtype
+                    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
@@ -1324,6 +1359,35 @@ def test_what_is_written_in_training_alone_stays_as_it_was():
         assert all(torch.equal(one.state_dict()[name], x) for name, x in known.items())
     with torch.no_grad():
         assert own_code(model, compiled, torch.randn(2, 6, 4)) == []
+
+
+class WritesBuffers(Layer):
+    """Unread, read on the way, or added to what it gives."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "input":
+            x.mul_(2)
+        else:
+            self.seen.add_(x.mean().abs() if self.where == "read" else 1)
+        return attended(self, x, 1.0 + self.seen * (self.where == "read")) + self.seen * (
+            self.where == "outside")  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["unread", "read", "outside", "input"])
+def test_an_exported_program_that_writes_into_buffers_or_inputs(where, tmp_path):
+    torch.manual_seed(0)
+    x, path = torch.randn(24, 6, 4), tmp_path / "model.pt2"
+    dynamic = {"x": {0: torch.export.Dim.DYNAMIC}}
+    torch.export.save(
+        torch.export.export(WritesBuffers(where).eval(), (x[:3].clone(),), dynamic_shapes=dynamic), path
+    )
+    written = "user input x" if where == "input" else "buffer seen"
+    with warnings.catch_warnings(action="error"), pytest.raises(InputError, match=f"the {written}\n"):
+        asapc.compile(str(path), {"x": x}, recipe=LOSSLESS, examples=8, quiet=True)
 
 
 class OfBaddbmm(Layer):

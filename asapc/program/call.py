@@ -31,6 +31,7 @@ from asapc.formats.records import OPTIONAL, Record, optional
 from asapc.terminal.printed import short
 
 Kind = Literal["bool", "int", "float", "complex"]
+LOW = "autocast"  # the dtype of autocast, whichever it is
 _SCALARS = (type(None), bool, int, float, str)
 
 
@@ -134,6 +135,8 @@ class Call(Record):
 
     limits: least and most of the free sizes that have any.
     neutral: tensors that may be None instead: masks that hide nothing then, 0 or True everywhere.
+    casts: under autocast, the dtypes of the tensors that the model's own code gives, by the device and
+           the dtypes of those that it is given, see dtypes_of; operators compute in others.
     """
 
     parameters: tuple[Parameter, ...]
@@ -141,6 +144,24 @@ class Call(Record):
     tensors: tuple[Tensors, ...] = ()
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     neutral: tuple[int, ...] = ()
+    casts: Mapping[str, str] | None = optional()
+
+    def __post_init__(self) -> None:
+        kinds = {kind for text in (self.casts or {}).values() for kind in text.split(" ")[1:]}
+        if not all(kind == LOW or isinstance(getattr(torch, kind, None), torch.dtype) for kind in kinds):
+            raise ValueError("autocast gives tensors dtypes of torch")
+
+    def cast(self, flat: Sequence[Tensor], outputs: Sequence[Any]) -> Sequence[Any]:
+        """The outputs in the dtypes of the model's own code; as they are where those are not known."""
+        device = outputs[0].device.type if self.casts and outputs else "meta"
+        if not self.casts or device == "meta" or not torch.is_autocast_enabled(device):
+            return outputs
+        kinds = self.casts.get(dtypes_of(flat, device), "").split(" ")[1:]
+        if len(kinds) != len(outputs):
+            return outputs
+        low = torch.get_autocast_dtype(device)
+        dtypes = [low if kind == LOW else getattr(torch, kind) for kind in kinds]
+        return [x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True)]
 
     def signature(self) -> inspect.Signature:
         """As of the forward."""
@@ -253,6 +274,13 @@ class Call(Record):
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise InputError(f"{where}: {broken[0]}", got=short(document))
         return call
+
+
+def dtypes_of(tensors: Sequence[Tensor], device: str) -> str:
+    """The device, and dtypes: that of autocast by another name, for it may be set to another."""
+    low = torch.get_autocast_dtype(device)
+    kinds = [LOW if x.dtype == low else str(x.dtype).removeprefix("torch.") for x in tensors]
+    return " ".join([device, *kinds])
 
 
 @dataclass(frozen=True)

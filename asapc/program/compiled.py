@@ -287,6 +287,8 @@ class Forward:
         for inside in self.keeping:
             for steps in inside.keeps:
                 take_away(self.module.get_submodule(inside.path), steps)
+        if self.call.casts is not None:
+            found = self.call.cast(flat, found)
         return rebuilt(self.call.output, found, self.types)
 
     def _warn_of_dropout(self) -> None:

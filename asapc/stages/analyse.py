@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from asapc.artifact import signature_of
 from asapc.device import CPU
@@ -134,7 +135,8 @@ def forward_signature(teacher: Teacher) -> inspection.Signature:
     if teacher.model is not None:
         return inspection.signature(teacher.model.forward)
     assert teacher.program is not None
-    keywords = teacher.program.call_spec.in_spec.children_specs[1].context or []
+    spec = teacher.program.call_spec.in_spec
+    _, keywords = pytree.tree_unflatten([None] * spec.num_leaves, spec)
     positional = [n for n in teacher.program.graph_signature.user_inputs if n not in keywords]
     return signature_of({"args": positional, "kwargs": list(keywords)})
 

@@ -27,7 +27,7 @@ from asapc.measure.differences import largest_difference
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Site
 from asapc.passes.candidates import Choice, chosen_programs
-from asapc.passes.patches import compiled_modules
+from asapc.passes.patches import compiled_modules, with_casts
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
 from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning, not_applied
@@ -79,7 +79,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         "teacher": {"source": named, "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
         "call": {"args": names[: len(c.example.args)], "kwargs": sorted(c.example.kwargs)},
-        "forward": _forward(teacher, c.compiled[0], c.output) if c.whole else None,
+        "forward": _forward(c) if c.whole else None,
         "sizes": _sizes(c.compiled),
         "data": places.recorded(c.source.source, out),
         "calibration_order": c.calibration.order,
@@ -128,13 +128,16 @@ def _interface(teacher: Teacher) -> dict[str, list[str]]:
     return {"inputs": inputs, "outputs": list(teacher.model.graph.outputs)}
 
 
-def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
+def _forward(c: Compilation) -> dict[str, Any]:
     """How the compiled model is called and what it returns, for the manifest."""
+    program = c.compiled[0]
     try:
-        signature = forward_signature(teacher)
+        signature = forward_signature(c.teacher)
         parameters = parameters_of(signature, program.args, program.kwargs, [])
-        returned = described(_computed(output, program), [], output=True)
-        return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_json()
+        returned = described(_computed(c.output, program), [], output=True)
+        call = Call(parameters, returned, *known_of(traced_inputs(program.graph)))
+        model = c.analysis.model or c.analysis.capture.untouched[0].graph
+        return with_casts(model, {"": call}, c.example)[""].to_json()
     except Undescribable as problem:
         raise InputError(
             "the model takes and returns tensors, constants and containers of them", got=problem,
