@@ -402,10 +402,7 @@ def _hardly_cheaper(tried: Tried, exact: Tried, objective: str) -> str:
         return ""
     gain = exact_cost / cost if cost else math.inf
     what = "as fast" if objective == "latency" else "as small"
-    return (
-        f"{gain:.2f} x {what} as the exact operator, less than the {WORTHWHILE:g} x that an "
-        "approximation must gain"
-    )
+    return f"{gain:.2f} x {what} as the exact operator; at least {WORTHWHILE:g} x is needed"
 
 
 def _cost(tried: Tried, objective: str) -> float:

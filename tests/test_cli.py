@@ -64,7 +64,7 @@ MANIFEST = {
 }
 TRAIL = {"sites": [{"name": "layers.0", "candidates": [
     {"label": "a", "verdict": "exceeds the budget: e"},
-    {"label": "b", "verdict": "1.05 x as fast as the exact operator, less than the 1.1 x needed"},
+    {"label": "b", "verdict": "1.05 x as fast as the exact operator; at least 1.1 x is needed"},
     {"label": "c", "verdict": "slower than the teacher at 32x256"},
 ]}]}  # fmt: skip
 PLAN = TransformPlan("target", 1, 20, rescaled=True)
@@ -218,8 +218,8 @@ def test_compile_tells_by_how_much_a_candidate_was_too_slow(calls, capsys):
     assert cli.main([*ARGUMENTS["compile"], "--json"]) == 0
     (site,) = json.loads(capsys.readouterr().out)["sites"]
     assert site["reason"] == (
-        "a: exceeds the budget: e; b: gains too little: 1.05 x as fast as the exact operator, less than "
-        "the 1.1 x needed; c: gains too little: slower than the teacher at 32x256"
+        "a: exceeds the budget: e; b: gains too little: 1.05 x as fast as the exact operator; at least "
+        "1.1 x is needed; c: gains too little: slower than the teacher at 32x256"
     )
 
 

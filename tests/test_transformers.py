@@ -255,6 +255,7 @@ def test_a_folder_for_those_with_asapc_and_those_without(folder, tmp_path):
     expected = bert()(**batch()).logits
     alone, live = asapc.from_pretrained(saved), asapc.from_pretrained(saved, attention=ATTENTION)
     assert type(live) is transformers.BertForSequenceClassification and type(alone) is not type(live)
+    assert "AttentionInterface.register" in (saved / "asapc" / "README.md").read_text()
     for model in (alone, live):
         torch.testing.assert_close(model(**batch()).logits, expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(InputError, match="asapc replaces only folders that it wrote"):

@@ -1,7 +1,7 @@
 """A folder of Hugging Face transformers with the compiled model beside the original.
 
     config.json, model.safetensors, tokenizer.json   as they were, for transformers
-    asapc/                                           the artefact, for asapc.from_pretrained
+    asapc/                                           the artefact, for asapc.from_pretrained, and a README
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.paths import check_artifact
 
 FOLDER = "asapc"
+README = """\
+# The compiled form of the model in the folder above
+
+`asapc.from_pretrained(FOLDER)` loads it, where FOLDER is the folder above.
+
+transformers loads the original weights from that folder. If its attention is a function of the author's,
+register it first, under the name it was trained with; otherwise the weights run with softmax attention:
+
+    transformers.AttentionInterface.register("NAME", FUNCTION)
+    AutoModel.from_pretrained(FOLDER, attn_implementation="NAME")
+"""
 
 
 def save_pretrained(
@@ -51,6 +62,7 @@ def save_pretrained(
         hidden = shutil.ignore_patterns(".*", FOLDER)
         shutil.copytree(original, made, ignore=hidden, dirs_exist_ok=True)
         shutil.copytree(out, made / FOLDER)
+        (made / FOLDER / "README.md").write_text(README, encoding="utf-8")
 
 
 def from_pretrained(
