@@ -46,6 +46,7 @@ from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.code import traced_places
 from asapc.program.runner import Runner
+from asapc.program.state import PRECISION
 from asapc.terminal.progress import SILENT, Progress
 
 OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
@@ -254,7 +255,10 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
         lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
         with analysis.running_on(device):
             names = {name for its in held.values() for name in its}
-            gradient = no_gradient(model, lossless, batch.on(device), names) or ""
+            observed = analysis.capture.observed
+            questions = () if observed is None else observed.questions.values()
+            by_dtype = any(PRECISION in asked for asked in questions)
+            gradient = no_gradient(model, lossless, batch.on(device), names, by_dtype) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)
     of_sites = {
         name: f"where keys are hidden, its own gradient differs by {found.gradient:.2g}"

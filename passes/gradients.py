@@ -79,11 +79,13 @@ def _above(output: Node, inputs: Container[Node]) -> set[Node]:
 
 @one_thread()
 def no_gradient(
-    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Iterable[str]
-) -> str | None:
+    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Iterable[str],
+    by_dtype: bool = False,
+) -> str | None:  # fmt: skip
     """Why the rewrite of a model has other gradients than it, None where it has the same.
 
-    held: weights that are constants of the rewrite; it has no gradient of them.
+    held: weights that are constants of the rewrite; it has no gradient of them.  by_dtype: whether the
+    model's code asks for dtypes: it may compute something else in float64.
     """
     few = _few(batch, lifted)
     size = _kept_bytes(lifted) * len(few) / max(1, len(batch))
@@ -114,7 +116,7 @@ def no_gradient(
     if _first_difference(theirs, ours, theirs, held) is not None:
         nudged = gradients(model, {}, nudge=True) or theirs
         return _first_difference(theirs, ours, nudged, held)
-    if any(program.stops for program in lifted):
+    if by_dtype or any(program.stops for program in lifted):
         return None
     try:
         theirs = gradients(model, {}, sharper=True, held=held) or []

@@ -16,8 +16,10 @@ import asapc
 from asapc.artifact import read_artifact, read_manifest
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.passes import gradients
+from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.gradients import held_by, no_gradient
@@ -185,6 +187,27 @@ def test_weights_of_zero_hide_no_gradient():
     _, lifted, _ = lossless(model)
     assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is not None
     assert not bool(model.get_parameter("0.out.weight").any())
+
+
+class OfItsDtype(Attention):
+    """Whose constant is another in float64."""
+
+    def attention(self, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        plan = scores.softmax(-1)
+        for step in range(5):
+            total = plan.sum(-1 if step % 2 else -2, keepdim=True)
+            plan = plan / (total + 1e3 * torch.finfo(scores.dtype).eps)
+        return plan
+
+
+def test_gradients_in_float64_say_nothing_of_code_that_asks_for_dtypes():
+    torch.manual_seed(0)
+    analysis = analyse(Teacher(OfItsDtype("").eval(), None, "net", "", False, None), Batch(
+        (tokens(),), {}, None, [0] * 3
+    ))  # fmt: skip
+    (site,) = analysis.sites
+    assert site.convention.stabiliser.constant == pytest.approx(1.2e-4, rel=0.01)
+    assert not site.no_gradient
 
 
 class LeftPadded(Attention):
