@@ -114,7 +114,7 @@ def parse(
             if key == "metric":
                 raise InputError(
                     f"{place.line_of(key, source)}: a file never names code that runs", got="metric",
-                    help="name your own metric on the command line: --metric FILE.py:FUNCTION",
+                    help="name your own metric with --metric FILE.py:FUNCTION, in Python with metric=",
                 )  # fmt: skip
             close = difflib.get_close_matches(str(key), types, n=1)
             raise InputError(
