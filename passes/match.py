@@ -23,8 +23,9 @@ from asapc.passes.families import MATCHERS
 from asapc.passes.fused import fused_calls
 from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
-from asapc.passes.regions import Refusal, find_regions, unattended
+from asapc.passes.regions import Refusal, find_regions, rooted, unattended
 from asapc.passes.sinkhorn.banded import open_region
+from asapc.passes.sinkhorn.match import heads_of
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
@@ -166,6 +167,8 @@ def _record_examples(program: Program) -> None:
         for source in node.all_input_nodes
         if source not in region.inside and source is not region.score.node
     } | {source for region in found for source in open_region(region).region.inputs}
+    roots = (rooted(region, heads_of(region)).root for region in found)
+    nodes |= {root for root in roots if root is not None}
     if nodes:
         for node, value in recorded(program.graph, nodes, (program.args, program.kwargs)).items():
             node.meta["example"] = value

@@ -280,7 +280,7 @@ class _Beyond:
         if self.part.masks and keys > 1:
             others["all but one key masked"] = self._error(few, active=[keys // 2])
         by_scores = isinstance(self.site.convention, BY_SCORES)
-        if self.part.masks:
+        if self.part.masks and self.site.takes_empty:
             own = self._in_own_precision() if by_scores else self
             others["no key active"] = own._error(few, active=[])
         if self.part.masks and not by_scores:

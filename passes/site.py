@@ -85,6 +85,11 @@ class Site(ABC):
         """What its part gives, as errors of it are measured."""
         return output
 
+    @property
+    def takes_empty(self) -> bool:
+        """Whether an example without an active key has a result; it is an error otherwise."""
+        return True
+
     def opened(self, keep: Tensor) -> Tensor:
         """The keys [B, M] that the site's operator is told are active, of those that a mask keeps."""
         return keep

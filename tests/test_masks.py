@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.masks import heads_vary
@@ -19,6 +22,7 @@ from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
 from asapc.passes.sinkhorn.site import AttentionSite
+from asapc.program.runner import Runner
 
 LOWEST = torch.finfo(torch.float32).min
 B, N, D, HEADS = 3, 8, 8, 2
@@ -201,6 +205,23 @@ def test_every_spelling_is_the_original_wherever_keys_are_hidden(name: str, data
                 assert not bool(keep.any(-1).all())
                 continue
             assert_same(found, expected, 2e-3 if "-1e4" in name else 1e-4)
+
+
+def test_a_layer_whose_empty_examples_are_not_known() -> None:
+    """It is compiled, and such an example is an error, unless the data has one."""
+    torch.manual_seed(0)
+    model, x = Layer(added_before_the_loop(-1e9)).eval(), torch.randn(B, N, D)
+    for data in ("padded", "full", "mixed"):
+        analysis = analyse(
+            Teacher(model, None, "net", "", False, None), Batch((x, KEEPS[data]), {}, None, [0] * B)
+        )
+        if data == "mixed":
+            assert "hides every key is not known" in analysis.left_alone[0].reason
+            continue
+        ours = Runner(None, analysis.lifted)(Batch((x, KEEPS["padded"]), {}, None, [0] * B))
+        torch.testing.assert_close(ours, model(x, KEEPS["padded"]), rtol=1e-4, atol=1e-5)
+        with pytest.raises(InputError, match="none in example 1 of the batch"):
+            Runner(None, analysis.lifted)(Batch((x, KEEPS["mixed"]), {}, None, [0] * B))
 
 
 def given(loop: Callable[[Tensor], Tensor]) -> Spelling:

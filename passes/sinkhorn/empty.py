@@ -52,9 +52,15 @@ class EmptyExamples:
         self.experiment, self.convention, self.index = experiment, convention, index
         self.own = experiment.own
 
-    def of_mask(self) -> Empty:
+    def of_mask(self) -> Empty | str:
         """Of a boolean mask, whose number is in the region's code."""
-        return self._rounded(HIDDEN_SCORE) or REFUSED
+        return self._rounded(HIDDEN_SCORE) or (self._unknown() if self._is_shown() else REFUSED)
+
+    def _is_shown(self) -> bool:
+        """Whether the example call has such an example."""
+        shown = self.experiment.region.inputs[self.index].meta.get("example")
+        active = bool(self.experiment.neutral[self.index].flatten()[0])
+        return shown is not None and bool((shown != active).all(-1).any())
 
     def of_scores(self, hides: float) -> Empty | str:
         """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""

@@ -80,6 +80,10 @@ class AttentionSite(LoopSite):
     def stops_on(self) -> tuple[Node, ...]:
         return (self.score.node,)
 
+    @property
+    def takes_empty(self) -> bool:
+        return self.mask is None or not self.mask.empty.refused
+
     def opened(self, keep: Tensor) -> Tensor:
         mask = self.mask
         is_open = mask is not None and mask.empty.open and mask.true_means_masked is not None
