@@ -53,6 +53,7 @@ from asapc.passes.cut import depends_on_data
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.experiment import LONGEST, MANY
+from asapc.passes.first_call import unchanged
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards
@@ -241,7 +242,7 @@ def export_graph(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+    with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module):
         exported = torch.export.export(
             module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

@@ -64,6 +64,26 @@ class Fresh:
             _put_back(now)
 
 
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """With what is in its attributes as it was afterwards, and the very objects: torch.export puts a copy
+    in the place of every container, of one that modules share, too."""
+    known: dict[int, _Holder] = {}
+    queue = deque[Any](vars(module) for module in model.modules())
+    while queue:
+        value = queue.popleft()
+        of_torch = type(value).__module__.partition(".")[0] == "torch"
+        if id(value) not in known and not of_torch and not isinstance(value, (nn.Module, *_KINDS)):
+            for holder in _holders(value):
+                known[id(holder)] = holder
+                queue.extend(holder.values() if isinstance(holder, dict) else holder)
+    held = [(holder, _content(holder)) for holder in known.values()]
+    try:
+        yield
+    finally:
+        _put_back(held)
+
+
 def called(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
     """What the model gives with these weights, which may write into its inputs, or draw numbers."""
     args, kwargs = copy.deepcopy((batch.args, batch.kwargs))

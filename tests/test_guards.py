@@ -1390,6 +1390,45 @@ def test_an_exported_program_that_writes_into_buffers_or_inputs(where, tmp_path)
         asapc.compile(str(path), {"x": x}, recipe=LOSSLESS, examples=8, quiet=True)
 
 
+class OfCell(Layer):
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        cell = self.cell
+        return attended(self, x, cell["tau"] if isinstance(cell, dict) else cell[-1])
+
+
+class OfSharedCell(nn.Module):
+    """Sets what its layers read, in a container that they share, for one after the other."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.cell, self.layers = cell, nn.ModuleList([OfCell(cell), OfCell(cell)])
+        self.cells = {"first": cell, "more": [cell]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tau, layer in zip((3.0, 1.0), self.layers, strict=True):
+            self.cell["tau" if isinstance(self.cell, dict) else -1] = tau
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("cell", [{"tau": 1.0}, [1.0]], ids=str)
+@torch.no_grad()
+def test_a_container_that_layers_share_is_set_for_each(cell):
+    torch.manual_seed(0)
+    model, x = OfSharedCell(cell).eval(), torch.randn(24, 6, 4)
+    with torch.no_grad():
+        expected = model(x)
+    compiled = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, quiet=True).model
+    held = [model.cell, *(layer.cell for layer in model.layers), *model.cells["more"]]
+    assert all(one is cell for one in held) and torch.equal(model(x), expected)
+    for _ in range(2):
+        assert own_code(model, compiled, x[:3]) == []
+
+
 class OfBaddbmm(Layer):
     """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
 
