@@ -154,11 +154,13 @@ def identify(
     if isinstance(multiplier, NoFit):
         return multiplier
     sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
-    if not sides and guesses.constants:  # a large one takes a part of every mass
-        sides = ["row", "column"]
-    if not sides:
+    found: tuple[Budget, Stabiliser | None] | NoFit | None
+    if sides:
+        found = budget_of(samples, multiplier, sides, tolerance, guesses)
+    else:  # a large constant takes a part of every mass
+        found = _stabilised(samples, multiplier, ("row", "column"), guesses, SHORT)
+    if found is None:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    found = budget_of(samples, multiplier, sides, tolerance, guesses)
     if isinstance(found, NoFit):
         return found
     budget, stabiliser = found
@@ -182,9 +184,11 @@ def budget_of(
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
     at_mild = _budget(mildest, multiplier, sides, most)
-    # A constant is seen at mild scores, too, as what is subtracted before columns come first.
-    resembles = at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance)
-    if not resembles and not guesses.constants:
+    # A constant of 1e-6 is seen at mild scores, too, and a large one is nothing else.
+    if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
+        found = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
+        if found is not None:
+            return found
         given = any(x is not None for x in samples[0].marginals)
         return NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps"
@@ -193,16 +197,13 @@ def budget_of(
             at_mild.error,
         )
     # Only what looks converged at mild scores may be longer than it looks there.
-    if not resembles:
-        most = min(most, SHORT)
-    elif at_mild.rival is None:
-        most = at_mild.half_steps + BEYOND
+    most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
     budget = _budget(samples, multiplier, sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
         found = _stabilised(samples, multiplier, sides, guesses, most)
         if found is not None:
-            stabiliser, budget = found
+            budget, stabiliser = found
     if not budget.error <= max(tolerance, HELD):
         return NoFit(
             f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
@@ -597,18 +598,24 @@ def _stabilised(
     sides: Sequence[Side],
     guesses: Guesses,
     most: int,
-) -> tuple[Stabiliser, Budget] | None:
+) -> tuple[Budget, Stabiliser] | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
-    groups = groups_of(samples, multiplier)
-    best: tuple[Stabiliser, Budget] | None = None
-    for stabiliser in guesses.stabilisers():
+    mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
+    best: tuple[Budget, Stabiliser] | None = None
+
+    def tried(stabiliser: Stabiliser, groups: Sequence[Sample]) -> Budget:
         plans = [_stabilised_plans(group, stabiliser) for group in groups]
-        budget = search_budget([group.attention for group in groups], plans, sides, most)
-        if best is None or budget.error < best[1].error:
-            best = stabiliser, budget
+        return search_budget([group.attention for group in groups], plans, sides, most)
+
+    for stabiliser in guesses.stabilisers():
+        if not tried(stabiliser, mildest).error <= HELD:
+            continue
+        budget = tried(stabiliser, groups)
+        if best is None or budget.error < best[0].error:
+            best = budget, stabiliser
         if budget.error <= EXACT:
             break
-    return best if best is not None and best[1].error <= STABILISED else None
+    return best if best is not None and best[0].error <= STABILISED else None
 
 
 def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
