@@ -1429,6 +1429,53 @@ def test_a_container_that_layers_share_is_set_for_each(cell):
         assert own_code(model, compiled, x[:3]) == []
 
 
+class OfShared(Layer):
+    def __init__(self, shared: types.SimpleNamespace) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = 0.0 if self.shared.hidden is None else -1e9 * self.shared.hidden[:, None].float()
+        return attended(self, x, self.shared.tau, bias=bias)
+
+
+class SetsShared(nn.Module):
+    """What layers read is set at every call; the temperature is read before that, too, if reads."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.shared, self.reads = types.SimpleNamespace(hidden=None, tau=1.0), reads
+        self.layers = nn.ModuleList([OfShared(self.shared), OfShared(self.shared)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.shared
+        x = x * shared.tau if self.reads else x
+        shared.hidden, shared.tau = x[..., 0] > 9, 2.0
+        for layer in self.layers:
+            x = x + layer(x)
+        return x * ~shared.hidden[..., None]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@torch.no_grad()
+def test_what_is_set_before_it_is_read_is_no_state(reads):
+    torch.manual_seed(0)
+    model, x = SetsShared(reads).eval(), torch.randn(24, 6, 4)
+    model(x)
+    compiled = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, quiet=True).model
+    assert torch.is_tensor(model.shared.hidden) and model.shared.tau == 2.0
+    for x in (torch.randn(3, 6, 4), torch.randn(2, 9, 4)):
+        x[:, 1:3, 0] += 20
+        for kept in (torch.ones(5, 7), None, "nothing"):
+            for one in (model, compiled):
+                one.shared.hidden, one.shared.tau = kept, 2.0
+            assert own_code(model, compiled, x) == []
+    assert not hasattr(compiled.shared, "hidden")  # which would be that of another call
+    for one in (model, compiled):
+        one.shared.tau = 0.5
+    assert_told(own_code(model, compiled, x), "shared.tau" if reads else None)
+
+
 class OfBaddbmm(Layer):
     """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
 
