@@ -36,7 +36,7 @@ from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
 from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
-from asapc.passes.gradients import held_by, no_gradient
+from asapc.passes.gradients import held_by, masks_of, no_gradient
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
@@ -250,6 +250,8 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
         lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
         with analysis.running_on(device):
             names = {name for its in held.values() for name in its}
+            if analysis.capture.kind == "whole":
+                names |= masks_of(analysis.capture.programs[0], analysis.matched[0])
             gradient = no_gradient(model, lossless, batch.on(device), names) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)
     of_sites = {

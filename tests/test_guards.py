@@ -1476,6 +1476,33 @@ def test_what_is_set_before_it_is_read_is_no_state(reads):
     assert_told(own_code(model, compiled, x), "shared.tau" if reads else None)
 
 
+class OfFloatMask(Layer):
+    """One that is 1 or 0, of which the scores beside a 0 have a gradient in the model's own code."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = (q @ k.mT + (1.0 - mask[:, None]) * -10000.0).exp()
+        rows = torch.ones_like(scores[..., :1])
+        for _ in range(6):
+            columns = 1 / (scores.mT @ rows + 1e-9)
+            rows = 1 / (scores @ columns + 1e-9)
+        return (rows * scores * columns.mT) @ self.out(x)
+
+
+def test_no_gradient_of_a_mask_is_compared():
+    torch.manual_seed(0)
+    model, x = OfFloatMask().eval(), torch.randn(24, 6, 4)
+    mask = (torch.arange(6) < torch.arange(24)[:, None] % 4 + 3).float()
+    compiled = asapc.compile(model, {"x": x, "mask": mask}, recipe=LOSSLESS, examples=8, quiet=True).model
+    found = []
+    for one in (model, compiled):
+        given = x[:5].clone().requires_grad_()
+        with warnings.catch_warnings(action="error", category=OwnCodeWarning):
+            one(given, mask[:5]).square().sum().backward()
+        found.append([given.grad, *(weight.grad for weight in one.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 class OfBaddbmm(Layer):
     """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
 
