@@ -37,7 +37,7 @@ from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
 from asapc.passes.experiment import one_thread
 from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
-from asapc.passes.gradients import held_by, no_gradient
+from asapc.passes.gradients import held_by, masks_of, no_gradient
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
@@ -255,6 +255,8 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
         lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
         with analysis.running_on(device):
             names = {name for its in held.values() for name in its}
+            if analysis.capture.kind == "whole":
+                names |= masks_of(analysis.capture.programs[0], analysis.matched[0])
             observed = analysis.capture.observed
             questions = () if observed is None else observed.questions.values()
             by_dtype = any(PRECISION in asked for asked in questions)

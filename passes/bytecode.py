@@ -102,6 +102,11 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     return stored, counted
 
 
+def sets_items(codes: Collection[CodeType]) -> bool:
+    """Whether these functions set items of anything."""
+    return any(step.opname == "STORE_SUBSCR" for code in codes for step in instructions_of(code))
+
+
 def questions_of(code: CodeType) -> set[str]:
     """What a function asks of its inputs besides their numbers: of dtypes, which it may pass on, and
     whether two of them are the same object.

@@ -24,7 +24,7 @@ from asapc.formats.limits import fixed_size, limits, limits_of
 from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
-from asapc.passes.cut import ancestors, reached
+from asapc.passes.cut import ancestors, holds_tensors, reached
 from asapc.passes.experiment import one_thread
 from asapc.passes.first_call import copied
 from asapc.passes.site import Site
@@ -68,6 +68,16 @@ def held_by(program: Program, lifted: Program, sites: Sequence[Site]) -> dict[st
     }
 
 
+def masks_of(program: Program, sites: Sequence[Site]) -> set[str]:
+    """The inputs that reach the outputs as masks alone, as _gradients calls them: of what hides tokens a
+    gradient is nobody's, and an operator that is told which are hidden has none."""
+    masks = {node for site in sites for node, _ in site.part().masks}
+    read = reached([program.graph.graph.output_node()], lambda node: [
+        x for x in node.all_input_nodes if x not in masks and holds_tensors(x)])  # fmt: skip
+    inputs = [place for place in traced_places(program.graph) if place.meta["val"].is_floating_point()]
+    return {f"input {number}" for number, place in enumerate(inputs) if place.users and place not in read}
+
+
 def _weights(nodes: set[Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op == "get_attr"}
 
@@ -84,8 +94,8 @@ def no_gradient(
 ) -> str | None:  # fmt: skip
     """Why the rewrite of a model has other gradients than it, None where it has the same.
 
-    held: weights that are constants of the rewrite; it has no gradient of them.  by_dtype: whether the
-    model's code asks for dtypes: it may compute something else in float64.
+    held: constants of the rewrite among the weights, and masks among the inputs; it has no gradient of
+    them.  by_dtype: whether the model's code asks for dtypes: it may compute something else in float64.
     """
     few = _few(batch, lifted)
     size = _kept_bytes(lifted) * len(few) / max(1, len(batch))

@@ -7,8 +7,10 @@ after:  the same programs with the chosen operators, and the place of their tens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,18 +23,22 @@ from asapc.inputs.data import Batch
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
+from asapc.passes.bytecode import sets_items, stored_names
 from asapc.passes.candidates import Choice, chosen_programs
 from asapc.passes.capture import Capture
-from asapc.passes.first_call import called, copied
+from asapc.passes.first_call import called, copied, unchanged
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import Leave, eager_calls, entering, replaced_forwards
+from asapc.passes.state import identical
 from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child, dtypes_of
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
-from asapc.program.state import Steps
+from asapc.program.state import Steps, can_be_taken_away
 from asapc.program.state import found as found_at
+
+MOST_CELLS = 16  # that are tried one by one
 
 
 @dataclass(frozen=True)
@@ -147,15 +153,8 @@ def _with_insides(
         for module in found
     }
     insides: dict[str, tuple[Inside, ...]] = {}
-    entered: dict[str, dict[Steps, Any]] = {}  # of tensors, as the outer is called
 
     def enter(name: str, *call: Any) -> Leave | None:
-        set_before = _set_since(model.get_submodule(name), entered.pop(name, {}))
-        if set_before:
-            for outer, ones in insides.items():
-                insides[outer] = tuple(
-                    one.without(set_before) if _joined(outer, one.path) == name else one for one in ones
-                )
         if name not in paths or name in insides:
             return None
         modules = {path: model.get_submodule(name).get_submodule(path) for path in paths[name]}
@@ -169,9 +168,6 @@ def _with_insides(
             )
             for path, module in modules.items()
         )
-        for one in insides[name]:
-            if one.path:
-                entered[full[one.path]] = _tensors_read(modules[one.path], one)
 
         def leave() -> None:
             insides[name] = tuple(
@@ -184,11 +180,98 @@ def _with_insides(
     if found:
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
+    for name in insides:
+        codes = observed.within(name).codes
+        insides[name] = _without_set(model, name, insides[name], codes, example)
     calls = with_casts(model, {module.program.name: module.call for module in found}, example)
     return [
         replace(module, inside=insides[module.program.name], call=calls[module.program.name])
         for module in found
     ]
+
+
+_Cell = tuple[Any, Any]  # a dict or list, and where in it
+
+
+def _without_set(
+    model: nn.Module, name: str, insides: Sequence[Inside], codes: Collection[CodeType], example: Batch
+) -> tuple[Inside, ...]:
+    """Not guarding what the module's code sets before it reads it, which is no state. Tensors that it
+    leaves there are of its last call, and are taken away.  codes: of the functions that ran in it."""
+    module = model.get_submodule(name)
+    stored, _ = stored_names(codes)
+    kinds = {"attr"} if stored else set[str]()
+    kinds |= {"key", "item"} if sets_items(codes) else set()
+    ways: dict[tuple[int, Any], list[tuple[str, Steps]]] = {}
+    cells: dict[tuple[int, Any], _Cell] = {}
+    for one in insides:
+        for steps, _ in one.reads.values:
+            kind, last = steps[-1]
+            cell = _cell(module.get_submodule(one.path), steps) if kind in kinds else None
+            if cell is not None and (kind != "attr" or last in stored):
+                cells[id(cell[0]), last] = cell
+                ways.setdefault((id(cell[0]), last), []).append((one.path, steps))
+    if not cells:
+        return tuple(insides)
+    is_set = partial(_are_set, model, name, example=example)
+    found = [*cells] if is_set([*cells.values()]) else [
+        key for key in [*cells][:MOST_CELLS] if is_set([cells[key]])]  # fmt: skip
+    left = {way for key in found for way in ways[key]}
+    kept = {ways[key][0] for key in found if isinstance(cells[key][0][cells[key][1]], Tensor)}
+    return tuple(
+        replace(
+            one.without([steps for path, steps in left if path == one.path]),
+            keeps=(*one.keeps, *(
+                steps for path, steps in kept
+                if path == one.path and steps not in one.keeps and can_be_taken_away(steps)
+            )),
+        )
+        for one in insides
+    )  # fmt: skip
+
+
+def _cell(module: nn.Module, steps: Steps) -> _Cell | None:
+    """Where the value at the end of these steps is, if that can hold another."""
+    kind, last = steps[-1]
+    holder = found_at(module, steps[:-1])
+    holder = getattr(holder, "__dict__", None) if kind == "attr" else holder
+    if type(holder) is list:
+        return (holder, last) if kind == "item" else None
+    return (holder, last) if isinstance(holder, dict) and last in holder else None
+
+
+def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch) -> bool:
+    """Whether a module sets all of these before it reads them: the model gives the same where the module
+    is entered with None there, and with what nothing can be done with."""
+    unusable, written = object(), True
+    held = [(holder, key, holder[key]) for holder, key in cells]
+
+    def run(value: Any) -> Any:
+        def enter(entered: str, *_: Any) -> Leave | None:
+            if entered != name:
+                return None
+            for holder, key in cells:
+                holder[key] = value
+
+            def leave() -> None:
+                nonlocal written
+                written &= all(holder[key] is not unusable for holder, key in cells)
+
+            return leave
+
+        with entering(model, enter), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model(*example.args, **example.kwargs)
+
+    with unchanged(model):
+        try:
+            first, other = run(unusable), run(None)
+            return written and identical(first, other)
+        except Exception:  # of the model, which reads it
+            return False
+        finally:
+            for holder, key, value in held:
+                holder[key] = value
 
 
 def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> dict[str, Call]:
@@ -216,17 +299,6 @@ def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> d
 
 def _joined(outer: str, path: str) -> str:
     return f"{outer}.{path}".strip(".")
-
-
-def _tensors_read(module: nn.Module, inside: Inside) -> dict[Steps, Any]:
-    steps = (steps for steps, value in inside.reads.values if isinstance(value, tuple))
-    return {way: thing for way in steps if isinstance(thing := found_at(module, way), Tensor)}
-
-
-def _set_since(module: nn.Module, tensors: Mapping[Steps, Any]) -> set[Steps]:
-    """The ways to tensors that are other objects now: what the outer module sets on the way, however
-    alike, is no state that a guard has to hold."""
-    return {way for way, tensor in tensors.items() if found_at(module, way) is not tensor}
 
 
 def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:

@@ -308,9 +308,9 @@ def _caches(
         _, other = anew(lambda: torch.func.functional_call(model, other_weights(model), args, kwargs))
     except Exception:  # of the model, which cannot do without
         return {}
-    if not _identical(outputs, (expected, expected)):
+    if not identical(outputs, (expected, expected)):
         return {}
-    same = [m for m in kept if _identical(kept[m], other[m])]
+    same = [m for m in kept if identical(kept[m], other[m])]
     return {module: {key: before[module].get(key, GONE) for key in tried[module]} for module in same}
 
 
@@ -445,14 +445,14 @@ def _note_memory(
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
             output = called(alone, batch, weights)
             with fresh.copy() as first:
-                is_other = not _identical(called(first, batch, weights), output)
+                is_other = not identical(called(first, batch, weights), output)
         if is_other:
             _note_first(model, alone, fresh, batch, weights, found)
     after, output = _entries(alone, example, found.of_copy(model, alone))
-    if not _identical(output, expected):
+    if not identical(output, expected):
         pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}
-        if not unsteady and _identical(again, expected):
+        if not unsteady and identical(again, expected):
             unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
         found.changing |= unsteady
 
@@ -473,8 +473,8 @@ def _note_first(
     with fresh.copy() as other:
         for now, then in zip(calls, calls_of(other, batch, weights), strict=False):
             inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
-            explained = inside or now.name != then.name or not _identical(now.given, then.given)
-            if not explained and not _identical(now.output, then.output):
+            explained = inside or now.name != then.name or not identical(now.given, then.given)
+            if not explained and not identical(now.output, then.output):
                 unlike.append(now.name)
         then_of = found.of_copy(model, other)
         for name, module in other.named_modules():
@@ -552,8 +552,8 @@ def _shown(value: Any) -> str:
 class _NoDropout(TorchFunctionMode):
     """Dropout keeps everything.
 
-    called: the functions of torch, in order, with the share of dropout.  dropped: the results of active
-    dropout, of maps on their way to the values excepted, with the modules that it is in.
+    called: the functions of torch, in order.  dropped: the results of active dropout, of maps on their
+    way to the values excepted, with the modules that it is in.
     """
 
     def __init__(self) -> None:
@@ -568,7 +568,7 @@ class _NoDropout(TorchFunctionMode):
             whole = args[0] if args else kwargs["input"]
             result = whole.view_as(whole)
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            self.called.append((func, share))  # a trace has what is called in evaluation mode
+            self.called.append(func)  # a trace has what is called in evaluation mode
             if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
                 self.dropped.append((result, [*self.within]))
             return result
@@ -630,7 +630,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
         for module in before:
             module.training = not type(module).__module__.startswith("torch.")
         found, trained = run()
-        if trained.called != mode.called or not _identical(found, expected):
+        if trained.called != mode.called or not identical(found, expected):
             return names
         return {name for _, within in trained.dropped for name in within}
     except Exception:  # of the model, which then is another in training mode
@@ -679,7 +679,7 @@ def is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
                     outputs.append(model(*args, **kwargs))
             except Exception as error:  # of the model: inputs that it does not take
                 outputs.append(type(error).__name__)
-        if not _identical(*outputs):
+        if not identical(*outputs):
             return False
     return True
 
@@ -705,7 +705,7 @@ _CHANGES: tuple[Callable[[Any], Any], ...] = (
 )  # fmt: skip
 
 
-def _identical(one: Any, other: Any) -> bool:
+def identical(one: Any, other: Any) -> bool:
     """Bit for bit; False of what cannot be compared."""
     leaves = pytree.tree_leaves(one), pytree.tree_leaves(other)
     pairs = list(itertools.zip_longest(*leaves, fillvalue=GONE))
@@ -718,5 +718,5 @@ def _plainly_equal(one: Any, other: Any) -> bool:
     now = encoded(one)
     if isinstance(now, tuple) and now[0] == "object":  # of the user's
         own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)
-        return own is not None and own.keys() == (others or {}).keys() and _identical(own, others)
+        return own is not None and own.keys() == (others or {}).keys() and identical(own, others)
     return now == encoded(other)

@@ -1429,6 +1429,80 @@ def test_a_container_that_layers_share_is_set_for_each(cell):
         assert own_code(model, compiled, x[:3]) == []
 
 
+class OfShared(Layer):
+    def __init__(self, shared: types.SimpleNamespace) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = 0.0 if self.shared.hidden is None else -1e9 * self.shared.hidden[:, None].float()
+        return attended(self, x, self.shared.tau, bias=bias)
+
+
+class SetsShared(nn.Module):
+    """What layers read is set at every call; the temperature is read before that, too, if reads."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.shared, self.reads = types.SimpleNamespace(hidden=None, tau=1.0), reads
+        self.layers = nn.ModuleList([OfShared(self.shared), OfShared(self.shared)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.shared
+        x = x * shared.tau if self.reads else x
+        shared.hidden, shared.tau = x[..., 0] > 9, 2.0
+        for layer in self.layers:
+            x = x + layer(x)
+        return x * ~shared.hidden[..., None]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@torch.no_grad()
+def test_what_is_set_before_it_is_read_is_no_state(reads):
+    torch.manual_seed(0)
+    model, x = SetsShared(reads).eval(), torch.randn(24, 6, 4)
+    model(x)
+    compiled = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, quiet=True).model
+    assert torch.is_tensor(model.shared.hidden) and model.shared.tau == 2.0
+    for x in (torch.randn(3, 6, 4), torch.randn(2, 9, 4)):
+        x[:, 1:3, 0] += 20
+        for kept in (torch.ones(5, 7), None, "nothing"):
+            for one in (model, compiled):
+                one.shared.hidden, one.shared.tau = kept, 2.0
+            assert own_code(model, compiled, x) == []
+    assert not hasattr(compiled.shared, "hidden")  # which would be that of another call
+    for one in (model, compiled):
+        one.shared.tau = 0.5
+    assert_told(own_code(model, compiled, x), "shared.tau" if reads else None)
+
+
+class OfFloatMask(Layer):
+    """One that is 1 or 0, of which the scores beside a 0 have a gradient in the model's own code."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = (q @ k.mT + (1.0 - mask[:, None]) * -10000.0).exp()
+        rows = torch.ones_like(scores[..., :1])
+        for _ in range(6):
+            columns = 1 / (scores.mT @ rows + 1e-9)
+            rows = 1 / (scores @ columns + 1e-9)
+        return (rows * scores * columns.mT) @ self.out(x)
+
+
+def test_no_gradient_of_a_mask_is_compared():
+    torch.manual_seed(0)
+    model, x = OfFloatMask().eval(), torch.randn(24, 6, 4)
+    mask = (torch.arange(6) < torch.arange(24)[:, None] % 4 + 3).float()
+    compiled = asapc.compile(model, {"x": x, "mask": mask}, recipe=LOSSLESS, examples=8, quiet=True).model
+    found = []
+    for one in (model, compiled):
+        given = x[:5].clone().requires_grad_()
+        with warnings.catch_warnings(action="error", category=OwnCodeWarning):
+            one(given, mask[:5]).square().sum().backward()
+        found.append([given.grad, *(weight.grad for weight in one.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 class OfBaddbmm(Layer):
     """Scores as old code has them, which torch.export follows and its own check of shapes does not."""
 
