@@ -53,8 +53,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
     given_some = task.log_mu is not None or task.log_nu is not None
-    if given_some and stabiliser is not None and settings["log"]:
-        return task.plain(scores).contiguous()
+    if given_some and stabiliser is not None and (settings["log"] or stabiliser.form == "plan"):
+        return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:
         start = "plain" if not balanced else "row" if task.rows_first else "column"
