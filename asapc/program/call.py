@@ -151,7 +151,7 @@ class Call(Record):
         if not all(kind == LOW or isinstance(getattr(torch, kind, None), torch.dtype) for kind in kinds):
             raise ValueError("autocast gives tensors dtypes of torch")
 
-    def cast(self, flat: Sequence[Tensor], outputs: Sequence[Any]) -> Sequence[Any]:
+    def cast(self, flat: Sequence[Tensor], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs in the dtypes of the model's own code; as they are where those are not known."""
         device = outputs[0].device.type if self.casts and outputs else "meta"
         if not self.casts or device == "meta" or not torch.is_autocast_enabled(device):
@@ -161,7 +161,7 @@ class Call(Record):
             return outputs
         low = torch.get_autocast_dtype(device)
         dtypes = [low if kind == LOW else getattr(torch, kind) for kind in kinds]
-        return [x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True)]
+        return tuple(x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True))
 
     def signature(self) -> inspect.Signature:
         """As of the forward."""
