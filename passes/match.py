@@ -154,6 +154,8 @@ def _unless_it_departs(program: Program, site: Site) -> Site | Refusal:
         ancestors(stop.residual, until=BARRIERS) & part.inside for stop in program.stops
     ):
         reason = "its loops may end early, which is understood in Sinkhorn layers only"
+    if site.at not in ancestors(program.graph.graph.output_node()):
+        reason = "nothing of it reaches the outputs"
     return site if reason is None else Refusal(site.name, reason, part.output.name)
 
 

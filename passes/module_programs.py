@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.nn.modules.dropout import _DropoutNd
 
 from asapc.ir import ModuleCall, Program
@@ -400,7 +401,10 @@ def _is_ambiguous(output: Node, call: ModuleCall) -> bool:
     source = output
     while gives_its_input(source):
         (source,) = source.all_input_nodes[:1]
-    return source in call.inputs and len(output.users) > 1
+    read: list[Node] = []
+    for user in output.users:
+        map_arg((user.args, user.kwargs), read.append)
+    return source in call.inputs and read.count(output) > 1  # x + x reads twice
 
 
 def _mark(call: ModuleCall, nodes: dict[Node, Node], inside: set[Node], number: str) -> None:

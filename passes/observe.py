@@ -159,9 +159,13 @@ def _part_aliases(nodes: list[Node], calls: list[ModuleCall]) -> None:
                 calls[index] = replace(other, inputs=inputs, outputs=outputs)
 
 
+_DROPOUTS = (
+    aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)  # fmt: skip
 _OFTEN_NOTHING = (
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default,
-    aten.contiguous.default, aten.dropout.default,
+    aten.contiguous.default, *_DROPOUTS,
 )  # fmt: skip
 
 
@@ -171,7 +175,7 @@ def gives_its_input(node: Node) -> bool:
         return False
     made, given = node.meta.get("val"), node.args[0].meta.get("val")
     same = isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
-    return same and (node.target is not aten.dropout.default or node.args[2] is False)
+    return same and (node.target not in _DROPOUTS or node.args[2] is False)
 
 
 def eager_calls(

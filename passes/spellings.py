@@ -38,7 +38,7 @@ ALIASES = {
 
 def one_spelling(graph: GraphModule) -> bool:
     """Respell what has another spelling, in place; whether there was anything."""
-    changed = bool(graph.graph.eliminate_dead_code()) | merge_masks(graph)
+    changed = merge_masks(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue

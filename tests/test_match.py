@@ -21,6 +21,7 @@ from asapc.passes.lift import lift
 from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
+from asapc.passes.regions import Refusal
 from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.program.calls import operator_calls
 
@@ -147,6 +148,21 @@ def test_glued_plans_are_recognised_and_replaced(name: str) -> None:
     assert torch.allclose(site.mass.float(), torch.softmax(model.masses, -1))
     assert (site.heads, site.head_dim) == (2, 5 if of_scores else 8) and site.probe_error < 1e-9
     replays(model, program, site)
+
+
+class Unread(zoo.ColumnsFirst):
+    """Whose attention runs for nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        return x
+
+
+def test_attention_that_nothing_reads_is_left_alone() -> None:
+    model = zoo.Beside([zoo.ColumnsFirst(), Unread()]).eval()
+    outcomes = match(capture(model, (zoo.inputs_for(zoo.ColumnsFirst())[0],), {}).programs[0])
+    kinds = [outcome.reason if isinstance(outcome, Refusal) else "site" for outcome in outcomes]
+    assert kinds == ["site", "nothing of it reaches the outputs"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -80,7 +80,7 @@ MANY_TOKENS = 100
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
-SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
+SMALL_CONSTANT = 1e-2  # what may stabilise a division is no larger
 ROWS_ONLY = "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
 MULTIPLIED = "an input multiplies its attention within the loop: mask the scores before it"
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
@@ -523,7 +523,7 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
     found: dict[float, set[str]] = {}
     for node in inside:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT:
+            if isinstance(value, float) and 0.0 < value <= SMALL_CONSTANT:
                 found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
     targets = {node.target for node in inside}
     starts = [
