@@ -1265,8 +1265,10 @@ def test_layers_that_are_others_in_training_mode(kind):
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True, action="always") as caught:
             outputs.append(one(x))
-    assert_told([str(warning.message) for warning in caught], "training mode")
-    assert torch.equal(*outputs) and not torch.allclose(outputs[1], made(kind)[0](x))
+    is_called = kind is NormalisesScores  # by the compiled code, which begins after it
+    assert_told([str(warning.message) for warning in caught], None if is_called else "training mode")
+    torch.testing.assert_close(*outputs, rtol=1e-5 * is_called, atol=1e-5 * is_called)
+    assert not torch.allclose(outputs[1], made(kind)[0](x))
     for one in (model, compiled):
         for part in one.modules():
             if isinstance(part, nn.modules.dropout._DropoutNd):
