@@ -146,7 +146,7 @@ def _group(inputs: _Heads, loop: Loop, tail: Tail, limits: Thresholds, bound: fl
     if not bound <= SAFE_ROW_RANGE[inputs.q.dtype]:
         reach = kernel.shift()
         if not reach <= SAFE_ROW_RANGE[torch.float64]:
-            return _by_autograd(inputs, loop, tail)
+            return _by_autograd(inputs.double(), loop, tail)
         if not reach <= SAFE_ROW_RANGE[inputs.q.dtype]:
             inputs = inputs.double()
             kernel = _Kernel(inputs, loop.first_side == "row", limits)
