@@ -572,11 +572,15 @@ class _NoDropout(TorchFunctionMode):
             if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
                 self.dropped.append((result, [*self.within]))
             return result
+        share = 0.0
         if func is torch.nn.functional.scaled_dot_product_attention:
+            share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
             kwargs = {**kwargs, "dropout_p": 0.0}
             args = args[:4]
         self.called.append(func)
         result = func(*args, **kwargs)
+        if share:  # of another map, which a graph of evaluation mode does not show
+            self.dropped.append((result.view_as(result), [*self.within]))
         given = pytree.tree_leaves(args)
         for place, (tensor, within) in enumerate(self.dropped):
             if any(x is tensor for x in given):

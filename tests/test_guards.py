@@ -1214,6 +1214,13 @@ class DropsBesideItself(Layer):
         return y + self.drop(y)
 
 
+class DropsAnotherMap(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        share = 0.5 if self.training else 0.0
+        x = x + nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=share)
+        return plan_of(self, x) @ self.out(x)
+
+
 class DropsScores(Drops):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.qk(x).chunk(2, -1)
@@ -1253,7 +1260,8 @@ def by_softmax(scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [
-    DropsInputs, DropsBesideItself, DropsScores, DropsQueries, DropsInTrainingAlone, NormalisesScores,
+    DropsInputs, DropsBesideItself, DropsAnotherMap, DropsScores, DropsQueries, DropsInTrainingAlone,
+    NormalisesScores,
 ])  # fmt: skip
 @torch.no_grad()
 def test_layers_that_are_others_in_training_mode(kind):

@@ -134,7 +134,8 @@ def test_scores_that_one_format_cannot_hold(dtype: torch.dtype, spread: float, f
 
 def test_the_gradient_of_scores_beside_which_duals_keep_no_digit() -> None:
     """Where each row has its own key it is 0: in float32, duals of 1e5 would leave 0.01 of it."""
-    case, loop = given(13, 17, torch.float32, "row", spread=1e4), Loop(0.5, 5, "row", [1.0, 0.0, 1.0, 0.0])
+    loop = Loop(0.5, 5, "row", [1.0, 0.0, 1.0, 0.0])
+    case = given(13, 17, torch.float32, "row", spread=1e4)
     exact = by_autograd(case, loop, torch.float64)
     for found, wanted in zip(by_kernel(case, loop), exact, strict=True):
         assert float((found.double() - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
