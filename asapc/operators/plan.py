@@ -137,7 +137,8 @@ def plan(
     steps = stabilised_plans(s.double(), rows_first, stabiliser, log_mu, log_nu)
     a, kernel, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
     given = log_mu is not None or log_nu is not None
-    unit = unit_mass(stabiliser, half_steps, rows_first, *scores.shape[-2:], given=given)
+    queries, keys = scores.shape[-2:]
+    unit = unit_mass(stabiliser, half_steps, rows_first, queries, keys, given)
     result = a * (factor * unit) * kernel * b.transpose(-1, -2)
     return (result.log() if log else result).to(scores.dtype)
 
