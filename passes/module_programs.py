@@ -308,8 +308,25 @@ class _Reader:
         of_maps = {node for site in sites.values() for node in _dropout_of_map(site)}
         own = [node for node in inside.nodes if node not in called and is_another_in_training(node)]
         modes = frozenset(self._homes(inside, (node for node in own if node not in of_maps)))
+        modes |= {*self._dropping(inside, called, sites.values())}
         drops = frozenset(self._homes(inside, (node for node in own if node in of_maps)))
         return ModuleProgram(program, moved, call, children, tuple(constants), modes, drops)
+
+    def _dropping(
+        self, inside: _Inside, called: set[Node], sites: Iterable[Site]
+    ) -> Iterator[str]:
+        """Paths of torch's attention that is inlined without its dropout, which a graph of evaluation
+        mode does not show, and in which there is no site."""
+        places = [self.order[site.part().output] for site in sites]
+        for call in self.program.calls:
+            module = self.model.get_submodule(self._full(call.name))
+            is_within = _within(call.name, inside.call.name) and not any(
+                call.start <= place < call.end for place in places
+            )
+            if is_within and isinstance(module, nn.MultiheadAttention) and module.dropout and (
+                called.isdisjoint(self.nodes[call.start : call.end])
+            ):
+                yield call.name[len(inside.call.name) :].lstrip(".")
 
     def _homes(self, inside: _Inside, nodes: Iterable[Node]) -> Iterator[str]:
         """Paths of the innermost modules whose code computes these in training mode, otherwise."""

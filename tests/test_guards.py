@@ -1221,6 +1221,16 @@ class DropsAnotherMap(Layer):
         return plan_of(self, x) @ self.out(x)
 
 
+class DropsAnotherMapOfTorchs(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.MultiheadAttention(4, 2, 0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.before(x, x, x)[0]
+        return plan_of(self, x) @ self.out(x)
+
+
 class DropsScores(Drops):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.qk(x).chunk(2, -1)
@@ -1260,8 +1270,8 @@ def by_softmax(scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [
-    DropsInputs, DropsBesideItself, DropsAnotherMap, DropsScores, DropsQueries, DropsInTrainingAlone,
-    NormalisesScores,
+    DropsInputs, DropsBesideItself, DropsAnotherMap, DropsAnotherMapOfTorchs, DropsScores, DropsQueries,
+    DropsInTrainingAlone, NormalisesScores,
 ])  # fmt: skip
 @torch.no_grad()
 def test_layers_that_are_others_in_training_mode(kind):
