@@ -3,12 +3,14 @@
 before: x.mT, torch.divide(x, y), torch.special.logsumexp(x, -1), torch.inner(x, y)
 after:  transpose(x, -2, -1), div(x, y), logsumexp(x, [-1]), matmul(x, transpose(y, 0, 1))
 
+The slice that the colon of x[:, None] makes of everything is left out.
 A mask that a module makes anew for every step of its loop is made once: it is one input of that loop.
 Whatever looks for a product, a turn or a division by its operator then knows one of each.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,10 @@ def one_spelling(graph: GraphModule) -> bool:
             continue
         if node.target in ALIASES:
             node.target = ALIASES[node.target]
+            changed = True
+        elif _is_whole(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
             changed = True
         elif node.target in RESPELT and isinstance(node.meta.get("val"), Tensor):
             changed |= _respell(graph, node)
@@ -93,6 +99,14 @@ def _is_repeatable(node: Node, masks: set[Node]) -> bool:
 def _is_float(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_whole(node: Node) -> bool:
+    """A slice of everything, as the colon of x[:, None], that the model does not return as its own."""
+    if node.target is not aten.slice.Tensor or any(user.op == "output" for user in node.users):
+        return False
+    start, end, step = [*node.args[2:], None, None, None][:3]
+    return not start and (end is None or end == sys.maxsize) and step in (None, 1)
 
 
 def _respell(graph: GraphModule, node: Node) -> bool:

@@ -82,6 +82,17 @@ class MassesByScalings(Masses):
         return a[..., None] * kernel * b[..., None, :]
 
 
+class MassesInThePlan(Masses):
+    """The same on the plan itself: each of its sums is brought to a mass."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        plan = (scores - scores.amax((-1, -2), keepdim=True)).exp()
+        for _ in range(3):
+            plan = plan * nu[:, None] / (plan.sum(-2, keepdim=True) + 1e-3)
+            plan = plan / (plan.sum(-1, keepdim=True) + 1e-3) * mu[..., None]
+        return plan
+
+
 class ActiveMasses(nn.Module):
     """The tokens of a cloud among themselves: one tensor [B, 1, N] is both marginals, 1/n or nothing."""
 

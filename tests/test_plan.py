@@ -270,6 +270,10 @@ FOUND: dict[str, list[PlanConvention]] = {
         PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                        Stabiliser("scaling", "add", 1e-4)),
     ],
+    "MassesInThePlan": [
+        PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                       Stabiliser("plan", "add", 1e-3)),
+    ],
     "ActiveMasses": [PlanConvention(6, "row", 1.0, OutputFactor(), False, "input", "input",
                                     written=Written("duals"))],
     "TokensFirst": [PlanConvention(4, "row", 1.0, OutputFactor(keys=1))],
