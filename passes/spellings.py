@@ -106,7 +106,7 @@ def _is_whole(node: Node) -> bool:
     if node.target is not aten.slice.Tensor or any(user.op == "output" for user in node.users):
         return False
     start, end, step = [*node.args[2:], None, None, None][:3]
-    return not start and (end is None or end == sys.maxsize) and step in (None, 1)
+    return start in (None, 0) and end in (None, sys.maxsize) and step in (None, 1)
 
 
 def _respell(graph: GraphModule, node: Node) -> bool:
