@@ -213,7 +213,7 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
         lowerable = Lowerable(graph, widen)
         try:
             known = _known(lowerable, lowerable.example(inputs))
-        except Exception:
+        except Exception:  # of a graph that does not run at other sizes: at its own it says why
             if best is None and not widen:
                 raise
             continue

@@ -257,8 +257,7 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
             names = {name for its in held.values() for name in its}
             if analysis.capture.kind == "whole":
                 names |= masks_of(analysis.capture.programs[0], analysis.matched[0])
-            observed = analysis.capture.observed
-            questions = () if observed is None else observed.questions.values()
+            questions = analysis.capture.observed.questions.values()
             by_dtype = any(PRECISION in asked for asked in questions)
             gradient = no_gradient(model, lossless, batch.on(device), names, by_dtype) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)

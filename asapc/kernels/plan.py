@@ -44,6 +44,11 @@ class Task:
         return self.stabiliser is None and self.settings["form"] != reference.DEFAULTS["form"]
 
     @property
+    def has_masses(self) -> bool:
+        """Whether the masses of a side are given."""
+        return self.log_mu is not None or self.log_nu is not None
+
+    @property
     def damping(self) -> Pair:
         rows, columns = self.settings["damping"] or (1.0, 1.0)
         return rows, columns
@@ -62,7 +67,7 @@ class Task:
         if self.stabiliser is not None:
             factor *= unit_mass(
                 self.stabiliser, self.settings["half_steps"], self.rows_first, queries, keys,
-                self.log_mu is not None or self.log_nu is not None,
+                self.has_masses,
             )
         return factor
 

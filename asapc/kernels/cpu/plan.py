@@ -52,8 +52,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
-    given_some = task.log_mu is not None or task.log_nu is not None
-    if given_some and stabiliser is not None and (settings["log"] or stabiliser.form == "plan"):
+    if task.has_masses and stabiliser is not None and (settings["log"] or stabiliser.form == "plan"):
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:

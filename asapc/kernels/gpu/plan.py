@@ -35,7 +35,7 @@ def supported(scores: Tensor, task: Task) -> str | None:
     stabiliser = task.stabiliser
     if stabiliser is not None and (stabiliser.form != "plan" or stabiliser.start not in STARTS):
         return "the kernel keeps a constant in the divisions of a plan alone"
-    if stabiliser is not None and not (task.log_mu is None and task.log_nu is None):
+    if stabiliser is not None and task.has_masses:
         return "the kernel keeps a constant where masses are alike"
     return None
 
