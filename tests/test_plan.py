@@ -148,7 +148,8 @@ def test_the_constant_in_the_divisions_is_kept(form: str, kind: str) -> None:
         constant = (1e-3, form, kind, start, shares, shares)
         mu = random(7, 1, size[0], seed=1).log_softmax(-1) - 25.0  # of another total
         mu[2, :, :2] = -math.inf  # of no mass
-        for masses in ((None, None), (mu, None), (mu, random(size[1]).log_softmax(-1))):
+        nu = random(size[1]).log_softmax(-1)
+        for masses in ((None, None), (mu, None), (mu, nu), (mu + 25.0, nu), (mu + 25.0, None)):
             rest = (*masses, -0.7, 6, rows_first, PLAIN, False, None, *constant)
             exact, found = reference.plan(s.double(), *rest), op(s, *rest)
             assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())

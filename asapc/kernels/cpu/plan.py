@@ -20,11 +20,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from asapc.ir import Stabiliser
 from asapc.kernels import native
 from asapc.kernels.plan import Task, is_small
 from asapc.operators import plan as reference
 
 NEAR, FAR = -2e3, -1e7  # scores of masks that are low, but not so low that nothing is left of them
+ALIKE = 1e-5  # difference of the logarithms of two totals that are meant to be one
 ROUNDED = 500.0  # size of duals from which on what float32 rounds off may show
 
 def described(scores: Tensor, task: Task) -> tuple[str, str]:
@@ -52,7 +54,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
-    if task.has_masses and stabiliser is not None and (settings["log"] or stabiliser.form == "plan"):
+    if task.has_masses and stabiliser is not None and (
+        settings["log"] or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
+    ):
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:
@@ -88,6 +92,16 @@ def _masses(
         return None
     rows = _by_token(logs.to(dtype), shape).contiguous()
     return torch.softmax(rows, -1) if shares else rows.exp(), rows
+
+
+def _alike_in_total(scores: Tensor, task: Task, stabiliser: Stabiliser) -> bool:
+    """Whether both sides of every matrix have the same mass, but for what a few half-steps forgive."""
+    totals = [
+        torch.tensor(1.0 if stabiliser.shares else size).log() if logs is None
+        else logs.expand(*logs.shape[:-1], size).double().logsumexp(-1)
+        for logs, size in zip((task.log_mu, task.log_nu), scores.shape[-2:], strict=True)
+    ]  # fmt: skip
+    return bool(((totals[0] - totals[1]).abs() <= ALIKE).all())
 
 
 def _are_lost(masses: tuple[Tensor, Tensor] | None, damping: float) -> bool:

@@ -218,7 +218,7 @@ def plan(
         beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
         settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
         *task.damping, near, far, one,
-        *_rule(stabiliser, queries, keys, least(scores.dtype)),
+        *_rule(stabiliser, queries, keys, least(scores.dtype), task.has_masses),
     ))  # fmt: skip
     if lost < 0:
         raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
@@ -311,17 +311,17 @@ def banded(
 
 
 def _rule(
-    stabiliser: Stabiliser | None, queries: int, keys: int, least: float = 0.0
+    stabiliser: Stabiliser | None, queries: int, keys: int, least: float = 0.0, given: bool = False
 ) -> tuple[float, ...]:
     """Rule of engine.cpp.
 
     Where rows and columns of another number are all brought to 1, each half-step multiplies its scaling
     by N / M or M / N, and a hundred of them overflow. So a is multiplied, and b divided, by M / N on the
-    way: their product stays what it is.
+    way: their product stays what it is. Not where masses are given, of which both sides have as much.
     """
     if stabiliser is None:
         return 0, 0, 0, 0.0, least, 1.0
-    grows = stabiliser.form == "plan" and not stabiliser.shares and queries and keys
+    grows = stabiliser.form == "plan" and not (stabiliser.shares or given) and queries and keys
     return (
         1 + FORMS.index(stabiliser.form), stabiliser.kind == "add", stabiliser.start == "softmax",
         stabiliser.constant, least, keys / queries if grows else 1.0,
