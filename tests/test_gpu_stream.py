@@ -145,8 +145,8 @@ def test_a_cuda_graph_holds_it(name: str, gradient: bool) -> None:
             found = forward_and_backward(operator, given, gradient)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    first = next(x for x in given if is_float(x))
-    first.mul_(1.25)
+    for first in [x for x in given if is_float(x)][:1]:  # none where all are masks
+        first.mul_(1.25)
     graph.replay()
     torch.cuda.synchronize()
     for own, again in zip(found, forward_and_backward(operator, given, gradient), strict=True):
