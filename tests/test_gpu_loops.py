@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from asapc.kernels import dispatch
-from asapc.kernels.gpu import backward, half_step, resident, sinkhorn, stored
+from asapc.kernels.gpu import backward, block, half_step, resident, sinkhorn, stored
 from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_meaning
@@ -290,18 +290,18 @@ def test_loops(name: str) -> None:
     assert_gradients(case, LOOPS[name])
 
 
-@pytest.mark.parametrize(("name", "shape"), [
-    *((name, (2, 2, 33, 50, 16, 40)) for name in LOOPS),
-    *((name, (2, 1, 150, 197, 40, 64)) for name in ("R", "CRC from f", "RCRCRC")),
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), [
+    *((name, (2, 2, 33, 50, 16, 40), dtype) for name in LOOPS if name != "nothing" for dtype in HALVES),
+    *((name, (2, 1, 150, 197, 40, 64), torch.bfloat16) for name in ("R", "CRC from f", "RCRCRC")),
 ], ids=str)  # fmt: skip
-def test_products_of_bfloat16(name: str, shape: tuple[int, ...]) -> None:
-    """The resident loop's sums on tensor cores: of one chunk of keys and of two."""
-    case = Case(shape, torch.bfloat16, masked=True)
-    assert resident.as_products(case.q, case.k, case.v, case.bias)
-    assert_loop(case, in_one_launch, LOOPS[name])
+def test_half_precision_in_one_launch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_loop(Case(shape, dtype, masked=True), in_one_launch, LOOPS[name])
 
 
-def test_scores_that_products_cannot_scale() -> None:
+def test_scores_that_one_scaling_cannot_hold() -> None:
     case = Case((1, 2, 33, 140, 16, 16), torch.bfloat16, spread=600.0)
     for name in ("RCRCR from g", "CRCRC"):
         assert_loop(case, in_one_launch, LOOPS[name])
@@ -370,6 +370,7 @@ def test_each_way_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> Non
     ways = ((resident, "resident_loop"), (stored, "stored_loop"), (sinkhorn, "streaming_loop"))
     for module, name in ways:
         monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
+    monkeypatch.setattr(block, "shape_for", lambda q, k, v: None)
     monkeypatch.setattr(resident, "_processors", lambda q: (1, 5 * 32 * 4))
     monkeypatch.setattr(stored, "MOST_BYTES", 5 * 48 * 4)
     for keys in (32, 33, 49):

@@ -6,9 +6,8 @@ block of rows finds its sums and at once adds itself, scaled, to those of the co
 
     a_i = 1 / (N sum_j K_ij b_j)        b_j = 1 / (M sum_i a_i K_ij)
 
-In bfloat16 and without a bias K stays in shared memory, rounded to bfloat16 as any weights are for their
-product with values, and both sums are products on the tensor cores: a and b are three columns of bfloat16
-each, which have the bits of float32. Heads that leave the range then go through the launch below.
+Where `block` can hold K in registers, that launch goes first, and only heads that leave its range go
+through this one.
 
 Where the scores of a row spread too far for float32, the scratch holds S, and the same passes are in the
 log domain. So they are where b leaves float32's range, which a start dual or a bias that hides keys from
@@ -27,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.gpu import block
 from asapc.kernels.gpu.tiles import (
     FEWEST,
     FLOAT32_PRECISION,
@@ -52,27 +52,17 @@ CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take, of 
 PROCESSORS = 132  # of a GPU; both are an H100's, where there is none to ask
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 STRIPE = tl.constexpr(32)  # columns
-LEAST_TOKENS = 33  # of which the sums are products, for tiles of 128 x 128
-CHUNK = 128  # columns of K in bfloat16 that are one tensor
 LEAST_B = tl.constexpr(2.0**-60)
 # log2 of the widest row that float32 holds with its scalings.
 SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, loop: Loop) -> bool:
+def fits(q: Tensor, k: Tensor, v: Tensor, loop: Loop) -> bool:
     """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
     if loop.half_steps < FEWEST or k.shape[2] > RESIDENT_LIMIT:
         return False
-    return as_products(q, k, v, bias) or q.shape[2] * pitch_of(k) * 4 <= _processors(q)[1]
-
-
-def as_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the sums are products of bfloat16; larger heads leave too few registers, smaller ones are
-    faster without."""
-    half = all(t.dtype == torch.bfloat16 for t in (q, k, v))
-    count = max(q.shape[2], k.shape[2])
-    fit = LEAST_TOKENS <= count <= RESIDENT_LIMIT and max(q.shape[3], v.shape[3]) <= 64
-    return half and fit and bias is None
+    held = block.shape_for(q, k, v) is not None
+    return held or q.shape[2] * pitch_of(k) * 4 <= _processors(q)[1]
 
 
 def _processors(q: Tensor) -> tuple[int, int]:
@@ -113,28 +103,11 @@ def resident_loop(
     scratch = torch.empty((programs, size), dtype=torch.float32, device=q.device)
     scale, factor = loop.score_multiplier * LOG2_E.value, factor / queries
     pairs = (loop.half_steps - (not rows_first)) // 2
-    done = None
-    if as_products(q, k, v, bias):
+    done, shape = None, block.shape_for(q, k, v)
+    if shape is not None:
         done = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
-        height = max(CHUNK, block_of(queries, RESIDENT_LIMIT))
-        _by_products[(batch * heads,)](
-            q, k, v, keep, dual, factors, out, done, heads, queries, keys, dim, value_dim,
-            *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(dual, 3),
-            scale, factor, pairs,
-            ROWS_FIRST=rows_first,
-            CLOSES_ROWS=loop.ends_on_rows,
-            HAS_KEEP=keep is not None,
-            HAS_DUAL=dual is not None,
-            HAS_FACTORS=factors is not None,
-            PRECISION=FLOAT32_PRECISION,
-            HEIGHT=height,
-            CHUNK=CHUNK,
-            CHUNKS=triton.cdiv(keys, CHUNK),
-            BLOCK_D=block_of(dim, 64),
-            BLOCK_E=block_of(value_dim, 64),
-            num_warps=8,  # with 4, ptxas 12.8 reads addresses that it has not set: tests/test_sm90.py
-            num_stages=1,
-        )  # fmt: skip
+        tensors, numbers = block.arguments(q, k, v, keep, bias, dual, out, done, loop)
+        block.launch(shape, tensors, numbers, batch * heads)
     _resident[(programs,)](
         q, k, v, keep, bias, dual, factors, out, scratch, done,
         batch * heads, heads, queries, keys, dim, value_dim, pitch_of(k),
@@ -309,175 +282,6 @@ def _finish(
             places = p_out + o_x[:, None] * value_dim + o_e[None, :]
             mask = (o_x < queries)[:, None] & (o_e < value_dim)[None, :]
             tl.store(places, (out * factor).to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _in_three(x, SIZE: tl.constexpr):
-    """Columns of bfloat16 [SIZE, 16] that add up to x [SIZE], of which three are not 0."""
-    first = x.to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-    o_c = tl.arange(0, 16)[None, :]
-    none = tl.zeros([SIZE, 16], tl.bfloat16)
-    later = tl.where(o_c == 1, second[:, None], tl.where(o_c == 2, third[:, None], none))
-    return tl.where(o_c == 0, first[:, None], later)
-
-
-@triton.jit
-def _chunk_scores(
-    b_q, p_k, p_keep, start, keys, dim, stride_kn, stride_kd, stride_keep_n, scale,
-    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, HEIGHT: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """S [HEIGHT, CHUNK] of the keys from `start` on, -inf where they are masked, and which are active."""
-    o_y = start + tl.arange(0, CHUNK).to(tl.int64)
-    m_y = o_y < keys
-    if HAS_KEEP:
-        m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-    b_k = load_rows(p_k, o_y, m_y, tl.arange(0, BLOCK_D), dim, stride_kn, stride_kd, False)
-    scores = scale * product(b_q, tl.trans(b_k), tl.zeros([HEIGHT, CHUNK], tl.float32), PRECISION)
-    return tl.where(m_y[None, :], scores, float("-inf")), m_y
-
-
-@triton.jit
-def _row_scaling(first, second, b_first, b_second, PRECISION: tl.constexpr, HEIGHT: tl.constexpr,
-                 CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """a = 1 / (K b) [HEIGHT], 0 on empty rows, for K in one chunk or two."""
-    total = product(first, _in_three(b_first, CHUNK), tl.zeros([HEIGHT, 16], tl.float32), PRECISION)
-    if CHUNKS > 1:
-        total = product(second, _in_three(b_second, CHUNK), total, PRECISION)
-    total = tl.sum(total, 1)
-    return tl.where(total == 0.0, 0.0, 1.0 / total)
-
-
-@triton.jit
-def _column_scaling(kernel, a, ratio, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """b = 1 / (ratio a K) [CHUNK] of a chunk, 1 on what no query sees; a as `_in_three`."""
-    total = product(tl.trans(kernel), a, tl.zeros([CHUNK, 16], tl.float32), PRECISION)
-    total = ratio * tl.sum(total, 1)
-    return _held(tl.where(total == 0.0, 1.0, 1.0 / total))
-
-
-@triton.jit
-def _start(p_g, start, m_y, top, stride, HAS_DUAL: tl.constexpr, CHUNK: tl.constexpr):
-    """b from a start dual g, relative to the largest of it."""
-    if HAS_DUAL:
-        g = LOG2_E * load_dual(p_g, start + tl.arange(0, CHUNK), m_y, stride)
-        return _held(tl.where(m_y, tl.exp2(g - top), 1.0))
-    return tl.full([CHUNK], 1.0, tl.float32)
-
-
-@triton.jit
-def _weighted(
-    p_v, start, m_y, value_dim, stride_vn, stride_vd, b, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr
-):
-    """b v [CHUNK, BLOCK_E]"""
-    o_y = start + tl.arange(0, CHUNK).to(tl.int64)
-    b_v = load_rows(p_v, o_y, m_y, tl.arange(0, BLOCK_E), value_dim, stride_vn, stride_vd, False)
-    return (b_v.to(tl.float32) * b[:, None]).to(tl.bfloat16)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _by_products(
-    p_q, p_k, p_v, p_keep, p_dual, p_factors, p_out, p_done, heads, queries, keys, dim, value_dim,
-    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_vb,
-    stride_vh, stride_vn, stride_vd, stride_keep_b, stride_keep_n, stride_dual_b, stride_dual_h,
-    stride_dual_n, scale, factor, pairs,
-    ROWS_FIRST: tl.constexpr, CLOSES_ROWS: tl.constexpr, HAS_KEEP: tl.constexpr,
-    HAS_DUAL: tl.constexpr, HAS_FACTORS: tl.constexpr, PRECISION: tl.constexpr, HEIGHT: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """A head's loop by products of bfloat16; p_done [B H]: whether it stayed in range, thus is right."""
-    i_bh = tl.program_id(0).to(tl.int64)
-    i_b = i_bh // heads
-    i_h = i_bh % heads
-    p_q += i_b * stride_qb + i_h * stride_qh
-    p_k += i_b * stride_kb + i_h * stride_kh
-    p_v += i_b * stride_vb + i_h * stride_vh
-    p_out += i_bh * queries * value_dim
-    if HAS_KEEP:
-        p_keep += i_b * stride_keep_b
-    if HAS_DUAL:
-        p_dual += i_b * stride_dual_b + i_h * stride_dual_h
-    if HAS_FACTORS:
-        factor *= tl.load(p_factors + i_b)
-    o_x = tl.arange(0, HEIGHT).to(tl.int64)
-    m_x = o_x < queries
-    b_q = load_rows(p_q, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_qn, stride_qd, False)
-    most = tl.full([HEIGHT], float("-inf"), tl.float32)
-    least = tl.full([HEIGHT], float("inf"), tl.float32)
-    for chunk in range(CHUNKS):
-        scores, _ = _chunk_scores(
-            b_q, p_k, p_keep, chunk * CHUNK, keys, dim, stride_kn, stride_kd, stride_keep_n, scale,
-            HAS_KEEP, PRECISION, HEIGHT, CHUNK, BLOCK_D,
-        )  # fmt: skip
-        most = tl.maximum(most, tl.max(scores, 1))
-        least = tl.minimum(least, tl.min(tl.where(scores == float("-inf"), float("inf"), scores), 1))
-    in_range = tl.max(tl.where(m_x, most - least, 0.0), 0) <= SAFE_RANGE
-    shift = tl.where(m_x, finite_or_zero(most), float("inf"))  # rows that do not exist are empty
-    scores, m_first = _chunk_scores(
-        b_q, p_k, p_keep, 0, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP, PRECISION,
-        HEIGHT, CHUNK, BLOCK_D,
-    )  # fmt: skip
-    first = tl.exp2(scores - shift[:, None]).to(tl.bfloat16)
-    second, m_second = first, m_first
-    if CHUNKS > 1:
-        scores, m_second = _chunk_scores(
-            b_q, p_k, p_keep, CHUNK, keys, dim, stride_kn, stride_kd, stride_keep_n, scale, HAS_KEEP,
-            PRECISION, HEIGHT, CHUNK, BLOCK_D,
-        )  # fmt: skip
-        second = tl.exp2(scores - shift[:, None]).to(tl.bfloat16)
-    ratio = keys * 1.0 / queries
-    if ROWS_FIRST:
-        top = tl.full([], 0.0, tl.float32)
-        if HAS_DUAL:
-            top = tl.full([], float("-inf"), tl.float32)
-            for chunk in range(CHUNKS):
-                o_y = chunk * CHUNK + tl.arange(0, CHUNK)
-                m_y = o_y < keys
-                if HAS_KEEP:
-                    m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
-                g = LOG2_E * load_dual(p_dual, o_y, m_y, stride_dual_n)
-                top = tl.maximum(top, tl.max(tl.where(m_y, g, float("-inf")), 0))
-            top = finite_or_zero(top)
-        b_first = _start(p_dual, 0, m_first, top, stride_dual_n, HAS_DUAL, CHUNK)
-        b_second = b_first
-        if CHUNKS > 1:
-            b_second = _start(p_dual, CHUNK, m_second, top, stride_dual_n, HAS_DUAL, CHUNK)
-    else:
-        f = most
-        if HAS_DUAL:
-            f += LOG2_E * load_dual(p_dual, o_x, m_x, stride_dual_n)
-        f = tl.where(m_x, f, float("-inf"))
-        a_first = _in_three(tl.exp2(f - finite_or_zero(tl.max(f, 0))), HEIGHT)
-        b_first = _column_scaling(first, a_first, ratio, PRECISION, CHUNK)
-        b_second = b_first
-        if CHUNKS > 1:
-            b_second = _column_scaling(second, a_first, ratio, PRECISION, CHUNK)
-    a = tl.zeros([HEIGHT], tl.float32)
-    for _ in range(pairs):
-        a = _row_scaling(first, second, b_first, b_second, PRECISION, HEIGHT, CHUNK, CHUNKS)
-        a_columns = _in_three(a, HEIGHT)
-        b_first = _column_scaling(first, a_columns, ratio, PRECISION, CHUNK)
-        if CHUNKS > 1:
-            b_second = _column_scaling(second, a_columns, ratio, PRECISION, CHUNK)
-    if CLOSES_ROWS:
-        a = _row_scaling(first, second, b_first, b_second, PRECISION, HEIGHT, CHUNK, CHUNKS)
-    weighted = _weighted(p_v, 0, m_first, value_dim, stride_vn, stride_vd, b_first, BLOCK_E, CHUNK)
-    out = product(first, weighted, tl.zeros([HEIGHT, BLOCK_E], tl.float32), PRECISION)
-    in_range &= tl.max((b_first != b_first).to(tl.int32), 0) == 0
-    if CHUNKS > 1:
-        weighted = _weighted(
-            p_v, CHUNK, m_second, value_dim, stride_vn, stride_vd, b_second, BLOCK_E, CHUNK
-        )
-        out = product(second, weighted, out, PRECISION)
-        in_range &= tl.max((b_second != b_second).to(tl.int32), 0) == 0
-    o_e = tl.arange(0, BLOCK_E)
-    places = p_out + o_x[:, None] * value_dim + o_e[None, :]
-    out *= (a * factor)[:, None]
-    tl.store(places, out.to(tl.bfloat16), mask=m_x[:, None] & (o_e < value_dim)[None, :])
-    tl.store(p_done + i_bh, in_range.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["pairs"])

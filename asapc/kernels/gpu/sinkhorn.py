@@ -35,7 +35,7 @@ def sinkhorn_loop(
     first, the target dual [B, H, M] where rows are.
     """
     run = streaming_loop
-    if resident.fits(q, k, v, bias, loop):
+    if resident.fits(q, k, v, loop):
         run = resident.resident_loop
     elif stored.fits(q, k, loop):
         run = stored.stored_loop

@@ -1,0 +1,118 @@
+"""resident.cu on a CPU, where cuda_block.h runs a block's threads in turn, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_env import DEVICE
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from test_gpu_loops import LOOPS, Case, assert_loop
+
+from asapc.kernels.gpu import block
+from asapc.kernels.loop import Loop
+
+COMPILER = shutil.which("g++")
+SHARED = 227 << 10  # bytes that a block may take on an H100
+pytestmark = pytest.mark.skipif(COMPILER is None or DEVICE != "cpu", reason="needs g++ and no GPU")
+Runner = Callable[..., tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """The kernel's output and which heads stayed in range; out of bounds it ends the process."""
+    made: dict[block.Shape, ctypes.CDLL] = {}
+
+    def built(shape: block.Shape) -> ctypes.CDLL:
+        if shape not in made:
+            folder = tmp_path_factory.mktemp("block")
+            (folder / "resident.cu").write_text(shape.source)
+            (folder / "block.cpp").write_text(
+                shape.source.split("\n//")[0] + f'\n#define SOURCE "{folder}/resident.cu"\n'
+                f"#define SHARED {shape.shared}\n"
+                + (Path(__file__).parent / "cuda_block.h").read_text()
+            )  # fmt: skip
+            checks = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
+            command = (str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *checks)
+            subprocess.run([*command, "-o", folder / "block.so", folder / "block.cpp"], check=True)
+            made[shape] = ctypes.CDLL(str(folder / "block.so"))
+        return made[shape]
+
+    def run(*inputs: Any, loop: Loop, shared: int = SHARED) -> tuple[Tensor, Tensor]:
+        q, k, v = inputs[:3]
+        shape = block.shape_of(q, k, v, shared)
+        assert shape is not None
+        out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=v.dtype)
+        done = torch.full((q.shape[0] * q.shape[1],), -1, dtype=torch.int32)
+        tensors, numbers = block.arguments(*inputs, out, done, loop)
+        places = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+        built(shape).run(len(done), places, (ctypes.c_int * len(numbers))(*numbers))
+        return out, done
+
+    return run
+
+
+def in_range(emulated: Runner, shared: int = SHARED) -> Callable[..., Tensor]:
+    def run(*given: Any) -> Tensor:
+        out, done = emulated(*given[:-1], loop=given[-1], shared=shared)
+        assert bool((done == 1).all())
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize(("case", "loops"), [
+    ({"shape": (2, 2, 33, 70, 16, 16)}, ("RCRCR from g", "CRCRC", "RCRCRC")),
+    ({"shape": (2, 2, 17, 19, 5, 48), "masked": True, "bias": (1, 2)}, ("RCRCR from g", "CRCR from f")),
+    ({"dtype": torch.float16, "masked": True, "bias": ()}, ("CRCRC", "RCRCRC")),
+    ({"dtype": torch.bfloat16, "strided": True, "masked": True}, ("CRCR from f", "RCRCRC")),
+    ({"shape": (1, 1, 129, 20, 16, 8), "dtype": torch.bfloat16}, ("RCRCR from g", "CRCRC")),  # two strips
+    ({"shape": (1, 1, 1, 1, 8, 8)}, ("CRCRC",)),
+], ids=str)  # fmt: skip
+def test_it_is_the_loop(case: dict[str, Any], loops: tuple[str, ...], emulated: Runner) -> None:
+    for name in loops:
+        assert_loop(Case(**case), in_range(emulated), LOOPS[name])
+
+
+def test_values_take_the_place_of_keys_and_part_of_the_matrix_is_shared(
+    emulated: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1, 2, 20, 40, 16, 24))
+    whole = block.shape_of(case.q, case.k, case.v, SHARED)
+    assert whole is not None and not whole.late and whole.held == whole.tiles
+    assert_loop(case, in_range(emulated, shared=whole.shared - 1), LOOPS["RCRCRC"])
+    monkeypatch.setitem(block.OTHER_REGISTERS, 4, 247)
+    part = block.shape_of(case.q, case.k, case.v, SHARED)
+    assert part is not None and 0 < part.held < part.tiles
+    assert_loop(case, in_range(emulated), LOOPS["CRCRC"])
+    assert block.shape_of(case.q, case.k, case.v, 1 << 10) is None
+
+
+def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
+    """Those of one example, whose scores spread or whose start lies too far apart; or NaN."""
+    case = Case((2, 1, 18, 18, 8, 8))
+    loop = Loop(0.4, 5, "row", case.factors())
+
+    def done(**changed: Any) -> list[int]:
+        q, asked = changed.get("q", case.q), loop._replace(first_side=changed.get("side", "row"))
+        flags: list[int] = emulated(
+            q, case.k, case.v, None, None, changed.get("dual"), loop=asked
+        )[1].tolist()
+        return flags
+
+    assert done() == [1, 1]
+    assert done(q=case.q * torch.tensor([1.0, 600.0])[:, None, None, None]) == [1, 0]
+    assert done(q=case.q.index_fill(3, torch.tensor(0), math.nan)) == [0, 0]
+    far = torch.zeros(2, 1, 18)
+    far[1, 0, :9] = -600.0
+    assert done(dual=far) == done(dual=far, side="column") == [1, 0]
