@@ -371,7 +371,7 @@ def test_each_way_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> Non
     for module, name in ways:
         monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     monkeypatch.setattr(block, "shape_for", lambda q, k, v: None)
-    monkeypatch.setattr(resident, "_processors", lambda q: (1, 5 * 32 * 4))
+    monkeypatch.setattr(resident, "fits", lambda q, k, v, loop: k.shape[2] <= 32 and loop.half_steps == 6)
     monkeypatch.setattr(stored, "MOST_BYTES", 5 * 48 * 4)
     for keys in (32, 33, 49):
         assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, (6, "column", False))

@@ -61,7 +61,7 @@ def shape_for(q: Tensor, k: Tensor, v: Tensor) -> Shape | None:
     """None where the kernel cannot run, or not on this device."""
     if not q.is_cuda or torch.version.cuda is None or not hasattr(torch.cuda, "_compile_kernel"):
         return None
-    own = torch.cuda.get_device_properties(q.device)
+    own: Any = torch.cuda.get_device_properties(q.device)
     return shape_of(q, k, v, own.shared_memory_per_block_optin) if own.major >= 8 else None
 
 

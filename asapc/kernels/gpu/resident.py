@@ -1,31 +1,20 @@
-"""The whole finite loop in one launch or two, for heads whose matrix the cache of a processor holds.
+"""The whole finite loop of a head of up to 256 tokens, in two launches.
 
-A program forms K = exp(S - rowmax) once and keeps it in a scratch of its own, which stays in the L1
-cache. In the linear domain a pair of half-steps is one pass over K and two multiply-adds an entry: a
-block of rows finds its sums and at once adds itself, scaled, to those of the columns.
+`block` keeps the matrix in registers, in the linear domain, and tells which heads stayed in float32's
+range. The others, whose scores spread too far or whose scalings grow without end, go through the launch
+below: a program keeps S of one head after another in a scratch of its own, and works with logarithms.
 
-    a_i = 1 / (N sum_j K_ij b_j)        b_j = 1 / (M sum_i a_i K_ij)
-
-Where `block` can hold K in registers, that launch goes first, and only heads that leave its range go
-through this one.
-
-Where the scores of a row spread too far for float32, the scratch holds S, and the same passes are in the
-log domain. So they are where b leaves float32's range, which a start dual or a bias that hides keys from
-some queries may lead to: b turns to NaN then, and a head that ends on NaN is computed again. Programs go
-from head to head, so that there is one scratch for each that runs at once.
+    f_i = -LSE_j(S_ij + g_j) - log N        g_j = -LSE_i(S_ij + f_i) - log M
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.gpu import block
 from asapc.kernels.gpu.tiles import (
     FEWEST,
@@ -48,29 +37,13 @@ from asapc.kernels.gpu.tiles import (
 from asapc.kernels.loop import Loop
 
 RESIDENT_LIMIT = 256  # keys, for which the tiles are written
-CACHE = 200 << 10  # bytes of a processor's L1 cache that matrices may take, of 256 KiB
-PROCESSORS = 132  # of a GPU; both are an H100's, where there is none to ask
+SCRATCH = 32 << 20  # bytes of all matrices that are kept at once
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
-STRIPE = tl.constexpr(32)  # columns
-LEAST_B = tl.constexpr(2.0**-60)
-# log2 of the widest row that float32 holds with its scalings.
-SAFE_RANGE = tl.constexpr(SAFE_ROW_RANGE[torch.float32] * math.log2(math.e))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, loop: Loop) -> bool:
-    """Whether `resident_loop` can run it, and is the faster way: it forms a matrix before it begins."""
-    if loop.half_steps < FEWEST or k.shape[2] > RESIDENT_LIMIT:
-        return False
-    held = block.shape_for(q, k, v) is not None
-    return held or q.shape[2] * pitch_of(k) * 4 <= _processors(q)[1]
-
-
-def _processors(q: Tensor) -> tuple[int, int]:
-    """How many there are, and bytes of the cache of each that matrices may take."""
-    if not q.is_cuda:
-        return PROCESSORS, CACHE
-    own = torch.cuda.get_device_properties(q.device)
-    return own.multi_processor_count, own.shared_memory_per_multiprocessor * 7 // 8  # it is in that cache
+    """Whether `block` can hold it, and is the faster way: it forms a matrix before it begins."""
+    return loop.half_steps >= FEWEST and block.shape_for(q, k, v) is not None
 
 
 def resident_loop(
@@ -97,15 +70,13 @@ def resident_loop(
     block_d = block_of(dim, 128 if half else 32)
     block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
     size = queries * pitch_of(k)
-    processors, cache = _processors(q)
-    at_once = max(1, min(16, cache // max(1, 4 * size)))
-    programs = min(batch * heads, processors * at_once)
+    programs = min(batch * heads, max(1, SCRATCH // max(1, 4 * size)))
     scratch = torch.empty((programs, size), dtype=torch.float32, device=q.device)
     scale, factor = loop.score_multiplier * LOG2_E.value, factor / queries
     pairs = (loop.half_steps - (not rows_first)) // 2
-    done, shape = None, block.shape_for(q, k, v)
+    done = torch.zeros(batch * heads, dtype=torch.int32, device=q.device)
+    shape = block.shape_for(q, k, v)
     if shape is not None:
-        done = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
         tensors, numbers = block.arguments(q, k, v, keep, bias, dual, out, done, loop)
         block.launch(shape, tensors, numbers, batch * heads)
     _resident[(programs,)](
@@ -127,9 +98,8 @@ def resident_loop(
         BLOCK_D=block_d,
         BLOCK_E=block_e,
         CHUNKED=dim > block_d,
-        HAS_DONE=done is not None,
         num_warps=max(1, block_x * width // 1024),
-        num_stages=1,  # shared memory is the cache's
+        num_stages=1,
     )  # fmt: skip
     return out
 
@@ -138,16 +108,11 @@ def resident_loop(
 def _form(
     p_q, p_k, p_bias, p_scratch, p_f, queries, dim, pitch, o_y, m_pitch, m_y,
     stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y, stride_fn, scale,
-    LINEAR: tl.constexpr, CLOSES_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr,
+    CLOSES_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_F: tl.constexpr,
     AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Leaves K, if LINEAR, or S in the scratch.
-
-    Returns how far the widest row's scores spread, and LSE_i(S + f) [WIDTH] if the columns are closed
-    first; f is 0 without HAS_F.
-    """
-    widest = tl.full([], 0.0, tl.float32)
+    """Leaves S in the scratch; LSE_i(S + f) [WIDTH] if CLOSES_COLUMNS, where f is 0 without HAS_F."""
     b_top = tl.full([WIDTH], float("-inf"), tl.float32)
     b_sum = tl.zeros([WIDTH], tl.float32)
     for start in range(0, queries, BLOCK_X):
@@ -161,15 +126,9 @@ def _form(
         if HAS_BIAS:
             scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
         scores = tl.where(m_y[None, :], scores, float("-inf"))
-        most = tl.max(scores, 1)
-        least = tl.min(tl.where(scores == float("-inf"), float("inf"), scores), 1)
-        widest = tl.maximum(widest, tl.max(tl.where(m_x, most - least, 0.0), 0))
         places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
         mask = m_x[:, None] & m_pitch[None, :]
-        if LINEAR:
-            tl.store(places, tl.exp2(scores - finite_or_zero(most)[:, None]), mask=mask)
-        else:
-            tl.store(places, scores, mask=mask)
+        tl.store(places, scores, mask=mask)
         if CLOSES_COLUMNS:
             if HAS_F:
                 scores += LOG2_E * load_dual(p_f, o_x, m_x, stride_fn)[:, None]
@@ -178,7 +137,7 @@ def _form(
             b_safe = finite_or_zero(b_new)
             b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
             b_top = b_new
-    return widest, b_top + tl.log2(b_sum)
+    return b_top + tl.log2(b_sum)
 
 
 @triton.jit
@@ -196,17 +155,11 @@ def _start_dual(
 
 
 @triton.jit
-def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, other, BLOCK_X: tl.constexpr):
-    """A block of the scratch, `other` where there are no points."""
+def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X: tl.constexpr):
+    """A block of the scratch, -inf where there are no points."""
     o_x = start + tl.arange(0, BLOCK_X)
     places = p_scratch + o_x[:, None] * pitch + o_y[None, :]
-    return tl.load(places, mask=(o_x < queries)[:, None] & m_pitch[None, :], other=other)
-
-
-@triton.jit
-def _held(b):
-    """b, or NaN where K b or its inverse might leave float32's range."""
-    return tl.where((b >= LEAST_B) & (b <= 1.0 / LEAST_B), b, float("nan"))
+    return tl.load(places, mask=(o_x < queries)[:, None] & m_pitch[None, :], other=float("-inf"))
 
 
 @triton.jit
@@ -218,40 +171,12 @@ def _row_dual(logits, queries):
 
 
 @triton.jit
-def _shares(kernel, b, old, queries, LINEAR: tl.constexpr):
-    """K_ij b_j / sum_j K_ij old_j, 0 where a row is empty; K, b and old are log2 where not LINEAR."""
-    if LINEAR:
-        total = tl.sum(kernel * old[None, :], 1)
-        return kernel * b[None, :] * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-    return tl.exp2(kernel + b[None, :] + _row_dual(kernel + old[None, :], queries)[:, None])
-
-
-@triton.jit
-def _pair(
-    p_scratch, queries, keys, pitch, o_y, m_pitch, b, LINEAR: tl.constexpr, BLOCK_X: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """b after a half-step on rows and one on columns; 1 (log2: -inf) on what no query sees."""
-    if LINEAR:
-        # Eight threads share a row, each with its part of every stripe of columns: few exchanges a sum.
-        stripe: tl.constexpr = STRIPE if WIDTH > STRIPE else WIDTH
-        stripes: tl.constexpr = WIDTH // stripe
-        o_stripe = tl.arange(0, stripes)[None, :, None] * stripe + tl.arange(0, stripe)[None, None, :]
-        b_striped = tl.reshape(b, [stripes, stripe])[None, :, :]
-        b_sums = tl.zeros([BLOCK_X, stripes, stripe], tl.float32)
-        for start in range(0, queries, BLOCK_X):
-            o_x = start + tl.arange(0, BLOCK_X)[:, None, None]
-            kernel = tl.load(
-                p_scratch + o_x * pitch + o_stripe, mask=(o_x < queries) & (o_stripe < pitch), other=0.0
-            )
-            total = tl.sum(tl.sum(kernel * b_striped, 1), 1)
-            b_sums += kernel * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None, None]
-        b_total = tl.reshape(tl.sum(b_sums, 0), [WIDTH]) * (keys * 1.0 / queries)
-        return _held(tl.where(b_total == 0.0, 1.0, 1.0 / b_total))
+def _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr):
+    """b after a half-step on rows and one on columns; -inf on what no query sees."""
     b_top = tl.full([WIDTH], float("-inf"), tl.float32)
     b_sum = tl.zeros([WIDTH], tl.float32)
     for start in range(0, queries, BLOCK_X):
-        scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, float("-inf"), BLOCK_X)
+        scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X)
         scores += _row_dual(scores + b[None, :], queries)[:, None]
         b_new = tl.maximum(b_top, tl.max(scores, 0))
         b_safe = finite_or_zero(b_new)
@@ -264,15 +189,13 @@ def _pair(
 @triton.jit
 def _finish(
     p_v, p_scratch, p_out, queries, value_dim, pitch, o_y, m_pitch, m_y, stride_vn, stride_vd, factor,
-    b, old, LINEAR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
+    b, old, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """factor times `_shares` times v."""
+    """factor exp(S_ij + b_j - LSE_j(S_ij + old_j)) v."""
     for start in range(0, queries, BLOCK_X):
         o_x = start + tl.arange(0, BLOCK_X).to(tl.int64)
-        kernel = _rows(
-            p_scratch, start, queries, pitch, o_y, m_pitch, 0.0 if LINEAR else float("-inf"), BLOCK_X
-        )
-        weights = _shares(kernel, b, old, queries, LINEAR)
+        scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X)
+        weights = tl.exp2(scores + b[None, :] + _row_dual(scores + old[None, :], queries)[:, None])
         for first in range(0, value_dim, BLOCK_E):
             o_e = first + tl.arange(0, BLOCK_E)
             b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
@@ -295,7 +218,7 @@ def _resident(
     ROWS_FIRST: tl.constexpr, CLOSES_ROWS: tl.constexpr, HAS_KEEP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_FACTORS: tl.constexpr,
     AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr, HAS_DONE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     o_y = tl.arange(0, WIDTH).to(tl.int64)
     m_inside = o_y < keys
@@ -321,41 +244,24 @@ def _resident(
         head_factor = factor
         if HAS_FACTORS:
             head_factor = factor * tl.load(p_factors + i_b)
-        again = True
-        if HAS_DONE:
-            again = tl.load(p_done + index) == 0
-        for way in tl.static_range(1 if HAS_DONE else 0, 2):  # the linear domain, that of logarithms
-            if again:
-                widest, b_columns = _form(
-                    p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
-                    m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x,
-                    stride_bias_y, stride_dual_n, scale, way == 0, not ROWS_FIRST, HAS_BIAS, HAS_DUAL,
-                    AS_FLOAT32, PRECISION, BLOCK_X, WIDTH, BLOCK_D, CHUNKED,
-                )  # fmt: skip
-                tl.debug_barrier()  # the scratch is read in another layout than it was written in
-                fit = True
-                if way == 0:
-                    fit = widest <= SAFE_RANGE
-                if fit:
-                    b = _start_dual(
-                        p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
-                    )
-                    if way == 0:
-                        b = _held(tl.where(m_y, tl.exp2(b - finite_or_zero(tl.max(b, 0))), 1.0))
-                    old = tl.zeros([WIDTH], tl.float32)  # one more name for b is not carried on
-                    for _ in range(pairs):
-                        old = b
-                        b = _pair(
-                            p_scratch, queries, keys, pitch, o_y, m_pitch, b, way == 0, BLOCK_X, WIDTH
-                        )
-                    if way == 0:
-                        fit = tl.max((b != b).to(tl.int32), 0) == 0
-                    if fit:
-                        _finish(
-                            p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch,
-                            m_y, stride_vn, stride_vd, head_factor, b, b if CLOSES_ROWS else old,
-                            way == 0, PRECISION, BLOCK_X, BLOCK_E,
-                        )  # fmt: skip
-                if way == 0:
-                    again = fit == 0
-                tl.debug_barrier()  # the scratch may be written again
+        if tl.load(p_done + index) == 0:
+            b_columns = _form(
+                p_head_q, p_head_k, p_head_bias, p_scratch, p_head_dual, queries, dim, pitch, o_y,
+                m_pitch, m_y, stride_qn, stride_qd, stride_kn, stride_kd, stride_bias_x, stride_bias_y,
+                stride_dual_n, scale, not ROWS_FIRST, HAS_BIAS, HAS_DUAL, AS_FLOAT32, PRECISION, BLOCK_X,
+                WIDTH, BLOCK_D, CHUNKED,
+            )  # fmt: skip
+            tl.debug_barrier()  # the scratch is read in another layout than it was written in
+            b = _start_dual(
+                p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
+            )
+            old = tl.zeros([WIDTH], tl.float32)  # one more name for b is not carried on
+            for _ in range(pairs):
+                old = b
+                b = _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, BLOCK_X, WIDTH)
+            _finish(
+                p_head_v, p_scratch, p_head_out, queries, value_dim, pitch, o_y, m_pitch, m_y,
+                stride_vn, stride_vd, head_factor, b, b if CLOSES_ROWS else old, PRECISION, BLOCK_X,
+                BLOCK_E,
+            )  # fmt: skip
+            tl.debug_barrier()  # the scratch may be written again
