@@ -7,6 +7,7 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self
@@ -66,8 +67,8 @@ class Stabiliser(Record):
         for name, allowed in _STABILISERS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}")
-        if not 0.0 < self.constant < 1.0:
-            raise ValueError("constant must be between 0 and 1")
+        if not 0.0 < self.constant < math.inf:
+            raise ValueError("constant must be positive and finite")
 
     def __str__(self) -> str:
         sign = "+" if self.kind == "add" else "at least"

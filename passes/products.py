@@ -194,6 +194,17 @@ def _einsum_product(node: Node) -> Product | None:
     )  # fmt: skip
 
 
+def padding_of(node: Node) -> float | None:
+    """The number that a node puts around a tensor, None where it does no such thing."""
+    if node.target is aten.constant_pad_nd.default:
+        value: Any = (*node.args, 0.0)[2]
+    elif node.target is aten.pad.default and node.args[2:3] in ((), ("constant",)):
+        value = (*node.args, None, None)[3]
+    else:
+        return None
+    return float(value or 0.0)
+
+
 def is_vector(product: Product) -> bool:
     """A matrix-vector product: a step of an exp-domain loop, never the value product."""
     width = product.values.shape[-1]

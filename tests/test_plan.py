@@ -21,7 +21,7 @@ from asapc.cli import main
 from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
-from asapc.ir import OutputFactor, PlanConvention, Stabiliser, Written
+from asapc.ir import Convention, OutputFactor, PlanConvention, Stabiliser, Written
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis, analyse
@@ -252,7 +252,7 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
     assert refused_call("asapc.plan.default", {"half_steps": 3}) is None
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "form": "scaling"}) is None
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "start": "nowhere"}) is not None
-    assert refused_call("asapc.plan.default", {"constant": 2.0}) is not None
+    assert refused_call("asapc.plan.default", {"constant": math.inf}) is not None
     assert refused_call("asapc.plan.default", {"form": "duals"}) is None
     assert refused_call("asapc.plan.default", {"form": "unheard of"}) is not None
     assert refused_call("asapc.plan.default", {"damping": [0.8, 1.0]}) is None
@@ -423,8 +423,17 @@ def test_what_failed_in_one_layer_is_not_tried_again_in_the_next(monkeypatch: py
 class Slack(nn.Module):
     """Registration: a row and a column of slack that take part in the sums, and are not normalised."""
 
+    def __init__(self, learned: bool = False) -> None:
+        super().__init__()
+        self.bin = nn.Parameter(torch.tensor(0.3)) if learned else None
+
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        scores = nn.functional.pad(-torch.cdist(a, b), (0, 1, 0, 1))
+        scores = a @ b.transpose(1, 2)
+        if self.bin is None:
+            scores = nn.functional.pad(scores, (0, 1, 0, 1), value=-0.5)
+        else:
+            scores = torch.cat((scores, self.bin.expand(*scores.shape[:2], 1)), 2)
+            scores = torch.cat((scores, self.bin.expand(len(scores), 1, scores.shape[2])), 1)
         for _ in range(3):
             rows, slack = scores[:, :-1], scores[:, -1:]
             scores = torch.cat((rows - rows.logsumexp(2, keepdim=True), slack), 1)
@@ -433,9 +442,38 @@ class Slack(nn.Module):
         return scores[:, :-1, :-1].exp() @ b
 
 
-def test_a_loop_over_parts_of_its_matrix_is_listed() -> None:
-    (left,) = analysed(Slack(), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
+def test_slack_that_is_not_normalised_is_added_to_every_sum() -> None:
+    inputs = random(2, 9, 3), random(2, 7, 3, seed=1)
+    analysis = analysed(Slack(), *inputs)
+    (site,) = analysis.sites
+    assert isinstance(site.convention, Convention)
+    assert site.convention.half_steps == 6 and site.convention.stabiliser is not None
+    assert str(site.convention.stabiliser) == f"sums + {math.exp(-0.5):g}"
+    for far in (1.0, 1e3):  # where exp of the scores is not finite
+        replays(Slack(), analysis, far * random(3, 12, 3, seed=2), random(3, 5, 3, seed=3))
+    (left,) = analysed(Slack(learned=True), *inputs).left_alone
     assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize("kind", ["add", "clamp"])
+def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: bool) -> None:
+    """Against the loop in the log domain."""
+    scores, reach = 2e3 * torch.randn(2, 1, 5, 7, dtype=torch.float64), math.log(0.5)
+    rows_turn = rows_first
+    duals = [torch.zeros(()), torch.zeros(())]
+    for _ in range(7):
+        axis = -1 if rows_turn else -2
+        total = (scores + duals[rows_turn]).logsumexp(axis, keepdim=True)
+        least = torch.full_like(total, reach)
+        duals[not rows_turn] = -(torch.logaddexp(total, least) if kind == "add" else total.maximum(least))
+        rows_turn = not rows_turn
+    logs = scores + duals[0] + duals[1]
+    settings = {"constant": 0.5, "form": "scaling", "kind": kind, "start": "plain"}
+    found = torch.ops.asapc.plan(scores, None, None, 1.0, 7, rows_first, [1.0, 0.0, 0.0, 0.0], **settings)
+    last = 5 if rows_first else 7  # the factor of a plan whose last side is closed
+    assert torch.allclose(found * last, logs.exp(), rtol=1e-9, atol=1e-12)
+    assert bool((logs.exp() > 0.1).any())
 
 
 class OfPairs(nn.Module):

@@ -43,12 +43,18 @@ def stabilised_plans(
     a: [B, H, N, 1]; K: [B, H, N, M]; b: [B, H, M, 1].
     """
     queries, keys = scores.shape[-2:]
-    kernel = torch.exp(scores - _offset(scores, stabiliser))
+    plain = stabiliser.form == "scaling" and stabiliser.start == "plain"
+    offset = _largest(scores, -1 if rows_first else -2) if plain else _offset(scores, stabiliser)
+    kernel = torch.exp(scores - offset)
     alike = (1.0 / queries, 1.0 / keys) if stabiliser.shares else (1.0, 1.0)
     row_mass, column_mass = (
         mass if logs is None else logs.double().exp()[..., None]
         for mass, logs in zip(alike, (log_mu, log_nu), strict=True)
     )
+    constants: list[float | Tensor] = [stabiliser.constant, stabiliser.constant]
+    if plain:  # exp(S) may overflow where the plan does not, so its first side takes exp(offset) in
+        share = torch.exp(-offset if rows_first else -offset.transpose(-1, -2))
+        constants[not rows_first] = stabiliser.constant * share
     a = torch.ones_like(kernel[..., :1])
     b = torch.ones_like(kernel[..., :1, :]).transpose(-1, -2)
     if stabiliser.form == "scaling" and stabiliser.start_share:
@@ -56,26 +62,27 @@ def stabilised_plans(
     exact = stabiliser.start == "softmax"
     while True:
         if rows_first:
-            a = _divided(a, kernel @ b, row_mass, stabiliser, exact)
+            a = _divided(a, kernel @ b, row_mass, stabiliser, constants[0], exact)
         else:
-            b = _divided(b, kernel.transpose(-1, -2) @ a, column_mass, stabiliser, exact)
+            b = _divided(b, kernel.transpose(-1, -2) @ a, column_mass, stabiliser, constants[1], exact)
         exact = False
         yield a, kernel, b
         rows_first = not rows_first
 
 
 def _divided(
-    scaling: Tensor, sums: Tensor, mass: float | Tensor, stabiliser: Stabiliser, exact: bool
-) -> Tensor:
+    scaling: Tensor, sums: Tensor, mass: float | Tensor, stabiliser: Stabiliser,
+    constant: float | Tensor, exact: bool,
+) -> Tensor:  # fmt: skip
     plan = stabiliser.form == "plan"
     total = scaling * sums if plan else sums
     empty = total == 0  # nothing there: whatever divides it, or grows with every division, is never seen
     if exact:  # a softmax has no constant
         total = total.masked_fill(empty, 1.0)
     elif stabiliser.kind == "add":
-        total = total + stabiliser.constant
+        total = total + constant
     else:
-        total = total.clamp(min=stabiliser.constant)
+        total = total.clamp(min=constant)
     return torch.where(empty, scaling, scaling * mass / total) if plan else mass / total
 
 
@@ -88,7 +95,12 @@ def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     elif stabiliser.start == "tensor":
         top = scores.amax()
     else:  # "row", and "softmax", whose exp is safe after any offset
-        top = scores.amax(-1, keepdim=True)
+        return _largest(scores, -1)
+    return top.masked_fill(top.isneginf(), 0.0)
+
+
+def _largest(scores: Tensor, axis: int) -> Tensor:
+    top = scores.amax(axis, keepdim=True)
     return top.masked_fill(top.isneginf(), 0.0)
 
 

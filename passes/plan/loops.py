@@ -10,7 +10,7 @@ are two side by side. What a loop computes is for experiments to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached, reaches
-from asapc.passes.products import BARRIERS, VIEWS, einsum_of_two, is_vector, product_of, rank_of, same
+from asapc.passes.products import (
+    BARRIERS,
+    VIEWS,
+    einsum_of_two,
+    is_vector,
+    padding_of,
+    product_of,
+    rank_of,
+    same,
+)
 
 aten = torch.ops.aten
 
@@ -42,6 +51,7 @@ STEPS = {  # of one value, entry by entry: what is done to a sum before it divid
     aten.expand.default, aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar,
     aten.squeeze.default, aten.squeeze.dims, aten.select.int, *VIEWS,
 }  # fmt: skip
+RESHAPED = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, *VIEWS}
 MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 
 
@@ -108,21 +118,31 @@ def behind_softmax(loop: Loop) -> Loop | None:
 
 
 def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
-    """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column."""
-    whole = {node: replace(one, matrix=_unsliced(one.matrix)) for node, one in sums.items()}
+    """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column.
+
+    A slack of constants that is never normalised adds one number to every sum.
+    """
+    slices = {aten.slice.Tensor}
+    whole = {node: replace(one, matrix=_behind(one.matrix, slices)) for node, one in sums.items()}
     why = (
         "each of its sums leaves out a row or column, which is not normalised itself: its plan is not a "
         "row and column scaling with marginals"
     )
-    return [
-        Loop(tuple(chain), sums[chain[0]].matrix, None, why) for chain in _chains(whole)
-        if len(chain) > 2 and {sums[node].axis for node in chain} == {-1, -2}
-        and any(whole[node].matrix is not sums[node].matrix for node in chain)
-    ]  # fmt: skip
+    loops = []
+    for chain in _chains(whole):
+        leaves_out = any(whole[node].matrix is not sums[node].matrix for node in chain)
+        if len(chain) < 3 or {sums[node].axis for node in chain} != {-1, -2} or not leaves_out:
+            continue
+        padded = _behind(whole[chain[0]].matrix, RESHAPED)
+        if padding_of(padded) is not None:
+            loops.append(Loop(tuple(chain), padded.all_input_nodes[0], (-2, -1)))
+        else:
+            loops.append(Loop(tuple(chain), sums[chain[0]].matrix, None, why))
+    return loops
 
 
-def _unsliced(node: Node) -> Node:
-    while node.target is aten.slice.Tensor:
+def _behind(node: Node, targets: Collection[Any]) -> Node:
+    while node.target in targets:
         (node,) = node.all_input_nodes[:1]
     return node
 

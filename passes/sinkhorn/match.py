@@ -9,6 +9,7 @@ The region is cut out, promoted to float64 and run on synthetic scores, masks an
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -52,7 +53,15 @@ from asapc.passes.experiment import (
     relative_error,
 )
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.products import Canonical, KeyMask, merged_heads, rank_of, same, site_name
+from asapc.passes.products import (
+    Canonical,
+    KeyMask,
+    merged_heads,
+    padding_of,
+    rank_of,
+    same,
+    site_name,
+)
 from asapc.passes.regions import Region, rooted
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
@@ -525,6 +534,9 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(value, float) and 0.0 < value <= SMALL_CONSTANT:
                 found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
+        slack = padding_of(node)
+        if slack is not None:  # a row and a column that stay as they are add it to every sum
+            found.setdefault(math.exp(slack), set()).add("add")
     targets = {node.target for node in inside}
     starts = [
         *(["softmax"] if targets & SOFTMAX else []), "plain",
