@@ -45,7 +45,7 @@ from asapc.training.parameters import (
     parameters_of,
 )
 from asapc.training.settings import CERTIFIED, RefreshSettings, checked_tail
-from asapc.training.tails import passed_through, set_tail
+from asapc.training.tails import set_tail
 
 WRITTEN = ("mode", "epochs", "learning_rate", "batch_size", "seed")  # of the settings, in a manifest
 _SINCE = "; coefficients trained since"
@@ -141,7 +141,7 @@ def train(
     else:
         names = choose_parameters(programs, leaf, settings.parameters or ())
         trained = freed_parameters(programs, model, names)
-    progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
+    progress.note(f"training {len(trained)} tensors on {sum(map(len, training))} examples")
     graphs = [program.graph for program in programs]
     tail = checked_tail(settings.tail, settings.tolerance)
     loops = set_tail(graphs, *tail)
@@ -156,8 +156,8 @@ def train(
         **{key: getattr(settings, key) for key in WRITTEN},
         "best_epoch": best.epoch,
         "data": places.recorded(source.source, artifact.folder),
-        "examples": _count(training),
-        "selection_examples": _count(selection),
+        "examples": sum(map(len, training)),
+        "selection_examples": sum(map(len, selection)),
         "outputs": outputs,
         "parameters": [parameter.label for parameter in trained],
         "before": before,
@@ -181,20 +181,21 @@ def train(
 def _tail_entry(
     most: int | None, tolerance: float, passed: Sequence[Tensor], progress: Progress
 ) -> dict[str, Any]:
-    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through."""
-    half_steps = passed_through(passed)
+    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through, a tensor for
+    each loop and batch."""
+    every = torch.cat([depth.flatten().cpu() for depth in passed]).double()
+    least, middle, greatest = (float(find(every)) for find in (torch.min, torch.median, torch.max))
     progress.note(
-        f"gradients passed through {half_steps['min']:g} to {half_steps['max']:g} half-steps "
-        f"of a loop (median {half_steps['median']:g})"
+        f"gradients passed through {least:g} to {greatest:g} half-steps of a loop (median {middle:g})"
     )
-    if most is None:
-        return {"half_steps": CERTIFIED, "tolerance": tolerance, "passed": half_steps}
-    return {"half_steps": most, "tolerance": None, "passed": half_steps}
+    certified = {"half_steps": CERTIFIED, "tolerance": tolerance}
+    return {
+        **(certified if most is None else {"half_steps": most, "tolerance": None}),
+        "passed": {"min": least, "median": middle, "max": greatest},
+    }
 
 
-def _annealed_entry(
-    annealing: Annealing, measured: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
+def _annealed_entry(annealing: Annealing, measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """measured: soft sorts, and exact ones before and after."""
     changes = {
         name: {
@@ -427,10 +428,6 @@ def _check_labels(batches: Sequence[Batch], measured: Sequence[Part], place: str
 def _steps(batches: Sequence[Batch], batch_size: int) -> int:
     """Training steps of one epoch."""
     return sum(math.ceil(len(batch) / batch_size) for batch in batches)
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    return sum(len(batch) for batch in batches)
 
 
 # The artefact
