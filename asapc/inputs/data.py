@@ -356,17 +356,15 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     raise InputError(f"{spec} {what}", help=help)
 
 
-def _anything(*args: Any, **kwargs: Any) -> None: ...
-
-
 class Signature:
     """Names and order of forward's arguments; without a signature every name is accepted."""
 
     def __init__(self, signature: inspect.Signature | None) -> None:
         either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        given = signature or inspect.signature(lambda *args, **kwargs: None)
         parameters = [
             p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
-            for p in (signature or inspect.signature(_anything)).parameters.values() if p.name != "self"
+            for p in given.parameters.values() if p.name != "self"
         ]  # fmt: skip
         self._signature = inspect.Signature(parameters)
         self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))

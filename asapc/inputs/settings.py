@@ -128,9 +128,7 @@ def checked(value: Any, kind: Any, place: Place) -> Any:
         raise InputError(f"{place} must be {worded(kind)}", got=repr(value)) from None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def worded(kind: Any) -> str:

@@ -119,7 +119,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if not _is_torch_file(path):
+        with path.open("rb") as file:
+            head = file.read(4)
+        if head != b"PK\x03\x04" and head[:1] != b"\x80":  # no zip archive, and no pickle's protocol
             raise _broken_checkpoint(path, error) from error
         raise InputError(
             f"{path} must hold tensors only; this pickle needs to run code to load",
@@ -168,13 +170,6 @@ def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
             got=f"{total} bytes of tensors in a file of {size} bytes",
             help="save the tensors contiguous, each on its own",
         )
-
-
-def _is_torch_file(path: Path) -> bool:
-    """A zip archive or a pickle stream with a protocol marker, so not merely a damaged file."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    return head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"
 
 
 def _broken_checkpoint(path: Path, error: Exception) -> InputError:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import bdtrik  # scipy.stats takes a second to import
 
 from asapc.measure.bootstrap import LEVEL, Interval
@@ -47,7 +48,8 @@ def interleaved_times(
     samples: dict[str, list[float]] = {name: [] for name in names}
     if not names:
         return {}
-    timed = _timed_by_events if _uses_gpu() else _timed
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    timed = _timed_by_events if on_gpu else _timed
     start = time.perf_counter()
     for _ in range(warmup):
         for name in names:
@@ -84,8 +86,6 @@ def _timed(function: Callable[[], Any]) -> float:
 
 def _timed_by_events(function: Callable[[], Any]) -> float:
     """Milliseconds between two events of the current GPU; what runs on the CPU is in between, too."""
-    import torch
-
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -93,12 +93,6 @@ def _timed_by_events(function: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end))
-
-
-def _uses_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
@@ -111,8 +105,6 @@ def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
     function()  # whatever is loaded or cached on a first call is not the call's
     gc.collect()
     if device == "cuda":
-        import torch
-
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -215,16 +215,12 @@ def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
             f"{names.get(symbol, symbol)} is {one.lower} to {one.upper if one.upper < MOST else 'any'}"
             for symbol, one in limited.items()
         )  # fmt: skip
-    for value in _values(model):
+    graph = model.graph
+    inner = (value for node in graph for value in node.outputs)
+    for value in (*graph.inputs, *graph.outputs, *inner):
         if value.shape is None:
             continue
         value.shape = onnx_ir.Shape([
             names.get(symbol, symbol) if isinstance(symbol := getattr(size, "value", size), str) else size
             for size in value.shape
         ])  # fmt: skip
-
-
-def _values(model: onnx_ir.Model) -> list[onnx_ir.Value]:
-    graph = model.graph
-    return [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]
-

@@ -7,7 +7,6 @@ Inputs have the names of forward's arguments; outputs those of a returned mappin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir
 from torch.export import ExportedProgram
@@ -32,14 +31,18 @@ def output_names(exported: ExportedProgram) -> list[str]:
     names: list[str] = []
     taken = input_names(exported)
     for path, _ in paths:
-        name = "_".join([*(() if _is_key(path) else ("output",)), *(_text(key) for key in path)])
+        keys = [str(getattr(key, a)) for key in path for a in ("key", "name", "idx") if hasattr(key, a)]
+        named = path and isinstance(path[0], pytree.MappingKey | pytree.GetAttrKey)
+        name = "_".join(keys if named else ["output", *keys])
         while name in names or name in taken:
             name += "_"
         names.append(name)
     for name, output in zip(names, exported.graph_signature.output_specs, strict=True):
         if not isinstance(output.arg, TensorArgument):
+            value = getattr(output.arg, "value", None)
+            kind = "a size" if value is None else f"{type(value).__name__} {value}"
             raise InputError(
-                "export: the outputs of the model are tensors", got=f"{name}: {_kind(output.arg)}",
+                "export: the outputs of the model are tensors", got=f"{name}: {kind}",
                 help="wrap the model in one that returns its tensors only",
             )  # fmt: skip
     return names
@@ -75,19 +78,3 @@ def _separate(graph: onnx_ir.Graph) -> None:
             graph.append(node)
             graph.outputs[place] = node.outputs[0]
         seen.add(id(graph.outputs[place]))
-
-
-def _is_key(path: Sequence[Any]) -> bool:
-    return bool(path) and isinstance(path[0], pytree.MappingKey | pytree.GetAttrKey)
-
-
-def _text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _kind(argument: Any) -> str:
-    value = getattr(argument, "value", None)
-    return "a size" if value is None else f"{type(value).__name__} {value}"
