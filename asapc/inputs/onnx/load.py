@@ -11,9 +11,8 @@ import onnx
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
-from asapc.inputs.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
+from asapc.inputs.onnx.graph import DEFAULT_DOMAIN, Graph, Input, Reader, read_inputs
 from asapc.inputs.onnx.module import onnx_module
-from asapc.inputs.onnx.nodes import Graph, Input
 from asapc.inputs.onnx.settings import DOMAIN
 from asapc.inputs.onnx.tensors import check_external
 from asapc.inputs.teacher import Teacher
