@@ -31,8 +31,6 @@ from asapc.inputs.onnx.host import (
     least,
     numbers,
     on_host,
-    on_tensor,
-    on_tensors,
     operand_of,
     tensor_of,
     truncated_division,
@@ -56,17 +54,17 @@ REFUSED = {
 
 
 def _unary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    def apply(x: Any) -> Any:
-        return function(tensor_of(x))
+    def apply(x: Tensor) -> Any:
+        return function(x)
 
-    return apply if host is None else on_host(elementwise(host))(apply)
+    return on_host(None if host is None else elementwise(host))(apply)
 
 
-def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    def apply(a: Any, b: Any) -> Any:
-        return function(tensor_of(a), operand_of(b))
+def _binary(function: Callable[..., Any], host: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Tensor, b: Any) -> Any:
+        return function(a, operand_of(b))
 
-    return apply if host is None else on_host(elementwise(host))(apply)
+    return on_host(elementwise(host))(apply)
 
 
 def _comparison(name: str) -> Callable[..., Any]:
@@ -91,18 +89,15 @@ def _divide(a: Tensor, b: Any) -> Tensor:
 
 
 @on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(operator.mod)(a, b))
-@on_tensors
 def _mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
-@on_tensor
 def _pow(a: Tensor, b: Any) -> Tensor:
     power: Tensor = torch.pow(a, operand_of(b))
     return power if power.dtype == a.dtype else power.to(a.dtype)
 
 
-@on_tensor
 def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     if low is None and high is None:
         return x
@@ -112,7 +107,6 @@ def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return torch.clamp(x, *limits)
 
 
-@on_tensors
 def _is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
     return (x == math.inf) & bool(detect_positive) | (x == -math.inf) & bool(detect_negative)
 
@@ -144,7 +138,6 @@ def _cast(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
 
 
 @on_host(elementwise(chosen))
-@on_tensor
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     return torch.where(condition, operand_of(a), operand_of(b))
 
@@ -164,14 +157,12 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
 # Products
 
 
-@on_tensors
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() > 1 and b.dim() == 2:
         return F.linear(a, b.t())  # a layer, where the usual product would be one of two batches
     return torch.matmul(a, b)
 
 
-@on_tensors
 def _gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *,
     alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,
@@ -196,13 +187,12 @@ def _reduction(
 
     def apply(x: Tensor, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
         dims = [] if axes is None else ints(axes, "the axes of a reduction")
-        x = tensor_of(x)
         x = x if before is None else before(x)
         if dims or not noop_with_empty_axes:
             x = reduce(x, [d % max(x.dim(), 1) for d in dims] or [*range(x.dim())], bool(keepdims))
         return x if after is None else after(x)
 
-    return apply if host is None else on_host(numbers(host))(apply)
+    return on_host(None if host is None else numbers(host))(apply)
 
 
 def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
@@ -356,7 +346,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Sin": torch.sin, "Cos": torch.cos, "IsNaN": torch.isnan,
 }  # fmt: skip
 COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
-OPERATORS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _unary(function) for name, function in UNARY.items()},
     **{name: _comparison(function) for name, function in COMPARISONS.items()},
     "Neg": _unary(torch.neg, operator.neg),
@@ -371,7 +361,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Min": _variadic(torch.minimum, least),
     "Max": _variadic(torch.maximum, greatest),
     "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "Where": _where,
-    "CastLike": on_tensors(lambda x, like, *, saturate=1, round_mode="up": x.to(like.dtype)),
+    "CastLike": lambda x, like, *, saturate=1, round_mode="up": tensor_of(x).to(tensor_of(like).dtype),
     "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
     "MatMul": _matmul, "Gemm": _gemm, "Attention": attention,
@@ -383,12 +373,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=greatest),
     "ReduceMin": _reduction(_extreme(torch.amin, math.inf), host=least),
     "ReduceL2": _reduction(_sum, before=torch.square, after=torch.sqrt),
-    "ReduceLogSumExp": _reduction(
-        lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x
-    ),
-    "ArgMax": on_tensor(
-        lambda x, *, axis=0, keepdims=1: torch.argmax(x, axis, bool(keepdims))
-    ),
+    "ReduceLogSumExp": _reduction(lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x),
+    "ArgMax": lambda x, *, axis=0, keepdims=1: torch.argmax(tensor_of(x), axis, bool(keepdims)),
     "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
     "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,
     "Split": shapes.split, "Slice": shapes.sliced, "Tile": shapes.tile, "Expand": shapes.expand,
@@ -404,3 +390,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "GlobalAveragePool": lambda x: torch.mean(x, [*range(2, x.dim())], True),
     "Loop": loop, "If": branch,
 }  # fmt: skip
+OPERATORS = {
+    name: function if hasattr(function, "__wrapped__") else on_host(None)(function)
+    for name, function in _FUNCTIONS.items()
+}
