@@ -238,9 +238,7 @@ def inside(folder: Path, relative: Any) -> Path:
     except ValueError:  # a zero byte, half of a surrogate pair
         is_inside = False
     if not is_inside:
-        raise InputError(
-            f"{folder}: the manifest must name files inside the folder", got=repr(relative)
-        )
+        raise InputError(f"{folder}: the manifest must name files inside the folder", got=repr(relative))
     return path
 
 

@@ -162,9 +162,7 @@ def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
         expression = length.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in symbols:
-                symbols[symbol] = _stand_in(
-                    limits_of(length.node.shape_env, symbol), symbols.values()
-                )
+                symbols[symbol] = _stand_in(limits_of(length.node.shape_env, symbol), symbols.values())
         return int(expression.subs(symbols))
 
     return [tuple(size(length) for length in value.shape) for value in values]

@@ -462,9 +462,7 @@ class SiteCertificates:
         self._check("output_bound", PAPER, "B.16, Eq. B.97").add(bound, measured, trivial)
         self._extend("output_bound", bound)
 
-    def _marginal_error(
-        self, block: Block, plan: Tensor, exact: Tensor, last_is_column: bool
-    ) -> None:
+    def _marginal_error(self, block: Block, plan: Tensor, exact: Tensor, last_is_column: bool) -> None:
         """Proposition B.15 on the final log plans, which share the marginal that was closed last.
 
         Two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).

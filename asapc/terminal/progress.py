@@ -27,9 +27,7 @@ LONGER = 5.0  # and one that takes less is not worth a line while it runs
 class Progress:
     """Silent: `track` passes items through, `note` drops its text."""
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         """Yield the items of `iterable`, showing how many of `total` (default: its len) passed."""
         yield from iterable
 
@@ -52,9 +50,7 @@ class PlainProgress(Progress):
         self.stream = sys.stderr if stream is None else stream
         self.interval = interval
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         total = _length(iterable, total)
         of_total = "" if total is None else f"/{total}"
         start = last = time.monotonic()
@@ -90,9 +86,7 @@ class PlainProgress(Progress):
 class Bars(Progress):
     """A bar for each loop and phase, gone when it ends."""
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         with self._bar(label, _length(iterable, total)) as advance:
             for item in iterable:
                 yield item
