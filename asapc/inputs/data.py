@@ -146,8 +146,7 @@ class DataSource(ABC):
         Examples of different shapes never share a batch.  Nothing is yielded when none passes.
         Raises InputError for unusable data.
         """
-        for batch in self._cut(batch_size, select, limit):
-            yield batch.on(self.device)
+        return (batch.on(self.device) for batch in self._cut(batch_size, select, limit))
 
     def _cut(self, batch_size: int, select: Select | None, limit: int | None) -> Iterator[Batch]:
         pending: Batch | None = None

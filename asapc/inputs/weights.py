@@ -211,29 +211,23 @@ def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str,
     unexpected = [name for name in state if name not in expected]
     mismatched = [
         f"{name} ({_layout(state[name])} in the weights, {_layout(tensor)} in the model)"
-        for name, tensor in expected.items()
-        if name in state
-        and (
-            state[name].shape != tensor.shape
-            or state[name].is_floating_point() != tensor.is_floating_point()
-        )
-    ]
-    problems = [
-        f"{label} {_listed(names)}"
-        for label, names in (
-            ("missing from the weights:", missing),
-            ("not in the model:", unexpected),
-            ("of another shape or type:", mismatched),
-        )
-        if names
-    ]
-    if problems:
+        for name, tensor in expected.items() if name in state and _kind(state[name]) != _kind(tensor)
+    ]  # fmt: skip
+    problems = {
+        "missing from the weights:": missing, "not in the model:": unexpected,
+        "of another shape or type:": mismatched,
+    }  # fmt: skip
+    told = "; ".join(f"{what} {_listed(names)}" for what, names in problems.items() if names)
+    if told:
         raise InputError(
-            f"{place}: weights and model must agree in names and shapes",
-            got="; ".join(problems),
+            f"{place}: weights and model must agree in names and shapes", got=told,
             help="check the architecture's arguments (config.json or --kwargs) against the weights",
-        )
+        )  # fmt: skip
     return state
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
+    return tensor.shape, tensor.is_floating_point()
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
