@@ -103,7 +103,6 @@ class Reader:
         if proto.sparse_initializer or proto.quantization_annotation:
             raise InputError(f"{self.path}: sparse or quantised tensors are not supported")
         known = {*around}
-        defined: set[str] = set()
         constants: dict[str, Any] = {}
 
         def define(name: str, what: str) -> None:
@@ -113,7 +112,6 @@ class Reader:
                     got=f"{name!r} twice, the second time as {what}" if name else f"{what} without one",
                 )
             known.add(name)
-            defined.add(name)
 
         initial = {tensor.name for tensor in proto.initializer}
         inputs = tuple(value.name for value in proto.input if value.name not in initial)
@@ -121,10 +119,9 @@ class Reader:
             define(name, "an input")
         for tensor in proto.initializer:
             define(tensor.name, "an initializer")
-            constants[tensor.name] = self._constant(tensor.name, tensor, True)
+            constants[tensor.name] = self._held(tensor.name, read_tensor(tensor, self.path), True)
         later = {name for node in proto.node for name in node.output}
         nodes: list[Node] = []
-        outer: set[str] = set()
         for node in proto.node:
             for name in filter(None, node.input):
                 self._check_known(name, known, later, _label(node))
@@ -136,13 +133,13 @@ class Reader:
             for name in filter(None, read.outputs):
                 define(name, _label(node))
             nodes.append(read)
-            outer |= {name for name in _uses(read) if name not in defined}
         outputs = tuple(value.name for value in proto.output)
         for name in outputs:
             self._check_known(name, known, later, "an output of the graph")
-        outer |= {name for name in outputs if name not in defined}
+        defined = known - {*around}
+        outer = frozenset(outputs).union(*map(_uses, nodes)) - defined
         ordered = _with_drops(take_apart(nodes), defined - {*outputs})
-        return Graph(inputs, outputs, constants, ordered, frozenset(outer))
+        return Graph(inputs, outputs, constants, ordered, outer)
 
     def _check_known(self, name: str, known: set[str], later: set[str], user: str) -> None:
         if name in known:
@@ -217,16 +214,13 @@ class Reader:
             raise InputError(f"{where} must have one value", got=f"{len(proto.attribute)}")
         attribute = proto.attribute[0]
         if attribute.name == "value" and attribute.type == onnx.AttributeProto.TENSOR:
-            return self._constant(proto.output[0], attribute.t, False)
+            return self._held(proto.output[0], read_tensor(attribute.t, self.path), False)
         value = self._attribute(attribute, where)
         if isinstance(value, (str, tuple)):
             raise InputError(f"{where} must hold numbers", got=attribute.name)
         floats = attribute.type in (onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS)
         tensor = torch.tensor(value, dtype=torch.float32 if floats else torch.int64)
         return self._held(proto.output[0], tensor, False)
-
-    def _constant(self, name: str, proto: onnx.TensorProto, initializer: bool) -> Any:
-        return self._held(name, read_tensor(proto, self.path), initializer)
 
     def _held(self, name: str, tensor: Tensor, initializer: bool) -> Any:
         value = constant_of(tensor)
