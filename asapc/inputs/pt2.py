@@ -73,20 +73,15 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
     weights = dict(exported.state_dict)
     examples = exported._example_inputs
     try:
-        exported._state_dict = {name: _emptied(tensor) for name, tensor in weights.items()}
+        exported._state_dict = {name: torch.empty(0, dtype=x.dtype) for name, x in weights.items()}
+        for name in (name for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)):
+            exported._state_dict[name] = nn.Parameter(exported._state_dict[name], requires_grad=False)
         exported._example_inputs = None
         with warnings.catch_warnings(action="ignore"):
             torch.export.save(exported, path)
     finally:
         exported._state_dict = weights
         exported._example_inputs = examples
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=False)
-    return empty
 
 
 def load_program(
@@ -192,7 +187,8 @@ def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
     """The archive again, of its harmless parts alone: no reader can find others in it."""
     members = _members(content)
     for name, pattern in _CONFIGS.items():
-        members[name] = _dumped(_config(name, parse_json(members[name]), pattern, members))
+        config = _config(name, parse_json(members[name]), pattern, members)
+        members[name] = json.dumps(config).encode()
     model = parse_json(members[_MODEL])
     if not _is_mapping(model, "range_constraints"):
         raise ValueError(f"{_MODEL} is no program")
@@ -201,16 +197,12 @@ def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
     check_calls(model, trust)
     if not sizes:
         _forget_sizes(model["graph_module"]["graph"])
-    members[_MODEL] = _dumped(model)
+    members[_MODEL] = json.dumps(model).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in {**members, _SAMPLES: b""}.items():
             archive.writestr(f"model/{name}", data)
     return buffer.getvalue()
-
-
-def _dumped(document: Any) -> bytes:
-    return json.dumps(document).encode()
 
 
 def _members(content: bytes) -> dict[str, bytes]:
