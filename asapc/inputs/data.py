@@ -211,12 +211,15 @@ class HeldData(DataSource):
         return math.ceil(min(chosen, chosen if limit is None else limit) / batch_size)
 
 
-def _of_arrays(source: str, arrays: Mapping[str, Tensor], signature: Signature) -> HeldData:
-    inputs = {name: tensor for name, tensor in arrays.items() if name != "labels"}
-    args, kwargs = signature.bind((), inputs, source)
-    hashes = _content_hashes(inputs)
-    whole = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
-    return HeldData(source, [whole], fingerprint(arrays), tuple(inputs))
+def _of_arrays(source: str, arrays: Mapping[str, Any], signature: Signature, own: bool) -> HeldData:
+    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
+    if not arrays:
+        raise _empty(source)
+    given = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
+    whole = _batch(given, signature, source, 0, own)
+    inputs = dict(signature.names(whole.args, whole.kwargs))
+    labels = {} if whole.labels is None else {"labels": whole.labels}
+    return HeldData(source, [whole], fingerprint(inputs | labels), tuple(inputs))
 
 
 def _of_batches(given: Iterable[object], signature: Signature) -> HeldData:
@@ -272,8 +275,8 @@ class CallableData(DataSource):
             raise _empty(self.source)
 
 
-def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
-    """What was yielded or given, as a batch.  first: number of examples before it."""
+def _batch(item: object, signature: Signature, place: str, first: int, own: bool = False) -> Batch:
+    """What was yielded or given.  first: number of examples before it.  own: see _of_arrays."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     labels = None
@@ -287,7 +290,7 @@ def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
 
     def checked(name: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
-            tensors[name] = leaf = _input(leaf, name, place, first)
+            tensors[name] = leaf = _input(leaf, name, place, first, own)
         elif not isinstance(leaf, bool | int | float | str | NoneType):
             raise InputError(
                 f"{place}: {name} must be a tensor, an array or a plain constant, or a tuple, list or "
@@ -326,8 +329,7 @@ def data_of(
     if isinstance(given, Tensor | np.ndarray):
         given = {signature.first_name: given}
     if isinstance(given, Mapping):
-        place = "(arrays in memory)"
-        return _of_arrays(place, _validated(given, signature, place), signature)
+        return _of_arrays("(arrays in memory)", given, signature, own=False)
     return _of_batches(given, signature)
 
 
@@ -346,8 +348,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     path = Path(spec)
     if is_array_file(spec):
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
-        tensors = _validated(signature.renamed(arrays), signature, spec, own=True)
-        return _of_arrays(spec, tensors, signature)
+        return _of_arrays(spec, signature.renamed(arrays), signature, own=True)
     if ":" in spec:
         return CallableData(spec, signature)
     what = "is not data that can be read" if path.exists() else "is not data, and no such file"
@@ -476,27 +477,6 @@ def _broken_npz(path: Path, error: Exception) -> InputError:
         got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason(error)})",
         help="write it again with np.savez",
     )
-
-
-def _validated(
-    arrays: Mapping[str, np.ndarray[Any, Any] | Tensor],
-    signature: Signature,
-    place: str,
-    own: bool = False,
-) -> dict[str, Tensor]:
-    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
-    if not arrays:
-        raise _empty(place)
-    # names first: a wrong file shows by its names, before anything is said about its contents
-    signature.bind((), {name: None for name in arrays if name != "labels"}, place)
-    tensors = {
-        name: _input(value, name, place, 0, own)
-        for name, value in arrays.items() if name != "labels"
-    }  # fmt: skip
-    if "labels" in arrays:
-        tensors["labels"] = _labels(arrays["labels"], place)
-    _check_lengths(tensors, place)
-    return tensors
 
 
 def _tensor(value: object, name: str, place: str, own: bool = False) -> Tensor:
