@@ -29,9 +29,8 @@ from torch.utils import _pytree as pytree
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
-from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
-from asapc.inputs.paths import check_data, is_array_file
+from asapc.inputs.paths import check_data, identifier, is_array_file
 from asapc.inputs.weights import fingerprint, read_safetensors
 from asapc.terminal.printed import reason
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from asapc.inputs.faults import check_labels
 from asapc.measure import bootstrap
-from asapc.measure.class_scores import are_probabilities, log_probabilities
-from asapc.measure.differences import comparable
+from asapc.measure.differences import are_probabilities, comparable, log_probabilities
 
 
 class AttentionFidelity:

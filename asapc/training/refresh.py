@@ -29,7 +29,7 @@ from asapc.inputs.data import Batch, DataSource, Split, empty_split, rows, split
 from asapc.inputs.faults import check_labels
 from asapc.ir import Program
 from asapc.kernels.library.gradients import depths
-from asapc.measure.class_scores import are_probabilities, log_probabilities
+from asapc.measure.differences import are_probabilities, log_probabilities
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.rewrite import harden
 from asapc.processes import ALONE, Processes

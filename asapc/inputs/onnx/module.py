@@ -23,10 +23,10 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from asapc.errors import InputError
-from asapc.formats.names import identifier
 from asapc.inputs.onnx.graph import Filled, Graph, Held, Input, Node
 from asapc.inputs.onnx.growth import Guard, allowed_bytes
 from asapc.inputs.onnx.host import tensor_of
+from asapc.inputs.paths import identifier
 
 MAX_NESTING = 64  # of modules in modules
 MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
