@@ -83,6 +83,7 @@ class Batch:
 
     Tensors are [B, ...]; anything else in args or kwargs is passed on as it is.
     numbers: of the examples in the data, counted from 0; none where that is not known.
+    teacher: its class scores [B, classes], where training compares with them.
     """
 
     args: tuple[Any, ...]
@@ -90,6 +91,7 @@ class Batch:
     labels: Tensor | None
     hashes: list[int]
     numbers: list[int] = field(default_factory=list)
+    teacher: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -602,6 +604,7 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
     return replace(
         _mapped(batch, pick),
         labels=None if batch.labels is None else pick(batch.labels),
+        teacher=None if batch.teacher is None else pick(batch.teacher),
         hashes=[batch.hashes[i] for i in index],
         numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
     )
