@@ -16,16 +16,16 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import finite_duals
-from asapc.report import bounds, certificates
-from asapc.report.bounds import (
+from asapc.report import certificates
+from asapc.report.certificates import (
     Block,
+    SiteCertificates,
     Tilt,
     contraction_bound,
     exact_contraction,
     spread_of,
     truncation_bound,
 )
-from asapc.report.certificates import SiteCertificates
 
 UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
 
@@ -62,7 +62,7 @@ def test_the_exact_contraction_by_brute_force(shape, monkeypatch):
     crossed = crossed - scores[..., :, None, None, :] - scores[..., None, :, :, None]
     expected = torch.tanh(crossed.abs().flatten(2).amax(-1) / 4).square()
     for entries in (1, 2**22):  # one row at a time, and all together
-        monkeypatch.setattr(bounds, "DIAMETER_ENTRIES", entries)
+        monkeypatch.setattr(certificates, "DIAMETER_PIECE", entries)
         torch.testing.assert_close(exact_contraction(scores), expected, rtol=0, atol=1e-12)
 
 

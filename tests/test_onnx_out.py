@@ -31,7 +31,7 @@ from onnx import numpy_helper
 
 from asapc.inputs.onnx import verify as verifying
 from asapc.inputs.onnx.session import open_session, run
-from asapc.onnx import bench, interface
+from asapc.onnx import bench
 from asapc.onnx import export as exporting
 from asapc.onnx.export import write_onnx
 from asapc.onnx.half import in_half, rounding
@@ -288,10 +288,10 @@ def test_names_of_inputs_and_outputs(tmp_path):
 
     given = (torch.randn(3, 4), torch.randn(3, 4))
     program = torch.export.export(Net(), (*given, "mean"), dynamic_shapes=({0: Dim("b")},) * 2 + (None,))
-    names, outputs = interface.input_names(program), interface.output_names(program)
+    names, outputs = exporting.input_names(program), exporting.output_names(program)
     assert names == ["x", "linear"] and outputs == ["logits", "linear_", "again"]
     model = exporting.onnx_model(program, 18)
-    interface.rename(model, names, outputs)
+    exporting.rename(model, names, outputs)
     path = tmp_path / "model.onnx"
     exporting.save(model, path)
     exporting.check(path)
@@ -326,7 +326,7 @@ def test_an_output_that_is_no_tensor():
 
     program = torch.export.export(Net(), (torch.randn(3, 4),))
     with pytest.raises(InputError, match=r"outputs of the model are tensors.*count: int 3"):
-        interface.output_names(program)
+        exporting.output_names(program)
 
 
 def test_what_is_asked_for_wrongly(folder, capsys):

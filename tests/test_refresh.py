@@ -23,7 +23,7 @@ from asapc.artifact import read_artifact
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.inputs.load import build_factory
-from asapc.measure import class_scores
+from asapc.measure.differences import log_probabilities
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
@@ -256,7 +256,7 @@ def test_an_interrupt_leaves_the_old_artefact(work, out, monkeypatch, capsys):
 
 def test_the_logarithm_of_no_probability_has_a_gradient():
     zero = torch.tensor([[0.0, 1.0]], requires_grad=True)
-    loss = class_scores.log_probabilities(zero, True)[0, 0]
+    loss = log_probabilities(zero, True)[0, 0]
     loss.backward()
     assert math.isfinite(float(loss.detach()))
     assert zero.grad is not None and bool(zero.grad.isfinite().all())

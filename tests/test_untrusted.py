@@ -31,7 +31,7 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.onnx import growth
 from asapc.inputs.onnx.host import MOST_NUMBERS
 from asapc.inputs.onnx.ops import OPERATORS
-from asapc.inputs.program_calls import UnlistedCallError, UnsafeCallError, check_calls
+from asapc.inputs.program_calls import UnlistedCallError, UnsafeError, check_calls
 from asapc.inputs.program_operators import (
     GROUPS,
     OWN,
@@ -79,7 +79,7 @@ def test_an_operator_that_is_not_listed_is_named(target):
 @pytest.mark.parametrize("target", ["torch.ops.aten.from_file.default", "torch.ops.aten._print.default",
                                     "torch.ops.aten.save.default", "torch.os.system"])  # fmt: skip
 def test_trust_is_not_for_files_and_code(target):
-    with pytest.raises(UnsafeCallError):
+    with pytest.raises(UnsafeError):
         check_calls(model(node(target)), trust=True)
 
 
@@ -200,7 +200,7 @@ GROWING_NUMBERS = {
 def test_arguments_are_looked_at(nodes):
     for number, own in enumerate(nodes):
         own["outputs"] = [{"as_sym_int": {"as_name": f"n{number + 1}"}}]
-    with pytest.raises(UnsafeCallError):
+    with pytest.raises(UnsafeError):
         check_calls(model(*nodes))
 
 

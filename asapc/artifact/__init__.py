@@ -1,20 +1,11 @@
 """The compiled artefact: a folder written whole, read back without any of the teacher's code.
 
-    manifest.json            what was compiled, from what, and how to call it
-    model.safetensors        every weight and operator parameter, once
-    recipe.yaml              the resolved recipe
-    selection.json           how the operators were chosen, and every time that was measured: the only
-                             file that two runs do not write alike
-    graph.pt2                the compiled program (whole capture)
-    lossless.pt2, teacher.pt2   the same model with lossless operators, and as captured
-    modules/<i>.<stage>.pt2  the three programs of each module (capture per module)
-    live/<i>.pt2             the compiled program of a module, or of several alike, for a live model
-
-The .pt2 files hold no weights. The three stages share one set of weights, so that a report and a
-benchmark need nothing but the folder (and, for a capture per module, the model around it). A weight
-of program <i> is named <i>.NAME; where training after the replacement has moved the compiled
-program's away from the teacher's, the compiled one is graph.<i>.NAME. What a module's program in live/
-reads is the live model's, a tensor of the compiled program, or live.<j>.NAME, which nothing else has.
+docs/formats.md lists its files. The .pt2 files hold no weights. The three stages share one set of
+weights, so that a report and a benchmark need nothing but the folder (and, for a capture per module, the
+model around it). A weight of program <i> is named <i>.NAME; where training after the replacement has
+moved the compiled program's away from the teacher's, the compiled one is graph.<i>.NAME. What a module's
+program in live/ reads is the live model's, a tensor of the compiled program, or live.<j>.NAME, which
+nothing else has.
 
     write.py      the folder, also with other weights
     manifest.py   what a manifest must hold

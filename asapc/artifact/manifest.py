@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,10 +77,6 @@ def _keys(**types: Any) -> Any:
     return create_model("_Keys", __config__=ConfigDict(strict=True), **types)
 
 
-def _one_of(words: Iterable[str]) -> Any:
-    return Annotated[str, StringConstraints(pattern=f"^({'|'.join(words)})$")]
-
-
 def _question(text: str) -> str:
     if not is_question(text):
         raise ValueError("no question that a model's code asks of torch")
@@ -107,7 +103,7 @@ _Module = _keys(
     inside=list_of(_made(partial(Inside.from_json, where="inside"))),
 )  # fmt: skip
 _Live = _keys(
-    file=_Program, dtype=_one_of(DTYPES), call=_Call, modules=list_of(_Module),
+    file=_Program, dtype=Literal[tuple(DTYPES)], call=_Call, modules=list_of(_Module),
     children=list_of(_made(partial(Child.from_json, where="child"))),
 )  # fmt: skip
 _Part = _keys(
@@ -242,9 +238,7 @@ def inside(folder: Path, relative: Any) -> Path:
     except ValueError:  # a zero byte, half of a surrogate pair
         is_inside = False
     if not is_inside:
-        raise InputError(
-            f"{folder}: the manifest must name files inside the folder", got=repr(relative)
-        )
+        raise InputError(f"{folder}: the manifest must name files inside the folder", got=repr(relative))
     return path
 
 

@@ -55,7 +55,10 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
         raise ValueError("brackets are nested too deep") from None
     level = [document]
     for _ in range(MAX_DEPTH):
-        level = [item for value in level for item in _children(value)]
+        level = [
+            item for value in level if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]  # fmt: skip
         if not level:
             return document
     raise ValueError("brackets are nested too deep")
@@ -78,9 +81,3 @@ def plain(value: Any) -> Any:
 
 def _refused(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []

@@ -6,14 +6,16 @@ torch writes a dynamic size as SymPy prints it, and SymPy evaluates that text wh
             | "Integer(-3)" | "Rational(1, 2)" | "Float('0.5', precision=53)" | "s0" | "3"
 
 A short text can ask for endless work: a power of a power, a hundred million digits, a remainder of two
-powers of sums. So a text is read once, from left to right, and with every part goes a bound on what SymPy
-makes of it: bits of its numbers, degree and terms of the polynomial that it would expand to.
+powers of sums. So Python takes the text apart first, and with every part goes a bound on what SymPy makes
+of it: bits of its numbers, degree and terms of the polynomial that it would expand to.
 """
 
 from __future__ import annotations
 
+import ast
+import math
 import re
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass
 
 MAX_LENGTH = 4096
@@ -28,26 +30,18 @@ MAX_COMPARED = 8  # arguments of Max, Min, And, Or: SymPy compares each with eac
 MAX_POWER = 8
 
 SYMBOL = re.compile(r"[suz]\d{1,6}|zuf\d{1,6}")
-_INTEGER = r"-?\d{1,30}"
-_TOKEN = re.compile(
-    r"\s*(?:"
-    rf"(?P<symbol>Symbol\('(?:{SYMBOL.pattern})'(?:, ?(?:positive|integer|nonnegative)=True){{0,3}}\))"
-    rf"|Integer\((?P<integer>{_INTEGER})\)"
-    rf"|Rational\((?P<numerator>{_INTEGER}), ?(?P<denominator>\d{{1,30}})\)"
+_PLAIN = re.compile(r"[\w(),.'=+ -]*", re.ASCII)  # of which Python makes names, numbers, calls and sums
+_LEAF = re.compile(
+    rf"(?P<symbol>Symbol\('(?:{SYMBOL.pattern})'(?:, ?(?:positive|integer|nonnegative)=True){{0,3}}\)"
+    rf"|{SYMBOL.pattern})"
+    r"|(?:Integer\()?(?P<integer>-?\d{1,30})\)?"
+    r"|Rational\((?P<numerator>-?\d{1,30}), ?(?P<denominator>\d{1,30})\)"
     r"|(?P<float>Float\('-?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?', ?(?:precision|prec)=53\))"
-    r"|(?P<truth>true|false|True|False)(?![\w(])"
-    rf"|(?P<plain>{SYMBOL.pattern})(?![\w(])"
-    rf"|(?P<number>{_INTEGER})(?![\w.(])"
-    r"|(?P<open>[A-Za-z]\w{0,30})\("
-    r"|(?P<comma>,)"
-    r"|(?P<close>\))"
-    r")"
+    r"|true|false|True|False",
+    re.ASCII,
 )
-_SUMS = {"Add"}
-_PRODUCTS = {"Mul"}
-_POWERS = {"Pow": 2, "PowByNatural": 2, "FloatPow": 2}
-_DIVISIONS = {"Mod": 2, "PythonMod": 2, "FloorDiv": 2, "CleanDiv": 2, "CeilDiv": 2, "IntTrueDiv": 2,
-              "FloatTrueDiv": 2}  # fmt: skip
+_POWERS = {"Pow", "PowByNatural", "FloatPow"}
+_DIVISIONS = {"Mod", "PythonMod", "FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv", "FloatTrueDiv"}
 _CHOICES = {"Max", "Min", "And", "Or"}
 _FUNCTIONS = {
     "BitwiseFn_bitwise_and": 2, "BitwiseFn_bitwise_or": 2, "BitwiseFn_bitwise_xor": 2,
@@ -56,6 +50,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 _COMPARISONS = {"Eq", "Ne", "Le", "Lt", "Ge", "Gt", "Equality", "Unequality", "LessThan",
                 "StrictLessThan", "GreaterThan", "StrictGreaterThan"}  # fmt: skip
+_COSTLY = re.compile(rf"\b(?:{'|'.join([*_DIVISIONS, *_COMPARISONS])})\(")
 
 
 @dataclass(frozen=True)
@@ -76,62 +71,38 @@ class _Unfit(Exception):
 
 
 def is_size_expression(text: str) -> bool:
-    """Whether the text is one size, and a small one.  Linear in the length of the text."""
-    if len(text) > MAX_LENGTH:
+    """Whether the text is one size, and a small one."""
+    if len(text) > MAX_LENGTH or not _PLAIN.fullmatch(text):
         return False
+    if text.count("(") + text.count("-") > MAX_PARTS or len(_COSTLY.findall(text)) > MAX_DIVISIONS:
+        return False
+    text = text.strip()
     try:
-        _read(text)
-    except _Unfit:
+        with warnings.catch_warnings(action="ignore"):  # "1s0" is worth one to Python
+            _read(text, ast.parse(text, mode="eval").body, 0)
+    except (_Unfit, SyntaxError, ValueError, MemoryError):
         return False
     return True
 
 
-def _read(text: str) -> None:
-    open_calls: list[tuple[str, list[_Part]]] = [("", [])]
-    place = parts = divisions = 0
-    ended = False  # after a part, which a comma or a closing bracket follows
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise _Unfit
-        place = match.end()
-        kind = match.lastgroup
-        if kind == "comma":
-            if not ended or len(open_calls) == 1:
-                raise _Unfit
-            ended = False
-            continue
-        if kind == "close":
-            name, arguments = open_calls.pop()
-            if not open_calls or not ended:
-                raise _Unfit
-            divisions += name in _DIVISIONS or name in _COMPARISONS
-            part = _part(name, arguments)
-        elif ended:
-            raise _Unfit
-        elif kind == "open":
-            open_calls.append((match["open"], []))
-            if len(open_calls) > MAX_DEPTH:
-                raise _Unfit
-            continue
-        else:
-            part = _leaf(match)
-        parts += 1
-        if parts > MAX_PARTS or divisions > MAX_DIVISIONS:
-            raise _Unfit
-        if part.bits > MAX_BITS or part.degree > MAX_DEGREE or part.terms > MAX_TERMS:
-            raise _Unfit
-        open_calls[-1][1].append(part)
-        ended = True
-    if len(open_calls) != 1 or len(open_calls[0][1]) != 1:
+def _read(text: str, node: ast.expr, depth: int) -> _Part:
+    leaf = _LEAF.fullmatch(text, node.col_offset, node.end_col_offset or 0)
+    if leaf is not None:
+        part = _leaf(leaf)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        part = _part(node.func.id, [_read(text, argument, depth + 1) for argument in node.args])
+    else:
         raise _Unfit
+    if depth > MAX_DEPTH or part.bits > MAX_BITS or part.degree > MAX_DEGREE or part.terms > MAX_TERMS:
+        raise _Unfit
+    return part
 
 
 def _leaf(match: re.Match[str]) -> _Part:
-    if match["symbol"] or match["plain"]:
+    if match["symbol"]:
         return _Part(degree=1)
-    if match["integer"] or match["number"]:
-        value = int(match["integer"] or match["number"])
+    if match["integer"]:
+        value = int(match["integer"])
         return _Part(bits=max(1, value.bit_length()), value=value)
     if match["numerator"]:
         if not int(match["denominator"]):
@@ -140,31 +111,23 @@ def _leaf(match: re.Match[str]) -> _Part:
     return _Part(bits=53 if match["float"] else 1)
 
 
-def _part(name: str, arguments: Sequence[_Part]) -> _Part:
+def _part(name: str, arguments: list[_Part]) -> _Part:
     """What a call of that name makes of its arguments."""
     count = len(arguments)
-    bits = max((part.bits for part in arguments), default=1)
-    if name in _SUMS and count > 1:
-        terms = sum(part.terms for part in arguments)
-        return _Part(bits + count.bit_length(), max(part.degree for part in arguments), terms)
-    if name in _PRODUCTS and count > 1:
-        terms = 1
-        for part in arguments:
-            terms *= part.terms
-            if terms > MAX_TERMS:
-                raise _Unfit
-        return _Part(sum(part.bits for part in arguments), sum(part.degree for part in arguments), terms)
-    if count == _POWERS.get(name):
+    bits, degree = (max((getattr(x, key) for x in arguments), default=1) for key in ("bits", "degree"))
+    terms = [part.terms for part in arguments]
+    if name == "Add" and count > 1:
+        return _Part(bits + count.bit_length(), degree, sum(terms))
+    if name == "Mul" and count > 1:
+        return _Part(sum(part.bits for part in arguments), sum(part.degree for part in arguments),
+                     math.prod(terms))  # fmt: skip
+    if name in _POWERS and count == 2:
         return _power(*arguments)
-    if count == _DIVISIONS.get(name):
-        if arguments[0].terms * arguments[1].terms > MAX_DIVIDED:
-            raise _Unfit
+    if name in _DIVISIONS and count == 2 and math.prod(terms) <= MAX_DIVIDED:
         return _Part(bits, 1)
     if (name in _CHOICES and 1 <= count <= MAX_COMPARED) or count == _FUNCTIONS.get(name):
         return _Part(bits, 1)
-    if name in _COMPARISONS and count == 2:
-        if arguments[0].terms + arguments[1].terms > MAX_DIVIDED:
-            raise _Unfit
+    if name in _COMPARISONS and count == 2 and sum(terms) <= MAX_DIVIDED:
         return _Part()
     raise _Unfit
 
@@ -172,11 +135,9 @@ def _part(name: str, arguments: Sequence[_Part]) -> _Part:
 def _power(base: _Part, exponent: _Part) -> _Part:
     """By a small whole number; by another number where it is all that there is (a square root)."""
     power = exponent.value
-    if power is None:
-        if exponent.degree or exponent.terms > 1 or base.terms > 1:
-            raise _Unfit
+    if power is None and not exponent.degree and exponent.terms == 1 == base.terms:
         return _Part(max(base.bits, exponent.bits), 1)
-    if not -MAX_POWER <= power <= MAX_POWER:
+    if power is None or not -MAX_POWER <= power <= MAX_POWER:
         raise _Unfit
     times = max(1, abs(power))
     return _Part(base.bits * times, max(base.degree * times, int(power < 0)), base.terms**times)

@@ -29,9 +29,8 @@ from torch.utils import _pytree as pytree
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
-from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
-from asapc.inputs.paths import check_data, is_array_file
+from asapc.inputs.paths import check_data, identifier, is_array_file
 from asapc.inputs.weights import fingerprint, read_safetensors
 from asapc.terminal.printed import reason
 
@@ -84,6 +83,7 @@ class Batch:
 
     Tensors are [B, ...]; anything else in args or kwargs is passed on as it is.
     numbers: of the examples in the data, counted from 0; none where that is not known.
+    teacher: its class scores [B, classes], where training compares with them.
     """
 
     args: tuple[Any, ...]
@@ -91,6 +91,7 @@ class Batch:
     labels: Tensor | None
     hashes: list[int]
     numbers: list[int] = field(default_factory=list)
+    teacher: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -146,8 +147,7 @@ class DataSource(ABC):
         Examples of different shapes never share a batch.  Nothing is yielded when none passes.
         Raises InputError for unusable data.
         """
-        for batch in self._cut(batch_size, select, limit):
-            yield batch.on(self.device)
+        return (batch.on(self.device) for batch in self._cut(batch_size, select, limit))
 
     def _cut(self, batch_size: int, select: Select | None, limit: int | None) -> Iterator[Batch]:
         pending: Batch | None = None
@@ -212,12 +212,15 @@ class HeldData(DataSource):
         return math.ceil(min(chosen, chosen if limit is None else limit) / batch_size)
 
 
-def _of_arrays(source: str, arrays: Mapping[str, Tensor], signature: Signature) -> HeldData:
-    inputs = {name: tensor for name, tensor in arrays.items() if name != "labels"}
-    args, kwargs = signature.bind((), inputs, source)
-    hashes = _content_hashes(inputs)
-    whole = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
-    return HeldData(source, [whole], fingerprint(arrays), tuple(inputs))
+def _of_arrays(source: str, arrays: Mapping[str, Any], signature: Signature, own: bool) -> HeldData:
+    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
+    if not arrays:
+        raise _empty(source)
+    given = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
+    whole = _batch(given, signature, source, 0, own)
+    inputs = dict(signature.names(whole.args, whole.kwargs))
+    labels = {} if whole.labels is None else {"labels": whole.labels}
+    return HeldData(source, [whole], fingerprint(inputs | labels), tuple(inputs))
 
 
 def _of_batches(given: Iterable[object], signature: Signature) -> HeldData:
@@ -273,8 +276,8 @@ class CallableData(DataSource):
             raise _empty(self.source)
 
 
-def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
-    """What was yielded or given, as a batch.  first: number of examples before it."""
+def _batch(item: object, signature: Signature, place: str, first: int, own: bool = False) -> Batch:
+    """What was yielded or given.  first: number of examples before it.  own: see _of_arrays."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     labels = None
@@ -288,7 +291,7 @@ def _batch(item: object, signature: Signature, place: str, first: int) -> Batch:
 
     def checked(name: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
-            tensors[name] = leaf = _input(leaf, name, place, first)
+            tensors[name] = leaf = _input(leaf, name, place, first, own)
         elif not isinstance(leaf, bool | int | float | str | NoneType):
             raise InputError(
                 f"{place}: {name} must be a tensor, an array or a plain constant, or a tuple, list or "
@@ -327,8 +330,7 @@ def data_of(
     if isinstance(given, Tensor | np.ndarray):
         given = {signature.first_name: given}
     if isinstance(given, Mapping):
-        place = "(arrays in memory)"
-        return _of_arrays(place, _validated(given, signature, place), signature)
+        return _of_arrays("(arrays in memory)", given, signature, own=False)
     return _of_batches(given, signature)
 
 
@@ -347,8 +349,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     path = Path(spec)
     if is_array_file(spec):
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
-        tensors = _validated(signature.renamed(arrays), signature, spec, own=True)
-        return _of_arrays(spec, tensors, signature)
+        return _of_arrays(spec, signature.renamed(arrays), signature, own=True)
     if ":" in spec:
         return CallableData(spec, signature)
     what = "is not data that can be read" if path.exists() else "is not data, and no such file"
@@ -356,17 +357,15 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     raise InputError(f"{spec} {what}", help=help)
 
 
-def _anything(*args: Any, **kwargs: Any) -> None: ...
-
-
 class Signature:
     """Names and order of forward's arguments; without a signature every name is accepted."""
 
     def __init__(self, signature: inspect.Signature | None) -> None:
         either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        given = signature or inspect.signature(lambda *args, **kwargs: None)
         parameters = [
             p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
-            for p in (signature or inspect.signature(_anything)).parameters.values() if p.name != "self"
+            for p in given.parameters.values() if p.name != "self"
         ]  # fmt: skip
         self._signature = inspect.Signature(parameters)
         self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))
@@ -479,27 +478,6 @@ def _broken_npz(path: Path, error: Exception) -> InputError:
         got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason(error)})",
         help="write it again with np.savez",
     )
-
-
-def _validated(
-    arrays: Mapping[str, np.ndarray[Any, Any] | Tensor],
-    signature: Signature,
-    place: str,
-    own: bool = False,
-) -> dict[str, Tensor]:
-    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
-    if not arrays:
-        raise _empty(place)
-    # names first: a wrong file shows by its names, before anything is said about its contents
-    signature.bind((), {name: None for name in arrays if name != "labels"}, place)
-    tensors = {
-        name: _input(value, name, place, 0, own)
-        for name, value in arrays.items() if name != "labels"
-    }  # fmt: skip
-    if "labels" in arrays:
-        tensors["labels"] = _labels(arrays["labels"], place)
-    _check_lengths(tensors, place)
-    return tensors
 
 
 def _tensor(value: object, name: str, place: str, own: bool = False) -> Tensor:
@@ -626,6 +604,7 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
     return replace(
         _mapped(batch, pick),
         labels=None if batch.labels is None else pick(batch.labels),
+        teacher=None if batch.teacher is None else pick(batch.teacher),
         hashes=[batch.hashes[i] for i in index],
         numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
     )

@@ -52,7 +52,13 @@ def build_pretrained(
             f"{folder}: for a transformers folder, --kwargs can only set {ATTENTION}", got=unknown[0],
             help="""--kwargs '{"attention": "my_attention.py:sinkhorn"}'""",
         )  # fmt: skip
-    transformers = _transformers(folder)
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"{folder}: a folder of transformers is read by transformers", got=describe(error),
+            help=install_line("hf"),
+        ) from error  # fmt: skip
     if "quantization_config" in config:
         raise InputError(
             f"{folder}: weights must be plain floats", got="quantization_config in config.json",
@@ -84,17 +90,6 @@ def build_pretrained(
 _OWN_ATTENTION = (
     "name your own attention function with --kwargs '{\"attention\": \"file.py:function\"}'"
 )
-
-
-def _transformers(folder: Path) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            f"{folder}: a folder of transformers is read by transformers", got=describe(error),
-            help=install_line("hf"),
-        ) from error  # fmt: skip
-    return transformers
 
 
 def _named(config: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ commands ask it before they import what reads the files.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from asapc.errors import InputError, check_text
@@ -91,6 +92,12 @@ def check_file(path: str | None, what: str) -> None:
 def is_array_file(spec: str) -> bool:
     """Whether DATA names a file of arrays, and not code."""
     return Path(spec).suffix in (".npz", ".safetensors")
+
+
+def identifier(name: str) -> str:
+    """The name with everything replaced that Python, or a path of modules, would take for syntax."""
+    plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    return plain if re.match(r"[A-Za-z_]", plain) else f"_{plain}"
 
 
 def _check_folder(folder: Path) -> None:

@@ -30,8 +30,8 @@ _STRIDED = 7  # of torch._export.serde.schema.Layout; others have kernels that c
 _DEEPEST = 4  # graphs in graphs
 
 
-class UnsafeCallError(Exception):
-    """A call that could do harm, or is unknown, in words."""
+class UnsafeError(Exception):
+    """What in a file could do harm, or is unknown, in words."""
 
 
 class UnlistedCallError(Exception):
@@ -39,7 +39,7 @@ class UnlistedCallError(Exception):
 
 
 def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
-    """Raises UnsafeCallError or UnlistedCallError for the first call that is not to be run.
+    """Raises UnsafeError or UnlistedCallError for the first call that is not to be run.
 
     model: of a model.json.  trust: any operator of ATen or asapc, whatever its arguments.
     """
@@ -51,15 +51,15 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
     _check_graph(graph, trust, SIZE_BITS, seen, 0)
     for _, key, value in walk(model):
         if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in seen):
-            raise UnsafeCallError("a graph that nothing calls")
+            raise UnsafeError("a graph that nothing calls")
         if key == "as_layout" and value != _STRIDED:
-            raise UnsafeCallError(f"a layout that is not strided ({str(value)[:40]})")
+            raise UnsafeError(f"a layout that is not strided ({str(value)[:40]})")
         if key in ("as_device", "device") and value is not None:
             kind = value.get("type") if isinstance(value, dict) else value
             if not isinstance(kind, str) or kind not in _DEVICES:
-                raise UnsafeCallError(f"the device {str(kind)[:40]!r}")
+                raise UnsafeError(f"the device {str(kind)[:40]!r}")
         if type(value) is int and not -(2**63) <= value < 2**64:
-            raise UnsafeCallError(f"a number of {value.bit_length()} bits ({key})")
+            raise UnsafeError(f"a number of {value.bit_length()} bits ({key})")
 
 
 def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[int], depth: int) -> int:
@@ -69,7 +69,7 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
     """
     seen.add(id(graph))
     if depth > _DEEPEST:
-        raise UnsafeCallError(f"graphs nested more than {_DEEPEST} deep")
+        raise UnsafeError(f"graphs nested more than {_DEEPEST} deep")
     bits: dict[str, int] = {}
     most = given
     nodes = graph.get("nodes")
@@ -104,20 +104,20 @@ def _check_node(
     if target == _GETITEM:
         return SIZE_BITS
     if not _NUMBERS.fullmatch(target):
-        raise UnsafeCallError(f"target {target[:80]!r}")
+        raise UnsafeError(f"target {target[:80]!r}")
     return _bits(target, inputs, bits, most)
 
 
 def _check_operator(full: str, inputs: Sequence[Mapping[str, Any]], trust: bool) -> None:
     if not is_operator(full):
-        raise UnsafeCallError(f"target 'torch.ops.{full[:80]}', which no program may call")
+        raise UnsafeError(f"target 'torch.ops.{full[:80]}', which no program may call")
     if trust:
         return
     if full not in allowed_operators():
         raise UnlistedCallError(full)
     reason = refused_call(full, {str(entry.get("name")): _constant(entry.get("arg")) for entry in inputs})
     if reason is not None:
-        raise UnsafeCallError(f"{full} with {reason}")
+        raise UnsafeError(f"{full} with {reason}")
 
 
 def _constant(argument: Any) -> Any:
@@ -138,10 +138,10 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
     for entry in inputs:
         argument = entry.get("arg")
         if not isinstance(argument, dict) or len(argument) != 1 or not _NUMBER_KINDS & {*argument}:
-            raise UnsafeCallError(f"{target} of something else than numbers")
+            raise UnsafeError(f"{target} of something else than numbers")
         (value,) = argument.values()
         if isinstance(value, list) and target != "torch.sym_sum":
-            raise UnsafeCallError(f"{target} of a list")
+            raise UnsafeError(f"{target} of a list")
         values.append(value)
         names = [*_names(argument)]
         sizes.append(max((bits.get(name, most) for name in names), default=SIZE_BITS))
@@ -155,12 +155,12 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
         elif type(power) is int and -_MAX_POWER <= power <= _MAX_POWER:
             widest *= max(1, abs(power))
         else:
-            raise UnsafeCallError(f"{target} by something else than a small number")
+            raise UnsafeError(f"{target} by something else than a small number")
     else:
         terms = sum(len(value) if isinstance(value, list) else 1 for value in values)
         widest += terms.bit_length()
     if widest > MAX_BITS:
-        raise UnsafeCallError(f"{target} of numbers that grow beyond {MAX_BITS} bits")
+        raise UnsafeError(f"{target} of numbers that grow beyond {MAX_BITS} bits")
     return widest
 
 

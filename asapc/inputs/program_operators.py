@@ -14,7 +14,6 @@ could do is checked by `refused_call` where ATen does not.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -187,15 +186,10 @@ def _factors(arguments: Mapping[str, Any]) -> str | None:
         if not name.startswith("scale"):
             continue
         for factor in value if isinstance(value, list) else [value]:
-            if factor is not None and not _is_factor(factor):
+            known = isinstance(factor, int | float) and 1 / _LIMIT <= factor <= _LIMIT
+            if factor is not None and not known:
                 return f"{name}={factor!r}"
     return None
-
-
-def _is_factor(factor: Any) -> bool:
-    if not isinstance(factor, int | float) or not math.isfinite(factor):
-        return False
-    return 1 / _LIMIT <= factor <= _LIMIT
 
 
 def _stabiliser(arguments: Mapping[str, Any]) -> str | None:

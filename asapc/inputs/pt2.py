@@ -26,7 +26,8 @@ import math
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch.export import ExportedProgram
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json
 from asapc.formats.sizes import SYMBOL, is_size_expression
-from asapc.inputs.program_calls import UnlistedCallError, UnsafeCallError, check_calls, walk
+from asapc.inputs.program_calls import UnlistedCallError, UnsafeError, check_calls, walk
 from asapc.inputs.program_operators import replace_unchecked
 
 _MODEL = "models/model.json"
@@ -55,18 +56,7 @@ _EXPANDED = 1 << 20  # entries a tensor may have beyond those stored: with a str
 
 _IDENTIFIER = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)?")
 _PATH = re.compile(r"[A-Za-z0-9_.:/@+ -]*")  # of modules and weights: "layers.0.to-q.weight"
-_PATH_KEYS = {
-    "fqn", "parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "target",
-    "torch_version", "verifiers",
-}  # fmt: skip
-_NO_NUMBERS = {"Infinity", "-Infinity", "NaN"}  # how a float that JSON does not have is written
-_FREE_KEYS = {"as_string", "as_strings"}  # constants of operators: quoted wherever they go
-
 _CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"}
-
-
-class _Unsafe(Exception):
-    """What in an archive could run code, or is unknown, in words."""
 
 
 def save_program(exported: ExportedProgram, path: Path) -> None:
@@ -83,20 +73,15 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
     weights = dict(exported.state_dict)
     examples = exported._example_inputs
     try:
-        exported._state_dict = {name: _emptied(tensor) for name, tensor in weights.items()}
+        exported._state_dict = {name: torch.empty(0, dtype=x.dtype) for name, x in weights.items()}
+        for name in (name for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)):
+            exported._state_dict[name] = nn.Parameter(exported._state_dict[name], requires_grad=False)
         exported._example_inputs = None
         with warnings.catch_warnings(action="ignore"):
             torch.export.save(exported, path)
     finally:
         exported._state_dict = weights
         exported._example_inputs = examples
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=False)
-    return empty
 
 
 def load_program(
@@ -131,7 +116,7 @@ def load_program(
             got=operator,
             help="if the file is your own, pass --trust (in Python trust=True)",
         ) from None
-    except (_Unsafe, UnsafeCallError) as problem:
+    except UnsafeError as problem:
         raise InputError(
             f"{path}: a .pt2 file must hold nothing that runs code when it is read",
             got=problem,
@@ -202,7 +187,8 @@ def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
     """The archive again, of its harmless parts alone: no reader can find others in it."""
     members = _members(content)
     for name, pattern in _CONFIGS.items():
-        members[name] = _dumped(_config(name, parse_json(members[name]), pattern, members))
+        config = _config(name, parse_json(members[name]), pattern, members)
+        members[name] = json.dumps(config).encode()
     model = parse_json(members[_MODEL])
     if not _is_mapping(model, "range_constraints"):
         raise ValueError(f"{_MODEL} is no program")
@@ -211,16 +197,12 @@ def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
     check_calls(model, trust)
     if not sizes:
         _forget_sizes(model["graph_module"]["graph"])
-    members[_MODEL] = _dumped(model)
+    members[_MODEL] = json.dumps(model).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in {**members, _SAMPLES: b""}.items():
             archive.writestr(f"model/{name}", data)
     return buffer.getvalue()
-
-
-def _dumped(document: Any) -> bytes:
-    return json.dumps(document).encode()
 
 
 def _members(content: bytes) -> dict[str, bytes]:
@@ -229,20 +211,20 @@ def _members(content: bytes) -> dict[str, bytes]:
         infos = archive.infolist()
         roots = {info.filename.partition("/")[0] for info in infos}
         if len(roots) != 1:
-            raise _Unsafe("not one folder of parts" if infos else "an empty archive")
+            raise UnsafeError("not one folder of parts" if infos else "an empty archive")
         if sum(info.file_size for info in infos) > len(content):
-            raise _Unsafe("parts that are together larger than the file")
+            raise UnsafeError("parts that are together larger than the file")
         members: dict[str, bytes] = {}
         for info in infos:
             name = info.filename.partition("/")[2]
             if info.compress_type != zipfile.ZIP_STORED:
-                raise _Unsafe(f"a compressed part ({name})")
+                raise UnsafeError(f"a compressed part ({name})")
             if name == _SAMPLES or name.startswith("extra/"):
                 continue
             if not _KEPT.fullmatch(name):
-                raise _Unsafe(f"an unknown or pickled part ({name})")
+                raise UnsafeError(f"an unknown or pickled part ({name})")
             if name in members:
-                raise _Unsafe(f"two parts of one name ({name})")
+                raise UnsafeError(f"two parts of one name ({name})")
             members[name] = archive.read(info)
     for name in (_MODEL, *_CONFIGS):
         if name not in members:
@@ -256,21 +238,17 @@ def _config(name: str, document: Any, pattern: re.Pattern[str], members: Mapping
         raise ValueError(f"{name} lists no tensors")
     for tensor, entry in document["config"].items():
         if not _is_mapping(entry, "tensor_meta") or not _PATH.fullmatch(tensor):
-            raise _Unsafe(f"{name}: the tensor {tensor!r}")
+            raise UnsafeError(f"{name}: the tensor {tensor!r}")
         path = entry.get("path_name")
-        if (
-            entry.get("use_pickle") is not False
-            or not isinstance(path, str)
-            or not pattern.fullmatch(path)
-        ):
-            raise _Unsafe(f"{name}: a pickled tensor ({tensor})")
+        if entry.get("use_pickle") is not False or not pattern.fullmatch(str(path)):
+            raise UnsafeError(f"{name}: a pickled tensor ({tensor})")
         stored = len(members.get(f"{Path(name).parent}/{path}", b""))
         meta = entry["tensor_meta"]
         sizes, strides = _integers(meta.get("sizes")), _integers(meta.get("strides"))
         entries = math.prod(sizes)
         negative = min([*sizes, *strides, *_integers([meta.get("storage_offset")])]) < 0
         if negative or entries > (max(stored, _EXPANDED) if stored else 0):
-            raise _Unsafe(f"{name}: {tensor} of {entries} entries in {stored} bytes")
+            raise UnsafeError(f"{name}: {tensor} of {entries} entries in {stored} bytes")
     return document
 
 
@@ -309,29 +287,14 @@ def _forget_sizes(graph: dict[str, Any]) -> None:
 
 
 def _check_model(model: dict[str, Any]) -> None:
-    """Raises _Unsafe for any string that could become more than a name or a constant."""
+    """Raises UnsafeError for any string that could become more than a name or a constant."""
     for owner, key, text in _strings(model):
-        if key in _FREE_KEYS:
-            harmless = True
-        elif key in ("as_float", "as_floats"):
-            harmless = text in _NO_NUMBERS
-        elif key == "expr_str":
-            harmless = is_size_expression(text)
-        elif key in ("in_spec", "out_spec"):
-            harmless = _is_plain_container(text, _IDENTIFIER if key == "in_spec" else _PATH)
-        elif key == "nn_module_stack":
-            harmless = True  # printable, and only shown
-        elif key == "target" and "inputs" in owner:
-            harmless = True  # what a node calls is for check_calls
-        else:
-            harmless = key != "as_operator" and bool(
-                (_PATH if key in _PATH_KEYS else _IDENTIFIER).fullmatch(text)
-            )
-        if not harmless:
-            raise _Unsafe(f"{key} {text[:80]!r}")
+        called = key == "target" and "inputs" in owner  # by a node: that is for check_calls
+        if not called and not _HARMLESS.get(key, _IDENTIFIER.fullmatch)(text):
+            raise UnsafeError(f"{key} {text[:80]!r}")
     for symbol in model["range_constraints"]:
         if not SYMBOL.fullmatch(symbol):
-            raise _Unsafe(f"the symbol {symbol[:80]!r}")
+            raise UnsafeError(f"the symbol {symbol[:80]!r}")
 
 
 def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -362,3 +325,19 @@ def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
     except (ValueError, TypeError, KeyError):
         return False
     return bool(protocol == 1)
+
+
+# By the key of a string, whether it is what stands there; elsewhere only a name is.
+_HARMLESS: Mapping[str, Callable[[str], object]] = {
+    **dict.fromkeys(("as_string", "as_strings"), lambda text: True),  # quoted wherever they go
+    "nn_module_stack": lambda text: True,  # printable, and only shown
+    "as_operator": lambda text: False,
+    **dict.fromkeys(("as_float", "as_floats"), {"Infinity", "-Infinity", "NaN"}.__contains__),
+    "expr_str": is_size_expression,
+    "in_spec": partial(_is_plain_container, keys=_IDENTIFIER),
+    "out_spec": partial(_is_plain_container, keys=_PATH),
+    **dict.fromkeys(
+        ("fqn", "parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "target",
+         "torch_version", "verifiers"), _PATH.fullmatch,
+    ),
+}  # fmt: skip

@@ -1,31 +1,14 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
-    from: sinkhorn            # sinkhorn | softmax: softmax layers are compiled, too
-    operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard | fitted_sinkhorn
-    side: target              # target | source: whose dual is predicted; both: an ablation
-    c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
-    aim: aligned              # aligned: the dual they start from | last: the last one, as in ASAP
-    points: all               # all | active: features and regression without padded queries
-    features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
-    fit: ls                   # ls | kl
-    ridge: 1.0e-5
-    ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
-    coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
-    pivots: 32                # of lot, per head
-    slices: 32                # of esp_hard, per head
-    half_steps: 3             # of fitted_sinkhorn
-    summary_tokens: 0         # first tokens, such as [CLS], whose rows stay softmax
-    depthwise: 0              # width of a convolution on values beside the attention; 0 for none
-    candidates:               # of `operator: auto`, instead of the keys above; lists of values multiply
+    budget: {attention_rel_l2: 0.02}
+    candidates:  # lists of values multiply
       - {side: [target, source], c_transforms: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
-    budget: {attention_rel_l2: 0.05, prediction_agreement: 0.99}
-    objective: latency        # latency | memory
-    shapes: [256, [8, 2048]]  # tokens, or [batch, tokens], at which a choice must pay; [] as in the data
     sites:
       "transformer.layers.0.*": {operator: sinkhorn}
 
-`asapc calibrate` and `asapc compile` read the same file.  An unknown key, a wrong type and a
-pattern that matches no site are errors: an option ignored silently is worse than one refused.
+The fields of `Recipe` are the keys. `asapc calibrate` and `asapc compile` read the same file. An unknown
+key, a wrong type and a pattern that matches no site are errors: an option ignored silently is worse than
+one refused.
 `recipe.schema.json` is its JSON Schema, for completion in editors: `recipe_schema` makes it of TYPES.
 """
 
@@ -47,6 +30,7 @@ from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.clouds import Points
 from asapc.features.predictor import Aim, RecipeSide
+from asapc.formats.json_text import plain
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.settings import (
     FROM_TEXT,
@@ -219,7 +203,7 @@ class Recipe:
 
     def fit_settings(self) -> dict[str, Any]:
         """Everything a candidate's fit depends on but the convention and the plan: plain types."""
-        return {key: _plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
+        return {key: plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
 
     def site_budget(self, name: str) -> Mapping[str, float]:
         """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
@@ -271,7 +255,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only; `Recipe.from_dict` inverts it."""
-        return {item.name.rstrip("_"): _plain(getattr(self, item.name)) for item in fields(self)}
+        return {item.name.rstrip("_"): plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_dict(
@@ -323,14 +307,6 @@ def load_recipe(path: str | Path | None) -> Recipe:
     if path is None:
         return Recipe()
     return Recipe.from_dict(read_yaml_mapping(path, "recipe"), where=f"recipe {path}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _features(value: Any, place: Place) -> tuple[str, ...]:

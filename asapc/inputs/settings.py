@@ -39,20 +39,13 @@ FROM_TEXT = BeforeValidator(lambda value: float(value) if isinstance(value, str)
 Finite = Annotated[float, Strict(), AllowInfNan(False), FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), FROM_TEXT]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), FROM_TEXT]
-
-
-def number_in(low: float, high: float) -> Any:
-    """The type of a number within bounds."""
-    return Annotated[float, Strict(), AllowInfNan(False), Interval(ge=low, le=high), FROM_TEXT]
-
-
-Share = number_in(0, 1)
+Share = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=0, le=1), FROM_TEXT]
 Switch = Annotated[bool, Strict()]
 
 
-def integer(low: int, high: int | None = None) -> Any:
+def integer(low: int, high: int) -> Any:
     """The type of a whole number within bounds."""
-    return Annotated[int, Strict(), Ge(low) if high is None else Interval(ge=low, le=high)]
+    return Annotated[int, Strict(), Interval(ge=low, le=high)]
 
 
 def list_of(kind: Any, low: int = 0, high: int | None = None) -> Any:
@@ -135,9 +128,7 @@ def checked(value: Any, kind: Any, place: Place) -> Any:
         raise InputError(f"{place} must be {worded(kind)}", got=repr(value)) from None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def worded(kind: Any) -> str:

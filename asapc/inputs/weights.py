@@ -119,7 +119,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if not _is_torch_file(path):
+        with path.open("rb") as file:
+            head = file.read(4)
+        if head != b"PK\x03\x04" and head[:1] != b"\x80":  # no zip archive, and no pickle's protocol
             raise _broken_checkpoint(path, error) from error
         raise InputError(
             f"{path} must hold tensors only; this pickle needs to run code to load",
@@ -170,13 +172,6 @@ def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
         )
 
 
-def _is_torch_file(path: Path) -> bool:
-    """A zip archive or a pickle stream with a protocol marker, so not merely a damaged file."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    return head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"
-
-
 def _broken_checkpoint(path: Path, error: Exception) -> InputError:
     first_line = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return InputError(
@@ -216,29 +211,23 @@ def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str,
     unexpected = [name for name in state if name not in expected]
     mismatched = [
         f"{name} ({_layout(state[name])} in the weights, {_layout(tensor)} in the model)"
-        for name, tensor in expected.items()
-        if name in state
-        and (
-            state[name].shape != tensor.shape
-            or state[name].is_floating_point() != tensor.is_floating_point()
-        )
-    ]
-    problems = [
-        f"{label} {_listed(names)}"
-        for label, names in (
-            ("missing from the weights:", missing),
-            ("not in the model:", unexpected),
-            ("of another shape or type:", mismatched),
-        )
-        if names
-    ]
-    if problems:
+        for name, tensor in expected.items() if name in state and _kind(state[name]) != _kind(tensor)
+    ]  # fmt: skip
+    problems = {
+        "missing from the weights:": missing, "not in the model:": unexpected,
+        "of another shape or type:": mismatched,
+    }  # fmt: skip
+    told = "; ".join(f"{what} {_listed(names)}" for what, names in problems.items() if names)
+    if told:
         raise InputError(
-            f"{place}: weights and model must agree in names and shapes",
-            got="; ".join(problems),
+            f"{place}: weights and model must agree in names and shapes", got=told,
             help="check the architecture's arguments (config.json or --kwargs) against the weights",
-        )
+        )  # fmt: skip
     return state
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
+    return tensor.shape, tensor.is_floating_point()
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

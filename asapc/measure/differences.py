@@ -1,4 +1,5 @@
-"""How far the outputs of two models are from each other, whatever they are made of."""
+"""How far the outputs of two models are from each other, whatever they are made of, and what class scores
+mean: logits, probabilities, or one binary column."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+SMALLEST = torch.finfo(torch.float32).tiny  # a probability, before its logarithm is taken
+ROUNDING = 1e-4  # of a sum of probabilities
 
 
 def tensor_outputs(output: Any) -> list[Tensor]:
@@ -71,3 +75,20 @@ def comparable(output: Any) -> list[Tensor]:
     """
     there = [tensor for tensor in tensor_outputs(output) if tensor.numel()]
     return ([tensor for tensor in there if tensor.dim() == 2] or there)[:1]
+
+
+def log_probabilities(scores: Tensor, probabilities: bool) -> Tensor:
+    """[B, classes] log-probabilities in float64; a single column becomes the two classes it decides."""
+    wide = scores.double()
+    if wide.shape[1] == 1:
+        if not probabilities:
+            return torch.nn.functional.logsigmoid(torch.cat([-wide, wide], dim=1))
+        wide = torch.cat([1 - wide, wide], dim=1)
+    return wide.clamp(min=SMALLEST).log() if probabilities else torch.log_softmax(wide, dim=-1)
+
+
+def are_probabilities(scores: Tensor) -> bool:
+    """Whether every row is a distribution, or a single column within [0, 1]."""
+    if not bool(((scores >= 0) & (scores <= 1)).all()):
+        return False
+    return scores.shape[1] == 1 or bool(((scores.double().sum(-1) - 1).abs() < ROUNDING).all())

@@ -11,6 +11,7 @@ is inf (0 where more is better), so that no limit is kept by accident.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +20,14 @@ from torch import Tensor
 
 from asapc.inputs.faults import check_labels
 from asapc.measure import bootstrap
-from asapc.measure.class_scores import are_probabilities, log_probabilities
-from asapc.measure.differences import comparable
+from asapc.measure.differences import are_probabilities, comparable, log_probabilities
 
 
 class AttentionFidelity:
     """Compares dense attention maps of one site, streaming over batches."""
 
     def __init__(self) -> None:
-        self.pairs = 0  # (example, head)
-        self.rows = 0
-        self.columns = 0
+        self.pairs = self.rows = self.columns = 0  # pairs: (example, head)
         self._relative: list[Tensor] = []  # [b, H] each
         self._active: list[Tensor] = []  # [b] each
         self._kl = 0.0
@@ -177,16 +175,11 @@ class OutputFidelity:
     """
 
     def __init__(self) -> None:
-        self.examples = 0
-        self.labelled = 0
         self.classes: int | None = None
         self._tensor = TensorFidelity()
         self._probabilities: bool | None = None
-        # One entry per example, [b] each; the right ones only of labelled batches.
-        self._agreed: list[Tensor] = []
-        self._kl: list[Tensor] = []
-        self._right_teacher: list[Tensor] = []
-        self._right_compiled: list[Tensor] = []
+        # By metric, one entry per example, [b] each; accuracies only of labelled batches.
+        self._each: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     @torch.no_grad()  # a model may return a weight
     def update(
@@ -214,49 +207,42 @@ class OutputFidelity:
         # With q - p no term is below 0, also where probabilities are rounded and do not sum to one.
         p, q = log_p.exp(), log_q.exp()
         terms = (torch.where(log_p.isneginf(), 0.0, p * (log_p - log_q)) + q - p).clamp(min=0.0)
-        self._kl.append(terms.sum(-1).nan_to_num(nan=math.inf, posinf=math.inf).cpu())
+        each = {"logit_kl": terms.sum(-1).nan_to_num(nan=math.inf, posinf=math.inf)}
         # Where a row holds a NaN, argmax would still name a class: no prediction, no agreement.
         broken = log_q.isnan().any(-1)
         self.classes = log_p.shape[1]
         predicted_p = log_p.argmax(-1)
         predicted_q = log_q.argmax(-1).masked_fill(broken, -1)
-        self.examples += len(exact)
-        self._agreed.append((predicted_p == predicted_q).cpu())
+        each["prediction_agreement"] = predicted_p == predicted_q
         if labels is not None and labels.numel() == len(exact):
             check_labels(labels.reshape(-1), self.classes, numbers)
             target = labels.reshape(-1).to(predicted_p.device)
-            self.labelled += len(exact)
-            self._right_teacher.append((predicted_p == target).cpu())
-            self._right_compiled.append((predicted_q == target).cpu())
+            each["accuracy_teacher"] = predicted_p == target
+            each["accuracy_compiled"] = predicted_q == target
+        for name, values in each.items():
+            self._each[name].append(values.cpu())
 
     def metrics(self) -> dict[str, float]:
         """Values by name, see asapc.metrics; accuracies only where labels were given."""
-        values = self._tensor.metrics()
-        if self.examples:
-            values["logit_kl"] = _or_inf(float(torch.cat(self._kl).mean()))
-            values["prediction_agreement"] = _share(torch.cat(self._agreed))
-        if self.labelled:
-            values["accuracy_teacher"] = _share(torch.cat(self._right_teacher))
-            values["accuracy_compiled"] = _share(torch.cat(self._right_compiled))
-            values["accuracy_drop"] = values["accuracy_teacher"] - values["accuracy_compiled"]
-        return values
+        means = {name: _or_inf(float(x.double().mean())) for name, x in self._values().items()}
+        if "accuracy_teacher" in means:
+            means["accuracy_drop"] = means["accuracy_teacher"] - means["accuracy_compiled"]
+        return self._tensor.metrics() | means
 
     def confidence(self) -> dict[str, bootstrap.Interval]:
         """Of metrics(), output_rmse and max_abs_error excepted, over examples."""
-        values = self._tensor.confidence()
-        if self.examples:
-            values |= _known(
-                logit_kl=bootstrap.mean(torch.cat(self._kl)),
-                prediction_agreement=bootstrap.share(torch.cat(self._agreed)),
-            )
-        if self.labelled:
-            teacher, compiled = torch.cat(self._right_teacher), torch.cat(self._right_compiled)
-            values |= _known(
-                accuracy_teacher=bootstrap.share(teacher),
-                accuracy_compiled=bootstrap.share(compiled),
-                accuracy_drop=bootstrap.difference(teacher, compiled),
-            )
-        return values
+        values = self._values()
+        ends = {
+            name: bootstrap.share(x) if x.dtype == torch.bool else bootstrap.mean(x)
+            for name, x in values.items()
+        }
+        if "accuracy_teacher" in ends:
+            sides = values["accuracy_teacher"], values["accuracy_compiled"]
+            ends["accuracy_drop"] = bootstrap.difference(*sides)
+        return self._tensor.confidence() | _known(**ends)
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: torch.cat(parts) for name, parts in self._each.items()}
 
 
 LENGTH_BINS = 5
@@ -288,10 +274,6 @@ def length_bins(lengths: Tensor, bins: int = LENGTH_BINS) -> list[tuple[dict[str
 
 def _known(**intervals: bootstrap.Interval | None) -> dict[str, bootstrap.Interval]:
     return {name: interval for name, interval in intervals.items() if interval is not None}
-
-
-def _share(hits: Tensor) -> float:
-    return int(hits.sum()) / len(hits)
 
 
 _TINY = 1e-300

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import bdtrik  # scipy.stats takes a second to import
 
 from asapc.measure.bootstrap import LEVEL, Interval
@@ -21,16 +22,9 @@ FEWEST = 6  # rounds of calls of a few seconds: with fewer, a ratio has no inter
 ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 
-def interleaved_medians(
-    functions: Mapping[str, Callable[[], Any]],
-    repeats: int = 10,
-    warmup: int = 2,
-    min_time: float = 0.0,
-    enough: float = math.inf,
-) -> dict[str, dict[str, float]]:
+def interleaved_medians(*given: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Median and quartiles of `interleaved_times`: name -> {"median_ms", "q1", "q3"}, all in ms."""
-    times = interleaved_times(functions, repeats, warmup, min_time, enough)
-    return {name: quartiles(values) for name, values in times.items()}
+    return {name: quartiles(values) for name, values in interleaved_times(*given, **options).items()}
 
 
 def interleaved_times(
@@ -54,7 +48,8 @@ def interleaved_times(
     samples: dict[str, list[float]] = {name: [] for name in names}
     if not names:
         return {}
-    timed = _timed_by_events if _uses_gpu() else _timed
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    timed = _timed_by_events if on_gpu else _timed
     start = time.perf_counter()
     for _ in range(warmup):
         for name in names:
@@ -91,8 +86,6 @@ def _timed(function: Callable[[], Any]) -> float:
 
 def _timed_by_events(function: Callable[[], Any]) -> float:
     """Milliseconds between two events of the current GPU; what runs on the CPU is in between, too."""
-    import torch
-
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -100,12 +93,6 @@ def _timed_by_events(function: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end))
-
-
-def _uses_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
@@ -118,8 +105,6 @@ def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
     function()  # whatever is loaded or cached on a first call is not the call's
     gc.collect()
     if device == "cuda":
-        import torch
-
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -137,6 +122,20 @@ def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
 def quartiles(values: list[float]) -> dict[str, float]:
     q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return {"median_ms": median, "q1": q1, "q3": q3}
+
+
+def ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Metrics of what was timed beside the teacher, and the intervals of its ratios as `confidence`."""
+    medians = {name: quartiles(times)["median_ms"] for name, times in rounds.items()}
+    told: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
+    confidence: dict[str, Interval] = {}
+    for name in (name for name in rounds if name != "teacher"):
+        key = "speedup" if name == "compiled" else f"speedup_{name}"
+        ratio = told[key] = medians["teacher"] / medians[name]
+        interval = ratio_interval(rounds["teacher"], rounds[name])
+        if interval is not None:
+            confidence[key] = (min(interval[0], ratio), max(interval[1], ratio))
+    return {**told, "confidence": confidence}
 
 
 def ratio_interval(above: list[float], below: list[float], level: float = LEVEL) -> Interval | None:

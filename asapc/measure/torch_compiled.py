@@ -6,9 +6,10 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -50,7 +51,8 @@ def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
             return fast(*given.args, **given.kwargs)
 
     try:
-        with _cold():
+        # Nothing that an earlier process has compiled is found, or the time would be another.
+        with tempfile.TemporaryDirectory(prefix="asapc-") as own, patch.dict(os.environ, {CACHE: own}):
             output = call(batch)
     except Exception as error:
         return TorchCompiled(None, time.perf_counter() - start, reason(error, 120))
@@ -59,18 +61,3 @@ def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
     if not off <= SAME:
         return TorchCompiled(None, seconds, f"its outputs are {off:.2g} from those without it")
     return TorchCompiled(call, seconds)
-
-
-@contextlib.contextmanager
-def _cold() -> Iterator[None]:
-    """Nothing that an earlier process has compiled is found, or the time would be another."""
-    before = os.environ.get(CACHE)
-    with tempfile.TemporaryDirectory(prefix="asapc-") as folder:
-        os.environ[CACHE] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[CACHE]
-            else:
-                os.environ[CACHE] = before

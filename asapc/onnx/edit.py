@@ -123,26 +123,13 @@ def _is_new(node: Node) -> bool:
 
 def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Part]:
     """In graph order. A captured node without a value in the file is computed again inside the part."""
-    group: dict[Node, int] = {}
-    members: dict[int, set[Node]] = {}
-
-    def join(node: Node, number: int) -> None:
-        before = group.get(node)
-        if before == number:
-            return
-        for member in {node} if before is None else members.pop(before):
-            group[member] = number
-            members[number].add(member)
-
-    for number, node in enumerate(node for node in compiled.graph.nodes if _is_new(node)):
-        members[number] = set()
-        join(node, number)
-        for read in node.all_input_nodes:
-            if read in group:
-                join(read, group[node])
+    members: list[set[Node]] = []
+    for node in filter(_is_new, compiled.graph.nodes):
+        joined = [part for part in members if not part.isdisjoint(node.all_input_nodes)]
+        members = [part for part in members if part not in joined] + [{node}.union(*joined)]
     parts = []
     order = {node: place for place, node in enumerate(compiled.graph.nodes)}
-    for new in members.values():
+    for new in members:
         nodes = set(new)
         _add_missing(nodes, has_value)
         inputs = {read for node in nodes for read in node.all_input_nodes if read not in nodes}

@@ -107,7 +107,7 @@ class _Call:
         told = ", ".join(
             f"{argument.name}={value}"
             for argument, value in zip(self.arguments, (*self.settings, *left_out), strict=True)
-            if value is not TENSOR and value is not None and TENSOR not in _items(value)
+            if value is not None and TENSOR not in (value if isinstance(value, tuple) else (value,))
             and argument.name not in OF_GRADIENTS
         )
         graph.doc_string = f"{self.name}: {told}"
@@ -124,7 +124,8 @@ class _Call:
         value = self.node.meta["val"]
         several = isinstance(value, list | tuple)
         values = list(value) if several else [value]
-        types = [int(_onnx_type(tensor.dtype)) for tensor in values]
+        numpy_types = [torch.empty(0, dtype=tensor.dtype).numpy().dtype for tensor in values]
+        types = [int(onnx_ir.DataType.from_numpy(each)) for each in numpy_types]
         with graph.inserting_before(self.node):
             shapes = [[self._size(graph, length) for length in tensor.shape] for tensor in values]
             settings: dict[str, Any] = {key: [] for key in _SYMBOLIC_LISTS}
@@ -161,9 +162,7 @@ def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
         expression = length.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in symbols:
-                symbols[symbol] = _stand_in(
-                    limits_of(length.node.shape_env, symbol), symbols.values()
-                )
+                symbols[symbol] = _stand_in(limits_of(length.node.shape_env, symbol), symbols.values())
         return int(expression.subs(symbols))
 
     return [tuple(size(length) for length in value.shape) for value in values]
@@ -209,7 +208,7 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
     for value, found in zip(values, given, strict=True):
         fixed = [int(b) for a, b in zip(value.shape, found.shape, strict=True)
-                 if not isinstance(a, int) and _is_number(b)]  # fmt: skip
+                 if not isinstance(a, int) and (isinstance(b, int) or b.node.expr.is_number)]  # fmt: skip
         if fixed:
             raise VerificationError(
                 "a function works at every size that the model works at",
@@ -217,11 +216,6 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
                 help="keep the PyTorch artefact; this is a defect of asapc: please report the model",
             )
     return exported
-
-
-def _is_number(size: int | torch.SymInt) -> bool:
-    """Also of a symbol that stands for one number only."""
-    return isinstance(size, int) or bool(size.node.expr.is_number)
 
 
 class _Alike(nn.Module):
@@ -260,14 +254,6 @@ _SYMBOLIC_LISTS = (
     "attr_keys", "attr_types", "attr_pos", "attr_ints", "attr_floats", "attr_strs",
     "metadata_props_keys", "metadata_props_values",
 )  # fmt: skip
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else ()
-
-
-def _onnx_type(dtype: torch.dtype) -> onnx_ir.DataType:
-    return onnx_ir.DataType.from_numpy(torch.empty(0, dtype=dtype).numpy().dtype)
 
 
 def _constants_as_nodes(graph: onnx_ir.Graph) -> None:

@@ -68,9 +68,7 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
     return Half(graph, retraced)
 
 
-def rounding(
-    program: GraphModule, half: Half, names: Sequence[str], batches: Sequence[Batch]
-) -> float:
+def rounding(program: GraphModule, half: Half, names: Sequence[str], batches: Sequence[Batch]) -> float:
     """What float16 costs in PyTorch: the largest difference of an output, as verify measures it.
 
     Raises InputError where PyTorch does not run it, or where float16 is out of range.

@@ -151,10 +151,6 @@ def _applied(a: SimpleNamespace, loop: Loop, keep: Tensor | None) -> Tensor:
     return result * (factor.to(result.dtype) if isinstance(factor, Tensor) else factor)
 
 
-def _side(rows_first: bool) -> Side:
-    return "row" if rows_first else "column"
-
-
 def _from_duals(
     a: SimpleNamespace, duals: Sequence[Tensor | None], half_steps: int, first_side: Side
 ) -> Tensor:
@@ -175,7 +171,7 @@ def _from_duals(
 
 
 def _sinkhorn(a: SimpleNamespace) -> Tensor:
-    return _from_duals(a, (None, None), a.half_steps, _side(a.rows_first))
+    return _from_duals(a, (None, None), a.half_steps, "row" if a.rows_first else "column")
 
 
 def _fitted_sinkhorn(a: SimpleNamespace) -> Tensor:
@@ -196,7 +192,8 @@ def _plan(a: SimpleNamespace) -> Tensor:
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)
     s = s - torch.where(top == -math.inf, 0.0, top)
     marginals = log_marginals(s.shape[-2], s.shape[-1], None, s)
-    loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, _side(a.rows_first))
+    side: Side = "row" if a.rows_first else "column"
+    loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, side)
     factor = factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
     return (loop.plan() * factor).to(a.scores.dtype)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from asapc.formats.atomic import replace_file
 from asapc.report.document import Report
-from asapc.report.junit import junit_text
 from asapc.report.schema import report_schema
-from asapc.report.text import json_text, markdown
+from asapc.report.text import json_text, junit_text, markdown
 from asapc.terminal.hints import install_line, missing_module
 
 __all__ = ["Report", "json_text", "junit_text", "markdown", "report_schema", "write_report"]

@@ -158,9 +158,12 @@ def decide(report: Report) -> Decision:
     if gate.verdict is None:
         return Decision("measure", "There is nothing to decide yet.", "Nothing was measured.", judged)
     if gate.verdict == "ANOMALOUS":
-        again = "on more examples" if _few_examples(gate.failures[0]) else "again"
-        because = _message(gate.failures[0])
-        return Decision("measure", f"Measure {again} before you decide.", because, judged)
+        check = gate.failures[0]
+        # A share that was measured, and still cannot be judged, rests on too few examples.
+        counts = check.metric == "examples" or is_share(check.metric)
+        few = counts and check.value is not None and check.kind != "plausibility"
+        again = "on more examples" if few else "again"
+        return Decision("measure", f"Measure {again} before you decide.", _message(check), judged)
     if sites and all(site.operator == TEACHER for site in sites):
         return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
     faster = _under_torch_compile(report)
@@ -226,12 +229,6 @@ def _worst_contributor(report: Report, check: Check) -> str | None:
     shares = error_shares(report)
     names = [site.name for site in report.worst_first if site.approximate]
     return max(names, key=lambda name: shares.get(name, 0.0), default=None)
-
-
-def _few_examples(check: Check) -> bool:
-    """A share that was measured, and still cannot be judged, rests on too few examples."""
-    counts = check.metric == "examples" or is_share(check.metric)
-    return check.kind != "plausibility" and check.value is not None and counts
 
 
 def _message(check: Check) -> str:

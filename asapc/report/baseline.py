@@ -74,12 +74,13 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
     Raises InputError.
     """
     given: dict[str, float] = {}  # the general limit under no name
+    compared = [metric.key for metric in METRICS if metric.compared]
     for text in texts:
         name, equals, amount = text.rpartition("=")
-        if equals and name not in compared_metrics():
+        if equals and name not in compared:
             raise InputError(
                 f"--max-regression: {name!r} is not compared with a baseline",
-                help=f"compared are: {', '.join(compared_metrics())}",
+                help=f"compared are: {', '.join(compared)}",
             )
         if name in given:
             rule = f"{name} is given twice" if name else "only one limit can be for all metrics"
@@ -87,10 +88,6 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
             raise InputError(f"--max-regression: {rule}", got=" and ".join(texts), help=help)
         given[name] = _fraction(amount)
     return Allowance(given.pop("", MAX_REGRESSION), given)
-
-
-def compared_metrics() -> tuple[str, ...]:
-    return tuple(metric.key for metric in METRICS if metric.compared)
 
 
 def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Baseline:

@@ -254,9 +254,7 @@ def study_brief(result: Mapping[str, Any]) -> list[str]:
 Kind = tuple[str, list[str]]  # what layers have in common, and their names
 
 
-def _grouped(
-    items: Iterable[Mapping[str, Any]], what: Callable[[Mapping[str, Any]], str]
-) -> list[Kind]:
+def _grouped(items: Iterable[Mapping[str, Any]], what: Callable[[Mapping[str, Any]], str]) -> list[Kind]:
     """The most frequent kind first."""
     kinds: dict[str, list[str]] = {}
     for item in items:

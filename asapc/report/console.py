@@ -25,7 +25,8 @@ def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
 
     A line's first word, up to a colon, has the style of its tone, if it has one.
     """
-    console = _console(stream)
+    width = None if stream.isatty() else PIPE_WIDTH
+    console = Console(file=stream, width=width, highlight=False, emoji=False)
     for part in parts:
         if isinstance(part, str):
             text = Text(one_line(part))
@@ -42,11 +43,6 @@ def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
 
 def _style(word: str) -> str:
     return STYLES.get(TONES.get(word, ""), "")
-
-
-def _console(stream: TextIO) -> Console:
-    width = None if stream.isatty() else PIPE_WIDTH
-    return Console(file=stream, width=width, highlight=False, emoji=False)
 
 
 def _widths(table: Table) -> list[int]:

@@ -282,9 +282,7 @@ class Check(Record):
     value: Number = None
     min: float | None = optional()
     max: float | None = optional()
-    confidence: Annotated[
-        bool | None, "the limit is on the pessimistic end of the interval"
-    ] = optional()
+    confidence: Annotated[bool | None, "the limit is on the pessimistic end of the interval"] = optional()
     bound_value: Annotated[float | None, "that end"] = optional()
     baseline: float | None = optional()
     allowed: Annotated[
@@ -325,9 +323,7 @@ class Comparison(Record):
     max_regression_of: Numbers = field(default_factory=dict)
     verdict: Class = "ACCEPT"
     compared: int = 0
-    skipped: tuple[
-        Annotated[Mapping[str, str], {"required": ["metric", "scope", "why"]}], ...
-    ] = ()
+    skipped: tuple[Annotated[Mapping[str, str], {"required": ["metric", "scope", "why"]}], ...] = ()
 
 
 @dataclass(frozen=True)

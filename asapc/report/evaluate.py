@@ -316,7 +316,10 @@ class Unseen:
         """Raises InputError if the artefact has seen examples of the gate split."""
         self.seen = artifact.seen_hashes
         self.data, self.source = source, source.source
-        self.known = any(places.same(source.source, data) for data in _data_of(artifact))
+        refresh = artifact.manifest.get("refresh", {})
+        entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]  # what examples came for
+        used = [places.found(str(e["data"]), artifact.folder) for e in entries if "data" in e]
+        self.known = any(places.same(source.source, data) for data in used)
         self.excluded = 0
         held_out = sum(split_of(content) == "gate" for content in self.seen)
         if held_out:
@@ -345,13 +348,6 @@ class Unseen:
             got=f"none: all {self.excluded} were seen" if self.excluded else "no examples",
             help="pass other data with --data",
         )
-
-
-def _data_of(artifact: Artifact) -> list[str]:
-    """Where the examples of calibration, selection and refreshes came from."""
-    refresh = artifact.manifest.get("refresh", {})
-    entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]
-    return [places.found(str(entry["data"]), artifact.folder) for entry in entries if "data" in entry]
 
 
 def bench(

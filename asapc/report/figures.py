@@ -249,9 +249,7 @@ def _drawn(figures: Iterable[tuple[str, Figure | None]], broad: bool = False) ->
 # How it is drawn
 
 
-def draw_bars(
-    bars: Sequence[Bar], axis: str, line: tuple[str, float] | None = None
-) -> Figure | None:
+def draw_bars(bars: Sequence[Bar], axis: str, line: tuple[str, float] | None = None) -> Figure | None:
     """A bar for each value, the first on top; what is not finite is a mark.  None where there is none.
 
     line: across, with what it is; a "limit" has the colour of one.

@@ -267,9 +267,7 @@ def _cannot_be_equal(site: SiteReport) -> bool:
     return site.approximate and not sorts
 
 
-def _not_finite(
-    holder: ModelReport | SiteReport, scope: str, metrics: Sequence[Metric]
-) -> list[Check]:
+def _not_finite(holder: ModelReport | SiteReport, scope: str, metrics: Sequence[Metric]) -> list[Check]:
     values = {metric.key: holder.metric(metric.key) for metric in metrics}
     return [
         _anomaly(key, scope, f"{key} of {scope} is {short(value)}: not finite")

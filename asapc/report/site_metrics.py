@@ -22,12 +22,7 @@ from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, SiteTensors
 from asapc.kernels.dispatch import explained
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
-from asapc.measure.timing import (
-    ENOUGH,
-    interleaved_times,
-    quartiles,
-    ratio_interval,
-)
+from asapc.measure.timing import ENOUGH, interleaved_times, ratios
 from asapc.measure.torch_compiled import torch_compiled
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_json
@@ -71,29 +66,12 @@ def time_model(
     rounds = interleaved_times(calls | under, repeats=repeats, warmup=warmup, enough=ENOUGH)
     if twin is not None:
         rounds["compiled"] = rounds[NAMES[twin]]
-    told = _ratios(rounds)
+    told = ratios(rounds)
     if found:
         told["torch_compile_seconds"] = found["teacher"].seconds
         failed = [f"{name}: {its.failed}" for name, its in found.items() if its.failed]
         told |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
     return told
-
-
-def _ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Metrics of what was timed beside the teacher, and the intervals of its ratios as `confidence`."""
-    medians = {name: quartiles(times)["median_ms"] for name, times in rounds.items()}
-    told: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
-    confidence: dict[str, tuple[float, float]] = {}
-    for name in [name for name in rounds if name != "teacher"]:
-        ratio = told[_speedup(name)] = medians["teacher"] / medians[name]
-        interval = ratio_interval(rounds["teacher"], rounds[name])
-        if interval is not None:
-            confidence[_speedup(name)] = (min(interval[0], ratio), max(interval[1], ratio))
-    return {**told, "confidence": confidence}
-
-
-def _speedup(name: str) -> str:
-    return "speedup" if name == "compiled" else f"speedup_{name}"
 
 
 def twin_of(artifact: Artifact) -> Stage | None:
@@ -116,9 +94,7 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
     return [asdict(choice) for choice in choices]
 
 
-def time_site(
-    artifact: Artifact, index: int, t: SiteTensors, repeats: int
-) -> dict[str, Any]:
+def time_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> dict[str, Any]:
     """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator.
 
     A site that selection left as it was runs the teacher's own code.
@@ -135,7 +111,7 @@ def time_site(
     with torch.no_grad():
         times = interleaved_times(functions, repeats=repeats)
     times.setdefault("compiled", times["teacher" if _is_untouched(entry) else "lossless"])
-    return _ratios(times)
+    return ratios(times)
 
 
 def _is_untouched(entry: Mapping[str, Any]) -> bool:
@@ -166,9 +142,7 @@ class SiteFidelity:
         compiled = artifact.programs["graph"], name
         # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
         self.compiled_site = site_function(*compiled, unit=True)
-        self.teacher_site = site_function(
-            artifact.programs["lossless"], name, unit=True, plain=True
-        )
+        self.teacher_site = site_function(artifact.programs["lossless"], name, unit=True, plain=True)
         if isinstance(self.convention, Convention) and not fast:
             source, key = predicted_duals(*compiled)
             plan = None
@@ -242,8 +216,10 @@ class SiteFidelity:
 
 def environment(device: torch.device = CPU) -> dict[str, Any]:
     """What a measurement was made on.  device: where the models ran."""
+    from importlib.metadata import version
+
     return {
-        "asapc": _version(),
+        "asapc": version("asapc"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
@@ -251,9 +227,3 @@ def environment(device: torch.device = CPU) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": described(device),
     }
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("asapc")

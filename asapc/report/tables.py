@@ -312,18 +312,18 @@ def report_tables(report: Report) -> list[Table]:
 def report_sections(report: Report) -> dict[str, list[Table]]:
     """By their heading on the page; a section may be empty."""
     document = report.to_json()
-    sites = document["sites"]
+    sites, audit = document["sites"], document.get("soft_to_hard") or {}
     return {
         "Gate": gate_table(report.gate),
-        "Warnings": warnings_table(document["warnings"]),
+        "Warnings": _warnings(document["warnings"]),
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
-            *_fidelity_table(sites), *certificates_table(sites), *_length_table(sites),
-            *_choice_table("Why", sites),
+            *_fidelity_table(sites), *_certificates(_parts(sites, "certificates")),
+            *_lengths(_parts(sites, "by_length")), *_choices_of("Why", sites),
         ],
         "How it was chosen": _selection_tables(document["selection"] or {}),
-        "Soft to hard": _soft_to_hard_table(document.get("soft_to_hard") or {}),
-        "Left alone": _refused_table(document["refused"]),
+        "Soft to hard": _soft_to_hard(audit.get("variants", ())),
+        "Left alone": _refused(document["refused"]),
         "Refresh": refresh_tables(document["refresh"]) if report.refresh else [],
         "Written as ONNX": onnx_tables(document["onnx"]) if report.onnx else [],
         "Environment and provenance": _pairs("Environment", {
@@ -355,25 +355,35 @@ def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
     return listed("Fidelity to the teacher, per site", rows, columns)
 
 
-def certificates_table(sites: Sequence[Result]) -> list[Table]:
-    """Proven bounds beside what was measured; none in a report without."""
-
-    def outcome(certificate: Result) -> str:
-        vacuous = "vacuous" if certificate.get("vacuous") else "holds"
-        return vacuous if certificate.get("holds") else "violated"
-
-    return listed("Certificates", _parts(sites, "certificates"), {
-        "site": "site", "certificate": "name", "bound|": "bound", "measured|": "measured",
-        "holds": outcome, "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
-    })  # fmt: skip
+def _outcome(certificate: Result) -> str:
+    vacuous = "vacuous" if certificate.get("vacuous") else "holds"
+    return vacuous if certificate.get("holds") else "violated"
 
 
-def _length_table(sites: Sequence[Result]) -> list[Table]:
-    """Errors of each site by the length of an example."""
-    return listed("By length of the example, per site", _parts(sites, "by_length"), {
-        "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
-        "examples|": "examples", **_metrics(ERROR),
-    })  # fmt: skip
+_certificates = partial(listed, "Certificates", columns={
+    "site": "site", "certificate": "name", "bound|": "bound", "measured|": "measured",
+    "holds": _outcome, "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
+})  # fmt: skip
+_lengths = partial(listed, "By length of the example, per site", columns={
+    "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
+    "examples|": "examples", **_metrics(ERROR),
+})  # fmt: skip
+_choices_of = partial(listed, columns={
+    "site": "name", "operator": "operator", "predicted": amortised_text,
+    "convention": lambda site: convention_text(site.get("convention")), "reason": "reason",
+})  # fmt: skip
+_refused = partial(listed, "Left unchanged", columns={key: key for key in ("name", "status", "reason")})
+_soft_to_hard = partial(listed, "Soft to hard: the model by how it sorts", columns={
+    "sorts": "name", **_metrics("accuracy", "prediction_change", "row_err", "col_err"),
+    "entropy|": "entropy", "examples/s|": "examples_per_second",
+})  # fmt: skip
+# Fits that rest on too few examples or regression rows, see asapc.calibration.enough.
+_warnings = partial(listed, "Warning: fits on too little data", columns={
+    "site": lambda warning: text_of(warning.get("sites", ())[:1]),
+    "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
+    "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
+    "needed|": "needed",
+})  # fmt: skip
 
 
 def _latency_table(sites: Sequence[Result]) -> list[Table]:
@@ -383,13 +393,6 @@ def _latency_table(sites: Sequence[Result]) -> list[Table]:
     if any(site.get("confidence", {}).get("speedup") for site in sites):
         columns["95% interval|"] = lambda site: interval_text("speedup", site["confidence"]) or "-"
     return listed("Latency, per site", sites if keys else (), columns)
-
-
-def _choice_table(title: str, sites: Sequence[Result]) -> list[Table]:
-    return listed(title, sites, {
-        "site": "name", "operator": "operator", "predicted": amortised_text,
-        "convention": lambda site: convention_text(site.get("convention")), "reason": "reason",
-    })  # fmt: skip
 
 
 def _selection_tables(selection: Result) -> list[Table]:
@@ -424,14 +427,6 @@ def _gains(tried: Result) -> str:
     """The interval of its speed-up at each shape, "32x512 2.1x to 2.3x"."""
     ends = (tried.get("speedup") or {}).items()
     return ", ".join(f"{shape} {number(low)}x to {number(high)}x" for shape, (low, high) in ends) or "-"
-
-
-def _soft_to_hard_table(audit: Result) -> list[Table]:
-    """What making sorts exact does to the whole model; none for a model without soft sorts."""
-    return listed("Soft to hard: the model by how it sorts", audit.get("variants", ()), {
-        "sorts": "name", **_metrics("accuracy", "prediction_change", "row_err", "col_err"),
-        "entropy|": "entropy", "examples/s|": "examples_per_second",
-    })  # fmt: skip
 
 
 def gate_table(
@@ -472,21 +467,6 @@ def _percent(value: Any) -> str:
     return f"{value * 100:.4g}%" if isinstance(value, int | float) else number(value)
 
 
-def _refused_table(refused: Sequence[Result]) -> list[Table]:
-    """Layers that were left as they are, with the reason."""
-    return listed("Left unchanged", refused, {key: key for key in ("name", "status", "reason")})
-
-
-def warnings_table(warnings: Sequence[Result]) -> list[Table]:
-    """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
-    return listed("Warning: fits on too little data", warnings, {
-        "site": lambda warning: text_of(warning.get("sites", ())[:1]),
-        "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
-        "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
-        "needed|": "needed",
-    })  # fmt: skip
-
-
 # Other commands
 
 
@@ -513,16 +493,16 @@ def calibration_tables(summary: Result) -> list[Table]:
         "site": "name", "predicted": amortised_text, "fit": fit_text, "examples|": "examples",
         "tokens|": "tokens", **_metrics("r2", "condition_number"), "s|": "fit_seconds",
     })  # fmt: skip
-    return [*fits, *warnings_table(summary["warnings"])]
+    return [*fits, *_warnings(summary["warnings"])]
 
 
 def compile_tables(manifest: Result) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
     return [
-        *_choice_table("Compiled", manifest["sites"]),
+        *_choices_of("Compiled", manifest["sites"]),
         *_pairs("Holds for", {"sizes": manifest["sizes"]} if manifest.get("sizes") else {}),
-        *_refused_table(manifest.get("refused", ())),
-        *warnings_table(manifest.get("warnings", ())),
+        *_refused(manifest.get("refused", ())),
+        *_warnings(manifest.get("warnings", ())),
         *(onnx_tables(manifest["onnx_file"]) if "onnx_file" in manifest else []),
     ]
 

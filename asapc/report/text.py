@@ -1,15 +1,17 @@
-"""A report as Markdown and as JSON."""
+"""A report as Markdown, JSON and JUnit XML."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html import escape
 from typing import Any
+from xml.etree import ElementTree
 
 from asapc.formats.json_text import plain
 from asapc.report.document import Report
-from asapc.report.tables import Table, headline, report_tables
+from asapc.report.tables import Table, headline, limit_text, report_tables
 from asapc.terminal.printed import clipped
 
 # A comment on a pull request takes 65536 characters; a workflow may add a line of its own.
@@ -18,6 +20,8 @@ MAX_CHARACTERS = 65_000
 MAX_WIDTH = 110
 MAX_CELL = 300
 MAX_MESSAGES = 10
+# What XML 1.0 cannot hold, not even escaped.
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 ROW_LIMITS: tuple[int | None, ...] = (None, 500, 200, 100, 50, 20, 10, 5, 2)
 
 
@@ -92,3 +96,38 @@ def _escape(cell: str) -> str:
     """No cell ends its column, its row or the table: names come from a model, or from a baseline."""
     escaped = cell.replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;")
     return " ".join(escaped.splitlines())
+
+
+def junit_text(report: Report) -> str:
+    """The gate's checks as JUnit XML, which continuous integration servers show as tests.
+
+    One test case per check: its class is asapc.<model or site>, a REGRESSION is a failure, an ANOMALOUS
+    check an error (the test itself went wrong).  Without a gate it holds no test case.
+    """
+    checks = report.gate.checks
+    counts = {
+        "tests": str(len(checks)),
+        "failures": str(sum(check.verdict == "REGRESSION" for check in checks)),
+        "errors": str(sum(check.verdict == "ANOMALOUS" for check in checks)),
+    }
+    root = ElementTree.Element("testsuites", {"name": "asapc", **counts})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "asapc gate", **counts, "skipped": "0"})
+    for check in checks:
+        attributes = {
+            "classname": _writable(f"asapc.{check.scope}"),
+            "name": _writable(f"{check.metric}: {limit_text(check)}"),
+            "time": "0",  # servers ask for it; the measuring was one step for all
+        }
+        case = ElementTree.SubElement(suite, "testcase", attributes)
+        if not check.passed:
+            tag = "failure" if check.verdict == "REGRESSION" else "error"
+            message = _writable(check.message)
+            problem = ElementTree.SubElement(case, tag, {"type": check.verdict, "message": message})
+            problem.text = message
+    ElementTree.SubElement(suite, "system-out").text = _writable(headline(report))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _writable(text: str) -> str:
+    return _UNWRITABLE.sub("\ufffd", text)

@@ -23,14 +23,10 @@ INTERVAL = 0.2  # seconds between updates
 def progress_here(*, quiet: bool) -> Progress:
     """For a function that is called from Python: in a notebook's cell what follows, `make_progress`'s
     elsewhere."""
-    return NotebookProgress() if in_notebook() and not quiet else make_progress(quiet=quiet)
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    in_notebook = type(shell).__name__ == "ZMQInteractiveShell"  # this process is the kernel of one
+    return NotebookProgress() if in_notebook and not quiet else make_progress(quiet=quiet)
 
 
 @dataclass

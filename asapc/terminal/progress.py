@@ -27,9 +27,7 @@ LONGER = 5.0  # and one that takes less is not worth a line while it runs
 class Progress:
     """Silent: `track` passes items through, `note` drops its text."""
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         """Yield the items of `iterable`, showing how many of `total` (default: its len) passed."""
         yield from iterable
 
@@ -52,9 +50,7 @@ class PlainProgress(Progress):
         self.stream = sys.stderr if stream is None else stream
         self.interval = interval
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         total = _length(iterable, total)
         of_total = "" if total is None else f"/{total}"
         start = last = time.monotonic()
@@ -90,9 +86,7 @@ class PlainProgress(Progress):
 class Bars(Progress):
     """A bar for each loop and phase, gone when it ends."""
 
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
+    def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         with self._bar(label, _length(iterable, total)) as advance:
             for item in iterable:
                 yield item
@@ -116,7 +110,6 @@ class RichProgress(Bars):
 
         self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
         self._bars: RichBars | None = None
-        self._depth = 0
 
     def note(self, text: str) -> None:
         self.console.print(escaped(text), markup=False, soft_wrap=True)
@@ -131,7 +124,9 @@ class RichProgress(Bars):
             yield lambda: bars.advance(task)
         finally:  # also when the consumer stops early or is interrupted: the cursor must come back
             bars.remove_task(task)
-            self._close()
+            if not bars.tasks:
+                bars.stop()
+                self._bars = None
 
     def _open(self) -> RichBars:
         from rich import progress
@@ -143,29 +138,14 @@ class RichProgress(Bars):
             def render(self, task: progress.Task) -> Text:
                 return Text() if task.total is None and not task.completed else super().render(task)
 
-        class Left(progress.TimeRemainingColumn):
-            def render(self, task: progress.Task) -> Text:
-                return Text() if task.total is None else super().render(task)
-
         if self._bars is None:
             self._bars = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                Count(),
-                progress.TimeElapsedColumn(),
-                Left(),
-                console=self.console,
-                transient=True,
-            )
+                progress.TextColumn("{task.description}"), progress.BarColumn(), Count(),
+                progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
             self._bars.start()
-        self._depth += 1
         return self._bars
-
-    def _close(self) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._bars is not None:
-            self._bars.stop()
-            self._bars = None
 
 
 def make_progress(*, quiet: bool = False, stream: TextIO | None = None) -> Progress:

@@ -29,11 +29,10 @@ from asapc.inputs.data import Batch, DataSource, Split, empty_split, rows, split
 from asapc.inputs.faults import check_labels
 from asapc.ir import Program
 from asapc.kernels.library.gradients import depths
-from asapc.measure.class_scores import are_probabilities, log_probabilities
+from asapc.measure.differences import are_probabilities, log_probabilities
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.rewrite import harden
-from asapc.processes import ALONE, Processes
-from asapc.processes import Part as Shared
+from asapc.processes import ALONE, Part, Processes
 from asapc.program.runner import Runner
 from asapc.terminal.progress import Progress
 from asapc.training.anneal import GAMMA, LOWEST, Annealing
@@ -45,7 +44,7 @@ from asapc.training.parameters import (
     parameters_of,
 )
 from asapc.training.settings import CERTIFIED, RefreshSettings, checked_tail
-from asapc.training.tails import passed_through, set_tail
+from asapc.training.tails import set_tail
 
 WRITTEN = ("mode", "epochs", "learning_rate", "batch_size", "seed")  # of the settings, in a manifest
 _SINCE = "; coefficients trained since"
@@ -60,14 +59,6 @@ class Refreshed:
     seen_hashes: frozenset[int]
     example: Batch
     edit: Callable[[GraphModule], None] | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """Examples of one layout and the teacher's class scores on them [n, classes], if needed."""
-
-    batch: Batch
-    teacher: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -87,14 +78,14 @@ class Objective:
     def log(self, scores: Tensor) -> Tensor:
         return log_probabilities(scores, self.probabilities)
 
-    def loss(self, scores: Tensor, part: Part) -> Tensor:
+    def loss(self, scores: Tensor, batch: Batch) -> Tensor:
         """Mean over examples: -log q[label], or sum_c p_c (log p_c - log q_c)."""
         log_q = self.log(scores)
         if self.mode == "labels":
-            assert part.batch.labels is not None
-            return torch.nn.functional.nll_loss(log_q, part.batch.labels.to(log_q.device))
-        assert part.teacher is not None
-        log_p = self.log(moved(part.teacher, scores.device))
+            assert batch.labels is not None
+            return torch.nn.functional.nll_loss(log_q, batch.labels.to(log_q.device))
+        assert batch.teacher is not None
+        log_p = self.log(moved(batch.teacher, scores.device))
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
@@ -125,29 +116,28 @@ def train(
     trainer = Trainer(Objective(settings.mode, leaf, False), settings, progress, processes)
 
     measured = trainer.with_teacher(teacher, selection, "teacher, selection")
-    probabilities = all(are_probabilities(p.teacher) for p in measured if p.teacher is not None)
+    probabilities = all(are_probabilities(x.teacher) for x in measured if x.teacher is not None)
     trainer = replace(trainer, objective=Objective(settings.mode, leaf, probabilities))
     outputs = "probabilities" if probabilities else "logits"
     progress.note(f"the model returns {outputs}")
-    parts = [Part(batch, None) for batch in training]
     if settings.mode == "distil":
-        parts = trainer.with_teacher(teacher, training, "teacher, training")
+        training = trainer.with_teacher(teacher, training, "teacher, training")
     else:
         _check_labels([*training, *selection], measured, source.source)
 
     if annealing is not None and not settings.parameters:
         trained = freed_parameters(programs, model, parameters_of(programs))
-        trained = trainer.with_gradient(compiled, _rows(parts[0], range(len(example))), trained)
+        trained = trainer.with_gradient(compiled, rows(training[0], range(len(example))), trained)
     else:
         names = choose_parameters(programs, leaf, settings.parameters or ())
         trained = freed_parameters(programs, model, names)
-    progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
+    progress.note(f"training {len(trained)} tensors on {sum(map(len, training))} examples")
     graphs = [program.graph for program in programs]
     tail = checked_tail(settings.tail, settings.tolerance)
     loops = set_tail(graphs, *tail)
     try:
         with depths() as passed:
-            before, best = trainer.fit(compiled, trained, parts, measured, annealing)
+            before, best = trainer.fit(compiled, trained, training, measured, annealing)
     finally:
         set_tail(graphs, None, 0.0)  # what is written has the whole loop's gradient
     if best.epoch == 0:
@@ -156,8 +146,8 @@ def train(
         **{key: getattr(settings, key) for key in WRITTEN},
         "best_epoch": best.epoch,
         "data": places.recorded(source.source, artifact.folder),
-        "examples": _count(training),
-        "selection_examples": _count(selection),
+        "examples": sum(map(len, training)),
+        "selection_examples": sum(map(len, selection)),
         "outputs": outputs,
         "parameters": [parameter.label for parameter in trained],
         "before": before,
@@ -181,20 +171,21 @@ def train(
 def _tail_entry(
     most: int | None, tolerance: float, passed: Sequence[Tensor], progress: Progress
 ) -> dict[str, Any]:
-    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through."""
-    half_steps = passed_through(passed)
+    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through, a tensor for
+    each loop and batch."""
+    every = torch.cat([depth.flatten().cpu() for depth in passed]).double()
+    least, middle, greatest = (float(find(every)) for find in (torch.min, torch.median, torch.max))
     progress.note(
-        f"gradients passed through {half_steps['min']:g} to {half_steps['max']:g} half-steps "
-        f"of a loop (median {half_steps['median']:g})"
+        f"gradients passed through {least:g} to {greatest:g} half-steps of a loop (median {middle:g})"
     )
-    if most is None:
-        return {"half_steps": CERTIFIED, "tolerance": tolerance, "passed": half_steps}
-    return {"half_steps": most, "tolerance": None, "passed": half_steps}
+    certified = {"half_steps": CERTIFIED, "tolerance": tolerance}
+    return {
+        **(certified if most is None else {"half_steps": most, "tolerance": None}),
+        "passed": {"min": least, "median": middle, "max": greatest},
+    }
 
 
-def _annealed_entry(
-    annealing: Annealing, measured: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
+def _annealed_entry(annealing: Annealing, measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """measured: soft sorts, and exact ones before and after."""
     changes = {
         name: {
@@ -235,45 +226,45 @@ class Trainer:
     progress: Progress
     processes: Processes = ALONE
 
-    def with_teacher(self, teacher: Runner, batches: Sequence[Batch], label: str) -> list[Part]:
+    def with_teacher(self, teacher: Runner, batches: Sequence[Batch], label: str) -> list[Batch]:
         """The examples with the teacher's class scores, which are needed in every epoch."""
-        pieces = list(_slices([Part(batch, None) for batch in batches], self.settings.batch_size))
+        pieces = list(_slices(batches, self.settings.batch_size))
         scores = list(self._scores(teacher, self.progress.track(pieces, label)))
         split = iter(torch.cat([found for _, found in scores]).split([len(batch) for batch in batches]))
-        return [Part(batch, next(split)) for batch in batches]
+        return [replace(batch, teacher=next(split)) for batch in batches]
 
-    def _scores(self, runner: Runner, parts: Iterable[Part]) -> Iterator[tuple[Part, Tensor]]:
-        """The class scores of every part, on the CPU; the processes share the parts."""
+    def _scores(self, runner: Runner, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """The class scores of every batch, on the CPU; the processes share the batches."""
 
-        def scored(part: Part) -> Shared:
-            return {"scores": moved(self.objective.scores(runner(part.batch)), CPU)}, None
+        def scored(batch: Batch) -> Part:
+            return {"scores": moved(self.objective.scores(runner(batch)), CPU)}, None
 
-        for part, (found, _) in self.processes.dealt(parts, scored):
-            yield part, found["scores"]
+        for batch, (found, _) in self.processes.dealt(batches, scored):
+            yield batch, found["scores"]
 
-    def evaluate(self, runner: Runner, parts: Sequence[Part]) -> dict[str, float]:
+    def evaluate(self, runner: Runner, batches: Sequence[Batch]) -> dict[str, float]:
         """Loss, agreement with the teacher's predictions and, where there are labels, accuracy."""
         count = labelled = right = agreed = 0
         total = 0.0
         with torch.no_grad():
-            for part, scores in self._scores(runner, _slices(parts, self.settings.batch_size)):
-                total += float(self.objective.loss(scores, part)) * len(part.batch)
-                count += len(part.batch)
-                assert part.teacher is not None
-                predicted, exact = (self.objective.log(x).argmax(-1) for x in (scores, part.teacher))
+            for batch, scores in self._scores(runner, _slices(batches, self.settings.batch_size)):
+                total += float(self.objective.loss(scores, batch)) * len(batch)
+                count += len(batch)
+                assert batch.teacher is not None
+                predicted, exact = (self.objective.log(x).argmax(-1) for x in (scores, batch.teacher))
                 agreed += int((predicted == exact).sum())
-                if part.batch.labels is not None:
-                    labelled += len(part.batch)
-                    right += int((predicted == part.batch.labels).sum())
+                if batch.labels is not None:
+                    labelled += len(batch)
+                    right += int((predicted == batch.labels).sum())
         metrics = {"loss": total / count, "prediction_agreement": agreed / count}
         return {**metrics, "accuracy": right / labelled} if labelled else metrics
 
-    def with_gradient(self, runner: Runner, part: Part, trained: Sequence[Trained]) -> list[Trained]:
+    def with_gradient(self, runner: Runner, batch: Batch, trained: Sequence[Trained]) -> list[Trained]:
         """Those that a gradient of the loss on these examples reaches; the others stay as they are."""
-        scores = self.objective.scores(runner(part.batch))
+        scores = self.objective.scores(runner(batch))
         if not scores.requires_grad:
             return list(trained)  # fit says so
-        self.objective.loss(scores, part).backward()
+        self.objective.loss(scores, batch).backward()
         kept = [parameter for parameter in trained if parameter.tensor.grad is not None]
         for parameter in trained:
             parameter.tensor.requires_grad_(parameter.tensor.grad is not None)
@@ -284,8 +275,8 @@ class Trainer:
         self,
         runner: Runner,
         trained: Sequence[Trained],
-        training: Sequence[Part],
-        selection: Sequence[Part],
+        training: Sequence[Batch],
+        selection: Sequence[Batch],
         annealing: Annealing | None = None,
     ) -> tuple[dict[str, float], Best]:
         """(metrics before, best epoch); leaves the best epoch's weights in place.
@@ -301,15 +292,15 @@ class Trainer:
         before = self.evaluate(measured, selection)
         self._require_finite(before["loss"], tensors, "before training")
         best = Best(0, before, [tensor.detach().clone() for tensor in tensors])
-        steps = _steps([part.batch for part in training], settings.batch_size)
+        steps = _steps(training, settings.batch_size)
         for epoch in range(1, settings.epochs + 1):
             shuffled = _shuffled(training, settings.batch_size, generator)
             tracked = self.progress.track(shuffled, f"epoch {epoch}/{settings.epochs}", steps)
-            for number, part in enumerate(tracked, (epoch - 1) * steps):
+            for number, batch in enumerate(tracked, (epoch - 1) * steps):
                 if annealing is not None:
                     annealing.step(number)
                 optimiser.zero_grad()
-                loss = self._gradient(runner, part, trained)
+                loss = self._gradient(runner, batch, trained)
                 self._require_finite(loss, tensors, f"in epoch {epoch}")
                 optimiser.step()
             metrics = self.evaluate(measured, selection)
@@ -327,14 +318,14 @@ class Trainer:
             annealing.harden()
         return before, best
 
-    def _gradient(self, runner: Runner, part: Part, trained: Sequence[Trained]) -> float:
+    def _gradient(self, runner: Runner, batch: Batch, trained: Sequence[Trained]) -> float:
         """The loss on a batch, whose gradient is left in the tensors; every process takes its share."""
         tensors = [parameter.tensor for parameter in trained]
-        share = list(self.processes.share(range(len(part.batch))))
+        share = list(self.processes.share(range(len(batch))))
         loss = torch.zeros(())
         if share:
-            own = part if self.processes.alone else _rows(part, share)
-            scores = self.objective.scores(runner(own.batch))
+            own = batch if self.processes.alone else rows(batch, share)
+            scores = self.objective.scores(runner(own))
             if not scores.requires_grad:
                 labels = ", ".join(parameter.label for parameter in trained)
                 raise InputError(
@@ -342,7 +333,7 @@ class Trainer:
                     got=f"no gradient through {labels}"[:300],
                     help="the model may compute them outside of torch, or without gradients",
                 )
-            loss = self.objective.loss(scores, own) * (len(share) / len(part.batch))
+            loss = self.objective.loss(scores, own) * (len(share) / len(batch))
             loss.backward()
         if self.processes.alone:
             return float(loss.detach())
@@ -376,25 +367,20 @@ def scores_leaf(output: Any) -> int:
     )
 
 
-def _shuffled(parts: Sequence[Part], batch_size: int, generator: torch.Generator) -> Iterator[Part]:
+def _shuffled(batches: Sequence[Batch], batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
     """Every example once in batches of one layout, in random order."""
     pieces = []
-    for part in parts:
-        order = torch.randperm(len(part.batch), generator=generator).tolist()
-        pieces += [(part, order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
+    for batch in batches:
+        order = torch.randperm(len(batch), generator=generator).tolist()
+        pieces += [(batch, order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
     for number in torch.randperm(len(pieces), generator=generator).tolist():
-        yield _rows(*pieces[number])
+        yield rows(*pieces[number])
 
 
-def _slices(parts: Sequence[Part], batch_size: int) -> Iterator[Part]:
-    for part in parts:
-        for start in range(0, len(part.batch), batch_size):
-            yield _rows(part, range(start, min(start + batch_size, len(part.batch))))
-
-
-def _rows(part: Part, index: list[int] | range) -> Part:
-    taken = None if part.teacher is None else part.teacher[torch.as_tensor(list(index))]
-    return Part(rows(part.batch, index), taken)
+def _slices(batches: Sequence[Batch], batch_size: int) -> Iterator[Batch]:
+    for batch in batches:
+        for start in range(0, len(batch), batch_size):
+            yield rows(batch, range(start, min(start + batch_size, len(batch))))
 
 
 def _line(metrics: dict[str, float]) -> str:
@@ -411,9 +397,9 @@ def _examples(source: DataSource, split: Split, settings: RefreshSettings) -> li
     return found
 
 
-def _check_labels(batches: Sequence[Batch], measured: Sequence[Part], place: str) -> None:
+def _check_labels(batches: Sequence[Batch], measured: Sequence[Batch], place: str) -> None:
     """measured: with the teacher's scores, whose columns are the classes."""
-    classes = max(2, *(0 if p.teacher is None else p.teacher.shape[1] for p in measured))
+    classes = max(2, *(x.teacher.shape[1] for x in measured if x.teacher is not None))
     for batch in batches:
         if batch.labels is None:
             raise InputError(
@@ -427,10 +413,6 @@ def _check_labels(batches: Sequence[Batch], measured: Sequence[Part], place: str
 def _steps(batches: Sequence[Batch], batch_size: int) -> int:
     """Training steps of one epoch."""
     return sum(math.ceil(len(batch) / batch_size) for batch in batches)
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    return sum(len(batch) for batch in batches)
 
 
 # The artefact

@@ -9,11 +9,10 @@ Source: block-wise paper, Propositions 1, 5 and 6, Corollary 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from asapc.errors import InputError
@@ -79,12 +78,3 @@ def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:
             graph.recompile()
         count += len(calls)
     return count
-
-
-def passed_through(depths: Sequence[Tensor]) -> dict[str, float]:
-    """min, median and max of the half-steps that gradients passed through, over heads and batches."""
-    found = [depth.flatten().cpu() for depth in depths if depth.numel()]
-    if not found:
-        return {}
-    every = torch.cat(found).double()
-    return {"min": float(every.min()), "median": float(every.median()), "max": float(every.max())}

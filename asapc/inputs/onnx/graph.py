@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,73 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.inputs.onnx.host import DTYPES, constant_of, shortest
-from asapc.inputs.onnx.nodes import Filled, Graph, Held, Input, Node
 from asapc.inputs.onnx.ops import OPERATORS, REFUSED
 from asapc.inputs.onnx.tensors import read_tensor, type_name
-from asapc.inputs.onnx.transposes import take_apart
 
 MAX_DEPTH = 8  # of subgraphs in subgraphs
 DEFAULT_DOMAIN = ("", "ai.onnx")
 NO_MODULE = "_empty_nn_module_stack"  # what torch's exporter writes for a node of no module
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node.  function(*values of inputs, **attributes) gives its outputs; subgraphs come besides.
+
+    scope: dotted name of the module that it was exported from, or its own name.
+    drops: values that nothing after it needs.  Its repr is what it computes, whatever it is called.
+    """
+
+    name: str = field(repr=False)
+    kind: str
+    scope: str = field(repr=False)
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    function: Callable[..., Any] = field(repr=False)
+    attributes: dict[str, Any]
+    subgraphs: dict[str, Graph]
+    drops: tuple[str, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} node {self.name}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """constants: host values, Held or Filled, by value name.
+
+    outer: values of the graphs around it that it uses.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: dict[str, Any]
+    nodes: tuple[Node, ...]
+    outer: frozenset[str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A constant that is a tensor: its key."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A constant of one number everywhere: no weight, but something an exporter has worked out."""
+
+    shape: tuple[int, ...]
+    number: Any
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the model is given.  shape: sizes, None where any will do, or None for any rank."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | None, ...] | None
 
 
 @dataclass
@@ -44,7 +103,6 @@ class Reader:
         if proto.sparse_initializer or proto.quantization_annotation:
             raise InputError(f"{self.path}: sparse or quantised tensors are not supported")
         known = {*around}
-        defined: set[str] = set()
         constants: dict[str, Any] = {}
 
         def define(name: str, what: str) -> None:
@@ -54,7 +112,6 @@ class Reader:
                     got=f"{name!r} twice, the second time as {what}" if name else f"{what} without one",
                 )
             known.add(name)
-            defined.add(name)
 
         initial = {tensor.name for tensor in proto.initializer}
         inputs = tuple(value.name for value in proto.input if value.name not in initial)
@@ -62,10 +119,9 @@ class Reader:
             define(name, "an input")
         for tensor in proto.initializer:
             define(tensor.name, "an initializer")
-            constants[tensor.name] = self._constant(tensor.name, tensor, True)
+            constants[tensor.name] = self._held(tensor.name, read_tensor(tensor, self.path), True)
         later = {name for node in proto.node for name in node.output}
         nodes: list[Node] = []
-        outer: set[str] = set()
         for node in proto.node:
             for name in filter(None, node.input):
                 self._check_known(name, known, later, _label(node))
@@ -77,13 +133,13 @@ class Reader:
             for name in filter(None, read.outputs):
                 define(name, _label(node))
             nodes.append(read)
-            outer |= {name for name in _uses(read) if name not in defined}
         outputs = tuple(value.name for value in proto.output)
         for name in outputs:
             self._check_known(name, known, later, "an output of the graph")
-        outer |= {name for name in outputs if name not in defined}
+        defined = known - {*around}
+        outer = frozenset(outputs).union(*map(_uses, nodes)) - defined
         ordered = _with_drops(take_apart(nodes), defined - {*outputs})
-        return Graph(inputs, outputs, constants, ordered, frozenset(outer))
+        return Graph(inputs, outputs, constants, ordered, outer)
 
     def _check_known(self, name: str, known: set[str], later: set[str], user: str) -> None:
         if name in known:
@@ -158,16 +214,13 @@ class Reader:
             raise InputError(f"{where} must have one value", got=f"{len(proto.attribute)}")
         attribute = proto.attribute[0]
         if attribute.name == "value" and attribute.type == onnx.AttributeProto.TENSOR:
-            return self._constant(proto.output[0], attribute.t, False)
+            return self._held(proto.output[0], read_tensor(attribute.t, self.path), False)
         value = self._attribute(attribute, where)
         if isinstance(value, (str, tuple)):
             raise InputError(f"{where} must hold numbers", got=attribute.name)
         floats = attribute.type in (onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS)
         tensor = torch.tensor(value, dtype=torch.float32 if floats else torch.int64)
         return self._held(proto.output[0], tensor, False)
-
-    def _constant(self, name: str, proto: onnx.TensorProto, initializer: bool) -> Any:
-        return self._held(name, read_tensor(proto, self.path), initializer)
 
     def _held(self, name: str, tensor: Tensor, initializer: bool) -> Any:
         value = constant_of(tensor)
@@ -256,3 +309,48 @@ def _with_drops(nodes: list[Node], droppable: set[str]) -> tuple[Node, ...]:
         needed |= names
         result.append(replace(node, drops=drops))
     return tuple(reversed(result))
+
+
+def take_apart(nodes: Sequence[Node]) -> list[Node]:
+    """Transposes that an exporter has fused, taken apart again where one is the other of another.
+
+    before: q = Transpose(x, [0, 2, 1, 3]), t = Transpose(x, [0, 2, 3, 1])
+    after:  q = Transpose(x, [0, 2, 1, 3]), t = Transpose(q, [0, 1, 3, 2])
+
+    The model had t = q^T. Where t alone enters a sort, and q alone a distance, nothing but x, which is
+    not yet in heads, would be what both are computed from.  The nodes come in an order in which they can
+    still run; every value keeps its name and meaning.
+    """
+    first: dict[tuple[str, tuple[int, ...]], Node] = {}
+    for node in nodes:
+        order = _order(node)
+        if order is not None and node.inputs[0] is not None:
+            first.setdefault((node.inputs[0], order), node)
+    straight: dict[str, Node] = {}  # by the output of the one that is its transpose
+    for (source, order), node in first.items():
+        partner = first.get((source, (*order[:-2], order[-1], order[-2])))
+        if partner is not None and order[-1] != len(order) - 1 == order[-2]:
+            straight[node.outputs[0]] = partner
+    result: list[Node] = []
+    there: set[str] = set()
+
+    def append(node: Node) -> None:
+        if not (node.outputs and node.outputs[0] in there):
+            there.update(node.outputs)
+            result.append(node)
+
+    for node in nodes:
+        partner = straight.get(node.outputs[0]) if node.outputs else None
+        if partner is not None:
+            append(partner)
+            rank = len(node.attributes["perm"])
+            swap = [*range(rank - 2), rank - 1, rank - 2]
+            node = replace(node, inputs=(partner.outputs[0],), attributes={"perm": swap})
+        append(node)
+    return result
+
+
+def _order(node: Node) -> tuple[int, ...] | None:
+    """The permutation of a Transpose of three axes or more."""
+    order = node.attributes.get("perm") if node.kind == "Transpose" else None
+    return tuple(order) if order is not None and len(order) >= 3 else None

@@ -8,7 +8,7 @@ memory (on torch's meta device) and added up before the operator runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,22 +73,19 @@ class Guard(TorchDispatchMode):
         self.alive -= size
 
 
-def _bytes_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Of a result, 0 where its size depends on values: that of a choice from its inputs, at most."""
     with torch._C._DisableTorchDispatch():
-        given = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            Tensor,
+            lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"),
+            (args, kwargs),
+        )
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = "meta"
         try:
-            result = func(*given[0], **_with_device(func, given[1]))
+            result = func(*args, **kwargs)
         except Exception:  # what is wrong with the call, the call itself says
             return 0
     tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _with_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    takes_one = any(argument.name == "device" for argument in func._schema.arguments)
-    return {**kwargs, "device": "meta"} if takes_one else kwargs

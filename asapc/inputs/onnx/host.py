@@ -10,6 +10,7 @@ float.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -161,20 +162,26 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def on_host(host: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An operator that has a form for host values, taken where every input is one.
+def on_host(host: Callable[..., Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An operator whose inputs that are annotated as tensors become tensors; the others are shapes, axes
+    and the like.
 
-    NotImplemented from that form leaves the work to the decorated function.
+    host: its form for host values, taken where every input is one.  NotImplemented from that form leaves
+    the work to the decorated function.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        kinds = inspect.signature(function).parameters.values()
+        tensors = {i for i, kind in enumerate(kinds) if str(kind.annotation).startswith("Tensor")}
+
         @functools.wraps(function)
         def apply(*values: Any, **attributes: Any) -> Any:
             result = NotImplemented
-            if all(is_host(value) for value in values):
+            if host is not None and all(is_host(value) for value in values):
                 result = host(*values, **attributes)
             if result is NotImplemented:
-                return function(*values, **attributes)
+                given = (tensor_of(x) if i in tensors else x for i, x in enumerate(values))
+                return function(*given, **attributes)
             for number in result if isinstance(result, list) else [result]:
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
                     raise ValueError(f"a shape of a number of {number.bit_length()} bits")
@@ -183,26 +190,6 @@ def on_host(host: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
         return apply
 
     return decorate
-
-
-def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose inputs are all tensors."""
-
-    @functools.wraps(function)
-    def apply(*values: Any, **attributes: Any) -> Any:
-        return function(*map(tensor_of, values), **attributes)
-
-    return apply
-
-
-def on_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose first input is a tensor, and the others shapes, axes and the like."""
-
-    @functools.wraps(function)
-    def apply(x: Any, *values: Any, **attributes: Any) -> Any:
-        return function(tensor_of(x), *values, **attributes)
-
-    return apply
 
 
 def truncated_division(a: Any, b: Any) -> Any:

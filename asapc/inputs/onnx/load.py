@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from asapc.errors import InputError
 from asapc.formats.user_code import describe
 from asapc.inputs.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
 from asapc.inputs.onnx.module import onnx_module
-from asapc.inputs.onnx.nodes import Graph, Input
 from asapc.inputs.onnx.settings import DOMAIN
 from asapc.inputs.onnx.tensors import check_external
 from asapc.inputs.teacher import Teacher
@@ -57,7 +56,10 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     module.trusted = trust
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
     check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
-    return Teacher(module, None, str(path), _fingerprint(reader, graph, inputs), onnx=path)
+    # of what the model computes: not of where it lies, nor of where its tensors do
+    tensors = {str(key): tensor for key, (_, tensor, _) in enumerate(reader.tensors)}
+    digest = hashlib.sha256(repr((reader.opset, inputs, graph, fingerprint(tensors))).encode())
+    return Teacher(module, None, str(path), digest.hexdigest(), onnx=path)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -171,10 +173,3 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         raise InputError(
             f"{path}: the model's functions must be valid", got=describe(error), help=EXPORT
         ) from error
-
-
-def _fingerprint(reader: Reader, graph: Graph, inputs: Sequence[Input]) -> str:
-    """sha256 over what the model computes: not where it lies, nor where its tensors do."""
-    tensors = {str(key): tensor for key, (_, tensor, _) in enumerate(reader.tensors)}
-    described = repr((reader.opset, inputs, graph, fingerprint(tensors)))
-    return hashlib.sha256(described.encode()).hexdigest()

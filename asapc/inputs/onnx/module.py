@@ -7,6 +7,7 @@ scope of every operator, as it does for a model written in PyTorch, and the ONNX
 from __future__ import annotations
 
 import inspect
+import itertools
 import keyword
 import re
 from collections import ChainMap
@@ -22,10 +23,10 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from asapc.errors import InputError
-from asapc.formats.names import identifier
+from asapc.inputs.onnx.graph import Filled, Graph, Held, Input, Node
 from asapc.inputs.onnx.growth import Guard, allowed_bytes
 from asapc.inputs.onnx.host import tensor_of
-from asapc.inputs.onnx.nodes import Filled, Graph, Held, Input, Node
+from asapc.inputs.paths import identifier
 
 MAX_NESTING = 64  # of modules in modules
 MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
@@ -151,12 +152,14 @@ class OnnxModule(nn.Module):
             env[name] = value
 
     def _hold(self, name: str, tensor: Tensor, initializer: bool) -> None:
-        """A parameter if it may be a trained weight; a mask or another constant is a buffer."""
-        key, count = f"w_{identifier(name)}", 1
-        while key in self.weights:
-            count += 1
-            key = f"w_{identifier(name)}_{count}"
-        if initializer and tensor.is_floating_point() and tensor.numel() > 1 and not _is_mask(tensor):
+        """A parameter if it may be a trained weight; another constant is a buffer, and so is a mask:
+        -inf where something is hidden and one value elsewhere."""
+        key = f"w_{identifier(name)}"
+        if key in self.weights:
+            key = next(k for k in (f"{key}_{n}" for n in itertools.count(2)) if k not in self.weights)
+        hidden = tensor == -torch.inf
+        is_mask = bool(hidden.any()) and tensor[~hidden].unique().numel() <= 1
+        if initializer and tensor.is_floating_point() and tensor.numel() > 1 and not is_mask:
             self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
         else:
             self.register_buffer(key, tensor)
@@ -179,9 +182,21 @@ class OnnxModule(nn.Module):
 def onnx_module(
     graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
 ) -> OnnxModule:
-    """An OnnxModule of a new class, whose forward has the arguments of this graph."""
-    names = _argument_names(inputs)
-    kind = type("OnnxModule", (OnnxModule,), {"forward": _forward(names), "names": names})
+    """An OnnxModule of a new class, whose forward has the arguments of this graph in its signature."""
+    names: list[str] = []
+    for value in inputs:
+        name = identifier(value.name)
+        while keyword.iskeyword(name) or name in ("self", *names):
+            name += "_"
+        names.append(name)
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, plain) for name in ("self", *names)])
+
+    def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluate(*signature.bind(self, *args, **kwargs).args[1:])
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    kind = type("OnnxModule", (OnnxModule,), {"forward": forward, "names": tuple(names)})
     return kind(graph, inputs, tensors)
 
 
@@ -212,28 +227,6 @@ def _tag(name: str, value: Any) -> None:
         meta["custom"] = {**custom, VALUES: (*custom.get(VALUES, ()), name)}
 
 
-def _forward(names: Sequence[str]) -> Callable[..., Any]:
-    """A forward with these arguments, which nothing but its signature tells from *args."""
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kinds) for name in ("self", *names)])
-
-    def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluate(*signature.bind(self, *args, **kwargs).args[1:])
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    return forward
-
-
-def _argument_names(inputs: Sequence[Input]) -> tuple[str, ...]:
-    names: list[str] = []
-    for value in inputs:
-        name = identifier(value.name)
-        while keyword.iskeyword(name) or name in ("self", *names):
-            name += "_"
-        names.append(name)
-    return tuple(names)
-
-
 def _check_shape(value: Input, given: Tensor) -> None:
     if value.shape is None:
         return
@@ -246,9 +239,3 @@ def _check_shape(value: Input, given: Tensor) -> None:
             f"{value.name} must be of shape {declared}, as the file says, not {[*given.shape]}; "
             "export the model with a dynamic batch to run it on several examples"
         )
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """-inf where something is hidden and one value elsewhere."""
-    hidden = tensor == -torch.inf
-    return bool(hidden.any()) and tensor[~hidden].unique().numel() <= 1

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asapc.inputs.onnx import layers, shapes
+from asapc.inputs.onnx import shapes
 from asapc.inputs.onnx.host import (
     Real,
     chosen,
@@ -27,16 +27,18 @@ from asapc.inputs.onnx.host import (
     elementwise,
     greatest,
     ints,
+    known,
     least,
     numbers,
     on_host,
-    on_tensor,
-    on_tensors,
     operand_of,
     tensor_of,
     truncated_division,
 )
 
+Body = Callable[..., list[Any]]
+
+MAX_TRIPS = 1000  # of a Loop: it is unrolled
 INTEGERS = (torch.int64, torch.int32)
 REFUSED = {
     **dict.fromkeys(("NonZero", "Compress", "Unique", "NonMaxSuppression"),
@@ -52,17 +54,17 @@ REFUSED = {
 
 
 def _unary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    def apply(x: Any) -> Any:
-        return function(tensor_of(x))
+    def apply(x: Tensor) -> Any:
+        return function(x)
 
-    return apply if host is None else on_host(elementwise(host))(apply)
+    return on_host(None if host is None else elementwise(host))(apply)
 
 
-def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    def apply(a: Any, b: Any) -> Any:
-        return function(tensor_of(a), operand_of(b))
+def _binary(function: Callable[..., Any], host: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Tensor, b: Any) -> Any:
+        return function(a, operand_of(b))
 
-    return apply if host is None else on_host(elementwise(host))(apply)
+    return on_host(elementwise(host))(apply)
 
 
 def _comparison(name: str) -> Callable[..., Any]:
@@ -87,18 +89,15 @@ def _divide(a: Tensor, b: Any) -> Tensor:
 
 
 @on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(operator.mod)(a, b))
-@on_tensors
 def _mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
-@on_tensor
 def _pow(a: Tensor, b: Any) -> Tensor:
     power: Tensor = torch.pow(a, operand_of(b))
     return power if power.dtype == a.dtype else power.to(a.dtype)
 
 
-@on_tensor
 def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     if low is None and high is None:
         return x
@@ -108,7 +107,6 @@ def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return torch.clamp(x, *limits)
 
 
-@on_tensors
 def _is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
     return (x == math.inf) & bool(detect_positive) | (x == -math.inf) & bool(detect_negative)
 
@@ -140,7 +138,6 @@ def _cast(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
 
 
 @on_host(elementwise(chosen))
-@on_tensor
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     return torch.where(condition, operand_of(a), operand_of(b))
 
@@ -160,14 +157,12 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
 # Products
 
 
-@on_tensors
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() > 1 and b.dim() == 2:
         return F.linear(a, b.t())  # a layer, where the usual product would be one of two batches
     return torch.matmul(a, b)
 
 
-@on_tensors
 def _gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *,
     alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,
@@ -192,13 +187,12 @@ def _reduction(
 
     def apply(x: Tensor, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
         dims = [] if axes is None else ints(axes, "the axes of a reduction")
-        x = tensor_of(x)
         x = x if before is None else before(x)
         if dims or not noop_with_empty_axes:
             x = reduce(x, [d % max(x.dim(), 1) for d in dims] or [*range(x.dim())], bool(keepdims))
         return x if after is None else after(x)
 
-    return apply if host is None else on_host(numbers(host))(apply)
+    return on_host(None if host is None else numbers(host))(apply)
 
 
 def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
@@ -232,6 +226,115 @@ def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Ten
     return reduce
 
 
+# Layers
+
+
+def layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor | None = None, *,
+    axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1, outputs: int,
+) -> Tensor:  # fmt: skip
+    if outputs > 1:
+        raise ValueError("LayerNormalization with its mean or deviation as output is not supported")
+    shape = list(x.shape[axis % x.dim() :])
+    return F.layer_norm(x, shape, scale, bias, epsilon)
+
+
+def rms_norm(
+    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    return F.rms_norm(x, list(x.shape[axis % x.dim() :]), scale, epsilon)
+
+
+def batch_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *,
+    epsilon: float = 1e-5, momentum: float = 0.9, training_mode: int = 0,
+) -> Tensor:  # fmt: skip
+    if training_mode:
+        raise ValueError("BatchNormalization in training mode is not supported")
+    return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+
+
+def dropout(
+    x: Any, ratio: Any = None, training: Any = None, *, seed: int = 0, outputs: int
+) -> tuple[Any, ...]:
+    if training is not None and known(training, "the mode of Dropout"):
+        raise ValueError("Dropout in training mode is not supported")
+    return (x,) if outputs == 1 else (x, torch.ones_like(x, dtype=torch.bool))
+
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None, group: int = 1, kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    if auto_pad not in ("NOTSET", "VALID"):
+        raise ValueError(f"Conv with auto_pad {auto_pad!r} is not supported")
+    axes = weight.dim() - 2
+    pads = pads or [0] * 2 * axes
+    before, after = pads[:axes], pads[axes:]
+    if before != after:
+        x = F.pad(x, [amount for axis in reversed(range(axes)) for amount in (before[axis], after[axis])])
+        before = [0] * axes
+    return CONV[axes](x, weight, bias, strides or 1, before, dilations or 1, group)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *,
+    is_causal: int = 0, kv_num_heads: int = 0, q_num_heads: int = 0, scale: float | None = None,
+    softcap: float = 0.0, softmax_precision: int = 0, qk_matmul_output_mode: int = 0, outputs: int,
+) -> Tensor:  # fmt: skip
+    """Rows only, so never compiled: enough of it to carry the layers around it."""
+    if softcap or outputs > 1:
+        raise ValueError("Attention with a soft cap, a cache or its scores as output is not supported")
+    flat = q.dim() == 3
+    if flat:
+        q, k, v = (
+            x.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for x, heads in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads))
+        )
+    if is_causal and mask is not None:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=bool(is_causal) and mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(2) if flat else out
+
+
+# Control flow
+
+
+def loop(trips: Any, condition: Any, *carried: Any, body: Body) -> tuple[Any, ...]:
+    """Unrolled. A condition that depends on data stops a run early, and a trace not at all: under
+    torch.export the comparison below is answered as every comparison with NaN (passes/capture.py)."""
+    count = MAX_TRIPS + 1 if trips is None else ints(trips, "the trip count of Loop")[0]
+    values, scanned, trip = list(carried), [], 0
+    go_on = True if condition is None else condition
+    while trip < count and _is_true(go_on):
+        if trip == MAX_TRIPS or (count > MAX_TRIPS and isinstance(go_on, Tensor)):
+            raise ValueError(f"a Loop must have a trip count of at most {MAX_TRIPS}")
+        go_on, *results = body(trip, go_on, *values)
+        values = results[: len(carried)]
+        scanned.append(results[len(carried) :])
+        trip += 1
+    stacked = (torch.stack([tensor_of(x) for x in found]) for found in zip(*scanned, strict=True))
+    return (*values, *stacked)
+
+
+def _is_true(condition: Any) -> bool:
+    if not isinstance(condition, Tensor):
+        return known(condition, "the condition of Loop")
+    return not bool(torch.lt(condition.reshape(()).to(torch.float32), 0.5))
+
+
+def branch(condition: Any, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
+    return tuple(then_branch() if known(condition, "the condition of If") else else_branch())
+
+
 # The table
 
 
@@ -243,7 +346,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Sin": torch.sin, "Cos": torch.cos, "IsNaN": torch.isnan,
 }  # fmt: skip
 COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
-OPERATORS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _unary(function) for name, function in UNARY.items()},
     **{name: _comparison(function) for name, function in COMPARISONS.items()},
     "Neg": _unary(torch.neg, operator.neg),
@@ -258,10 +361,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Min": _variadic(torch.minimum, least),
     "Max": _variadic(torch.maximum, greatest),
     "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "Where": _where,
-    "CastLike": on_tensors(lambda x, like, *, saturate=1, round_mode="up": x.to(like.dtype)),
+    "CastLike": lambda x, like, *, saturate=1, round_mode="up": tensor_of(x).to(tensor_of(like).dtype),
     "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
-    "MatMul": _matmul, "Gemm": _gemm, "Attention": layers.attention,
+    "MatMul": _matmul, "Gemm": _gemm, "Attention": attention,
     "Einsum": lambda *operands, equation: torch.einsum(
         equation.replace(" ", ""), [tensor_of(x) for x in operands]
     ),
@@ -270,12 +373,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=greatest),
     "ReduceMin": _reduction(_extreme(torch.amin, math.inf), host=least),
     "ReduceL2": _reduction(_sum, before=torch.square, after=torch.sqrt),
-    "ReduceLogSumExp": _reduction(
-        lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x
-    ),
-    "ArgMax": on_tensor(
-        lambda x, *, axis=0, keepdims=1: torch.argmax(x, axis, bool(keepdims))
-    ),
+    "ReduceLogSumExp": _reduction(lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x),
+    "ArgMax": lambda x, *, axis=0, keepdims=1: torch.argmax(tensor_of(x), axis, bool(keepdims)),
     "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
     "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,
     "Split": shapes.split, "Slice": shapes.sliced, "Tile": shapes.tile, "Expand": shapes.expand,
@@ -284,10 +383,14 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k,
     "Shape": shapes.shape_of, "Size": shapes.size_of, "ConstantOfShape": shapes.constant_of_shape,
     "Range": shapes.range_of, "Trilu": shapes.trilu,
-    "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": layers.dropout,
-    "LayerNormalization": layers.layer_norm, "RMSNormalization": layers.rms_norm,
-    "BatchNormalization": layers.batch_norm,
-    "Conv": layers.conv,
+    "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": dropout,
+    "LayerNormalization": layer_norm, "RMSNormalization": rms_norm,
+    "BatchNormalization": batch_norm,
+    "Conv": conv,
     "GlobalAveragePool": lambda x: torch.mean(x, [*range(2, x.dim())], True),
-    "Loop": layers.loop, "If": layers.branch,
+    "Loop": loop, "If": branch,
 }  # fmt: skip
+OPERATORS = {
+    name: function if hasattr(function, "__wrapped__") else on_host(None)(function)
+    for name, function in _FUNCTIONS.items()
+}

@@ -18,8 +18,6 @@ from asapc.inputs.onnx.host import (
     ints,
     is_host,
     on_host,
-    on_tensor,
-    on_tensors,
     operand_of,
     tensor_of,
 )
@@ -27,7 +25,6 @@ from asapc.inputs.onnx.host import (
 # Layout
 
 
-@on_tensor
 def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
     order = [*reversed(range(x.dim()))] if perm is None else [*perm]
     moved = [axis for axis, source in enumerate(order) if axis != source]
@@ -52,7 +49,6 @@ def reshape(x: Any, shape: Any, *, allowzero: int = 0) -> Any:
     return x.reshape(sizes)
 
 
-@on_tensor
 def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
@@ -61,7 +57,6 @@ def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
 @on_host(lambda x, axes: (
     [x] if not isinstance(x, list) and len(ints(axes, "axes")) == 1 else NotImplemented
 ))  # fmt: skip
-@on_tensor
 def unsqueeze(x: Tensor, axes: Any) -> Tensor:
     places = ints(axes, "the axes of Unsqueeze")
     for axis in sorted(axis % (x.dim() + len(places)) for axis in places):
@@ -70,7 +65,6 @@ def unsqueeze(x: Tensor, axes: Any) -> Tensor:
 
 
 @on_host(lambda x, axes=None: x[0] if isinstance(x, list) and len(x) == 1 else NotImplemented)
-@on_tensor
 def squeeze(x: Tensor, axes: Any = None) -> Tensor:
     if axes is None:
         return x.squeeze()
@@ -144,7 +138,6 @@ def expand(x: Any, shape: Any) -> Any:
     return x.expand([length if size == 1 else size for length, size in zip(current, sizes, strict=True)])
 
 
-@on_tensor
 def pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant") -> Tensor:
     if mode != "constant":
         raise ValueError(f"Pad with mode {mode!r} is not supported")
@@ -179,12 +172,10 @@ def gather(x: Any, indices: Any, *, axis: int = 0) -> Any:
     return x[(*[slice(None)] * (axis % x.dim()), index.long())]
 
 
-@on_tensors
 def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
     return torch.gather(x, axis, _wrapped(indices.long(), x.shape[axis]))
 
 
-@on_tensors
 def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     batches = [
         torch.arange(x.shape[d]).view(-1, *[1] * (indices.dim() - 2 - d)) for d in range(batch_dims)
@@ -192,7 +183,6 @@ def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     return x[(*batches, *indices.long().unbind(-1))]
 
 
-@on_tensors
 def scatter_elements(
     x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
 ) -> Tensor:
@@ -201,7 +191,6 @@ def scatter_elements(
     return x.scatter_add(axis, index, updates) if add else x.scatter(axis, index, updates)
 
 
-@on_tensors
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
     add = _adds(reduction, "ScatterND")
     return x.index_put([*indices.long().unbind(-1)], updates, accumulate=add)
@@ -213,7 +202,6 @@ def _adds(reduction: str, operator: str) -> bool:
     return reduction == "add"
 
 
-@on_tensor
 def top_k(
     x: Tensor, count: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1
 ) -> tuple[Tensor, ...]:
@@ -262,13 +250,11 @@ def range_of(start: Any, limit: Any, delta: Any) -> Any:
     return first + torch.arange(count, dtype=dtype) * step
 
 
-@on_tensor
 def trilu(x: Tensor, k: Any = None, *, upper: int = 1) -> Tensor:
     diagonal = 0 if k is None else ints(k, "the k of Trilu")[0]
     return torch.triu(x, diagonal) if upper else torch.tril(x, diagonal)
 
 
-@on_tensor
 def cum_sum(x: Tensor, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
     dim = ints(axis, "the axis of CumSum")[0]
     x = x.flip(dim) if reverse else x

@@ -83,8 +83,8 @@ def check_external(protos: Iterable[onnx.TensorProto], path: Path) -> None:
 
 def type_name(number: int) -> str:
     """FLOAT8E4M3FN and the like."""
-    known = onnx.TensorProto.DataType.items()
-    return next((name for name, value in known if value == number), f"type {number}")
+    known = onnx.TensorProto.DataType
+    return known.Name(number) if number in known.values() else f"type {number}"
 
 
 def _typed(proto: onnx.TensorProto, place: str, count: int) -> bytes:

@@ -70,7 +70,7 @@ def verify(
     for sizes in progress.track(_sizes(inputs, axes), "verifying", SHAPES):
         if len(shapes) == SHAPES:
             break
-        if any(_same_lengths(sizes, earlier) for earlier in skipped):
+        if any({**sizes, BATCH: 0} == {**earlier, BATCH: 0} for earlier in skipped):
             continue
         feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
         try:
@@ -182,7 +182,8 @@ def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tenso
         with torch.no_grad():
             output = Interpreter(program).run(*feeds.values(), enable_io_processing=False)
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-        raise InputError("the program runs at these sizes", got=_line(error)) from error
+        first = " ".join(str(error).split("\n\n")[0].split())
+        raise InputError("the program runs at these sizes", got=first[:200]) from error
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
@@ -222,10 +223,6 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
                     "the program runs at these sizes",
                     got=f"{place.name}: {length}, traced for {low} to {high}",
                 )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split("\n\n")[0].split())[:200]
 
 
 def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
@@ -268,10 +265,6 @@ def _sizes(
         return
     for count, sizes in itertools.product(range(1, SHAPES + 1), by_length):
         yield {BATCH: count, **sizes}
-
-
-def _same_lengths(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
-    return all(first[name] == second[name] for name in first if name != BATCH)
 
 
 def _lengths(length: int) -> tuple[int, ...]:
