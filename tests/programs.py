@@ -101,8 +101,7 @@ def cases_of(spec: Spec) -> list[Case]:
             Case("padded", keep="some"), Case("one active", keep="one"), Case("none active", keep="none"),
             Case("mixed", keep="mixed", examples=6), Case("all but one", keep="but_one"),
             Case("padded, one example", keep="some", examples=1), Case("none, alone", keep="none",
-            examples=1),
-            Case("padded, long", keep="some", examples=2, length=28, keys=28),
+            examples=1), Case("padded, long", keep="some", examples=2, length=28, keys=28),
             Case("mixed, loud", keep="mixed", examples=6, spread=6.0),
             Case("padded, inputs require grad", keep="some", mode="inputs"),
         ]  # fmt: skip

@@ -41,13 +41,9 @@ def double(value: Any) -> Any:
 
 
 def assert_honest(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None = None,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: Tensor | None = None,
     score_multiplier: float = 0.3,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Both operators and both maps: at most twice as wrong as their meaning in the same dtype."""
     f, g = (torch.linspace(-2, 2, t.shape[2]).expand(t.shape[:3]) for t in (q, k))
     loop = (keep, bias, score_multiplier, HALF_STEPS, True, ATTENTION)
