@@ -21,7 +21,7 @@ LONGEST = (
     "test_onnx_out.py", "test_backend.py", "test_programs.py", "test_device.py", "test_end_to_end.py",
     "test_guards.py", "test_plan.py", "test_replay.py", "test_processes.py", "test_softmax.py",
     "test_match.py", "test_every_operator.py", "test_banded.py", "test_gpu_loops.py", "test_drop_in.py",
-    "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_select.py",
+    "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_docs.py", "test_select.py",
     "test_onnx_in.py", "test_ci_examples.py", "test_differences.py", "test_sm90.py",
 )  # fmt: skip
 # Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
