@@ -8,10 +8,13 @@ import os
 import types
 import typing
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import _pytest
 import gpu_env  # noqa: F401  before any test file: some import triton by way of torch
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ LONGEST = (
     "test_onnx_out.py", "test_backend.py", "test_programs.py", "test_device.py", "test_end_to_end.py",
     "test_guards.py", "test_plan.py", "test_replay.py", "test_processes.py", "test_softmax.py",
     "test_match.py", "test_every_operator.py", "test_banded.py", "test_gpu_loops.py", "test_drop_in.py",
-    "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_adversary.py", "test_select.py",
+    "test_decisions.py", "test_sequence.py", "test_evaluate.py", "test_docs.py", "test_select.py",
     "test_onnx_in.py", "test_ci_examples.py", "test_differences.py", "test_sm90.py",
 )  # fmt: skip
 # Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
@@ -148,3 +151,18 @@ def bodies_of_onnx_functions_are_traced_once() -> None:
         return body
 
     _Call.function = function  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_pytest_and_numpy_hold_is_no_models() -> None:
+    """Test files import them, and the search for what a model keeps would walk through all their modules,
+    which is a third of what tracing a small one takes."""
+    from asapc.passes import state
+
+    folders = tuple(str(Path(module.__file__ or "").parent) for module in (pytest, _pytest, np))
+    made = state.Fresh
+
+    def fresh(model: torch.nn.Module, is_users: Callable[[str], bool]) -> state.Fresh:
+        return made(model, lambda file: is_users(file) and not file.startswith(folders))
+
+    state.Fresh = fresh  # type: ignore[assignment, misc]

@@ -1,8 +1,8 @@
 """One analysis for all commands that a file of tests runs on the same teacher and first examples.
 
 It is what most of a small command's time goes into (torch.export, and the search for each convention),
-and none of those tests is about it: test_match.py, test_probe.py, test_replay.py, test_adversary.py and
-test_drop_in.py are, and test_reproducible.py, whose commands analyse anew each time.
+and none of those tests is about it: test_match.py, test_probe.py, test_replay.py and test_drop_in.py
+are, and test_reproducible.py, whose commands analyse anew each time.
 A model that is handed over in memory is analysed each time, too: it may be changed in place.
 """
 

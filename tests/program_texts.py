@@ -13,7 +13,7 @@ VOCABULARY = 9
 
 
 # --- what programs are made of ---------------------------------------------------------------------
-# The first value of each is the plain one, to which shrinking goes back.
+# The first value of each is the plain one.
 
 DIVIDED = ["torch.where(t > 0, p / t, 0.0)", "p / torch.where(t == 0, 1.0, t)", "torch.nan_to_num(p / t)"]
 """Divisions of a plan p by its sums t that are guarded otherwise than by a constant."""

@@ -4,7 +4,7 @@ A program is drawn from INGREDIENTS by its seed and written as source text (prog
 compiled losslessly on mild data that shows no padding, and judged on inputs drawn to separate it from its
 original: padding, sizes, scores, modes, state, parameters, gradients.
 `python tests/programs.py --count 200 --seed 0` counts what became of them; `--one SEED` prints a program
-and every case, `--shrink` the plainest program that fails alike.
+and every case, `--spec` the one of these ingredients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from program_texts import (
     DIVIDED,
-    INGREDIENTS,
     VOCABULARY,
     Spec,
     drawn,
@@ -101,8 +100,7 @@ def cases_of(spec: Spec) -> list[Case]:
             Case("padded", keep="some"), Case("one active", keep="one"), Case("none active", keep="none"),
             Case("mixed", keep="mixed", examples=6), Case("all but one", keep="but_one"),
             Case("padded, one example", keep="some", examples=1), Case("none, alone", keep="none",
-            examples=1),
-            Case("padded, long", keep="some", examples=2, length=28, keys=28),
+            examples=1), Case("padded, long", keep="some", examples=2, length=28, keys=28),
             Case("mixed, loud", keep="mixed", examples=6, spread=6.0),
             Case("padded, inputs require grad", keep="some", mode="inputs"),
         ]  # fmt: skip
@@ -291,12 +289,8 @@ def _called_once(model: nn.Module, case: Case, inputs: dict[str, Tensor], seed: 
 
 
 def _leaves(output: Any) -> dict[str, Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(output)
-    return {
-        str(i): torch.as_tensor(leaf).detach().clone()
-        for i, leaf in enumerate(leaves)
-        if leaf is not None
-    }
+    leaves = enumerate(torch.utils._pytree.tree_leaves(output))
+    return {str(i): torch.as_tensor(x).detach().clone() for i, x in leaves if x is not None}
 
 
 def _with_gradients(
@@ -316,9 +310,8 @@ def _with_gradients(
         return found
     model.zero_grad()
     total.backward()
-    wanted = {n: p for n,
-        p in model.named_parameters() if p.requires_grad} if case.mode != "inputs" else {
-        n: t for n, t in inputs.items() if t.requires_grad}  # fmt: skip
+    named = inputs.items() if case.mode == "inputs" else model.named_parameters()
+    wanted = {name: t for name, t in named if t.requires_grad}
     found |= {
         f"gradient {n}": torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for n, p in wanted.items()
@@ -328,11 +321,7 @@ def _with_gradients(
         with torch.no_grad():
             for p in wanted.values():
                 p -= 0.3 * (p.grad if p.grad is not None else 0) / max(norm, 1e-9)
-        with torch.no_grad():
-            found |= {
-                f"after {n}": t
-                for n, t in _leaves(model(**{k: t.detach() for k, t in inputs.items()})).items()
-            }
+            found |= {f"after {n}": t for n, t in _leaves(model(**inputs)).items()}
     return found
 
 
@@ -371,22 +360,21 @@ def difference(
         if found is None and "gradient" in name and not _largest(true):
             continue  # a parameter that the artefact leaves out
         if found is None or found.shape != true.shape:
-            return float(
-                "inf"
-            ), f"{name}: {None if found is None else [*found.shape]} for {[*true.shape]}"
+            shape = None if found is None else [*found.shape]
+            return float("inf"), f"{name}: {shape} for {[*true.shape]}"
         steep = "gradient" in name
         largest = max(_largest(true), 5e-3 * steepest if steep else 0.0, 1e-30)
         tolerance = 0.1 if case.mode == "autocast" else TOLERANCE * (steepness if steep else 1)
         precise = [exact.tensors[name] for exact in exacts if name in exact.tensors]
         known = torch.stack([t.isfinite() for t in (true, *precise)]).all(0)
-        rounding = torch.zeros(())
+
+        def relative(other: Tensor) -> Tensor:
+            error = (other.double() - true.double()).abs().where(known, 0.0)  # noqa: B023
+            return _by_example(error.nan_to_num(torch.inf)) / largest  # noqa: B023
+
+        rounding, error = torch.zeros(()), relative(found)
         for other in precise:
-            own = _by_example((other.double() - true.double()).abs().where(known, 0.0)) / largest
-            rounding = torch.maximum(rounding, own)
-        error = (
-            _by_example((found.double() - true.double()).abs().where(known, 0.0).nan_to_num(torch.inf))
-            / largest
-        )
+            rounding = torch.maximum(rounding, relative(other))
         if steep or (case.spread > 10 and case.keep == "all"):
             rounding = rounding.max()
         ratio = error / (tolerance + 4 * rounding)
@@ -450,9 +438,8 @@ def judge(spec: Spec, seed: int, only: Callable[[Case], bool] = lambda case: Tru
     except AsapcError as error:
         return Verdict("refused", str(error).splitlines()[0], seconds=time.process_time() - started)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(str(error).split())[:160]
-        text = f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
+        text = f"{type(error).__name__}: {message} ({_place(error)})"
         return Verdict("raw error", text, {"compile": text}, seconds=time.process_time() - started)
     verdict = Verdict("equal", sites=sites)
     if any(not torch.equal(before[n], t) for n, t in models[2].state_dict().items()):
@@ -507,57 +494,31 @@ def _verdict(
 ) -> str:
     """half: gradients pass through float16, which rounds small ones to multiples of 6e-8."""
     if ours.error is not None:
-        named = isinstance(ours.error, AsapcError) or (
-            case.mode == "load" and "state_dict" in str(ours.error)
-        )
-        where = traceback.extract_tb(ours.error.__traceback__)[-1]
-        text = f"{type(ours.error).__name__}: {' '.join(str(ours.error).split())[:160]}"
-        return (
-            f"error: {text}"
-            if named
-            else f"raw error: {text} ({Path(where.filename).name}:{where.lineno})"
-        )
+        said = " ".join(str(ours.error).split())
+        text = f"{type(ours.error).__name__}: {said[:160]}"
+        if isinstance(ours.error, AsapcError) or (case.mode == "load" and "state_dict" in said):
+            return f"error: {text}"
+        return f"raw error: {text} ({_place(ours.error)})"
     worst, where = difference(ours, theirs, exacts, case, 5 * STEEP if half else STEEP)
     if worst > 1:
         return f"SILENT: {where} ({worst:.0f} times the budget{', warned' if ours.warned else ''})"
     return "warned" if ours.warned else ""
 
 
-# --- shrinking, running ----------------------------------------------------------------------------
+def _place(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(where.filename).name}:{where.lineno}"
 
 
-def shrunk(spec: Spec, seed: int, verdict: Verdict) -> tuple[Spec, Verdict]:
-    """The plainest program that still fails in a case in which this one fails."""
-    failing = {name.removeprefix("artefact: ") for name, text in verdict.cases.items()
-               if text.startswith(verdict.outcome)}  # fmt: skip
-    # The cases that cost least tell as much.
-    chosen = set(sorted(failing)[:3]) or {"mild"}
-
-    def fails(candidate: Spec) -> Verdict | None:
-        found = judge(candidate, seed, lambda case: case.name in chosen)
-        return found if found.outcome == verdict.outcome else None
-
-    best, base = verdict, plain()
-    for name in [*INGREDIENTS, *INGREDIENTS]:
-        if spec[name] == base[name]:
-            continue
-        candidate = settled({**spec, name: base[name]})
-        if candidate == spec:
-            continue
-        found = fails(candidate)
-        if found is not None:
-            spec, best = candidate, found
-    return spec, best
+# --- running ---------------------------------------------------------------------------------------
 
 
 def differing(spec: Spec) -> Spec:
     return {name: value for name, value in spec.items() if value != plain()[name]}
 
 
-def show(spec: Spec, seed: int, shrink: bool) -> None:
+def show(spec: Spec, seed: int) -> None:
     verdict = judge(spec, seed)
-    if shrink and verdict.outcome in ("SILENT", "raw error"):
-        spec, verdict = shrunk(spec, seed, verdict)
     print(f"# seed {seed}: {differing(spec)}\n{source_of(spec, seed)}")
     print(f"{verdict.outcome}: {verdict.text}  sites {verdict.sites}  {verdict.seconds:.1f} s")
     for name, text in verdict.cases.items():
@@ -574,17 +535,15 @@ def main() -> None:
     parser.add_argument(
         "--spec", help="the program of these ingredients, such as \"twist='training', steps=2\""
     )
-    parser.add_argument("--shrink", action="store_true", help="the plainest program that fails alike")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.spec is not None:
-        named = ast.parse(f"dict({arguments.spec})",
-            mode="eval").body.keywords  # type: ignore[attr-defined]
-        spec = {keyword.arg: ast.literal_eval(keyword.value) for keyword in named}
-        show(settled(plain() | spec), arguments.one or 0, arguments.shrink)
+        call: Any = ast.parse(f"dict({arguments.spec})", mode="eval").body
+        spec = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        show(settled(plain() | spec), arguments.one or 0)
         return
     if arguments.one is not None:
-        show(drawn(arguments.one), arguments.one, arguments.shrink)
+        show(drawn(arguments.one), arguments.one)
         return
     counts: Counter[str] = Counter()
     seconds = 0.0

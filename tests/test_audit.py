@@ -119,7 +119,7 @@ def test_report_has_the_audit(work: Path, artifact: Artifact, capsys: pytest.Cap
     with torch.no_grad():
         theirs = module(x).argmax(-1)
         for layer in module.layers:
-            layer.soft_sort = exact_sort
+            layer.sort = exact_sort
         ours = module(x).argmax(-1)
     assert soft["accuracy"] == pytest.approx(float((theirs == labels).double().mean()))
     assert exact["accuracy"] == pytest.approx(float((ours == labels).double().mean()))

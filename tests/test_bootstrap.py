@@ -40,8 +40,7 @@ def test_a_share_covers_percentiles_and_never_gets_better_with_a_miss() -> None:
     [
         np.random.default_rng(2).lognormal(size=120),
         np.random.default_rng(3).integers(0, 3, 40).astype(float),
-        -np.random.default_rng(4).exponential(size=20),
-        np.array([0.0, 0.0, 0.0, 1.0, 50.0]),
+        -np.random.default_rng(4).exponential(size=20), np.array([0.0, 0.0, 0.0, 1.0, 50.0]),
     ],
     ids=["skewed", "ties", "few", "outlier"],
 )

@@ -151,18 +151,12 @@ def dilute(s: Tensor, keep: Tensor) -> Tensor:
     return s.exp() * keep[:, None, :, None]
 
 
-def test_queries_that_are_hidden_at_the_end_alone_are_no_such_site() -> None:
-    net = Padded(dilute).eval()
-    analysis = analysed(net, random(3, 12, 16), padding(12, 9, 4, tokens=12))
-    assert all(site.convention.mask != "both" for site in analysis.sites)
-    for found in analysis.left_alone:
-        assert found.reason
-
-
 class Apart(Padded):
-    """Scores with a bias that the data makes; more of it, if told, where tokens are hidden."""
+    """Scores with a bias that the data makes; more: of it, where tokens are hidden."""
 
-    more = False
+    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor], more: bool = False) -> None:
+        super().__init__(attention)
+        self.more = more
 
     def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         q, k, v = (x(hidden).unflatten(2, (2, 8)).transpose(1, 2) for x in (self.q, self.k, self.v))
@@ -187,22 +181,19 @@ def test_scores_have_a_bias() -> None:
     assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
 
 
-def test_a_bias_that_the_mask_scales_is_no_such_site() -> None:
-    """Without either of the two it is not seen."""
-    net = Apart(kernel_loop).eval()
-    net.more = True
-    analysis = analysed(net, random(3, 12, 16), torch.ones(3, 12).long())
-    assert all(site.convention.mask != "both" for site in analysis.sites)
-
-
 def by_all_examples(s: Tensor, keep: Tensor) -> Tensor:
     return subtracted(s, keep) * (keep.sum() / keep.numel())
 
 
-def test_a_map_that_follows_the_masks_of_other_examples_is_no_such_site() -> None:
+@pytest.mark.parametrize("net", [
+    Padded(dilute), Padded(by_all_examples), Apart(kernel_loop, more=True),
+], ids=["hidden at the end alone", "by all examples", "a bias that the mask scales"])  # fmt: skip
+def test_no_such_sites(net: Padded) -> None:
     """Data without padding does not show it."""
-    analysis = analysed(Padded(by_all_examples).eval(), random(3, 12, 16), torch.ones(3, 12).long())
-    assert all(site.convention.mask != "both" for site in analysis.sites)
+    for mask in (torch.ones(3, 12).long(), padding(12, 9, 4, tokens=12)):
+        analysis = analysed(net.eval(), random(3, 12, 16), mask)
+        assert all(site.convention.mask != "both" for site in analysis.sites)
+        assert all(left.reason for left in analysis.left_alone)
 
 
 def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ where they are the same from the smallest scores to the largest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import attention_zoo as zoo
 import pytest
@@ -51,37 +51,56 @@ def largest(s: Tensor) -> Tensor:
     return s.abs().amax((-1, -2), keepdim=True)
 
 
-def refused(attentions: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, str]:
-    """The reason by name."""
-    torch.manual_seed(1)
-    analysis = analysed(zoo.Beside(map(Layer, attentions.values())), torch.randn(2, 6, 8))
-    assert not analysis.sites
-    return dict(zip(attentions, (one.reason for one in analysis.left_alone), strict=True))
-
-
 def cut_off(p: Tensor, below: float) -> Tensor:
     return torch.where(p < below, torch.zeros_like(p), p)
 
 
-THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "heads of small scores are uniform": lambda s: torch.where(largest(s) < 0.2, torch.zeros_like(s), s),
-    "a window between two decades": lambda s: torch.where(
+def rescued(p: Tensor) -> Tensor:
+    for axis in (-2, -1, -2, -1):
+        p = torch.nan_to_num(p / p.sum(axis, keepdim=True))
+    return p
+
+
+def uniform(s: Tensor) -> Tensor:
+    return torch.where(largest(s) < 0.2, torch.zeros_like(s), s)
+
+
+SIDE, SEEN = "does not replay on scores on the other side of `", "does not replay on scores"
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    # what is decided by scores
+    "heads of small scores are uniform": (lambda s: log_loop(uniform(s)), SIDE),
+    "a window between two decades": (lambda s: log_loop(torch.where(
         (largest(s) > 0.045) & (largest(s) < 0.055), torch.zeros_like(s), s
-    ),
-    "a smooth step": lambda s: s + s * torch.sigmoid(1e6 * (largest(s) - 3e3)),
-    "what never happens here": lambda s: torch.where(
+    )), SIDE),
+    "a smooth step": (lambda s: log_loop(s + s * torch.sigmoid(1e6 * (largest(s) - 3e3))), SIDE),
+    "what never happens here": (lambda s: log_loop(torch.where(
         s.amax(-1, keepdim=True) > 5 * s.std(-1, keepdim=True) + s.mean(-1, keepdim=True), s * 0.0, s
+    )), SIDE),
+    # rows whose sum is 0 become 0, where the operator has them whole
+    "behind the loop": (lambda s: torch.nan_to_num(divided(s.softmax(-2))), SEEN),
+    "at every division": (lambda s: rescued(s.softmax(-2)), SEEN),
+    "small entries left out, of which a thousand sum up": (
+        lambda s: cut_off(log_loop(s, 10), 1e-5), SEEN
     ),
-}
+    # what is rounded
+    "to a half and back": (lambda s: log_loop(s.half().float()), "rounds to float16"),
+    "the plan": (lambda s: divided(s.softmax(-1)).bfloat16().float(), "rounds to bfloat16"),
+    "in the midst of the loop": (
+        lambda s: log_loop(log_loop(s).log().half().float(), 2), "rounds to float16"
+    ),
+    "to small numbers": (lambda s: log_loop(torch.round(s * 1e7) / 1e7), "rounds scores"),
+    "to whole numbers": (lambda s: log_loop(s + (s * 1e-6).int().float()), "rounds scores"),
+}  # fmt: skip
 
 
-def test_thresholds_on_scores_are_seen_on_both_sides() -> None:
-    def behind(decide: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda s: log_loop(decide(s))
-
-    for name, reason in refused({name: behind(decide) for name, decide in THRESHOLDS.items()}).items():
-        other_side = "does not replay on scores on the other side of `" in reason
-        assert other_side or "keys + 1e5" in reason, (name, reason)
+def test_what_is_decided_by_scores_or_rounded_is_refused() -> None:
+    torch.manual_seed(1)
+    layers = zoo.Beside(Layer(attention) for attention, _ in REFUSED.values())
+    analysis = analysed(layers, torch.randn(2, 6, 8))
+    assert not analysis.sites
+    reasons = {left.name: left.reason for left in analysis.left_alone}
+    for place, (name, (_, rule)) in enumerate(REFUSED.items()):
+        assert rule in reasons[f"layers.{place}"], (name, reasons[f"layers.{place}"])
 
 
 def test_scores_that_are_bounded_far_above_are_given() -> None:
@@ -93,25 +112,6 @@ def test_scores_that_are_bounded_far_above_are_given() -> None:
     x = 1e3 * torch.randn(3, 9, 8)
     ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 3))
     torch.testing.assert_close(ours, model(x), rtol=1e-3, atol=1e-3 * float(model(x).abs().max()))
-
-
-BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
-    "behind the loop": lambda s: torch.nan_to_num(divided(s.softmax(-2))),
-    "at every division": lambda s: rescued(s.softmax(-2)),
-    "small entries left out, of which a thousand sum up": lambda s: cut_off(log_loop(s, 10), 1e-5),
-}
-
-
-def rescued(p: Tensor) -> Tensor:
-    for axis in (-2, -1, -2, -1):
-        p = torch.nan_to_num(p / p.sum(axis, keepdim=True))
-    return p
-
-
-def test_what_code_makes_of_a_plan() -> None:
-    """Rows whose sum is 0 become 0 in the model, where the operator has them whole."""
-    for name, reason in refused(BEHIND).items():
-        assert "does not replay on scores" in reason, (name, reason)
 
 
 class Rescued(Layer):
@@ -132,28 +132,11 @@ def test_nan_of_padding_that_the_data_does_not_show() -> None:
 
 def test_a_layer_like_one_that_was_refused_is_refused() -> None:
     """What is tried on one of two layers alike holds for the other, but not where it failed."""
-    layers = [Layer(lambda s: log_loop(THRESHOLDS["heads of small scores are uniform"](s))) for _ in "12"]
+    layers = [Layer(lambda s: log_loop(uniform(s))) for _ in "12"]
     torch.manual_seed(1)
     layers[1].load_state_dict({n: torch.randn_like(t) for n, t in layers[1].state_dict().items()})
     analysis = analysed(torch.nn.Sequential(*layers), torch.randn(2, 6, 8))
     assert not analysis.sites and len(analysis.left_alone) == 2
-
-
-ROUNDED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "to a half and back": (lambda s: log_loop(s.half().float()), "rounds to float16"),
-    "the plan": (lambda s: divided(s.softmax(-1)).bfloat16().float(), "rounds to bfloat16"),
-    "in the midst of the loop": (
-        lambda s: log_loop(log_loop(s).log().half().float(), 2), "rounds to float16"
-    ),
-    "to small numbers": (lambda s: log_loop(torch.round(s * 1e7) / 1e7), "rounds scores"),
-    "to whole numbers": (lambda s: log_loop(s + (s * 1e-6).int().float()), "rounds scores"),
-}  # fmt: skip
-
-
-def test_what_is_rounded_on_the_way_is_refused() -> None:
-    reasons = refused({name: attention for name, (attention, _) in ROUNDED.items()})
-    for name, (_, rule) in ROUNDED.items():
-        assert rule in reasons[name], (name, reasons[name])
 
 
 GUARDS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 import yaml
 
 from asapc.cli import app
+from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import load_recipe
+from asapc.pipeline import inspect
 from asapc.report.gates import load_gates
 from asapc.study import load_grid
 
@@ -277,3 +280,31 @@ def test_installation_lines_are_for_a_clone() -> None:
     for folder in ("asapc", "passes", "calibration"):
         said = {p.name for p in (ROOT / folder).rglob("*.py") if "pip install" in text_of(p)}
         assert said <= {"hints.py"}, "asapc/terminal/hints.py is the home of installation lines"
+
+
+(_, FRAME), *SPELLINGS = [
+    (title(after), block) for _, after, block in blocks(DOCS / "recognition.md") if title(after)
+]  # fmt: skip
+NAMES = [re.findall(r"class (\w+)", block)[0] for _, block in SPELLINGS]
+
+
+def test_five_spellings_compile_and_five_have_a_way_out() -> None:
+    compiles = [told == "compiles" for told, _ in SPELLINGS]
+    assert compiles == [True] * 5 + [False, True] * 5
+
+
+@pytest.mark.parametrize(("told", "block", "name"), [
+    (told, block, name) for (told, block), name in zip(SPELLINGS, NAMES, strict=True)
+], ids=NAMES)  # fmt: skip
+def test_what_is_told_of_a_spelling(told: str, block: str, name: str, tmp_path: Path) -> None:
+    """What compiles replays, and the rest is refused for that reason."""
+    (tmp_path / "layer.py").write_text(f"{FRAME}\n\n{block}", encoding="utf-8")
+    x = np.random.default_rng(0).standard_normal((64, 12, 8)).astype(np.float32)
+    x[::2, 9:] = 0  # padding, for the layer that asks
+    np.savez(tmp_path / "x.npz", x=x)
+    teacher = load_teacher(f"{tmp_path / 'layer.py'}:{name}")
+    (layer,) = inspect(teacher, str(tmp_path / "x.npz")).sites
+    if told == "compiles":
+        assert layer["status"] == "matched", layer["reason"]
+    else:
+        assert layer["status"] != "matched" and told.removeprefix("not compiled: ") in layer["reason"]

@@ -67,18 +67,10 @@ def sorting(x: Tensor, temperature: float | None, ties: str = "shared") -> Tenso
 
 
 def reference(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    tau: Tensor,
-    temperature: float | None,
-    squared_cost: bool = False,
-    mean_cost: bool = False,
-    coupling: str = "interpolated",
-    ties: str = "shared",
-) -> Tensor:
+    q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, slices: Tensor | None,
+    tau: Tensor, temperature: float | None, squared_cost: bool = False, mean_cost: bool = False,
+    coupling: str = "interpolated", ties: str = "shared",
+) -> Tensor:  # fmt: skip
     """The map [B, H, N, M] in float64."""
     q, k = q.double(), k.double()
     batch, heads, queries, dim = q.shape

@@ -13,20 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_text import KEYWORDS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.kernels import native
-from asapc.measure.differences import comparable
-from asapc.models import ARCHITECTURES
 from asapc.operators import asap
 from asapc.operators.catalogue import reference_named
-from asapc.passes.analyse import Analysis, analyse
-from asapc.program.runner import Runner
 
 ops = torch.ops.asapc
 HEADS, DIM, VALUE_DIM = 3, 4, 5
@@ -327,33 +320,3 @@ def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
             # is a sum of rounded parts.
             near = 4 * torch.finfo(half).eps * float(exact.abs().max())
             torch.testing.assert_close(own.float(), exact, rtol=0, atol=near + 1e-6)
-
-
-@pytest.fixture(scope="module")
-def lifted() -> tuple[Analysis, Batch]:
-    torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**{**KEYWORDS, "n_layers": 1}).eval()
-    tokens = torch.randint(1, 40, (8, 12))
-    tokens[0, 7:] = 0
-    batch = Batch((tokens,), {}, None, [0] * 8)
-    analysis = analyse(Teacher(model, None, "", "", True, None), batch)
-    assert [site.name for site in analysis.sites] == ["layers.0.mha"]
-    return analysis, batch
-
-
-def test_a_lifted_model_is_as_good_under_autocast_as_its_teacher(
-    lifted: tuple[Analysis, Batch], threads: int
-) -> None:
-    """Twice the error of the teacher itself, which computes its loop in float32 on rounded scores."""
-    analysis, batch = lifted
-    exact = comparable(Runner(analysis.model)(batch))
-    with torch.autocast("cpu", torch.bfloat16):
-        teacher = comparable(Runner(analysis.model)(batch))
-        found = comparable(Runner(analysis.model, analysis.lifted)(batch))
-    assert [t.dtype for t in found] == [t.dtype for t in teacher]
-    assert torch.bfloat16 in {t.dtype for t in teacher}
-    for own, rounded, true in zip(found, teacher, exact, strict=True):
-        budget = 2 * (rounded.float() - true).abs().max()
-        assert 0 < budget < 0.05
-        assert (own.float() - true).abs().max() <= budget
-        assert (own.float() - rounded.float()).abs().max() <= budget

@@ -47,18 +47,10 @@ def double(value: Any) -> Any:
 
 
 def assert_honest(
-    q: Tensor,
-    k: Tensor,
-    features: str,
-    keep: Tensor | None = None,
-    bias: Tensor | None = None,
-    parameters: list[Tensor] | None = None,
-    score_multiplier: float = 0.4,
-    half_steps: int = 5,
-    starts_on_x: bool = True,
-    sides: tuple[str, ...] = ("source", "target"),
-    per_head: bool = True,
-) -> None:
+    q: Tensor, k: Tensor, features: str, keep: Tensor | None = None, bias: Tensor | None = None,
+    parameters: list[Tensor] | None = None, score_multiplier: float = 0.4, half_steps: int = 5,
+    starts_on_x: bool = True, sides: tuple[str, ...] = ("source", "target"), per_head: bool = True,
+) -> None:  # fmt: skip
     """Either side's dual and the row masses: at most twice as wrong as the meaning in float32."""
     heads, dim = q.shape[1], q.shape[3]
     if parameters is None:

@@ -34,14 +34,10 @@ class Case:
     """Inputs of one call: what the kernel gets, and the same numbers with masked keys emptied."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...] = (2, 2, 18, 37, 16, 16),
-        dtype: torch.dtype = torch.float32,
-        masked: bool = False,
-        bias: tuple[int, ...] | None = None,
-        spread: float = 1.0,
+        self, shape: tuple[int, ...] = (2, 2, 18, 37, 16, 16), dtype: torch.dtype = torch.float32,
+        masked: bool = False, bias: tuple[int, ...] | None = None, spread: float = 1.0,
         strided: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         b, h, n, m, d, e = shape
         generator = torch.Generator().manual_seed(0)
 

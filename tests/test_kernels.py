@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.kernels import native
+from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import workers
+from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
@@ -41,13 +42,9 @@ def double(value: Any) -> Any:
 
 
 def assert_honest(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None = None,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: Tensor | None = None,
     score_multiplier: float = 0.3,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Both operators and both maps: at most twice as wrong as their meaning in the same dtype."""
     f, g = (torch.linspace(-2, 2, t.shape[2]).expand(t.shape[:3]) for t in (q, k))
     loop = (keep, bias, score_multiplier, HALF_STEPS, True, ATTENTION)
@@ -282,9 +279,14 @@ def test_a_build_for_an_older_processor_and_a_fork() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names a library of torch's as Linux has it")
-def test_a_build_of_another_version_is_not_called() -> None:
+def test_a_build_of_another_version_is_not_called_and_triton_not_imported() -> None:
+    """torch itself imports Triton in some builds: only what asapc adds counts."""
+    code = (
+        "import sys, torch, torch.export, torch._inductor\nbefore = 'triton' in sys.modules\n"
+        "import asapc, asapc.pipeline, asapc.operators\nfrom asapc.kernels import native\n"
+        "print(native.missing()); sys.exit(not before and 'triton' in sys.modules)"
+    )
     other = Path(torch.__file__).parent / "lib" / "libc10.so"
-    code = "from asapc.kernels import native; print(native.missing())"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True,
         env={**os.environ, "ASAPC_NATIVE": str(other)},
@@ -318,3 +320,45 @@ def test_sizes_that_differ_are_an_error_and_masks_of_one_example_are_everybodys(
                 run(keys.contiguous(), values.contiguous())
         with pytest.raises(RuntimeError):
             run(k, v, one[:, :4])
+
+
+# What `bench --explain` says is what runs
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
+@pytest.mark.parametrize(("resident", "spread", "path"), [
+    (1 << 24, 1.0, ", linear domain"), (1 << 24, 4.0, ", linear domain in float64"),
+    (1 << 10, 1.0, ", streamed, linear domain"), (1 << 10, 100.0, ", streamed, log domain"),
+])  # fmt: skip
+def test_the_engine_tells_where_it_computed(resident: int, spread: float, path: str) -> None:
+    q, k, v = (x * spread for x in tokens(2, 2, 40, 4))
+    with using(Thresholds(resident_bytes=resident)), explained() as choices:
+        ops.sinkhorn(q, k, v, None, None, 0.5, 4, True, ATTENTION)
+    assert [(c.operator, c.kernel) for c in choices] == [("sinkhorn", f"CPU, {native.described()}{path}")]
+
+
+def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASAPC_NATIVE", "0")
+    monkeypatch.setattr(native, "missing", native.missing.__wrapped__)
+    with explained() as choices:
+        ops.sinkhorn(*tokens(2, 2, 40, 4), None, None, 0.5, 4, True, ATTENTION)
+    assert [(c.kernel, c.reason) for c in choices] == [("plain PyTorch", "ASAPC_NATIVE=0")]
+    assert native.described() == "no C++ engine: ASAPC_NATIVE=0"
+
+
+def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    with explained() as choices:
+        ops.asap(q, q, q, None, None, None, q[..., 0], 0.5, 1, ATTENTION)
+        ops.dual(q, q, None, None, [], torch.ones(1, 1), "norm", "target", 0.5, 3, True)
+    assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
+
+
+def test_other_devices_fall_back_and_say_so() -> None:
+    q = torch.randn(1, 2, 8, 4, device="meta")
+    with explained() as choices:
+        assert dispatch.attention_backend("sinkhorn", q, q, q, None, 4) == "plain"
+        assert dispatch.dual_backend("dual", q, q, "norm") == "plain"
+        assert dispatch.attention_backend("asap", q, q, q, None, 1, from_key=True) == "softmax"
+        assert dispatch.attention_backend("asap", q, q, q, None, 2, from_key=True) == "plain"
+    assert all("meta devices" in c.reason for c in choices)

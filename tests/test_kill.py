@@ -1,23 +1,17 @@
-"""kill -9 at random points of every kind of write: what is left is absent, old or complete.
+"""kill -9 before every call of a write that changes a disk: what is left is absent, old or complete.
 
-Most are killed at their own calls that change a disk, which random times seldom meet: the folders are
-then what any kill between that call and the one before would have left.
+The folders are then what any kill between that call and the one before would have left.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-import random
 import shutil
 import signal
-import tempfile
-import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
 from asapc.formats import atomic
-from asapc.formats.atomic import clean_leftovers, read_whole
+from asapc.formats.atomic import read_whole
 from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 from asapc.terminal.progress import SILENT
 
@@ -42,8 +36,7 @@ from asapc.onnx.export import place
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
-KILLS = 28
-SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
+SIZE = 5000  # of a write, in whatever it counts
 # Calls that change a disk, and flushes, which lie between a file's first byte and its last.
 CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
 
@@ -66,161 +59,110 @@ def armed(last: int) -> list[str]:
     return calls
 
 
-def start(work: Callable[..., object], *arguments: Any) -> int:
-    """A process that does this and ends; its id."""
+def killed_at(last: int, noted: Path, work: Callable[[], object]) -> None:
+    """In a process of its own; where none is the last call, it notes how many there were."""
     worker = os.fork()
     if worker == 0:
         try:
             torch.set_num_threads(1)  # no other thread of this process is there
-            work(*arguments)
+            calls = armed(last)
+            work()
+            noted.write_text(str(len(calls)))
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(0)
-    return worker
+    os.waitpid(worker, 0)
 
 
-def folder(root: str, n: int, name: str = "folder") -> None:
-    with atomic.replace_folder(f"{root}/{name}") as partial:
+def folder(target: Path, n: int) -> None:
+    with atomic.replace_folder(target) as partial:
         (partial / "modules").mkdir()
         save_file({"x": torch.full((SIZE,), float(n))}, partial / "model.safetensors")
         (partial / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
         (partial / "manifest.json").write_text(json.dumps({"number": n}))
 
 
-def two_renames(root: str, n: int) -> None:
+def by_two_renames(target: Path, n: int) -> None:
     exchange, atomic._exchange = atomic._exchange, lambda first, second: False
-    folder(root, n, "two_renames")
+    folder(target, n)
     atomic._exchange = exchange
 
 
-def file(root: str, n: int) -> None:
-    atomic.replace_file(f"{root}/file", f"{n} " * SIZE)
+def file(target: Path, n: int) -> None:
+    atomic.replace_file(target, f"{n} " * SIZE)
 
 
-def shards(root: str, n: int) -> None:
-    with Shards(f"{root}/parts", {"model": "a"}) as parts:
-        key = str(n // 1000 % SHARDS)
-        parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
+def part(target: Path, n: int) -> None:
+    with Shards(target, {"model": "a"}) as parts:
+        parts.put("key", {"x": torch.full((SIZE,), float(n))}, {"number": n})
 
 
-WRITES = (folder, two_renames, file, shards)
-
-
-def loop(root: str, first: int, seed: int, last: int) -> None:
-    """Until a signal ends it, its own before its call of the number `last`."""
-    armed(last)
-    try:
-        for n in itertools.count(first):
-            for i in range(len(WRITES)):
-                WRITES[(i + seed) % len(WRITES)](root, n)
-    except BaseException as error:
-        Path(root, "error").write_text(repr(error))
-
-
-def number_in_folder(folder: Path) -> int:
+def number_in_folder(target: Path) -> int:
     def read() -> tuple[int, torch.Tensor, str]:
         try:
-            number = json.loads((folder / "manifest.json").read_text())["number"]
-            x = load_file(folder / "model.safetensors")["x"]
-            program = (folder / "modules" / "0.graph.pt2").read_text()
+            number = json.loads((target / "manifest.json").read_text())["number"]
+            x = load_file(target / "model.safetensors")["x"]
+            program = (target / "modules" / "0.graph.pt2").read_text()
         except FileNotFoundError as error:
-            raise InputError(f"{folder}: absent") from error
+            raise InputError(f"{target}: absent") from error
         return int(number), x, program
 
-    # What was read while another run replaced the folder is thrown away: only the last read is one.
-    number, x, program = read_whole(folder, read)
+    number, x, program = read_whole(target, read)
     assert torch.equal(x, torch.full((SIZE,), float(number)))
     assert program == f"{number} " * SIZE
     return number
 
 
-def number_in_file(path: Path) -> int:
-    if not path.exists():
+def number_in_file(target: Path) -> int:
+    if not target.exists():
         raise InputError("absent")
-    text = path.read_text()
-    number = text.split()[0]
-    assert text == f"{number} " * SIZE
-    return int(number)
+    text = target.read_text()
+    assert text == f"{text[0]} " * SIZE
+    return int(text[0])
 
 
-def number_in_shards(root: Path) -> int:
-    with Shards(root / "parts", {"model": "a"}) as parts:
-        found = [part for key in range(SHARDS) if (part := parts.get(str(key))) is not None]
-        assert len(found) == len(list((root / "parts").glob("*.safetensors")))  # none was torn
-    for tensors, facts in found:
-        assert torch.equal(tensors["x"], torch.full((SIZE,), float(facts["number"])))
-    if not found:
-        raise InputError("no shard")
-    return max(int(facts["number"]) for _, facts in found)
+def number_in_part(target: Path) -> int:
+    with Shards(target, {"model": "a"}) as parts:
+        found = parts.get("key")
+        if found is None:
+            assert not [*target.glob("[!.]*.safetensors")]  # none was torn
+            raise InputError("absent")
+    tensors, facts = found
+    assert torch.equal(tensors["x"], torch.full((SIZE,), float(facts["number"])))
+    return int(facts["number"])
 
 
-READERS = {
-    "folder": lambda root: number_in_folder(root / "folder"),
-    "folder by two renames": lambda root: number_in_folder(root / "two_renames"),
-    "file": lambda root: number_in_file(root / "file"),
-    "shards": number_in_shards,
-}
+WRITES = {
+    folder: number_in_folder, by_two_renames: number_in_folder, file: number_in_file,
+    part: number_in_part,
+}  # fmt: skip
 
 
-def leftovers(root: Path) -> list[str]:
-    names = [path.name for path in root.rglob(".*")]
-    return [name for name in names if name.endswith((".partial", ".previous"))]
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("old", [None, 1], ids=["nothing there", "an old one"])
+def test_a_write_killed(write: Callable[[Path, int], None], old: int | None, tmp_path: Path) -> None:
+    """The next write goes through, and clears up what is left."""
+    root, noted, seen = tmp_path / "root", tmp_path / "calls", set()
 
+    def left_by(last: int) -> int | None:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        if old is not None:
+            write(root / "it", old)
+        killed_at(last, noted, lambda: write(root / "it", 2))
+        try:
+            return WRITES[write](root / "it")
+        except InputError:
+            return None
 
-@pytest.fixture
-def quick_disk(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is one: a kill, unlike a power cut, leaves what was not flushed, too."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as place:
-        yield Path(place)
-
-
-def test_kills_while_writing(quick_disk: Path) -> None:
-    root = quick_disk
-    chance = random.Random(0)
-    counts: Counter[str] = Counter()
-    latest = dict.fromkeys(READERS, -1)
-    most = 0
-    for kill in range(KILLS):
-        timed = kill % 4 == 0  # in the middle of whatever it does; the others at one of their own calls
-        last = 0 if timed else chance.randrange(1, 30)
-        worker = start(loop, str(root), 1000 * kill, chance.randrange(4), last)
-        if timed:
-            time.sleep(chance.uniform(0.005, 0.1))
-            for name in ("folder", "folder by two renames"):
-                if latest[name] >= 0:
-                    assert READERS[name](root) >= latest[name]
-                    counts["read beside a writer"] += 1
-            os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
-        assert not (root / "error").exists(), (root / "error").read_text()
-        left = leftovers(root)
-        most = max(most, len(left))
-        counts["killed in the middle of a write" if left else "killed between writes"] += 1
-        counts["neither old nor new in place"] += any(n.endswith(".previous") for n in left)
-        for name, read in READERS.items():
-            try:
-                number = read(root)
-            except InputError:
-                assert latest[name] == -1, f"{name} is gone"
-                counts["absent"] += 1
-                continue
-            assert number >= latest[name]
-            counts["new" if number > latest[name] else "old"] += 1
-            latest[name] = number
-    print(f"{KILLS} kills: {dict(counts)}; at most {most} leftovers at once")
-    assert counts["killed in the middle of a write"] > KILLS / 4
-    assert min(latest.values()) >= 0 and max(latest.values()) > 1000 * KILLS / 2
-
-    for name in ("folder", "two_renames", "file", "parts"):
-        clean_leftovers(root / name)
-    with Shards(root / "parts", {"model": "a"}) as parts:
-        for path in (root / "parts").glob("*.safetensors"):
-            clean_leftovers(path)
-        assert parts.keys() == [str(key) for key in range(SHARDS)]
-    assert leftovers(root) == []
-    assert sorted(os.listdir(root)) == ["file", "folder", "parts", "two_renames"]
+    assert left_by(0) == 2
+    for last in range(1, int(noted.read_text()) + 1):
+        seen.add(left_by(last))
+        write(root / "it", 3)
+        assert WRITES[write](root / "it") == 3
+        assert not [path for path in root.rglob(".*") if path.suffix in (".partial", ".previous")]
+    assert seen == {old, 2}
 
 
 def sha256(content: bytes) -> str:
@@ -236,9 +178,8 @@ def digests(folder: Path) -> dict[str, str]:
 TINY = """<ir_version: 10, opset_import: ["" : 18]> g (float[n] x) => (float[n] y) { y = Neg (x) }"""
 
 
-def test_export_killed(tmp_path: Path) -> None:
-    """At each of its calls: a model.onnx that is there is the old or the new one, and the record is of it
-    or of none."""
+def test_an_export_killed(tmp_path: Path) -> None:
+    """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
     out, before, noted = (tmp_path / name for name in ("out", "before", "calls"))
     before.mkdir()
     (before / MODEL).write_bytes(b"of an earlier export")
@@ -248,23 +189,21 @@ def test_export_killed(tmp_path: Path) -> None:
     old = digests(before)
     assert read_record(before) == record
 
-    def export(last: int) -> None:
-        calls = armed(last)
+    def export() -> None:
         model = onnx_ir.from_proto(onnx.parser.parse_model(TINY))
         place(out, model, lambda path, **_: Verified(1e-4, 0.0, [], []), 1e-4, False, SILENT)
-        noted.write_text(json.dumps(calls))
 
     def left_by(last: int) -> dict[str, str]:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(before, out)
-        os.waitpid(start(export, last), 0)
+        killed_at(last, noted, export)
         return digests(out)
 
     new = left_by(0)  # which lives
     assert new != old and set(new) == set(old) and read_record(out) is not None
     assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
     seen = set()
-    for last in range(1, len(json.loads(noted.read_text())) + 1):
+    for last in range(1, int(noted.read_text()) + 1):
         found = left_by(last)
         for name, digest in found.items():
             assert digest in (old[name], new[name]), f"{name} is torn"

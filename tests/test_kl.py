@@ -209,10 +209,9 @@ def test_never_nan_never_worse(layout, spread, penalty):
 def test_dependent_and_constant_columns(penalty):
     piece, _ = piece_for("y_keep", batch=6)
     twice = KlPiece(
-        torch.cat([piece.columns, piece.columns, torch.zeros_like(piece.columns)], -1),
-        piece.clouds,
+        torch.cat([piece.columns, piece.columns, torch.zeros_like(piece.columns)], -1), piece.clouds,
         piece.mass,
-    )
+    )  # fmt: skip
     fit = solved([twice], penalty)
     once = solved([piece], penalty / 2)
     assert fit.converged == (True,)
@@ -249,10 +248,9 @@ def test_examples_without_a_key_are_passed_over():
     alone = solved([piece], 0.1)
     c = piece.clouds
     clouds = Clouds(
-        torch.cat([c.x, c.x[:1]]),
-        torch.cat([c.y, torch.full_like(c.y[:1], math.nan)]),
+        torch.cat([c.x, c.x[:1]]), torch.cat([c.y, torch.full_like(c.y[:1], math.nan)]),
         y_keep=torch.cat([c.y_keep, torch.zeros(1, 7).bool()]),
-    )
+    )  # fmt: skip
     nan = torch.full_like(piece.mass[:1], math.nan)
     more = KlPiece(torch.cat([piece.columns, piece.columns[:1]]), clouds, torch.cat([piece.mass, nan]))
     fit = solved([more], 0.1)

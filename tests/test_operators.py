@@ -75,18 +75,13 @@ def test_cpu_kernel_is_within_the_honest_error(
     assert float((wide - exact).abs().max()) <= 1e-9 * scale
 
 
-def test_equal_tokens_attend_uniformly() -> None:
-    q = torch.ones(1, 2, 6, 4) * 0.3
-    k = torch.ones(1, 2, 6, 4) * 0.7
+def test_equal_tokens_attend_uniformly_and_a_strong_permutation_is_recovered() -> None:
+    q, k = torch.ones(1, 2, 6, 4) * 0.3, torch.ones(1, 2, 6, 4) * 0.7
     dense = ops.sinkhorn_attention(q, k, None, None, 0.5, 9, True, ATTENTION)
     torch.testing.assert_close(dense, torch.full((1, 2, 6, 6), 1 / 6))
-
-
-def test_a_strong_permutation_is_recovered() -> None:
-    order = torch.tensor([2, 0, 3, 1])
+    order, q = torch.tensor([2, 0, 3, 1]), torch.zeros(1, 1, 4, 2)
     bias = (40.0 * torch.eye(4)[order])[None, None]
-    q = k = torch.zeros(1, 1, 4, 2)
-    dense = ops.sinkhorn_attention(q, k, None, bias, 1.0, 20, True, ATTENTION)
+    dense = ops.sinkhorn_attention(q, q, None, bias, 1.0, 20, True, ATTENTION)
     torch.testing.assert_close(dense[0, 0], torch.eye(4)[order], atol=1e-6, rtol=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import programs
 import pytest
+from program_texts import INGREDIENTS
 from torch import Tensor, nn
 
 SEEDS = (
@@ -52,7 +53,7 @@ def test_a_program_never_differs_silently(name: str) -> None:
 
 
 def test_they_hold_every_ingredient_but_some_twists() -> None:
-    for name, values in programs.INGREDIENTS.items():
+    for name, values in INGREDIENTS.items():
         if name not in ("twist", "second", "late"):
             assert set(map(str, values)) <= {str(spec[name]) for spec in SPECS.values()}, name
 

@@ -19,6 +19,7 @@ def progress(request: pytest.FixtureRequest) -> Progress:
 
 
 def test_every_item_passes_through_once_and_lazily(progress: Progress) -> None:
+    """In loops that nest and follow each other, too."""
     taken: list[int] = []
 
     def source():
@@ -31,9 +32,6 @@ def test_every_item_passes_through_once_and_lazily(progress: Progress) -> None:
     assert next(iter(loop)) == 0
     assert taken == [0]
     assert list(loop) == [1, 2]
-
-
-def test_loops_nest_and_follow_each_other(progress: Progress) -> None:
     seen = [
         (outer, inner)
         for outer in progress.track([1, 2], "outer")
@@ -41,16 +39,6 @@ def test_loops_nest_and_follow_each_other(progress: Progress) -> None:
     ]
     assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
     assert list(progress.track([], "empty")) == []
-
-
-def test_an_exception_in_the_loop_comes_through(progress: Progress) -> None:
-    def source():
-        yield 1
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(progress.track(source(), "loop"))
-    assert list(progress.track([1], "again")) == [1]
 
 
 def test_plain_lines_carry_counts_and_no_control_characters() -> None:
@@ -107,7 +95,13 @@ def test_a_long_phase_is_told_of_while_it_runs(monkeypatch: pytest.MonkeyPatch) 
     ]  # fmt: skip
 
 
-def test_a_phase_that_fails_gives_the_terminal_back(progress: Progress) -> None:
+def test_a_loop_or_phase_that_fails_gives_the_terminal_back(progress: Progress) -> None:
+    def source():
+        yield 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(progress.track(source(), "loop"))
     with pytest.raises(KeyError), progress.phase("tracing the model"):
         raise KeyError
     assert list(progress.track([1], "again")) == [1]

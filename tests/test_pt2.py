@@ -280,8 +280,7 @@ def test_what_is_called_by_an_argument_is_looked_at_too(parts, tmp_path, marker)
 EXPRESSIONS = [
     "__import__('os').system('touch {0}')", "Symbol('s0').__class__", "Integer(open('{0}', 'w'))",
     "Symbol('a b')", "10**10**10", "Pow(10, 10**9)", "PowByNatural(10, 99999999999)",
-    "Float('1e999999999')", "(" * 500 + "1" + ")" * 500, "+".join(["1"] * 10**5),
-    "f'{{open(\"{0}\")}}'",
+    "Float('1e999999999')", "(" * 500 + "1" + ")" * 500, "+".join(["1"] * 10**5), "f'{{open(\"{0}\")}}'",
 ]  # fmt: skip
 
 

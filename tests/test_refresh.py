@@ -389,9 +389,9 @@ def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(esp, 
     np.savez(tmp_path / "data.npz", x=np.load(esp / "data.npz")["x"])
     out = Path(shutil.copytree(esp / "out", tmp_path / "out"))
     entry = refreshed(out, tmp_path / "data.npz", "--anneal", "--epochs", 2, "--parameters",
-                      "layers.*.qkv.weight", "--parameters", "asapc_site_1_*")  # fmt: skip
+                      "layers.*.to_q.weight", "--parameters", "asapc_site_1_*")  # fmt: skip
     tau = "asapc_site_1_inverse_temperature"
-    assert set(entry["parameters"]) == {"layers.0.qkv.weight", "layers.1.qkv.weight", tau}
+    assert set(entry["parameters"]) == {"layers.0.to_q.weight", "layers.1.to_q.weight", tau}
     assert entry["soft_to_hard"]["after"]["accuracy"] is None
     before, after = (load_file(folder / "model.safetensors") for folder in (esp / "out", out))
     assert after[f"0.{tau}"].equal(before[f"0.{tau}"])  # the lossless program keeps its own

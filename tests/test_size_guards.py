@@ -104,33 +104,14 @@ def test_a_program_from_a_file_keeps_to_its_guards_too() -> None:
         again.module()(torch.randn(5, 10, 4))
 
 
-class One(nn.Module):
-    """A single token, or example, goes another way; torch has no guard for it."""
-
-    def __init__(self, axis: int) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.softmax(-1) if x.shape[self.axis] == 1 else x.log_softmax(-1)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_branch_on_a_size_of_one_is_not_the_programs(axis: int) -> None:
-    (program,) = capture(One(axis), (torch.randn(*EXAMPLE, 4),), {}).programs
-    limits = allowed(program)
-    assert limits[axis] == (2, MOST) and limits[1 - axis] == (0, MOST)
-
-
 ONES: dict[str, tuple[Callable[[int, int], bool], int, int]] = {
+    "b == 1": (lambda b, n: b == 1, 2, 0), "n == 1": (lambda b, n: n == 1, 0, 2),
     "b == 1 and n > 16": (lambda b, n: b == 1 and n > 16, 2, 0),
-    "b * n <= 2": (lambda b, n: b * n <= 2, 1, 3),
-    "b + n < 4": (lambda b, n: b + n < 4, 1, 3),
+    "b * n <= 2": (lambda b, n: b * n <= 2, 1, 3), "b + n < 4": (lambda b, n: b + n < 4, 1, 3),
     "(b, n) == (1, 1)": (lambda b, n: (b, n) == (1, 1), 2, 0),
-    "b * n < 2": (lambda b, n: b * n < 2, 1, 2),
+    "b * n < 2": (lambda b, n: b * n < 2, 1, 2), "n >= 1": (lambda b, n: n >= 1, 0, 0),
     "[b * n < 2]": (lambda b, n: (False, True)[b * n < 2], 1, 2),
-    "n >= 1": (lambda b, n: n >= 1, 0, 0),
-}
+}  # fmt: skip
 
 
 class Asking(nn.Module):

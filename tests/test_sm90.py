@@ -23,7 +23,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What became of both: the script's exit code tells of what the resident kernels may spill."""
     folder = tmp_path_factory.mktemp("sm90")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--only", LOOP, RESIDENT, "-o", str(folder)]
+    cases = (LOOP, f"{RESIDENT} masked", f"{RESIDENT} bias")
+    command = [sys.executable, str(SCRIPT), "--only", *cases, "-o", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "CUOBJDUMP" in done.stderr:
         pytest.skip("Triton ships no cuobjdump here")

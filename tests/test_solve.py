@@ -42,21 +42,6 @@ def test_the_cheapest_set_is_found(sites: list[list[Option]]) -> None:
     assert sum(option.cost for option in own) == pytest.approx(best)
 
 
-@given(
-    st.lists(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 0.3)), min_size=1, max_size=4), max_size=5)
-)
-def test_any_damages_keep_the_limit(sites: list[list[tuple[float, float]]]) -> None:
-    own = [[Option(cost, (damage,)) for cost, damage in site] for site in sites]
-    chosen = cheapest(own, [0.5])
-    if chosen is not None:
-        damages = [site[index].damages[0] for site, index in zip(own, chosen, strict=True)]
-        assert sum(damages) <= 0.5 * (1 + 1e-8)
-        costs = [site[index].cost for site, index in zip(own, chosen, strict=True)]
-        assert sum(costs) == pytest.approx(brute(own, (0.5,)))
-    elif all(min(option.damages[0] for option in site) == 0 for site in own):
-        pytest.fail("a set without damage is always allowed")
-
-
 def test_limits_of_nothing_and_of_everything() -> None:
     sites = [[Option(1.0, (0.2,)), Option(5.0, (0.0,))]] * 3
     assert cheapest(sites, [0.0]) == [1, 1, 1]
