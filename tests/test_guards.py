@@ -1245,6 +1245,14 @@ class DropsQueries(Layer):
         return by_softmax(nn.functional.dropout(q, 0.5, self.training) @ k.mT) @ self.out(x)
 
 
+class DropsOfItsMapInTrainingAlone(Layer):
+    """By a share that is 0 in evaluation mode, whose graph has no dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = 0.5 if self.training else 0.0
+        return nn.functional.dropout(plan_of(self, x), share) @ self.out(x)
+
+
 class DropsInTrainingAlone(Layer):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.qk(x).chunk(2, -1)
@@ -1271,7 +1279,7 @@ def by_softmax(scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [
     DropsInputs, DropsBesideItself, DropsAnotherMap, DropsAnotherMapOfTorchs, DropsScores, DropsQueries,
-    DropsInTrainingAlone, NormalisesScores,
+    DropsInTrainingAlone, DropsOfItsMapInTrainingAlone, NormalisesScores,
 ])  # fmt: skip
 @torch.no_grad()
 def test_layers_that_are_others_in_training_mode(kind):
