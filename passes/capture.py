@@ -618,7 +618,7 @@ def _explicit(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> inspect
 def _keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """torch.export finds the sizes of keywords by the names in a signature: `**kwargs` have some."""
     signature = _explicit(module.forward, kwargs)
-    if signature == inspect.signature(module.forward):
+    if signature.parameters.keys() == inspect.signature(module.forward).parameters.keys():
         yield
         return
     with replaced_forward(module, lambda forward, *args, **given: forward(*args, **given)):

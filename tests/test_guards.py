@@ -842,6 +842,16 @@ class OfAnyKeywords(Layer):
         return attended(self, *args, named["x"], bias=named["bias"][:, None]) + named["more"]
 
 
+TWO = torch.ones(2)
+
+
+class OfDefaults(Layer):
+    """By keyword, and one of them is a tensor."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, bias: Tensor = TWO) -> Tensor:
+        return attended(self, x * scale, bias=bias.sum())
+
+
 class OfNestedInputs(Layer):
     def forward(self, data: dict[str, Any]) -> Tensor:
         x, others = data["tokens"]
@@ -1048,7 +1058,13 @@ def nested(examples: int, tokens: int) -> dict[str, Any]:
     return {"data": {"tokens": (torch.randn(examples, tokens, 4), inside), "weight": 0.5}}
 
 
-@pytest.mark.parametrize(("kind", "call"), [(OfAnyKeywords, by_name), (OfNestedInputs, nested)])
+def given_one(examples: int, tokens: int) -> dict[str, Any]:
+    return {"x": torch.randn(examples, tokens, 4)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [(OfAnyKeywords, by_name), (OfNestedInputs, nested), (OfDefaults, given_one)]
+)
 @torch.no_grad()
 def test_sizes_of_keywords_and_nested_inputs_are_free(kind, call):
     model = kind().eval()
@@ -1168,6 +1184,29 @@ def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
                     expected, found = model(given), one(given)
                     assert found.dtype == expected.dtype
                     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+class BesideTorchsEncoder(Layer):
+    """Which takes a way of its own without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x + attended(self, x))
+
+
+def test_dtypes_under_autocast_that_gradients_change(tmp_path):
+    torch.manual_seed(0)
+    model, x = BesideTorchsEncoder().eval(), torch.randn(48, 6, 4)
+    asapc.compile(model, x, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    alone, dtypes = asapc.load(tmp_path / "out", trust=True), []
+    for grad in (False, True):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            dtypes += [model(x[:3]).dtype]
+            assert alone(x[:3]).dtype == dtypes[-1]
+    assert dtypes == [torch.bfloat16, torch.float32]
 
 
 @torch.no_grad()
@@ -1341,12 +1380,15 @@ class Trained(nn.Sequential):
 
 
 DROPOUT, STATISTICS = ", without dropout", ", without batch statistics (batch_norm)"
+ITERATIONS = ", without power iterations (spectral_norm)"
 
 
 @pytest.mark.parametrize(("kind", "left_out"), [
     (nn.Dropout(0.5), DROPOUT), (nn.BatchNorm1d(6), STATISTICS), (nn.LayerNorm(4), None),
     (nn.Dropout(0.0), None), (DropsScores(), DROPOUT), (OfDroppedMaps(), DROPOUT),
     (NormalisesScores(), STATISTICS),
+    (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
+    (nn.utils.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
 ], ids=lambda x: type(x).__name__)  # fmt: skip
 @torch.no_grad()
 def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
@@ -1354,7 +1396,7 @@ def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
     data = {"input": torch.randn(48, 6, 4)}
     asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     with warnings.catch_warnings(action="error"):
-        loaded = asapc.load(tmp_path / "out").eval()
+        loaded = asapc.load(tmp_path / "out", trust=True).eval()
     with warnings.catch_warnings(record=True, action="always") as caught:
         loaded.train()
     texts = [str(warning.message) for warning in caught]
