@@ -1359,7 +1359,13 @@ class OfDroppedMapsByFunction(OfDroppedMaps):
         return self.outside(plan @ self.out(x))
 
 
-@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction])
+class OfDroppedFeatures(OfDroppedMaps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_map = nn.FeatureAlphaDropout(0.5)
+
+
+@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction, OfDroppedFeatures])
 @torch.no_grad()
 def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
     _, compiled = made(kind)
