@@ -59,7 +59,13 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
+from asapc.passes.size_functions import (
+    free_functions,
+    free_layouts,
+    free_lengths,
+    kinds_of_sizes,
+    texts_of_sizes,
+)
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import (
@@ -323,7 +329,8 @@ def _traced(
     free = contextlib.nullcontext() if not functions else (
         free_functions(used, taken, state.spaces, state.codes))  # fmt: skip
     try:
-        with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
+        with (Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), free_layouts(),
+              quiet_torch()):  # fmt: skip
             budget.of_sizes = used
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
@@ -611,7 +618,7 @@ def _explicit(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> inspect
 def _keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """torch.export finds the sizes of keywords by the names in a signature: `**kwargs` have some."""
     signature = _explicit(module.forward, kwargs)
-    if signature == inspect.signature(module.forward):
+    if signature.parameters.keys() == inspect.signature(module.forward).parameters.keys():
         yield
         return
     with replaced_forward(module, lambda forward, *args, **given: forward(*args, **given)):

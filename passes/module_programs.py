@@ -306,7 +306,8 @@ class _Reader:
         check_graph(made, "module_programs", [name])
         moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
         of_maps = {node for site in sites.values() for node in _dropout_of_map(site)}
-        own = [node for node in inside.nodes if node not in called and is_another_in_training(node)]
+        own = [node for node in inside.nodes if is_another_in_training(node)
+               and (node in of_maps or node not in called)]  # a call on a map is dead code
         modes = frozenset(self._homes(inside, (node for node in own if node not in of_maps)))
         modes |= {*self._dropping(inside, called, sites.values())}
         drops = frozenset(self._homes(inside, (node for node in own if node in of_maps)))

@@ -72,6 +72,36 @@ def free_lengths() -> Iterator[None]:
         builtins.len = plain
 
 
+@contextlib.contextmanager
+def free_layouts() -> Iterator[None]:
+    """Let a part of a table, such as `w[:n, :n]`, not be asked whether it is the whole: torch would take
+    n for the length of the table, or for any other."""
+    home = torch._prims_common
+    by_rows, by_channels = home.check_contiguous_sizes_strides, home.is_channels_last_contiguous_2d
+
+    def is_part(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
+        """Whether a number of entries lies between those along an axis, and a size is within them."""
+        inner = False
+        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            if inner and type(stride) is int and (type(size) is not int or size > 1):
+                return True
+            inner = inner or type(size) is not int
+        return False
+
+    def are_rows(sizes: Sequence[Any], strides: Sequence[Any], *given: Any, **named: Any) -> bool:
+        return not is_part(sizes, strides) and by_rows(sizes, strides, *given, **named)
+
+    def are_channels(x: torch.Tensor, *given: Any, **named: Any) -> bool:
+        turned = x.permute(0, 2, 3, 1) if x.dim() == 4 else x
+        return not is_part(turned.shape, turned.stride()) and by_channels(x, *given, **named)
+
+    home.check_contiguous_sizes_strides, home.is_channels_last_contiguous_2d = are_rows, are_channels
+    try:
+        yield
+    finally:
+        home.check_contiguous_sizes_strides, home.is_channels_last_contiguous_2d = by_rows, by_channels
+
+
 def kinds_of_sizes(spaces: Sequence[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """Let `isinstance(n, int)` be true of a size.  spaces: the globals of the model's code."""
     numbers: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}

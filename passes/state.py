@@ -553,11 +553,14 @@ class _NoDropout(TorchFunctionMode):
     """Dropout keeps everything.
 
     called: the functions of torch, in order.  dropped: the results of active dropout, of maps on their
-    way to the values excepted, with the modules that it is in.
+    way to the values excepted, with the modules that it is in.  shares: that dropout drops, in order;
+    shown: those of evaluation mode, whose graph has no dropout where they are 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Sequence[float] = ()) -> None:
         super().__init__()
+        self.shares: list[float] = []
+        self.shown = iter(shown)
         self.called: list[Any] = []
         self.within: list[str] = []
         self.dropped: list[tuple[Tensor, list[str]]] = []
@@ -569,8 +572,10 @@ class _NoDropout(TorchFunctionMode):
             result = whole.view_as(whole)
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             self.called.append(func)  # a trace has what is called in evaluation mode
+            self.shares.append(share)
+            is_shown = next(self.shown, 0.0) != 0
             if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
-                self.dropped.append((result, [*self.within]))
+                self.dropped.append((result if is_shown else result.view_as(result), [*self.within]))
             return result
         share = 0.0
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -617,8 +622,8 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
     before = {module: module.training for module in model.modules()}
     names = {name for name, _ in model.named_modules()}
 
-    def run() -> Any:
-        with torch.random.fork_rng(devices=[]), _NoDropout() as mode:
+    def run(shown: Sequence[float] = ()) -> Any:
+        with torch.random.fork_rng(devices=[]), _NoDropout(shown) as mode:
             torch.manual_seed(0)
 
             def enter(name: str, *_: Any) -> Leave:
@@ -633,7 +638,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
     try:
         for module in before:
             module.training = not type(module).__module__.startswith("torch.")
-        found, trained = run()
+        found, trained = run(mode.shares)
         if trained.called != mode.called or not identical(found, expected):
             return names
         return {name for _, within in trained.dropped for name in within}

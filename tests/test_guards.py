@@ -842,6 +842,16 @@ class OfAnyKeywords(Layer):
         return attended(self, *args, named["x"], bias=named["bias"][:, None]) + named["more"]
 
 
+TWO = torch.ones(2)
+
+
+class OfDefaults(Layer):
+    """By keyword, and one of them is a tensor."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, bias: Tensor = TWO) -> Tensor:
+        return attended(self, x * scale, bias=bias.sum())
+
+
 class OfNestedInputs(Layer):
     def forward(self, data: dict[str, Any]) -> Tensor:
         x, others = data["tokens"]
@@ -1048,7 +1058,13 @@ def nested(examples: int, tokens: int) -> dict[str, Any]:
     return {"data": {"tokens": (torch.randn(examples, tokens, 4), inside), "weight": 0.5}}
 
 
-@pytest.mark.parametrize(("kind", "call"), [(OfAnyKeywords, by_name), (OfNestedInputs, nested)])
+def given_one(examples: int, tokens: int) -> dict[str, Any]:
+    return {"x": torch.randn(examples, tokens, 4)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [(OfAnyKeywords, by_name), (OfNestedInputs, nested), (OfDefaults, given_one)]
+)
 @torch.no_grad()
 def test_sizes_of_keywords_and_nested_inputs_are_free(kind, call):
     model = kind().eval()
@@ -1170,6 +1186,29 @@ def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
                     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
+class BesideTorchsEncoder(Layer):
+    """Which takes a way of its own without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x + attended(self, x))
+
+
+def test_dtypes_under_autocast_that_gradients_change(tmp_path):
+    torch.manual_seed(0)
+    model, x = BesideTorchsEncoder().eval(), torch.randn(48, 6, 4)
+    asapc.compile(model, x, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    alone, dtypes = asapc.load(tmp_path / "out", trust=True), []
+    for grad in (False, True):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            dtypes += [model(x[:3]).dtype]
+            assert alone(x[:3]).dtype == dtypes[-1]
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
@@ -1245,6 +1284,14 @@ class DropsQueries(Layer):
         return by_softmax(nn.functional.dropout(q, 0.5, self.training) @ k.mT) @ self.out(x)
 
 
+class DropsOfItsMapInTrainingAlone(Layer):
+    """By a share that is 0 in evaluation mode, whose graph has no dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = 0.5 if self.training else 0.0
+        return nn.functional.dropout(plan_of(self, x), share) @ self.out(x)
+
+
 class DropsInTrainingAlone(Layer):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.qk(x).chunk(2, -1)
@@ -1271,7 +1318,7 @@ def by_softmax(scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [
     DropsInputs, DropsBesideItself, DropsAnotherMap, DropsAnotherMapOfTorchs, DropsScores, DropsQueries,
-    DropsInTrainingAlone, NormalisesScores,
+    DropsInTrainingAlone, DropsOfItsMapInTrainingAlone, NormalisesScores,
 ])  # fmt: skip
 @torch.no_grad()
 def test_layers_that_are_others_in_training_mode(kind):
@@ -1312,7 +1359,13 @@ class OfDroppedMapsByFunction(OfDroppedMaps):
         return self.outside(plan @ self.out(x))
 
 
-@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction])
+class OfDroppedFeatures(OfDroppedMaps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_map = nn.FeatureAlphaDropout(0.5)
+
+
+@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction, OfDroppedFeatures])
 @torch.no_grad()
 def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
     _, compiled = made(kind)
@@ -1333,12 +1386,15 @@ class Trained(nn.Sequential):
 
 
 DROPOUT, STATISTICS = ", without dropout", ", without batch statistics (batch_norm)"
+ITERATIONS = ", without power iterations (spectral_norm)"
 
 
 @pytest.mark.parametrize(("kind", "left_out"), [
     (nn.Dropout(0.5), DROPOUT), (nn.BatchNorm1d(6), STATISTICS), (nn.LayerNorm(4), None),
     (nn.Dropout(0.0), None), (DropsScores(), DROPOUT), (OfDroppedMaps(), DROPOUT),
     (NormalisesScores(), STATISTICS),
+    (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
+    (nn.utils.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
 ], ids=lambda x: type(x).__name__)  # fmt: skip
 @torch.no_grad()
 def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
@@ -1346,7 +1402,7 @@ def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
     data = {"input": torch.randn(48, 6, 4)}
     asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     with warnings.catch_warnings(action="error"):
-        loaded = asapc.load(tmp_path / "out").eval()
+        loaded = asapc.load(tmp_path / "out", trust=True).eval()
     with warnings.catch_warnings(record=True, action="always") as caught:
         loaded.train()
     texts = [str(warning.message) for warning in caught]

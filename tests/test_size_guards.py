@@ -242,6 +242,27 @@ def test_a_part_of_a_larger_tensor_ties_no_size_to_the_example() -> None:
     assert allowed(program) == ((0, MOST), (0, MOST))
 
 
+class Tabled(nn.Module):
+    def __init__(self, *leads: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(*leads, 12, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        return (x @ x.mT + self.table[..., :n, :n]).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("tokens", [12, 7])
+@pytest.mark.parametrize("leads", [(), (1, 1), (1, 3)])
+def test_a_part_of_a_table_holds_for_all_of_it(leads: tuple[int, ...], tokens: int) -> None:
+    net = Tabled(*leads)
+    (program,) = capture(net, (torch.randn(3, tokens, 4),), {}).programs
+    assert allowed(program)[1] == (0, 12)
+    for length in (1, 5, 12):
+        x = torch.randn(3, length, 4)
+        torch.testing.assert_close(program.graph(x), net(x))
+
+
 class Windowed(zoo.Biased):
     """Its bias is looked up for as many pairs as one length has, as in the windows of a picture."""
 

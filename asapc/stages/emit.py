@@ -96,9 +96,13 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["soft_to_hard"] = c.chosen.switch
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
-    others = not_applied(program.graph.graph for program in analysis.capture.untouched)
+    others = [*not_applied(program.graph.graph for program in analysis.capture.untouched)]
+    parts = [*analysis.model.modules()] if analysis.model is not None else []
+    hooks = [hook for part in parts for hook in part._forward_pre_hooks.values()]
+    if any(type(one).__name__.endswith("SpectralNorm") for one in (*parts, *hooks)):
+        others.append("power iterations (spectral_norm)")
     if c.whole and others:
-        manifest["not_applied"] = [*others]
+        manifest["not_applied"] = others
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
         (program,) = analysis.capture.programs

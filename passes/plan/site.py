@@ -19,12 +19,14 @@ from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import settings_of
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
-from asapc.passes.products import Canonical, rank_of, same
+from asapc.passes.products import VIEWS, Canonical, rank_of, same
 from asapc.passes.site import Site
 
 aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
+LEAST_MASS = 1e-36  # less than counts beside any other in float32
+_ALONG = {*VIEWS, aten.unsqueeze.default}
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -99,12 +101,26 @@ class MarginalInput:
             value = value.unsqueeze(1)
         return (value if self.logarithm else value.log()) * self.power
 
-    def lift(self, lifting: Lifting) -> Node:
+    @property
+    def is_factor(self) -> bool:
+        """Whether code multiplies by it, or divides it, without a logarithm on the way."""
+        users = [*self.node.users]
+        users += [user for view in users if view.target in _ALONG for user in view.users]
+        return any(user.target in (aten.mul.Tensor, aten.div.Tensor) for user in users)
+
+    def lift(self, lifting: Lifting, log: bool) -> Node:
+        """log: whether the plan is a logarithm."""
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
+        if self.is_factor and not (self.logarithm or self.constant or log):
+            # A mass of 0 has a gradient, which log(0) would lose: it is all but 0.
+            least = min(LEAST_MASS, 10 * torch.finfo(self.node.meta["val"].dtype).tiny)
+            none, zero = lifting.call(aten.eq.Scalar, node, 0), lifting.call(aten.mul.Scalar, node, 0)
+            few = lifting.call(aten.masked_fill.Scalar, zero, none, least)
+            node = lifting.call(aten.add.Tensor, node, few)
         node = node if self.logarithm else _log(lifting, node)
         return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
 
@@ -167,7 +183,7 @@ class PlanSite(Site):
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
-                name: None if x is None else x.lift(lifting)
+                name: None if x is None else x.lift(lifting, self.convention.log)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
             rest = {**marginals, **settings_of(self.convention)}

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from asapc.errors import BranchError
 from asapc.ir import Stabiliser
 from asapc.kernels import native
 from asapc.kernels.plan import Task, is_small
@@ -57,6 +58,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if task.has_masses and stabiliser is not None and (
         settings["log"] or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
     ):
+        _require_masses(task)
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:
@@ -80,6 +82,12 @@ def plan(scores: Tensor, task: Task) -> Tensor:
             given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
         )
     return out if scores.dtype is dtype else out.to(scores.dtype)
+
+
+def _require_masses(task: Task) -> None:
+    """Raises BranchError where a mass has no logarithm; looked at only where the engine gives up."""
+    if any(logs is not None and bool(logs.isnan().any()) for logs in (task.log_mu, task.log_nu)):
+        raise BranchError("masses of a plan >= 0", True)
 
 
 def _masses(
@@ -141,6 +149,7 @@ def _in_log_domain(
 ) -> None:
     """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H;
     dtype: of the scores, in which a known order of the sums is followed."""
+    _require_masses(task)
     chosen = given[which][:, None]
     if task.as_written:
         chosen = chosen.to(dtype)
