@@ -534,9 +534,10 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(value, float) and 0.0 < value <= SMALL_CONSTANT:
                 found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
-        slack = padding_of(node)
-        if slack is not None:  # a row and a column that stay as they are add it to every sum
-            found.setdefault(math.exp(slack), set()).add("add")
+        slack = padding_of(node)  # a row and a column that stay as they are add it to every sum
+        for value in () if slack is None else (math.exp(slack), slack):
+            if value > 0.0:
+                found.setdefault(value, set()).add("add")
     targets = {node.target for node in inside}
     starts = [
         *(["softmax"] if targets & SOFTMAX else []), "plain",
