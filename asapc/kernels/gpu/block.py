@@ -70,7 +70,11 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
     (queries, dim), (keys, value_dim) = q.shape[2:], v.shape[2:]
     if {k.dtype, v.dtype} != {q.dtype} or q.dtype not in KINDS:
         return None
-    if max(queries, keys) > MOST_TOKENS or max(dim, value_dim) > MOST_FEATURES:
+    if not (0 < min(queries, keys) and max(queries, keys) <= MOST_TOKENS):
+        return None
+    if max(dim, value_dim) > MOST_FEATURES:
+        return None
+    if max(*q.stride(), *k.stride(), *v.stride()) >= 1 << 31:  # they are passed as int
         return None
     strips = 1 if queries <= 128 else 2  # the fewer warps, the less they exchange, and the less they hide
     warps, tiles = -(-queries // (16 * strips)), -(-keys // 16) * 2  # a kernel for every 16 keys
