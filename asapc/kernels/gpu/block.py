@@ -70,7 +70,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
     (queries, dim), (keys, value_dim) = q.shape[2:], v.shape[2:]
     if {k.dtype, v.dtype} != {q.dtype} or q.dtype not in KINDS:
         return None
-    if not (0 < min(queries, keys) and max(queries, keys) <= MOST_TOKENS):
+    if not (min(queries, keys) > 0 and max(queries, keys) <= MOST_TOKENS):
         return None
     if max(dim, value_dim) > MOST_FEATURES:
         return None
