@@ -11,7 +11,7 @@
 #define __global__
 #define __device__
 #define __forceinline__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __shared__
 
 struct float2 { float x, y; };
@@ -48,6 +48,7 @@ static void __syncthreads() {
 
 static float exp2_of(float x) { return exp2f(x) < 0x1p-126f ? 0.0f : exp2f(x); }
 static void copy_later(void* to, const void* from, bool exists) { exists ? memcpy(to, from, 16) : memset(to, 0, 16); }
+static void forget() {}
 static void copies_arrived() {}
 
 // Runs `use` once all lanes of the warp have left their words; they pass the same such places in the same order.

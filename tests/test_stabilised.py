@@ -74,7 +74,7 @@ def test_a_constant_too_small_to_be_seen_is_the_plain_loop() -> None:
 
 
 def test_what_a_file_may_not_say() -> None:
-    wrong = (("map", "add", 1e-6), ("plan", "multiply", 1e-6), ("plan", "add", 0.0), ("plan", "add", -1.0))
-    for own in wrong:
+    constants = (("plan", "add", 0.0), ("plan", "add", -1.0))
+    for own in (("map", "add", 1e-6), ("plan", "multiply", 1e-6), *constants):
         with pytest.raises(ValueError, match="must be"):
             Stabiliser.of(*own, "plain", False, False)

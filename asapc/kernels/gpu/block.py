@@ -52,8 +52,16 @@ class Shape(NamedTuple):
         return 4 * (keys + parts) + 16 + size * kept + others
 
     @property
+    def blocks(self) -> int:
+        """That a processor has registers for, and an H100 the memory (1 KiB a block is lost)."""
+        registers = 4 * self.strips * self.held + (44 if self.kind else 64)
+        by_registers = 4 * REGISTERS // (32 * self.warps * registers)
+        return max(1, min(by_registers, (228 << 10) // (self.shared + 1024), 16))
+
+    @property
     def source(self) -> str:
-        constants = [f"#define {name.upper()} {int(value)}\n" for name, value in self._asdict().items()]
+        named = {**self._asdict(), "blocks": self.blocks}
+        constants = [f"#define {name.upper()} {int(value)}\n" for name, value in named.items()]
         return "".join(constants) + files("asapc.kernels.gpu").joinpath("resident.cu").read_text()
 
 

@@ -9,7 +9,7 @@
 // Constants that come first: WARPS of STRIPS each; TILES of 8 keys, an even number, of which HELD are in
 // registers and the others in shared memory; DIM and VALUE_DIM, multiples of 16 and of 8; KIND, 0 for
 // float32, 1 for float16, 2 for bfloat16; LATE, whether the values take the place of the keys in shared
-// memory, once these are no longer needed.
+// memory, once these are no longer needed; BLOCKS, how many of them a processor is to hold at once.
 
 #if KIND == 0
 typedef float Element;
@@ -56,6 +56,9 @@ __device__ __forceinline__ void copy_later(void* to, const void* from, bool exis
   unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(exists ? 16 : 0));
 }
+
+// What was read before is read again, and does not wait in registers.
+__device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
 
 __device__ __forceinline__ void copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -209,7 +212,7 @@ __device__ __forceinline__ void multiply_key(float4 (&sums)[STRIPS], const Rows 
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) resident(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident(
     const Element* q, const Element* k, const Element* v, const unsigned char* keep, const float* bias,
     const float* dual, const float* factors, Element* out, int* done, int heads, int queries, int keys, int dim,
     int value_dim, int q_b, int q_h, int q_n, int q_d, int k_b, int k_h, int k_n, int k_d, int v_b, int v_h, int v_n,
@@ -271,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident(
   }
 #pragma unroll
   for (int first = 0; first < TILES; first += GROUP) {
+    forget();
     float4 sums[GROUP][STRIPS] = {};
 #pragma unroll 2
     for (int d = 0; d < DIM; d += STEP) {
@@ -433,6 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident(
   const float factor = __int_as_float(factor_bits) * (flags & HAS_FACTORS ? factors[i_b] : 1.0f);
 #pragma unroll
   for (int s = 0; s < STRIPS; s++) {
+    forget();
 #pragma unroll 1
     for (int first = 0; first < VALUE_DIM / 8; first += VALUES) {
       float4 sums[VALUES] = {};
