@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import yaml
 from annotated_types import Ge, Interval
 from pydantic import AllowInfNan, Strict
 
@@ -280,8 +281,6 @@ class Recipe:
         return recipe
 
     def to_yaml(self) -> str:
-        import yaml
-
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
 
 

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -211,8 +212,6 @@ class SiteFidelity:
 
 def environment(device: torch.device = CPU) -> dict[str, Any]:
     """What a measurement was made on.  device: where the models ran."""
-    from importlib.metadata import version
-
     return {
         "asapc": version("asapc"),
         "torch": torch.__version__,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 DTYPES = {
@@ -89,8 +90,6 @@ def ints(value: Any, what: str) -> list[Any]:
     Raises ValueError where they depend on data: `what` names them.
     """
     if isinstance(value, Tensor):
-        from torch._subclasses.fake_tensor import FakeTensor
-
         if isinstance(value, FakeTensor):
             raise ValueError(f"{what} must be known before the model runs, and depends on its data")
         checked_numbers(value.numel())
