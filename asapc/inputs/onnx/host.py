@@ -126,14 +126,6 @@ def chosen(flag: Any, a: Any, b: Any) -> Any:
     return a if known(flag, "the condition of Where") else b
 
 
-def least(a: Any, b: Any) -> Any:
-    return torch.sym_min(a, b) if torch.SymInt in (type(a), type(b)) else min(a, b)
-
-
-def greatest(a: Any, b: Any) -> Any:
-    return torch.sym_max(a, b) if torch.SymInt in (type(a), type(b)) else max(a, b)
-
-
 def checked_numbers(count: int) -> int:
     """How many numbers a host value is about to have.  Raises ValueError if that is no shape's."""
     if count > MOST_NUMBERS:
