@@ -186,14 +186,10 @@ class Recipe:
         if self.operator != "asap":
             return self.operator
         words = [self.operator, self.side, str(self.c_transforms), *self.features]
-        if self.aim != "aligned":
-            words.append(f"aim {self.aim}")
-        if self.points != "all":
-            words.append(f"{self.points} points")
-        if self.fit != "ls":
-            words.append(self.fit)
-        if self.coefficients != "per_head":
-            words.append(self.coefficients)
+        texts = {"aim": "aim {}", "points": "{} points", "fit": "{}", "coefficients": "{}"}
+        for key, text in texts.items():
+            if getattr(self, key) != getattr(Recipe, key):
+                words.append(text.format(getattr(self, key)))
         if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
             words.append(f"ridge {self.ridge!r} {self.ridge_mode}")
         return " ".join(words)
