@@ -45,9 +45,7 @@ from asapc.inputs.settings import (
     integer,
     json_schema,
     list_of,
-    mapping_of,
     model,
-    pair_of,
     parse,
 )
 from asapc.metrics import BUDGET_BOUNDS
@@ -78,7 +76,7 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
 Count = Annotated[int, Strict(), Interval(ge=1, le=MAX_COUNT)]
 Size = Annotated[int, Strict(), Ge(1)]
 _Tokens = integer(1, MAX_SHAPE)
-_Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
+_Shape = tuple.__class_getitem__((integer(0, MAX_SHAPE), _Tokens))
 BUDGET_TYPES: Mapping[str, Any] = {
     key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
     for key, bound in BUDGET_BOUNDS.items()
@@ -293,7 +291,7 @@ SITE_TYPES = {
 }  # fmt: skip
 TYPES: Mapping[str, Any] = {
     **_KEYS, **SITE_TYPES, "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
-    "sites": mapping_of(model("Site", SITE_TYPES)),
+    "sites": dict.__class_getitem__((str, model("Site", SITE_TYPES))),
 }  # fmt: skip
 
 
