@@ -229,6 +229,8 @@ SLOW = {
     "a computed power": f"Pow({S[0]}, Mul({S[1]}, {S[2]}))", "no end": "Add(" * 1000,
     "unbalanced": "Add(s0, s1))", "a list": "s0, s1", "nothing": "",
     "an attribute": "Symbol('s0').__class__", "division by zero": "Rational(1, 0)",
+    "attributes": "s0" + ".s0" * 1300, "a sum": "s0" + "+s0" * 1300, "words": "not " * 1000 + "s0",
+    "choices": "s0 if s0 else " * 250 + "s0", "signs": "- " * 2000 + "1",
 }
 
 

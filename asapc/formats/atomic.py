@@ -117,7 +117,7 @@ def new_file(path: str | Path) -> Iterator[Path]:
     partial, lock = None, -1
     try:
         _clean(final)
-        partial, lock = _new_partial(final, _create_file)
+        partial, lock = _new_partial(final, lambda path: path.touch(exist_ok=False))
         yield partial
         flush(partial)
         os.replace(partial, final)
@@ -306,10 +306,6 @@ def _new_partial(final: Path, create: Callable[[Path], None] = Path.mkdir) -> tu
             return partial, lock
         os.close(lock)
     raise OSError(errno.EBUSY, "other runs keep writing there")
-
-
-def _create_file(path: Path) -> None:
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -80,7 +80,7 @@ def is_size_expression(text: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):  # "1s0" is worth one to Python
             _read(text, ast.parse(text, mode="eval").body, 0)
-    except (_Unfit, SyntaxError, ValueError, MemoryError):
+    except (_Unfit, SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return True
 

@@ -165,17 +165,15 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
     try:
         with torch.device("meta"):  # sizes without memory: the weights show which are real
             model = ARCHITECTURES[name](**config)
-        whole = take_weights(model, state, str(folder))
-        if not whole:
+        if not take_weights(model, state, str(folder)):
             model = ARCHITECTURES[name](**config)
+            load_weights(model, state, str(folder))
     except InputError:
         raise
     except Exception as error:  # whatever a constructor makes of a wrong value
         raise InputError(
             f"{config_path} must hold the arguments of {name}", got=describe(error)
         ) from error
-    if not whole:
-        load_weights(model, state, str(folder))
     return _module_teacher(model, str(folder), builtin=True)
 
 

@@ -72,8 +72,7 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
         raise UnsafeError(f"graphs nested more than {_DEEPEST} deep")
     bits: dict[str, int] = {}
     most = given
-    nodes = graph.get("nodes")
-    for node in nodes if isinstance(nodes, list) else []:
+    for node in _list(graph, "nodes"):
         if not isinstance(node, dict) or not isinstance(node.get("target"), str):
             raise ValueError("a node without a target")
         inputs = [entry for entry in _list(node, "inputs") if isinstance(entry, dict)]

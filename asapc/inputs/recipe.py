@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import yaml
 from annotated_types import Ge, Interval
 from pydantic import AllowInfNan, Strict
 
@@ -44,9 +45,7 @@ from asapc.inputs.settings import (
     integer,
     json_schema,
     list_of,
-    mapping_of,
     model,
-    pair_of,
     parse,
 )
 from asapc.metrics import BUDGET_BOUNDS
@@ -77,7 +76,7 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
 Count = Annotated[int, Strict(), Interval(ge=1, le=MAX_COUNT)]
 Size = Annotated[int, Strict(), Ge(1)]
 _Tokens = integer(1, MAX_SHAPE)
-_Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
+_Shape = tuple.__class_getitem__((integer(0, MAX_SHAPE), _Tokens))
 BUDGET_TYPES: Mapping[str, Any] = {
     key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
     for key, bound in BUDGET_BOUNDS.items()
@@ -185,14 +184,10 @@ class Recipe:
         if self.operator != "asap":
             return self.operator
         words = [self.operator, self.side, str(self.c_transforms), *self.features]
-        if self.aim != "aligned":
-            words.append(f"aim {self.aim}")
-        if self.points != "all":
-            words.append(f"{self.points} points")
-        if self.fit != "ls":
-            words.append(self.fit)
-        if self.coefficients != "per_head":
-            words.append(self.coefficients)
+        texts = {"aim": "aim {}", "points": "{} points", "fit": "{}", "coefficients": "{}"}
+        for key, text in texts.items():
+            if getattr(self, key) != getattr(Recipe, key):
+                words.append(text.format(getattr(self, key)))
         if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
             words.append(f"ridge {self.ridge!r} {self.ridge_mode}")
         return " ".join(words)
@@ -280,8 +275,6 @@ class Recipe:
         return recipe
 
     def to_yaml(self) -> str:
-        import yaml
-
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
 
 
@@ -298,7 +291,7 @@ SITE_TYPES = {
 }  # fmt: skip
 TYPES: Mapping[str, Any] = {
     **_KEYS, **SITE_TYPES, "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
-    "sites": mapping_of(model("Site", SITE_TYPES)),
+    "sites": dict.__class_getitem__((str, model("Site", SITE_TYPES))),
 }  # fmt: skip
 
 

@@ -53,16 +53,6 @@ def list_of(kind: Any, low: int = 0, high: int | None = None) -> Any:
     return Annotated[list[kind], Len(low, high)]
 
 
-def pair_of(first: Any, second: Any) -> Any:
-    """The type of a list of two values."""
-    return tuple[first, second]
-
-
-def mapping_of(kind: Any) -> Any:
-    """The type of a mapping from any names to values."""
-    return dict[str, kind]
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a value stands: "recipe r.yaml, line 4: sites: a: c_transforms"."""
@@ -141,7 +131,8 @@ def worded(kind: Any) -> str:
     bounds: dict[str, Any] = {}
     for limit in kind.__metadata__:
         if isinstance(limit, Ge | Gt | Le | Interval):
-            bounds |= {name: x for name, x in _bounds(limit).items() if x is not None}
+            found = {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
+            bounds |= {name: x for name, x in found.items() if x is not None}
     if base is bool:
         return "true or false"
     if get_origin(base) is list:
@@ -152,10 +143,6 @@ def worded(kind: Any) -> str:
         return f"{noun.replace('finite ', '')} from {bounds['ge']} to {bounds['le']}"
     signs = {"ge": ">=", "gt": ">", "le": "<="}
     return " ".join([noun, *(f"{signs[name]} {limit}" for name, limit in bounds.items())])
-
-
-def _bounds(limit: Ge | Gt | Le | Interval) -> dict[str, Any]:
-    return {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
 
 
 def model(name: str, types: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Any:

@@ -10,11 +10,13 @@ from typing import Any
 import onnx_ir
 import torch
 from onnx_ir.passes import common
+from onnxscript import opset18
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
 from asapc.terminal.printed import reason
 
+op: Any = opset18  # its types speak of arrays, not of values in a graph
 ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
 
@@ -62,19 +64,12 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
 
 def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """aten.sort.stable: of equal entries TopK takes the one with the lower index first."""
-    from onnxscript import opset18
-
-    op: Any = opset18  # its types speak of arrays, not of values in a graph
-
     length = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, length, axis=dim, largest=int(descending), sorted=1)
 
 
 def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """-inf where all is, inf where any is. In ONNX Runtime three times as fast as ReduceLogSumExp."""
-    from onnxscript import opset18
-
-    op: Any = opset18
     axes = op.Constant(value_ints=[*dim])
     top = op.ReduceMax(x, axes)
     zero, endless = (op.CastLike(op.Constant(value_float=value), top) for value in (0.0, math.inf))
@@ -85,16 +80,11 @@ def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 def _stride(x: Any, dim: int) -> Any:
     """By which torch may name a size in the body of a loop; what a loop is given is contiguous."""
-    from onnxscript import opset18 as op
-
     return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
 
 
 def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
     """|x_i - y_j|_p [.., N, M] one coordinate at a time, which keeps the digits of small ones."""
-    from onnxscript import opset18
-
-    op: Any = opset18
     rows, columns = (op.Constant(value_ints=[axis]) for axis in (-2, -3))
     apart = op.Sub(op.Unsqueeze(x, rows), op.Unsqueeze(y, columns))
     last = op.Constant(value_ints=[-1])
@@ -107,9 +97,6 @@ def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) 
 
 def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> Any:
     """As runtimes fuse it; torch's translation puts two reshapes around the transpose of the keys."""
-    from onnxscript import opset18
-
-    op: Any = opset18
     scores = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
     if attn_mask is not None:
         scores = op.Add(scores, attn_mask)

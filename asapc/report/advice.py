@@ -116,7 +116,7 @@ def default_limits(report: Report) -> tuple[Gate, ...]:
     its speed are judged.  A null value was measured: in a file, it is a number that was not finite.
     """
     budget = _budget(report)
-    if _trained_on_labels(report):
+    if report.trained_on_labels:
         if "prediction_agreement" in budget:
             budget.setdefault("accuracy_drop", 1 - budget["prediction_agreement"])
         budget = {key: limit for key, limit in budget.items() if key == "accuracy_drop"}
@@ -137,10 +137,6 @@ def _budget(report: Report) -> dict[str, float]:
         if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
     }
     return recorded or dict(DEFAULT_BUDGET)
-
-
-def _trained_on_labels(report: Report) -> bool:
-    return report.refresh is not None and report.refresh.mode == "labels"
 
 
 # The decision
@@ -200,7 +196,7 @@ def _unproven(report: Report, judged: Judgement) -> str:
     """That an agreement within the budget rests on too few examples to prove it."""
     metric = "prediction_agreement"
     limit, ends = _budget(report).get(metric), report.model.interval(metric)
-    of_teacher = judged.default and not _trained_on_labels(report)
+    of_teacher = judged.default and not report.trained_on_labels
     if not of_teacher or limit is None or ends is None or ends[0] >= limit:
         return ""
     examples = finite(report.model.metric("examples")) or 0
@@ -249,7 +245,7 @@ def _lossless(report: Report) -> Lossless | None:
     """
     model = report.model
     compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
-    if compiled is None or exact is None or not report.approximated or _trained_on_labels(report):
+    if compiled is None or exact is None or not report.approximated or report.trained_on_labels:
         return None
     speed = f"It takes {exact / compiled - 1:.0%} longer than"
     if exact <= compiled:

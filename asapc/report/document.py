@@ -468,6 +468,10 @@ class Report(Record):
         return shown
 
     @property
+    def trained_on_labels(self) -> bool:
+        return self.refresh is not None and self.refresh.mode == "labels"
+
+    @property
     def approximated(self) -> list[SiteReport]:
         return [site for site in self.sites if site.approximate]
 

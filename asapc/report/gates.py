@@ -290,7 +290,7 @@ def _too_equal(report: Report) -> list[Check]:
 
 def _too_accurate(report: Report) -> list[Check]:
     """A compiled model imitates its teacher, unless it was trained on labels since."""
-    if report.refresh is not None and report.refresh.mode == "labels":
+    if report.trained_on_labels:
         return []
     model, sides = report.model, ("accuracy_teacher", "accuracy_compiled")
     teacher, compiled = (finite(model.metric(side)) for side in sides)

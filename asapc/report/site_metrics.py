@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -79,14 +80,14 @@ def twin_of(artifact: Artifact) -> Stage | None:
     entries = artifact.manifest["sites"]
     if "refresh" in artifact.manifest or not entries:
         return None
-    if all(map(_is_untouched, entries)):
+    if all(entry["operator"] == TEACHER for entry in entries):
         return "teacher"
     return "lossless" if all(e["operator"] == e["convention"]["operator"] for e in entries) else None
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
     """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
-    if _is_untouched(artifact.manifest["sites"][index]):
+    if artifact.manifest["sites"][index]["operator"] == TEACHER:
         return []
     function = site_function(artifact.programs["graph"], artifact.site_names[index])
     with torch.no_grad(), explained() as choices:
@@ -110,13 +111,8 @@ def time_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
         functions["compiled"] = partial(function, t, t.k)
     with torch.no_grad():
         times = interleaved_times(functions, repeats=repeats)
-    times.setdefault("compiled", times["teacher" if _is_untouched(entry) else "lossless"])
+    times.setdefault("compiled", times["teacher" if entry["operator"] == TEACHER else "lossless"])
     return ratios(times)
-
-
-def _is_untouched(entry: Mapping[str, Any]) -> bool:
-    """Left as it was by selection: the compiled graph holds the teacher's own nodes, and no call."""
-    return bool(entry["operator"] == TEACHER)
 
 
 # What nothing is said of where marginals are given: sums are compared with 1.
@@ -136,7 +132,7 @@ class SiteFidelity:
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
         self.pictures = None if fast else SitePictures(str(self.entry["name"]))
         self.certificates: SiteCertificates | None = None
-        if _is_untouched(self.entry):
+        if self.entry["operator"] == TEACHER:
             return
         name = artifact.site_names[index]
         compiled = artifact.programs["graph"], name
@@ -153,7 +149,7 @@ class SiteFidelity:
             self.certificates = SiteCertificates(self.convention, plan, source, key)
 
     def update(self, t: SiteTensors) -> None:
-        if _is_untouched(self.entry):
+        if self.entry["operator"] == TEACHER:
             return
         with torch.no_grad():
             if isinstance(self.convention, Convention) and self.convention.stabiliser is None:
@@ -201,7 +197,7 @@ class SiteFidelity:
             if self.certificates.plan is not None:
                 metrics["r2"] = self.entry["r2"]
                 metrics["condition_number"] = self.entry["condition_number"]
-        if _is_untouched(self.entry):
+        if self.entry["operator"] == TEACHER:
             known = (metric for metric in METRICS if metric.every_site and metric.untouched is not None)
             metrics = {metric.key: metric.untouched for metric in known}
         return {
@@ -216,8 +212,6 @@ class SiteFidelity:
 
 def environment(device: torch.device = CPU) -> dict[str, Any]:
     """What a measurement was made on.  device: where the models ran."""
-    from importlib.metadata import version
-
     return {
         "asapc": version("asapc"),
         "torch": torch.__version__,

@@ -46,7 +46,11 @@ class Guard(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(out.alias_info is not None for out in func._schema.returns):  # a view, or in place
             return func(*args, **kwargs)
-        wanted = self._wanted(func, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        key = (func, *((x.shape, x.dtype) if isinstance(x, Tensor) else (x,) for x in leaves))
+        if key not in self._known:  # once for calls that are alike, as those of a loop are
+            self._known[key] = _bytes_of(func, args, kwargs)
+        wanted = self._known[key]
         if self.alive + wanted > self.limit:
             raise InputError(
                 f"the values of an ONNX model may take {format_size(self.limit)} at once",
@@ -60,14 +64,6 @@ class Guard(TorchDispatchMode):
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._freed, storage.nbytes()).atexit = False
         return result
-
-    def _wanted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """_bytes_of, once for calls that are alike, as those of a loop are."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        key = (func, *((x.shape, x.dtype) if isinstance(x, Tensor) else (x,) for x in leaves))
-        if key not in self._known:
-            self._known[key] = _bytes_of(func, args, kwargs)
-        return self._known[key]
 
     def _freed(self, size: int) -> None:
         self.alive -= size

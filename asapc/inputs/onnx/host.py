@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 DTYPES = {
@@ -89,8 +90,6 @@ def ints(value: Any, what: str) -> list[Any]:
     Raises ValueError where they depend on data: `what` names them.
     """
     if isinstance(value, Tensor):
-        from torch._subclasses.fake_tensor import FakeTensor
-
         if isinstance(value, FakeTensor):
             raise ValueError(f"{what} must be known before the model runs, and depends on its data")
         checked_numbers(value.numel())
@@ -125,14 +124,6 @@ def known(condition: Any, what: str) -> bool:
 def chosen(flag: Any, a: Any, b: Any) -> Any:
     """a where the flag is set, else b.  Raises ValueError where the flag is not known."""
     return a if known(flag, "the condition of Where") else b
-
-
-def least(a: Any, b: Any) -> Any:
-    return torch.sym_min(a, b) if torch.SymInt in (type(a), type(b)) else min(a, b)
-
-
-def greatest(a: Any, b: Any) -> Any:
-    return torch.sym_max(a, b) if torch.SymInt in (type(a), type(b)) else max(a, b)
 
 
 def checked_numbers(count: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.inliner
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
@@ -133,8 +134,6 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """The model without local functions.  Raises InputError where they call each other in circles,
     too deeply, or would become absurdly many nodes or bytes."""
-    import onnx.inliner
-
     def key(item: Any, name: str) -> tuple[str, str, str]:
         return item.domain, name, item.overload
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError, VerificationError
-from asapc.formats.limits import limits_of
+from asapc.formats.limits import limits
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
 from asapc.inputs.onnx.session import observe, open_session, run
@@ -214,10 +214,7 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     for place, tensor in zip(places, feeds.values(), strict=True):
         for size, length in zip(place.meta["val"].shape, tensor.shape, strict=True):
-            if isinstance(size, int):
-                low = high = size
-            else:
-                low, high = limits_of(size.node.shape_env, size.node.expr)
+            low, high = limits(size)
             if not low <= length <= high:
                 raise InputError(
                     "the program runs at these sizes",
