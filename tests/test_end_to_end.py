@@ -111,7 +111,7 @@ def test_report_measures_and_gates(work, compiled, capsys):
     assert run_json(capsys, "report", compiled, "--examples", 5, "--fast")["model"]["examples"] == 5
 
 
-FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_torch_compiled.py
+FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_timing.py
 
 
 def test_bench_times_model_and_sites(compiled, capsys):

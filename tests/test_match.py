@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
+from asapc.passes.sinkhorn import match as sinkhorn
 from asapc.passes.sinkhorn.site import AttentionSite
+from asapc.passes.spellings import ALIASES, RESPELT
 from asapc.program.calls import operator_calls
 
 
@@ -263,3 +266,192 @@ def test_merged_heads_are_read_where_they_lie() -> None:
     lifted = lift(program, match(program)).graph
     torch.testing.assert_close(lifted(x), net(x))
     assert torch.ops.aten.reshape.default not in {node.target for node in lifted.graph.nodes}
+
+
+# What torch can say in several ways
+
+
+class Everything(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        s = torch.special
+        z = torch.stack([x, y @ y.t()], 1)
+        return (
+            x.T, x.mT, x.H, z.mH, z.adjoint(), x.t(), y[0].t(), z.swapaxes(0, 2), z.swapdims(-1, 1),
+            z.movedim(0, -1), torch.moveaxis(z, 2, 0), torch.divide(x, 2 + x), x.true_divide(3),
+            torch.subtract(x, x.T, alpha=2), torch.multiply(x, x), torch.negative(x), x.absolute(),
+            s.logsumexp(x, -1, keepdim=True), s.softmax(x, 0), s.log_softmax(x, -1), s.exp2(x),
+            torch.linalg.matmul(x, y), torch.concat([x, y], 1), torch.concatenate([x, y], dim=-1),
+            torch.inner(z, y.T), torch.inner(x[0], x[0]), torch.tensordot(z, y, ([1], [1])),
+            torch.tensordot(x, y, 1), torch.tensordot(x, y, 0),
+        )  # fmt: skip
+
+
+def test_the_same_in_one_spelling() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 5), torch.randn(5, 2)
+    (program,) = capture(Everything(), (x, y), {}).programs
+    for found, expected in zip(program.graph(x, y), Everything()(x, y), strict=True):
+        torch.testing.assert_close(found, expected)
+    left = {node.target for node in program.graph.graph.nodes} & {*ALIASES, *RESPELT}
+    assert left == {torch.ops.aten.inner.default}  # of two vectors
+
+
+class Attention(nn.Module):
+    """Written with as few of the usual words as there are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = torch.linalg.matmul(self.q(x), self.k(x).adjoint())
+        for step in range(5):
+            s = torch.subtract(s, torch.special.logsumexp(s, -2 if step % 2 else -1, keepdim=True))
+        return torch.linalg.matmul(torch.special.softmax(s, -1), self.v(x))
+
+
+class Plane(Attention):
+    """Without a batch: products of vectors with K and its transpose, in place of sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.exp(torch.inner(self.q(x), self.k(x)))
+        b = torch.ones(len(x))
+        for _ in range(4):
+            a = torch.reciprocal(kernel @ b)
+            b = torch.reciprocal(kernel.T @ a)
+        return torch.multiply(torch.multiply(a[:, None], kernel), b) @ self.v(x)
+
+
+class Turned(Attention):
+    """Scores of keys and queries, padded, and the transpose of their plan."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (x != 0).any(-1)
+        s = (self.k(x) @ self.q(x).mT).masked_fill(~keep[:, :, None], -1e9)
+        for step in range(5):
+            total = s.logsumexp(-1 if step % 2 else -2, keepdim=True)
+            s = s - (total.masked_fill(~keep[:, :, None], 0.0) if step % 2 else total)
+        return s.exp().mT @ self.v(x)
+
+
+def test_scores_of_keys_and_queries() -> None:
+    torch.manual_seed(0)
+    model, x = Turned().eval(), torch.randn(3, 7, 6)
+    program = capture(model, (x,), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite)
+    convention = found.convention
+    assert (convention.half_steps, convention.first_side, convention.mask) == (5, "row", "key")
+    x = torch.randn(4, 9, 6)
+    x[1, 5:] = x[2, 1:] = 0.0
+    torch.testing.assert_close(lift(program, [found]).graph(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, size", [(Attention, (3, 7, 6)), (Plane, (7, 6))])
+def test_a_loop_is_matched_however_it_is_spelt(kind: type[nn.Module], size: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    (found,) = match(capture(kind().eval(), (torch.randn(size),), {}).programs[0])
+    assert isinstance(found, AttentionSite if kind is Attention else PlanSite)
+    assert found.convention.half_steps == (5 if kind is Attention else 8)
+
+
+class Masses(nn.Module):
+    """Given masses, whose logarithms are taken anew in every half-step."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        g = torch.zeros_like(scores[..., 0, :])
+        for _ in range(4):
+            f = mu.log()[:, None] - (scores + g[..., None, :]).logsumexp(-1)
+            g = nu.log()[:, None] - (scores + f[..., None]).logsumexp(-2)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
+def test_logarithms_of_given_masses_are_one() -> None:
+    masses = (torch.rand(3, 7).softmax(-1), torch.rand(3, 5).softmax(-1))
+    (found,) = match(capture(Masses(), (torch.randn(3, 1, 7, 5), *masses), {}).programs[0])
+    assert isinstance(found, PlanSite) and found.convention.half_steps == 8
+
+
+# Layers that compute the same are examined once, and only those
+
+
+Ask = Callable[[Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """Additive masks and biases, half-steps and scale as given; the mask is made anew in every layer."""
+
+    def __init__(
+        self, half_steps: int = 3, scale: float = 0.5, bias: Tensor | None = None,
+        hidden: Ask = lambda padded: torch.zeros_like(padded[:, None], dtype=torch.float32)
+        .masked_fill(padded[:, None], -torch.inf), floor: float = 1e-30,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.half_steps, self.scale, self.hidden, self.floor = half_steps, scale, hidden, floor
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        s = self.q(x) @ self.k(x).transpose(1, 2) * self.scale
+        if self.bias is not None:
+            s = s + self.bias
+        s = s + self.hidden(padded)
+        a = torch.softmax(s, -1)
+        for step in range(1, self.half_steps):
+            a = a / a.sum(1 if step % 2 else 2, keepdim=True).clamp(min=self.floor)
+        return x + a @ self.v(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, padded)
+        return x
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The regions that were examined."""
+    seen: list[object] = []
+    examine = sinkhorn.run_experiments
+
+    def counting(experiment: sinkhorn.RegionExperiment, *rest: object) -> object:
+        seen.append(experiment.region)
+        return examine(experiment, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sinkhorn, "run_experiments", counting)
+    return seen
+
+
+def sites_of(*layers: Layer) -> list[AttentionSite]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, 8, generator=generator)
+    padded = torch.tensor([[False] * 5 + [True], [False] * 6])
+    (program,) = capture(Stack(*layers).eval(), (x, padded), {}).programs
+    found = match(program)
+    assert all(isinstance(site, AttentionSite) for site in found), found
+    return found  # type: ignore[return-value]
+
+
+def test_the_same_layer_is_examined_once(examined: list[object]) -> None:
+    one, other, third = sites_of(Layer(), Layer(), Layer())
+    assert len(examined) == 1
+    assert one.convention == other.convention == third.convention and one.convention.half_steps == 3
+    # What every layer makes of the mask is its own, the mask that it is made of is one.
+    masks = {site.mask.node.name for site in (one, other, third) if site.mask is not None}
+    assert masks == {"padded"}
+    assert all(site.mask is not None and site.mask.node in site.inputs for site in (one, other, third))
+
+
+def test_layers_that_differ_are_examined_themselves(examined: list[object]) -> None:
+    """In half-steps, a floor, a bias, and a mask that hides nothing."""
+    biased = Layer(bias=torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
+    shown = Layer(hidden=lambda padded: torch.zeros_like(padded[:, None], dtype=torch.float32))
+    one, *others = sites_of(Layer(), Layer(half_steps=4), Layer(floor=1e-6), biased, shown)
+    assert len(examined) == 5
+    assert [site.convention.half_steps for site in (one, *others)] == [3, 4, 3, 3, 3]
+    assert all(own.convention != one.convention or own.bias != one.bias for own in others)
