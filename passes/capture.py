@@ -59,13 +59,7 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_functions import (
-    free_functions,
-    free_layouts,
-    free_lengths,
-    kinds_of_sizes,
-    texts_of_sizes,
-)
+from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import (
@@ -329,8 +323,7 @@ def _traced(
     free = contextlib.nullcontext() if not functions else (
         free_functions(used, taken, state.spaces, state.codes))  # fmt: skip
     try:
-        with (Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), free_layouts(),
-              quiet_torch()):  # fmt: skip
+        with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
             budget.of_sizes = used
             repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()

@@ -492,7 +492,7 @@ def line_of(size: Any) -> Line | None:
     first, second, *others = ((n, evaluate(size, {symbol: n})) for n in (2, 3, 5, 8, 1009, 1013))
     factor = second[1] - first[1]
     line = Line(symbol, factor, first[1] - factor * first[0])
-    return line if all(value == factor * n + line.more for n, value in others) else None
+    return line if factor and all(value == factor * n + line.more for n, value in others) else None
 
 
 def evaluate(size: Any, lengths: dict[Any, int]) -> int:

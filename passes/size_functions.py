@@ -59,7 +59,8 @@ def free_functions(
 
 @contextlib.contextmanager
 def free_lengths() -> Iterator[None]:
-    """Let `len(x)` of a tensor be its size, as `x.shape[0]` is: Python makes a number of it."""
+    """Let `len(x)` of a tensor be its size, as `x.shape[0]` is: Python makes a number of it.  And let no
+    length be that of a table."""
     plain = builtins.len
 
     def length(x: Any, /) -> Any:
@@ -67,13 +68,14 @@ def free_lengths() -> Iterator[None]:
 
     builtins.len = length
     try:
-        yield
+        with _free_layouts():
+            yield
     finally:
         builtins.len = plain
 
 
 @contextlib.contextmanager
-def free_layouts() -> Iterator[None]:
+def _free_layouts() -> Iterator[None]:
     """Let a part of a table, such as `w[:n, :n]`, not be asked whether it is the whole: torch would take
     n for the length of the table, or for any other."""
     home = torch._prims_common

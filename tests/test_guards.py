@@ -1410,6 +1410,17 @@ def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
     assert all(x.endswith(f"in evaluation mode{left_out}") for x in texts)
 
 
+def test_frozen_weights_are_frozen_in_a_model_that_is_rebuilt(tmp_path):
+    model = Trained(nn.LayerNorm(4)).eval()
+    model[0].qk.requires_grad_(False)
+    asapc.compile(model, torch.randn(48, 6, 4), recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    trained = [
+        {name for name, weight in one.named_parameters() if weight.requires_grad}
+        for one in (model, asapc.load(tmp_path / "out"))
+    ]
+    assert trained[0] == trained[1] and len(trained[0]) == 4
+
+
 class Instances(dict[str, Any]):
     """Of classes, made when they are read, as transformers keeps its activations."""
 
