@@ -80,8 +80,11 @@ def steps(out: Path) -> list[Step]:
         Step("parity", 2.0, ("-m", "pytest", "-q", "-s", "-n", workers, "-p", "no:cacheprovider", "-p",
                              "gpu_worker", *tests)),
         attention("bf16_D64", 0.8, out, *bf16, *one, "64", "--tokens", "4096", "512", "1024", "16384"),
-        attention("bf16_197", 0.4, out, *bf16, "--batch", "32", "--heads", "8", "--head-dim", "64",
-                  "--tokens", "197", "65", "128"),
+        *(
+            attention(f"{name}_197", 0.5, out, *dtype, "--batch", "32", "--heads", "8", "--head-dim", "64",
+                      "--tokens", "197", "65", "128")
+            for name, dtype in (("bf16", bf16), ("fp32", ()))
+        ),
         attention("compiled", 0.7, out, *bf16, *one, "64", "--tokens", "512", "4096", "--compile"),
         attention("bf16_dims", 0.7, out, *bf16, *one, "40", "80", "128", "256", "--tokens", "4096"),
         attention("fp32_D64", 0.5, out, *one, "64", "--tokens", "512", "4096"),
