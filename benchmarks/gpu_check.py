@@ -77,18 +77,18 @@ def steps(out: Path) -> list[Step]:
     bf16, one = ("--dtype", "bfloat16"), ("--batch", "1", "--heads", "8", "--head-dim")
     workers = str(max(1, min(14, (os.cpu_count() or 1) - 2)))  # kernels are compiled on the CPU
     return [
-        Step("parity", 2.0, ("-m", "pytest", "-q", "-s", "-n", workers, "-p", "no:cacheprovider", "-p",
+        Step("parity", 1.7, ("-m", "pytest", "-q", "-s", "-n", workers, "-p", "no:cacheprovider", "-p",
                              "gpu_worker", *tests)),
         attention("bf16_D64", 0.8, out, *bf16, *one, "64", "--tokens", "4096", "512", "1024", "16384"),
         *(
-            attention(f"{name}_197", 0.5, out, *dtype, "--batch", "32", "--heads", "8", "--head-dim", "64",
-                      "--tokens", "197", "65", "128")
+            attention(f"{name}_197", 0.5, out, *dtype, "--batch", "32", "--heads", "8", "--head-dim",
+                      "64", "--tokens", "197", "65", "128")
             for name, dtype in (("bf16", bf16), ("fp32", ()))
         ),
-        attention("compiled", 0.7, out, *bf16, *one, "64", "--tokens", "512", "4096", "--compile"),
-        attention("bf16_dims", 0.7, out, *bf16, *one, "40", "80", "128", "256", "--tokens", "4096"),
-        attention("fp32_D64", 0.5, out, *one, "64", "--tokens", "512", "4096"),
-        Step("demo", 1.2, ("-m", "asapc", "demo", "--example", "digits", "--device", "cuda",
+        attention("compiled", 0.6, out, *bf16, *one, "64", "--tokens", "512", "4096", "--compile"),
+        attention("bf16_dims", 0.6, out, *bf16, *one, "40", "80", "128", "256", "--tokens", "4096"),
+        attention("fp32_D64", 0.4, out, *one, "64", "--tokens", "512", "4096"),
+        Step("demo", 1.1, ("-m", "asapc", "demo", "--example", "digits", "--device", "cuda",
                            "-o", str(out / "digits"))),
         # Torch's own operators: whether they need kernels of ours.
         script("lot", "lot", 0.2, out, "--tokens", "1024", "16384", "131072"),
