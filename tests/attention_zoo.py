@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,7 +83,7 @@ class NumpyMaps(nn.Module):
         self.attention = LogDomainPlain(half_steps)
         self.second = LogDomainPlain(half_steps)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, list[np.ndarray]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
         maps = []
         for block in (self.attention, self.second):
             y, weights = block(x)
@@ -284,18 +283,6 @@ class ChannelMixing(nn.Module):
         for step in range(6):
             log_mix = log_mix.log_softmax(-1 if step % 2 else -2)
         return (log_mix.exp() @ streams).flatten(-2)
-
-
-class Mixed(nn.Module):
-    """One Sinkhorn layer, one softmax layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinkhorn = ColumnsFirst(4)
-        self.softmax = Softmax()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.softmax(x + self.sinkhorn(x))
 
 
 def soft_sort(x: Tensor, temperature: float) -> Tensor:

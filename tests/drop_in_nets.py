@@ -80,9 +80,14 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 3)
 
     def forward(
-        self, x: Tensor, keep: Tensor | None = None, *, sharp: bool = False, labels: Tensor | None = None,
+        self,
+        x: Tensor,
+        keep: Tensor | None = None,
+        *,
+        sharp: bool = False,
+        labels: Tensor | None = None,
         **extra: Any,
-    ) -> Output:  # fmt: skip
+    ) -> Output:
         hidden = []
         for block in self.blocks:
             x = self.norm(x + block(x, keep=keep, sharp=sharp))

@@ -18,8 +18,6 @@ from asapc.measure.differences import tensor_outputs
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity, length_bins
 from asapc.metrics import METRIC
 
-UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
-
 
 def random_map(seed, shape=(3, 2, 4, 5)):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -43,7 +43,6 @@ class Net(torch.nn.Module):
 
 
 Parts = dict[str, bytes]
-Change = Callable[[Parts], None]
 
 
 @pytest.fixture(scope="module")
