@@ -153,8 +153,9 @@ def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[
         if home is not None:
             space = home.__globals__ if isinstance(home, FunctionType) else vars(home)
         name, file = str(space.get("__name__")), space.get("__file__") or ""
-        ours = name.partition(".")[0] in ("asapc", *sys.builtin_module_names)
-        if id(space) not in known and space and not ours and is_users(file):
+        top = name.partition(".")[0]  # nothing of a model is kept in these
+        spared = top in ("asapc", "numpy", "scipy", *sys.builtin_module_names)
+        if id(space) not in known and space and not spared and is_users(file):
             known.add(id(space))
             queue.extend(x for x in space.values() if isinstance(x, _KINDS))
             yield space

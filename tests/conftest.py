@@ -14,7 +14,6 @@ from typing import Any
 
 import _pytest
 import gpu_env  # noqa: F401  before any test file: some import triton by way of torch
-import numpy as np
 import pytest
 import torch
 
@@ -154,12 +153,11 @@ def bodies_of_onnx_functions_are_traced_once() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def what_pytest_and_numpy_hold_is_no_models() -> None:
-    """Test files import them, and the search for what a model keeps would walk through all their modules,
-    which is a third of what tracing a small one takes."""
+def what_pytest_holds_is_no_models() -> None:
+    """Test files import it, and the search for what a model keeps would walk through all its modules."""
     from asapc.passes import state
 
-    folders = tuple(str(Path(module.__file__ or "").parent) for module in (pytest, _pytest, np))
+    folders = tuple(str(Path(module.__file__ or "").parent) for module in (pytest, _pytest))
     made = state.Fresh
 
     def fresh(model: torch.nn.Module, is_users: Callable[[str], bool]) -> state.Fresh:
