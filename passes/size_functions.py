@@ -84,7 +84,7 @@ def _free_layouts() -> contextlib.AbstractContextManager[Any]:
         return any(type(stride) is int and any(free[axis + 1 :]) and str(sizes[axis]) != "1"
                    for axis, stride in enumerate(strides))  # fmt: skip
 
-    def asking(of_whole: Callable[..., bool]) -> Callable[..., bool]:
+    def asking(of_whole: Callable[..., bool]) -> Any:
         def asks(x: Any, *given: Any, **named: Any) -> bool:
             layout = (x.shape, x.stride()) if isinstance(x, torch.Tensor) else (x, given[0])
             return not is_part(*layout) and of_whole(x, *given, **named)
