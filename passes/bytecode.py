@@ -94,6 +94,8 @@ def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     """The attributes that these functions set; and those that they only count, as self.calls += 1."""
     stored, counted = set[str](), set[str]()
     for code in codes:
+        if "setattr" in code.co_names:
+            stored |= {text for text in code.co_consts if isinstance(text, str)}
         for before, step in itertools.pairwise(instructions_of(code)):
             if step.opname == "STORE_ATTR":
                 stored.add(str(step.argval))

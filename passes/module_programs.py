@@ -37,6 +37,7 @@ from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
 from asapc.passes.products import VIEWS
 from asapc.passes.site import Site
+from asapc.passes.state import Observed
 from asapc.passes.verify import check_graph
 from asapc.program.call import (
     Call,
@@ -103,7 +104,7 @@ class _Inside:
 
 
 def module_programs(
-    model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls,
+    model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls, observed: Observed,
     mapless: Collection[int] = (),
 ) -> tuple[list[ModuleProgram], dict[str, str]]:  # fmt: skip
     """The programs of the modules around the sites, and by site the reason where there is none.
@@ -111,7 +112,7 @@ def module_programs(
     eager: what the model's modules are called with when it runs.  mapless: places of sites that will not
     have a map.
     """
-    reader = _Reader(model, program, eager)
+    reader = _Reader(model, program, eager, observed)
     chosen: dict[int, _Inside] = {}
     left: dict[str, str] = {}
     for index, site in enumerate(sites):
@@ -139,8 +140,8 @@ def module_programs(
 class _Reader:
     """One captured program, and the model that it was captured from."""
 
-    def __init__(self, model: nn.Module, program: Program, eager: EagerCalls) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, program: Program, eager: EagerCalls, observed: Observed) -> None:
+        self.model, self.observed = model, observed
         self.eager = eager
         self.program = program
         self.nodes = list(program.graph.graph.nodes)
@@ -374,6 +375,8 @@ class _Reader:
                 continue  # a call of the layer runs its hooks, too
             if any(_within(name, call.name) for name in cast):
                 continue  # its call would not be under the autocast that the code around it switched on
+            if self.observed.is_told(self._full(call.name), self._full(outer), self.model):
+                continue
             # A layer that gives what it was given: a later use could be of either.
             passed = [node for node in call.outputs if node in call.inputs or _is_ambiguous(node, call)]
             gives = bool(layer.nodes) and not passed

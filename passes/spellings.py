@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from asapc.passes.verify import check_graph
 
@@ -116,11 +117,14 @@ def _respell(graph: GraphModule, node: Node) -> bool:
     made = node
     with graph.graph.inserting_before(node):
         for target, args in calls:
-            made = graph.graph.call_function(target, tuple(made if x is LAST else x for x in args))
+            args = pytree.tree_map(lambda x, last=made: last if x is LAST else x, args)
+            made = graph.graph.call_function(target, args)
             fakes = torch.fx.node.map_arg(made.args, lambda n: n.meta["val"])
             made.meta = {**node.meta, "val": target(*fakes)}
     node.replace_all_uses_with(made)
     graph.graph.erase_node(node)
+    if made.target in RESPELT:
+        _respell(graph, made)
     return True
 
 
@@ -155,6 +159,23 @@ def _inner(x: Node, y: Node) -> Calls:
     return [(aten.transpose.int, (y, 0, 1)), (aten.matmul.default, (x, LAST))]
 
 
+def _shared(x: Node, y: Node) -> Calls:
+    """A factor that all examples or heads share, for each of them; one of these axes at a time."""
+    shapes = x.meta["val"].shape, y.meta["val"].shape
+    if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) > 4:
+        return None
+    for axis, (one, other) in enumerate(zip(*(shape[:-2] for shape in shapes), strict=True)):
+        if (str(one) == "1") == (str(other) == "1"):
+            continue
+        few, many, size = (x, y, other) if str(one) == "1" else (y, x, one)
+        kept = size if isinstance(size, int) else LAST
+        sizes = [kept if at == axis else -1 for at in range(len(shapes[0]))]
+        factors = (LAST, y) if few is x else (x, LAST)
+        return [(aten.sym_size.int, (many, axis)), (aten.expand.default, (few, sizes)),
+                (aten.matmul.default, factors)]  # fmt: skip
+    return None
+
+
 def _added(added: Node, x: Node, y: Node, beta: float = 1, alpha: float = 1) -> Calls:
     """A mask or a bias, and a product: torch's multi-head attention with a mask."""
     if beta != 1:
@@ -178,6 +199,6 @@ RESPELT: dict[Any, Callable[..., Calls]] = {
     aten.mT.default: _turned, aten.mH.default: _turned, aten.adjoint.default: _turned,
     aten.matrix_H.default: _turned, aten.numpy_T.default: _reversed, aten.t.default: _reversed,
     aten.movedim.int: _moved, aten.moveaxis.int: _moved, aten.inner.default: _inner,
-    aten.tensordot.default: _tensordot, aten.baddbmm.default: _added,
+    aten.tensordot.default: _tensordot, aten.baddbmm.default: _added, aten.matmul.default: _shared,
 }  # fmt: skip
 """From an operator's arguments to the calls that do the same, None where they would not."""

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch
 from asapc.measure.differences import equal, largest_difference
-from asapc.passes.bytecode import loaded_names, questions_of, stored_names
+from asapc.passes.bytecode import loaded_names, questions_of, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
 from asapc.passes.observe import Leave, entering
 from asapc.passes.pure import leaves_nothing
@@ -157,6 +157,16 @@ class Observed:
                     if now.get(steps, GONE) != value:
                         return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
         return None
+
+    def is_told(self, name: str, outer: str, model: nn.Module) -> bool:
+        """Whether code around a module may set what it reads: of a program that has that code, the module
+        would read what was there before."""
+        inner = self.within(name)
+        codes = self.within(outer).codes - inner.codes
+        stored, _ = stored_names(codes)
+        part = model.get_submodule(name)
+        read = [_of_torch(part.get_submodule(path)) or names for path, names in inner.names.items()]
+        return any((x.code and sets_items(codes)) or stored & (x.attributes or stored) for x in read)
 
     def guard(
         self, name: str, module: nn.Module, flat: Sequence[Tensor], of_mode: bool = False
@@ -552,15 +562,12 @@ def _shown(value: Any) -> str:
 class _NoDropout(TorchFunctionMode):
     """Dropout keeps everything.
 
-    called: the functions of torch, in order.  dropped: the results of active dropout, of maps on their
-    way to the values excepted, with the modules that it is in.  shares: that dropout drops, in order;
-    shown: those of evaluation mode, whose graph has no dropout where they are 0.
+    called: the functions of torch, in order, and whether they drop nothing.  dropped: the results of
+    active dropout, of maps on their way to the values excepted, with the modules that it is in.
     """
 
-    def __init__(self, shown: Sequence[float] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.shares: list[float] = []
-        self.shown = iter(shown)
         self.called: list[Any] = []
         self.within: list[str] = []
         self.dropped: list[tuple[Tensor, list[str]]] = []
@@ -571,21 +578,16 @@ class _NoDropout(TorchFunctionMode):
             whole = args[0] if args else kwargs["input"]
             result = whole.view_as(whole)
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            self.called.append(func)  # a trace has what is called in evaluation mode
-            self.shares.append(share)
-            is_shown = next(self.shown, 0.0) != 0
+            self.called.append((func, share == 0))  # a trace has what is called in evaluation mode
             if share and (args[2] if len(args) > 2 else kwargs.get("training", True)):
-                self.dropped.append((result if is_shown else result.view_as(result), [*self.within]))
+                self.dropped.append((result, [*self.within]))
             return result
         share = 0.0
         if func is torch.nn.functional.scaled_dot_product_attention:
             share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            kwargs = {**kwargs, "dropout_p": 0.0}
-            args = args[:4]
-        self.called.append(func)
+            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
+        self.called.append((func, share == 0))
         result = func(*args, **kwargs)
-        if share:  # of another map, which a graph of evaluation mode does not show
-            self.dropped.append((result.view_as(result), [*self.within]))
         given = pytree.tree_leaves(args)
         for place, (tensor, within) in enumerate(self.dropped):
             if any(x is tensor for x in given):
@@ -622,8 +624,8 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
     before = {module: module.training for module in model.modules()}
     names = {name for name, _ in model.named_modules()}
 
-    def run(shown: Sequence[float] = ()) -> Any:
-        with torch.random.fork_rng(devices=[]), _NoDropout(shown) as mode:
+    def run() -> Any:
+        with torch.random.fork_rng(devices=[]), _NoDropout() as mode:
             torch.manual_seed(0)
 
             def enter(name: str, *_: Any) -> Leave:
@@ -638,7 +640,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
     try:
         for module in before:
             module.training = not type(module).__module__.startswith("torch.")
-        found, trained = run(mode.shares)
+        found, trained = run()
         if trained.called != mode.called or not identical(found, expected):
             return names
         return {name for _, within in trained.dropped for name in within}

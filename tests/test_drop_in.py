@@ -40,6 +40,7 @@ from asapc.passes.match import match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.regions import Refusal
+from asapc.passes.state import Observed
 from asapc.program import live
 from asapc.program.call import Call, described, known_of, parameters_of, rebuilt, types_at_hand
 from asapc.program.code import GraphCode, flat_graph
@@ -847,7 +848,7 @@ def cut(model: nn.Module, x: Tensor) -> Any:
     (program,) = capture(model, (x,), {}).programs
     sites = [own for own in match(program) if not isinstance(own, Refusal)]
     assert sites
-    return module_programs(model, program, sites, eager_calls(model, (x,), {}))
+    return module_programs(model, program, sites, eager_calls(model, (x,), {}), Observed())
 
 
 @pytest.mark.parametrize(

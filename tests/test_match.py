@@ -293,7 +293,41 @@ def test_the_same_in_one_spelling() -> None:
     for found, expected in zip(program.graph(x, y), Everything()(x, y), strict=True):
         torch.testing.assert_close(found, expected)
     left = {node.target for node in program.graph.graph.nodes} & {*ALIASES, *RESPELT}
-    assert left == {torch.ops.aten.inner.default}  # of two vectors
+    # Of two vectors; of factors that nobody shares.
+    assert left == {torch.ops.aten.inner.default, torch.ops.aten.matmul.default}
+
+
+class Shared(nn.Module):
+    """Keys or values that all heads share, or queries that all examples do."""
+
+    def __init__(self, queries: str, keys: str, values: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 4 if x == "heads" else 8) for x in (queries, keys, values))
+        self.kinds, self.latent = (queries, keys, values), nn.Parameter(torch.randn(1, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(self.latent if kind == "examples" else x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for layer, kind in zip((self.q, self.k, self.v), self.kinds, strict=True)
+        )
+        s = q @ k.mT
+        for step in range(5):
+            s = s - s.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return s.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kinds", [
+    ("own", "heads", "heads"), ("own", "own", "heads"), ("heads", "own", "own"),
+    ("examples", "own", "own"), ("own", "examples", "examples"), ("examples", "heads", "heads"),
+])  # fmt: skip
+def test_factors_that_heads_or_examples_share(kinds: tuple[str, str, str]) -> None:
+    torch.manual_seed(0)
+    net = Shared(*kinds).eval()
+    (program,) = capture(net, (torch.randn(3, 6, 8),), {}).programs
+    (site,) = match(program)
+    assert isinstance(site, AttentionSite)
+    lifted, x = lift(program, [site]), torch.randn(4, 9, 8)
+    torch.testing.assert_close(lifted.graph(x), net(x), rtol=1e-4, atol=1e-5)
 
 
 class Attention(nn.Module):

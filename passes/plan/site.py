@@ -101,22 +101,16 @@ class MarginalInput:
             value = value.unsqueeze(1)
         return (value if self.logarithm else value.log()) * self.power
 
-    @property
-    def is_factor(self) -> bool:
-        """Whether code multiplies by it, or divides it, without a logarithm on the way."""
-        users = [*self.node.users]
-        users += [user for view in users if view.target in _ALONG for user in view.users]
-        return any(user.target in (aten.mul.Tensor, aten.div.Tensor) for user in users)
-
     def lift(self, lifting: Lifting, log: bool) -> Node:
-        """log: whether the plan is a logarithm."""
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
-        if self.is_factor and not (self.logarithm or self.constant or log):
-            # A mass of 0 has a gradient, which log(0) would lose: it is all but 0.
+        views = [user for user in self.node.users if user.target in _ALONG]
+        used = {user.target for one in (self.node, *views) for user in one.users}
+        if used & {aten.mul.Tensor, aten.div.Tensor} and not (self.logarithm or self.constant or log):
+            # A factor of 0 has a gradient, which log(0) would lose: it is all but 0.
             least = min(LEAST_MASS, 10 * torch.finfo(self.node.meta["val"].dtype).tiny)
             none, zero = lifting.call(aten.eq.Scalar, node, 0), lifting.call(aten.mul.Scalar, node, 0)
             few = lifting.call(aten.masked_fill.Scalar, zero, none, least)
