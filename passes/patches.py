@@ -32,7 +32,7 @@ from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import Leave, eager_calls, entering, replaced_forwards
 from asapc.passes.state import identical
 from asapc.program.apply import beyond_map
-from asapc.program.call import Call, Child, dtypes_of
+from asapc.program.call import GRADIENTS, Call, Child, dtypes_of
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
 from asapc.program.state import Steps, can_be_taken_away
@@ -287,14 +287,17 @@ def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> d
         output = forward(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         if given and name in calls and calls[name].gives(len(tensors)):
-            casts.setdefault(name, {})[given] = dtypes_of(tensors, device)
+            kinds, known = dtypes_of(tensors, device), casts.setdefault(name, {})
+            if known.setdefault(given, kinds) != kinds:
+                known[given + GRADIENTS] = kinds
         return output
 
     # A copy may keep what autocast makes of positions; what fails there has no dtypes.
-    with contextlib.suppress(Exception), torch.autocast(device), torch.no_grad():
-        other = copied(model)
-        with replaced_forwards(other, around):
-            called(other, example, {})
+    for grad in (False, True):  # in which torch's encoder layers give others
+        with contextlib.suppress(Exception), torch.autocast(device), torch.set_grad_enabled(grad):
+            other = copied(model)
+            with replaced_forwards(other, around):
+                called(other, example, {})
     return {name: replace(call, casts=casts.get(name)) for name, call in calls.items()}
 
 

@@ -1233,6 +1233,29 @@ def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
                     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
+class BesideTorchsEncoder(Layer):
+    """Which takes a way of its own without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x + attended(self, x))
+
+
+def test_dtypes_under_autocast_that_gradients_change(tmp_path):
+    torch.manual_seed(0)
+    model, x = BesideTorchsEncoder().eval(), torch.randn(48, 6, 4)
+    asapc.compile(model, x, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    alone, dtypes = asapc.load(tmp_path / "out", trust=True), []
+    for grad in (False, True):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            dtypes += [model(x[:3]).dtype]
+            assert alone(x[:3]).dtype == dtypes[-1]
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
 @torch.no_grad()
 def test_a_layer_that_is_called_under_autocast():
     assert own_code(*made(WithAutocast), torch.randn(3, 6, 4)) == []
@@ -1432,6 +1455,17 @@ def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
     texts = [str(warning.message) for warning in caught]
     assert loaded.training and len(texts) == (left_out is not None)
     assert all(x.endswith(f"in evaluation mode{left_out}") for x in texts)
+
+
+def test_frozen_weights_are_frozen_in_a_model_that_is_rebuilt(tmp_path):
+    model = Trained(nn.LayerNorm(4)).eval()
+    model[0].qk.requires_grad_(False)
+    asapc.compile(model, torch.randn(48, 6, 4), recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    trained = [
+        {name for name, weight in one.named_parameters() if weight.requires_grad}
+        for one in (model, asapc.load(tmp_path / "out"))
+    ]
+    assert trained[0] == trained[1] and len(trained[0]) == 4
 
 
 class Instances(dict[str, Any]):

@@ -726,22 +726,12 @@ def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
     assert torch.ops.asapc.plan(turned, None, None, 1.0, 0, True, factor).is_contiguous()
 
 
-def test_masses_of_0_have_gradients_and_negative_ones_are_told(tmp_path: Path) -> None:
+def test_negative_masses_are_told(tmp_path: Path) -> None:
     net = nets.MassesByScalings().eval()
     data = dict(zip(("scores", "mu", "nu"), nets.inputs_for(net, batch=8), strict=True))
     recipe = {"operator": "lossless", "batch_size": 8}
     live = asapc.compile(net, data, recipe=recipe, examples=8, out=tmp_path / "out").model
     alone = asapc.load(tmp_path / "out")
-    data["mu"][0, 2] = 0.0
-    for name in ("mu", "nu"):
-        given = data | {name: data[name].requires_grad_()}
-        gradients = [
-            torch.autograd.grad((model(**given) * data["scores"]).sum(), given[name])[0]
-            for model in (net, live, alone)
-        ]
-        for found in gradients[1:]:
-            torch.testing.assert_close(found, gradients[0], rtol=1e-4, atol=1e-6)
-    data = {name: tensor.detach() for name, tensor in data.items()}
     data["nu"][1, 4] = -0.1
     with pytest.warns(OwnCodeWarning, match="masses of a plan >= 0"):
         assert torch.equal(live(**data), net(**data))

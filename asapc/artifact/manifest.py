@@ -119,7 +119,7 @@ _MANIFEST = _keys(
     refused=list_of(_keys(name=str, status=str, reason=str)),
     live=_keys(programs=list_of(_Live), left=dict[str, str]),
     sizes=(str, ""), questions=(list_of(_Question), []),
-    not_applied=(_Texts, []), refresh=(dict[str, Any], {}),
+    not_applied=(_Texts, []), frozen=(_Texts, []), refresh=(dict[str, Any], {}),
     onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
     warnings=(list_of(_keys(sites=_Texts, text=str)), []),
 )  # fmt: skip

@@ -142,6 +142,9 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
     model.__dict__["not_applied"] = tuple(manifest.get("not_applied", model.not_applied))
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if name in manifest.get("frozen", ()):
+            weight.requires_grad_(False)
     if stage == "graph" and sequence_group is None:
         shown_by(model, Summary(source, lines, artifact.folder))
     return model

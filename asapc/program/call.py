@@ -31,6 +31,7 @@ from asapc.formats.records import OPTIONAL, Record, optional
 from asapc.terminal.printed import short
 
 Kind = Literal["bool", "int", "float", "complex"]
+GRADIENTS = " with gradients"
 LOW = "autocast"  # the dtype of autocast, whichever it is
 _SCALARS = (type(None), bool, int, float, str)
 
@@ -136,7 +137,8 @@ class Call(Record):
     limits: least and most of the free sizes that have any.
     neutral: tensors that may be None instead: masks that hide nothing then, 0 or True everywhere.
     casts: under autocast, the dtypes of the tensors that the model's own code gives, by the device and
-           the dtypes of those that it is given, see dtypes_of; operators compute in others.
+           the dtypes of those that it is given, see dtypes_of, with GRADIENTS where those are recorded
+           and make others of them; operators compute in others.
     """
 
     parameters: tuple[Parameter, ...]
@@ -156,7 +158,8 @@ class Call(Record):
         device = outputs[0].device.type if self.casts and outputs else "meta"
         if not self.casts or device == "meta" or not torch.is_autocast_enabled(device):
             return outputs
-        kinds = self.casts.get(dtypes_of(flat, device), "").split(" ")[1:]
+        given, grad = dtypes_of(flat, device), GRADIENTS * torch.is_grad_enabled()
+        kinds = self.casts.get(given + grad, self.casts.get(given, "")).split(" ")[1:]
         if len(kinds) != len(outputs):
             return outputs
         low = torch.get_autocast_dtype(device)

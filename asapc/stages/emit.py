@@ -103,6 +103,10 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         others.append("power iterations (spectral_norm)")
     if c.whole and others:
         manifest["not_applied"] = others
+    weights = parts[0].named_parameters(remove_duplicate=False) if c.whole and parts else ()
+    frozen = [name for name, weight in weights if not weight.requires_grad]
+    if frozen:
+        manifest["frozen"] = frozen
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
         (program,) = analysis.capture.programs

@@ -19,14 +19,12 @@ from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import settings_of
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
-from asapc.passes.products import VIEWS, Canonical, rank_of, same
+from asapc.passes.products import Canonical, rank_of, same
 from asapc.passes.site import Site
 
 aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
-LEAST_MASS = 1e-36  # less than counts beside any other in float32
-_ALONG = {*VIEWS, aten.unsqueeze.default}
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -101,20 +99,12 @@ class MarginalInput:
             value = value.unsqueeze(1)
         return (value if self.logarithm else value.log()) * self.power
 
-    def lift(self, lifting: Lifting, log: bool) -> Node:
+    def lift(self, lifting: Lifting) -> Node:
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
-        views = [user for user in self.node.users if user.target in _ALONG]
-        used = {user.target for one in (self.node, *views) for user in one.users}
-        if used & {aten.mul.Tensor, aten.div.Tensor} and not (self.logarithm or self.constant or log):
-            # A factor of 0 has a gradient, which log(0) would lose: it is all but 0.
-            least = min(LEAST_MASS, 10 * torch.finfo(self.node.meta["val"].dtype).tiny)
-            none, zero = lifting.call(aten.eq.Scalar, node, 0), lifting.call(aten.mul.Scalar, node, 0)
-            few = lifting.call(aten.masked_fill.Scalar, zero, none, least)
-            node = lifting.call(aten.add.Tensor, node, few)
         node = node if self.logarithm else _log(lifting, node)
         return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
 
@@ -177,7 +167,7 @@ class PlanSite(Site):
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
-                name: None if x is None else x.lift(lifting, self.convention.log)
+                name: None if x is None else x.lift(lifting)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
             rest = {**marginals, **settings_of(self.convention)}
