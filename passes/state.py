@@ -584,8 +584,10 @@ class _NoDropout(TorchFunctionMode):
             return result
         share = 0.0
         if func is torch.nn.functional.scaled_dot_product_attention:
-            share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
+            if len(args) > 4:
+                share, args = args[4], (*args[:4], 0.0, *args[5:])
+            else:
+                share, kwargs = kwargs.get("dropout_p", 0.0), {**kwargs, "dropout_p": 0.0}
         self.called.append((func, share == 0))
         result = func(*args, **kwargs)
         given = pytree.tree_leaves(args)
