@@ -28,6 +28,7 @@ ATTENTION = f"{EXAMPLE}/sinkhorn_attention.py:sinkhorn"
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16,
     "vocab_size": 60, "max_position_embeddings": 32, "num_labels": 3, "attn_implementation": "registered",
+    "attention_probs_dropout_prob": 0.0,  # or the code of BERT itself runs in training mode
 }  # fmt: skip
 N = 12
 
