@@ -994,7 +994,7 @@ Plan turned(const Plan& p) {
   std::swap(q.rows, q.columns), std::swap(q.mu, q.nu), std::swap(q.log_mu, q.log_nu), std::swap(q.mu_each, q.nu_each);
   std::swap(q.row_mass, q.column_mass), std::swap(q.row_power, q.column_power);
   q.rows_first = !p.rows_first;
-  q.start = p.start == kOfRow ? kOfColumn : p.start == kOfColumn ? kOfRow : p.start;
+  q.start = p.start == kOfRow ? int64_t{kOfColumn} : p.start == kOfColumn ? int64_t{kOfRow} : p.start;
   return q;
 }
 
