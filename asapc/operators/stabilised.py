@@ -43,10 +43,10 @@ def stabilised_plans(
     a: [B, H, N, 1]; K: [B, H, N, M]; b: [B, H, M, 1].
     """
     queries, keys = scores.shape[-2:]
-    plain = stabiliser.form == "scaling" and stabiliser.start == "plain"
+    plain = stabiliser.form == "scaling" and stabiliser.start == "plain" and scores.numel() > 0
     offset = _largest(scores, -1 if rows_first else -2) if plain else _offset(scores, stabiliser)
     kernel = torch.exp(scores - offset)
-    alike = (1.0 / queries, 1.0 / keys) if stabiliser.shares else (1.0, 1.0)
+    alike = (1.0 / max(queries, 1), 1.0 / max(keys, 1)) if stabiliser.shares else (1.0, 1.0)
     row_mass, column_mass = (
         mass if logs is None else logs.double().exp()[..., None]
         for mass, logs in zip(alike, (log_mu, log_nu), strict=True)
@@ -55,8 +55,8 @@ def stabilised_plans(
     if plain:  # exp(S) may overflow where the plan does not, so its first side takes exp(offset) in
         share = torch.exp(-offset if rows_first else -offset.transpose(-1, -2))
         constants[not rows_first] = stabiliser.constant * share
-    a = torch.ones_like(kernel[..., :1])
-    b = torch.ones_like(kernel[..., :1, :]).transpose(-1, -2)
+    leads = kernel.shape[:-2]
+    a, b = kernel.new_ones(*leads, queries, 1), kernel.new_ones(*leads, keys, 1)
     if stabiliser.form == "scaling" and stabiliser.start_share:
         a, b = a / queries, b / keys
     exact = stabiliser.start == "softmax"
@@ -88,7 +88,7 @@ def _divided(
 
 def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     """What is subtracted from the scores before exp; without effect but through the constant."""
-    if stabiliser.start == "plain":
+    if stabiliser.start == "plain" or scores.numel() == 0:
         return scores.new_zeros(())
     if stabiliser.start == "matrix":
         top = scores.amax((-1, -2), keepdim=True)

@@ -58,7 +58,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if task.has_masses and stabiliser is not None and (
         settings["log"] or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
     ):
-        _require_masses(task)
+        require_masses(task)
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
     if stabiliser is None:
@@ -84,7 +84,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     return out if scores.dtype is dtype else out.to(scores.dtype)
 
 
-def _require_masses(task: Task) -> None:
+def require_masses(task: Task) -> None:
     """Raises BranchError where a mass has no logarithm; looked at only where the engine gives up."""
     if any(logs is not None and bool(logs.isnan().any()) for logs in (task.log_mu, task.log_nu)):
         raise BranchError("masses of a plan >= 0", True)
@@ -149,7 +149,7 @@ def _in_log_domain(
 ) -> None:
     """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H;
     dtype: of the scores, in which a known order of the sums is followed."""
-    _require_masses(task)
+    require_masses(task)
     chosen = given[which][:, None]
     if task.as_written:
         chosen = chosen.to(dtype)
