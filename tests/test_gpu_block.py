@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from test_gpu_loops import LOOPS, Case, assert_loop
 
-from asapc.kernels.gpu import block
+from asapc.kernels.gpu import block, resident
 from asapc.kernels.loop import Loop
 
 COMPILER = shutil.which("g++")
@@ -77,11 +77,51 @@ def in_range(emulated: Runner, shared: int = SHARED) -> Callable[..., Tensor]:
     ({"dtype": torch.float16, "masked": True, "bias": ()}, ("CRCRC", "RCRCRC")),
     ({"dtype": torch.bfloat16, "strided": True, "masked": True}, ("CRCR from f", "RCRCRC")),
     ({"shape": (1, 1, 129, 20, 16, 8), "dtype": torch.bfloat16}, ("RCRCR from g", "CRCRC")),  # two strips
+    ({"shape": (2, 2, 17, 20, 8, 7), "dtype": torch.bfloat16}, ("RCRCRC",)),
     ({"shape": (1, 1, 1, 1, 8, 8)}, ("CRCRC",)),
+    ({"shape": (2, 1, 1, 20, 16, 16), "masked": True}, ("RCRCR from g", "CRCRC")),
+    ({"shape": (2, 1, 20, 1, 16, 16), "masked": True}, ("RCRCRC",)),
 ], ids=str)  # fmt: skip
 def test_it_is_the_loop(case: dict[str, Any], loops: tuple[str, ...], emulated: Runner) -> None:
     for name in loops:
         assert_loop(Case(**case), in_range(emulated), LOOPS[name])
+
+
+def test_keys_that_a_bias_hides(emulated: Runner) -> None:
+    """From all queries, or all from one, and a NaN of the bias where the mask hides a key."""
+    case = Case((1, 2, 20, 24, 16, 16), bias=(1, 2), masked=True)
+    assert case.bias is not None and case.keep is not None
+    case.bias[..., 3] = -math.inf
+    case.bias[:, 1, 5] = -math.inf
+    assert_loop(case, in_range(emulated), LOOPS["RCRCRC"])
+    given = [*case.given()]
+    given[4] = torch.where(case.keep[:, None, None], case.bias, math.nan)
+    out = in_range(emulated)(*given, None, Loop(0.4, 6, "column", case.factors()))
+    assert bool(out.isfinite().all())
+
+
+def test_what_a_block_holds() -> None:
+    def shape(
+        n: int = 64, m: int = 64, d: int = 64, e: int = 64, dtype: torch.dtype = torch.float32, **of: Any
+    ) -> block.Shape | None:
+        sizes = ((n, d), (m, d), (m, e))
+        q, k, v = (torch.empty(1, 1, *size, dtype=dtype, device="meta") for size in sizes)
+        return block.shape_of(q, k, v.to(of.get("values", dtype)), of.get("shared", SHARED))
+
+    assert shape(256, 256) is not None and shape(256, 256, 128, 128, torch.bfloat16) is not None
+    beyond: tuple[dict[str, Any], ...] = (
+        {"n": 257}, {"m": 257}, {"d": 129}, {"e": 129}, {"n": 0}, {"m": 0}, {"dtype": torch.float64},
+        {"values": torch.bfloat16}, {"n": 256, "m": 256, "shared": 64 << 10},
+    )  # fmt: skip
+    assert all(shape(**given) is None for given in beyond)
+
+
+def test_the_blocks_loop_runs_where_it_holds_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 1, 64, 64)
+    fits = [resident.fits(q, q, q, Loop(1.0, steps, "row", [])) for steps in (4, 5)]
+    monkeypatch.setattr(block, "shape_for", lambda q, k, v: block.shape_of(q, k, v, SHARED))
+    fits += [resident.fits(q, q, q, Loop(1.0, steps, "row", [])) for steps in (4, 5)]
+    assert fits == [False, False, False, True]
 
 
 def test_values_take_the_place_of_keys_and_part_of_the_matrix_is_shared(
@@ -112,7 +152,12 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
 
     assert done() == [1, 1]
     assert done(q=case.q * torch.tensor([1.0, 600.0])[:, None, None, None]) == [1, 0]
-    assert done(q=case.q.index_fill(3, torch.tensor(0), math.nan)) == [0, 0]
+    made_by_a_gpu = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for nan in (torch.tensor(math.nan), made_by_a_gpu):
+        assert done(q=torch.where(torch.arange(8) == 0, nan, case.q)) == [0, 0]
+        v = torch.where(torch.arange(8) == 0, nan, case.v)
+        out, _ = emulated(case.q, case.k, v, None, None, None, loop=loop)
+        assert bool(out[..., 0].isnan().all()) and bool(out[..., 1:].isfinite().all())
     far = torch.zeros(2, 1, 18)
     far[1, 0, :9] = -600.0
     assert done(dual=far) == done(dual=far, side="column") == [1, 0]

@@ -90,6 +90,7 @@ def test_the_edited_file_is_the_compiled_model(folder: Path, out: Path) -> None:
     record = read_record(out)
     assert record is not None and record["largest"] <= 1e-4 and len(record["shapes"]) > 3
     model, session = asapc.load(out), open_session(out / "model.onnx")
+    assert all(weight.requires_grad for weight in model.parameters())
     ids = torch.randint(1, 40, (4, 9))
     ids[2, 3:] = 0
     with torch.no_grad():

@@ -478,6 +478,21 @@ def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: b
     assert bool((logs.exp() > 0.1).any())
 
 
+class PaddedScores(nn.Module):
+    """Padding that is cut off before the loop, with a number that exp does not hold."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        scores = nn.functional.pad(a @ b.transpose(1, 2), (0, 2), value=1e4)[..., :-2]
+        for step in range(6):
+            scores = scores.log_softmax(-1 - step % 2)
+        return scores.exp() @ b
+
+
+def test_padding_that_is_no_slack() -> None:
+    (site,) = analysed(PaddedScores(), random(2, 9, 3), random(2, 7, 3, seed=1)).sites
+    assert isinstance(site.convention, Convention) and site.convention.stabiliser is None
+
+
 class OfPairs(nn.Module):
     """Scores of pairs that a layer has mixed over the heads, in rows of their own on the way."""
 

@@ -76,7 +76,7 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
 Count = Annotated[int, Strict(), Interval(ge=1, le=MAX_COUNT)]
 Size = Annotated[int, Strict(), Ge(1)]
 _Tokens = integer(1, MAX_SHAPE)
-_Shape = tuple.__class_getitem__((integer(0, MAX_SHAPE), _Tokens))
+_Shape: Any = tuple[integer(0, MAX_SHAPE), _Tokens]  # type: ignore[misc]
 BUDGET_TYPES: Mapping[str, Any] = {
     key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
     for key, bound in BUDGET_BOUNDS.items()
@@ -291,7 +291,7 @@ SITE_TYPES = {
 }  # fmt: skip
 TYPES: Mapping[str, Any] = {
     **_KEYS, **SITE_TYPES, "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
-    "sites": dict.__class_getitem__((str, model("Site", SITE_TYPES))),
+    "sites": dict[str, model("Site", SITE_TYPES)],  # type: ignore[misc]
 }  # fmt: skip
 
 

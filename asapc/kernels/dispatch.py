@@ -92,7 +92,7 @@ def attention_backend(
 
         reason = supported(q, k, v, bias)
     if reason is None:
-        return choose("gpu", "Triton", "the tensors are on a GPU")
+        return choose("gpu", "GPU kernels", "the tensors are on a GPU")
     if one_pass:
         return choose("softmax", "scaled_dot_product_attention", f"{softmax}; {reason}")
     return choose("plain", "plain PyTorch", reason)

@@ -22,9 +22,16 @@ FEWEST = 6  # rounds of calls of a few seconds: with fewer, a ratio has no inter
 ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 
-def interleaved_medians(*given: Any, **options: Any) -> dict[str, dict[str, float]]:
+def interleaved_medians(
+    functions: Mapping[str, Callable[[], Any]],
+    repeats: int = 10,
+    warmup: int = 2,
+    min_time: float = 0.0,
+    enough: float = math.inf,
+) -> dict[str, dict[str, float]]:
     """Median and quartiles of `interleaved_times`: name -> {"median_ms", "q1", "q3"}, all in ms."""
-    return {name: quartiles(values) for name, values in interleaved_times(*given, **options).items()}
+    times = interleaved_times(functions, repeats, warmup, min_time, enough)
+    return {name: quartiles(values) for name, values in times.items()}
 
 
 def interleaved_times(

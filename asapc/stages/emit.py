@@ -103,7 +103,8 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         others.append("power iterations (spectral_norm)")
     if c.whole and others:
         manifest["not_applied"] = others
-    weights = parts[0].named_parameters(remove_duplicate=False) if c.whole and parts else ()
+    users = c.whole and parts and teacher.onnx is None  # no file says what is to be trained
+    weights = parts[0].named_parameters(remove_duplicate=False) if users else ()
     frozen = [name for name, weight in weights if not weight.requires_grad]
     if frozen:
         manifest["frozen"] = frozen

@@ -90,6 +90,7 @@ SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is no larger
+MOST_SLACK = 700.0  # whose exp a float64 holds
 ROWS_ONLY = "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
 MULTIPLIED = "an input multiplies its attention within the loop: mask the scores before it"
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
@@ -535,8 +536,8 @@ def guesses_of(inside: Collection[Node]) -> Guesses:
             if isinstance(value, float) and 0.0 < value <= SMALL_CONSTANT:
                 found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
         slack = padding_of(node)  # a row and a column that stay as they are add it to every sum
-        for value in () if slack is None else (math.exp(slack), slack):
-            if value > 0.0:
+        for value in () if slack is None else (math.exp(min(slack, MOST_SLACK)), slack):
+            if 0.0 < value < math.exp(MOST_SLACK):
                 found.setdefault(value, set()).add("add")
     targets = {node.target for node in inside}
     starts = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -67,10 +68,24 @@ class Shape(NamedTuple):
 
 def shape_for(q: Tensor, k: Tensor, v: Tensor) -> Shape | None:
     """None where the kernel cannot run, or not on this device."""
-    if not q.is_cuda or torch.version.cuda is None or not hasattr(torch.cuda, "_compile_kernel"):
+    if not q.is_cuda or not _compiles(q.device):
         return None
     own: Any = torch.cuda.get_device_properties(q.device)
-    return shape_of(q, k, v, own.shared_memory_per_block_optin) if own.major >= 8 else None
+    return shape_of(q, k, v, own.shared_memory_per_block_optin)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Whether the kernel does for this device; else Triton's run, which are slower."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        compiled(Shape(1, 1, 2, 2, 16, 16, 0, False), device)
+    except (AttributeError, OSError, RuntimeError) as error:  # of torch's private function, or of NVRTC
+        text = f"CUDA C++ does not compile here, so slower kernels run: {error}"
+        warnings.warn(text, stacklevel=2)
+        return False
+    return True
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
@@ -81,8 +96,6 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
     if not (min(queries, keys) > 0 and max(queries, keys) <= MOST_TOKENS):
         return None
     if max(dim, value_dim) > MOST_FEATURES:
-        return None
-    if max(*q.stride(), *k.stride(), *v.stride()) >= 1 << 31:  # they are passed as int
         return None
     strips = 1 if queries <= 128 else 2  # the fewer warps, the less they exchange, and the less they hide
     warps, tiles = -(-queries // (16 * strips)), -(-keys // 16) * 2  # a kernel for every 16 keys
@@ -131,8 +144,8 @@ def _bits(x: float) -> int:
 
 def launch(shape: Shape, tensors: Sequence[Tensor], numbers: Sequence[int], heads: int) -> None:
     """On the current stream, for so many heads of the whole batch."""
-    torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread without one
     kernel = compiled(shape, tensors[0].device)
+    torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread without one
     kernel((heads, 1, 1), (32 * shape.warps, 1, 1), [*tensors, *numbers], shape.shared)
 
 
@@ -140,6 +153,7 @@ def launch(shape: Shape, tensors: Sequence[Tensor], numbers: Sequence[int], head
 def compiled(shape: Shape, device: torch.device) -> Any:
     """The kernel, to be called with a grid, a block, arguments and bytes of shared memory."""
     with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()  # as in `launch`
         kernel = torch.cuda._compile_kernel(shape.source, "resident")
         kernel.set_shared_memory_config(shape.shared)
     return kernel

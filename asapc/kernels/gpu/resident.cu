@@ -100,12 +100,15 @@ __device__ __forceinline__ uint2 turned(const Element* row) {
 #endif
 
 #if KIND == 0
-// x = high + low, each of the 11 bits that the tensor cores read: float32 products of three of theirs.
+// x = high + low, each of the 11 bits that the tensor cores read: float32 products of three of theirs. What is
+// not finite is not rounded: the NaN that a GPU makes, 0x7fffffff, would become 0.
 struct Split {
   unsigned high, low;
   __device__ __forceinline__ Split(float x) {
-    high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high)) + 0x1000u;
+    const unsigned bits = __float_as_uint(x);
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+    high = (finite ? bits + 0x1000u : bits) & 0xffffe000u;
+    low = finite ? __float_as_uint(x - __uint_as_float(high)) + 0x1000u : 0u;
   }
 };
 #endif
@@ -300,8 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident(
           x = make_float2(x.x * scale + hidden.x, x.y * scale + hidden.y);
           if (flags & HAS_BIAS && exists[r]) {
             const float* own = bias + 1ll * row[r] * bias_x + 1ll * column * bias_y;
-            if (column < keys) x.x += LOG2_E * own[0];
-            if (column + 1 < keys) x.y += LOG2_E * own[bias_y];
+            if (hidden.x == 0.0f) x.x += LOG2_E * own[0];
+            if (hidden.y == 0.0f) x.y += LOG2_E * own[bias_y];
           }
           most[r] = fmaxf(most[r], fmaxf(x.x, x.y));
           least[r] = fminf(least[r], fminf(x.x == -INFINITE ? INFINITE : x.x, x.y == -INFINITE ? INFINITE : x.y));

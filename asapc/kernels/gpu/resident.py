@@ -78,7 +78,8 @@ def resident_loop(
     shape = block.shape_for(q, k, v)
     if shape is not None:
         tensors, numbers = block.arguments(q, k, v, keep, bias, dual, out, done, loop)
-        block.launch(shape, tensors, numbers, batch * heads)
+        if max(numbers) < 1 << 31:  # torch passes them as int: else all heads are left to the next launch
+            block.launch(shape, tensors, numbers, batch * heads)
     _resident[(programs,)](
         q, k, v, keep, bias, dual, factors, out, scratch, done,
         batch * heads, heads, queries, keys, dim, value_dim, pitch_of(k),
