@@ -375,7 +375,7 @@ class _Reader:
                 continue  # a call of the layer runs its hooks, too
             if any(_within(name, call.name) for name in cast):
                 continue  # its call would not be under the autocast that the code around it switched on
-            if self.observed.is_told(self._full(call.name), self._full(outer), self.model):
+            if self.observed.reads_what_is_set(self._full(call.name), self._full(outer), self.model):
                 continue
             # A layer that gives what it was given: a later use could be of either.
             passed = [node for node in call.outputs if node in call.inputs or _is_ambiguous(node, call)]

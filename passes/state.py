@@ -158,9 +158,9 @@ class Observed:
                         return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
         return None
 
-    def is_told(self, name: str, outer: str, model: nn.Module) -> bool:
-        """Whether code around a module may set what it reads: of a program that has that code, the module
-        would read what was there before."""
+    def reads_what_is_set(self, name: str, outer: str, model: nn.Module) -> bool:
+        """Whether code of `outer` around a module may set what it reads. Compiled code sets nothing, so the
+        module would read an old value."""
         inner = self.within(name)
         codes = self.within(outer).codes - inner.codes
         stored, _ = stored_names(codes)
