@@ -159,8 +159,8 @@ class Observed:
         return None
 
     def reads_what_is_set(self, name: str, outer: str, model: nn.Module) -> bool:
-        """Whether code of `outer` around a module may set what it reads. Compiled code sets nothing, so the
-        module would read an old value."""
+        """Whether code of `outer` around a module may set what it reads. Compiled code sets nothing, so
+        the module would read an old value."""
         inner = self.within(name)
         codes = self.within(outer).codes - inner.codes
         stored, _ = stored_names(codes)
