@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from test_gpu_loops import LOOPS, Case, assert_loop
 
-from asapc.kernels.gpu import block, resident
+from asapc.kernels.gpu import block, resident, tiles
 from asapc.kernels.loop import Loop
 
 COMPILER = shutil.which("g++")
@@ -49,12 +49,16 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         return made[shape]
 
     def run(*inputs: Any, loop: Loop, shared: int = SHARED) -> tuple[Tensor, Tensor]:
-        q, k, v = inputs[:3]
+        q, k, v, keep, bias, dual = inputs
         shape = block.shape_of(q, k, v, shared)
         assert shape is not None
         out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=v.dtype)
         done = torch.full((q.shape[0] * q.shape[1],), -1, dtype=torch.int32)
-        tensors, numbers = block.arguments(*inputs, out, done, loop)
+        bias = tiles.spread_bias(None if bias is None else bias.float(), q, k)
+        factor, factors = tiles.split_factor(loop.output_factor, q.shape[2], k.shape[2], keep)
+        tensors, numbers = block.arguments(
+            q, k, v, keep, bias, dual, factors, out, done, loop, factor / max(1, q.shape[2])
+        )
         places = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
         built(shape).run(len(done), places, (ctypes.c_int * len(numbers))(*numbers))
         return out, done
@@ -132,6 +136,7 @@ def test_values_take_the_place_of_keys_and_part_of_the_matrix_is_shared(
     assert whole is not None and not whole.late and whole.held == whole.tiles
     assert_loop(case, in_range(emulated, shared=whole.shared - 1), LOOPS["RCRCRC"])
     monkeypatch.setitem(block.OTHER_REGISTERS, 4, 247)
+    monkeypatch.setattr(block, "_shape", block._shape.__wrapped__)
     part = block.shape_of(case.q, case.k, case.v, SHARED)
     assert part is not None and 0 < part.held < part.tiles
     assert_loop(case, in_range(emulated), LOOPS["CRCRC"])

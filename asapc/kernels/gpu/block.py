@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
-from asapc.kernels.gpu.tiles import split_factor, spread_bias, strides_of
+from asapc.kernels.gpu.tiles import strides_of
 from asapc.kernels.loop import Loop
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -90,9 +90,15 @@ def _compiles(device: torch.device) -> bool:
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
     """None where the kernel cannot hold these.  shared: bytes of shared memory that a block may take."""
-    (queries, dim), (keys, value_dim) = q.shape[2:], v.shape[2:]
     if {k.dtype, v.dtype} != {q.dtype} or q.dtype not in KINDS:
         return None
+    return _shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, shared)
+
+
+@cache
+def _shape(
+    queries: int, keys: int, dim: int, value_dim: int, dtype: torch.dtype, shared: int
+) -> Shape | None:
     if not (min(queries, keys) > 0 and max(queries, keys) <= MOST_TOKENS):
         return None
     if max(dim, value_dim) > MOST_FEATURES:
@@ -100,10 +106,10 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
     strips = 1 if queries <= 128 else 2  # the fewer warps, the less they exchange, and the less they hide
     warps, tiles = -(-queries // (16 * strips)), -(-keys // 16) * 2  # a kernel for every 16 keys
     registers = min(255, REGISTERS // (32 * -(-warps // 4)) // 8 * 8)
-    held = max(0, min(tiles, (registers - OTHER_REGISTERS[q.element_size()]) // (4 * strips)))
+    held = max(0, min(tiles, (registers - OTHER_REGISTERS[dtype.itemsize]) // (4 * strips)))
     dims = (-(-dim // 16) * 16, -(-value_dim // 8) * 8)
     for late in (False, True):
-        shape = Shape(warps, strips, tiles, held, *dims, KINDS[q.dtype], late)
+        shape = Shape(warps, strips, tiles, held, *dims, KINDS[dtype], late)
         if shape.shared <= shared:
             return shape
     return None
@@ -111,17 +117,18 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, dual: Tensor | None,
-    out: Tensor, done: Tensor, loop: Loop,
+    factors: Tensor | None, out: Tensor, done: Tensor, loop: Loop, factor: float,
 ) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """Of the kernel: tensors, and numbers.  done [B H]: 1 where the head stayed in range, else 0."""
+    """Of the kernel: tensors, and numbers.
+
+    bias: [B, H, N, M] float32, any strides.  dual: float32.  factors [B] and factor: of a K b v.
+    done: [B H], 1 where the head stayed in range, else 0.
+    """
     (_, heads, queries, dim), (keys, value_dim) = q.shape, v.shape[2:]
     rows_first = loop.first_side == "row"
-    bias = spread_bias(None if bias is None else bias.float(), q, k)
-    dual = None if dual is None else dual.float()
-    factor, factors = split_factor(loop.output_factor, queries, keys, keep)
     given = (keep, bias, dual, factors)
     flags = [x is not None for x in given] + [rows_first, loop.ends_on_rows, *map(_is_wide, (q, k, v))]
-    reals = (loop.score_multiplier * LOG2_E, factor / queries, SAFE_ROW_RANGE[torch.float32] * LOG2_E)
+    reals = (loop.score_multiplier * LOG2_E, factor, SAFE_ROW_RANGE[torch.float32] * LOG2_E)
     strides = (*q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4))
     numbers = [
         heads, queries, keys, dim, value_dim, *strides, *strides_of(dual, 3), *map(_bits, reals),

@@ -61,7 +61,9 @@ def resident_loop(
     out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)
     if batch * heads * queries == 0:
         return out
-    bias = spread_bias(bias, q, k)
+    # In float32 before it is spread, and the dual: both launches read them.
+    bias = spread_bias(None if bias is None else bias.float(), q, k)
+    dual = None if dual is None else dual.float()
     rows_first = loop.first_side == "row"
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
     half = is_half(q, k)
@@ -77,7 +79,7 @@ def resident_loop(
     done = torch.zeros(batch * heads, dtype=torch.int32, device=q.device)
     shape = block.shape_for(q, k, v)
     if shape is not None:
-        tensors, numbers = block.arguments(q, k, v, keep, bias, dual, out, done, loop)
+        tensors, numbers = block.arguments(q, k, v, keep, bias, dual, factors, out, done, loop, factor)
         if max(numbers) < 1 << 31:  # torch passes them as int: else all heads are left to the next launch
             block.launch(shape, tensors, numbers, batch * heads)
     _resident[(programs,)](
