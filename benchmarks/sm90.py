@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from written import write_results
 
-from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn, stored
+from asapc.kernels.gpu import backward, block, dual, plan, resident, sinkhorn, stored
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
@@ -180,7 +180,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                             sinkhorn.streaming_loop, q, k, v, *given, None, loop
                         )
                 loop = Loop(0.125, 4, "row", FACTOR)
-                if tokens <= resident.RESIDENT_LIMIT:
+                if tokens <= block.MOST_TOKENS:
                     for what, given in given_to.items():
                         yield f"resident {name}{what}", partial(
                             resident.resident_loop, q, k, v, *given, None, loop

@@ -6,7 +6,6 @@ compiles it at the first call of a shape, with the NVRTC that it brings along.
 
 from __future__ import annotations
 
-import math
 import struct
 import warnings
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
-from asapc.kernels.gpu.tiles import strides_of
+from asapc.kernels.gpu.tiles import LOG2_E, strides_of
 from asapc.kernels.loop import Loop
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -26,7 +25,6 @@ MOST_TOKENS = 256
 MOST_FEATURES = 128
 REGISTERS = 16384  # of each of the four parts of a processor, which share the warps of a block
 OTHER_REGISTERS = {4: 52, 2: 36}  # beside the matrix, by bytes of an element
-LOG2_E = math.log2(math.e)
 
 
 class Shape(NamedTuple):
@@ -128,7 +126,7 @@ def arguments(
     rows_first = loop.first_side == "row"
     given = (keep, bias, dual, factors)
     flags = [x is not None for x in given] + [rows_first, loop.ends_on_rows, *map(_is_wide, (q, k, v))]
-    reals = (loop.score_multiplier * LOG2_E, factor, SAFE_ROW_RANGE[torch.float32] * LOG2_E)
+    reals = (loop.score_multiplier * LOG2_E.value, factor, SAFE_ROW_RANGE[torch.float32] * LOG2_E.value)
     strides = (*q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4))
     numbers = [
         heads, queries, keys, dim, value_dim, *strides, *strides_of(dual, 3), *map(_bits, reals),

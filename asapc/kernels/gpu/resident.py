@@ -36,7 +36,6 @@ from asapc.kernels.gpu.tiles import (
 )
 from asapc.kernels.loop import Loop
 
-RESIDENT_LIMIT = 256  # keys, for which the tiles are written
 SCRATCH = 32 << 20  # bytes of all matrices that are kept at once
 TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
 
@@ -67,7 +66,7 @@ def resident_loop(
     rows_first = loop.first_side == "row"
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
     half = is_half(q, k)
-    width = block_of(keys, RESIDENT_LIMIT)
+    width = block_of(keys, block.MOST_TOKENS)
     block_x = block_of(queries, TILE.get(width, 4096) // width)
     block_d = block_of(dim, 128 if half else 32)
     block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
