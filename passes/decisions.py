@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from asapc.passes.branches import spoken
 from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_bool, is_tensor, operator_name
-from asapc.passes.products import BARRIERS, VIEWS
+from asapc.passes.products import BARRIERS
 
 aten = torch.ops.aten
 
@@ -130,8 +130,7 @@ def makes_up_for(nodes: Iterable[Node]) -> Node | None:
 
 
 def rounded(part: Part) -> str | None:
-    """Where a part rounds what it computes, to whole numbers or to a half, which no operator does; a half
-    that is only handed on is a matter of what comes after."""
+    """Where a part rounds what it computes, to whole numbers or to a half, which no operator does."""
     scores = descendants(part.inputs[:1]) & part.inside
     for node in sorted(scores, key=lambda node: node.name):
         if _is_step(node):
@@ -142,9 +141,8 @@ def rounded(part: Part) -> str | None:
     ]  # fmt: skip
     if any(_is_short(node) for node in layers):
         return None  # a model, or what an autocast makes of one, in half precision throughout
-    handed_on = {node for node in part.inside if _is_short(node) and node.target in VIEWS}
     for node in part.inside:
-        if _is_short(node) and not (node in handed_on and part.inside & {*node.users} <= handed_on):
+        if _is_short(node):
             name = str(node.meta["val"].dtype).removeprefix("torch.")
             return f"{spoken(node)} rounds to {name} what is computed in single precision"
     return None

@@ -103,6 +103,22 @@ def test_what_is_decided_by_scores_or_rounded_is_refused() -> None:
         assert rule in reasons[f"layers.{place}"], (name, reasons[f"layers.{place}"])
 
 
+class Short(Layer):
+    """Multiplies its map with the values in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.split(x)
+        p = self.attention(q @ k.transpose(-1, -2))
+        return self.merge((p.bfloat16() @ v.bfloat16()).float())
+
+
+def test_a_product_in_a_half_is_refused() -> None:
+    torch.manual_seed(1)
+    analysis = analysed(Short(log_loop), torch.randn(2, 6, 8))
+    assert not analysis.sites
+    assert "rounds to bfloat16" in analysis.left_alone[0].reason
+
+
 def test_scores_that_are_bounded_far_above_are_given() -> None:
     torch.manual_seed(1)
     model = Layer(lambda s: log_loop(s.clamp(-1e4, 1e4))).eval()
