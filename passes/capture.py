@@ -71,6 +71,8 @@ from asapc.passes.state import (
     untraced,
 )
 
+ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
+
 
 @dataclass
 class Capture:
@@ -144,11 +146,21 @@ def capture(
             state.eager = False  # what it does where it is traced may be easier to follow
             whole = _whole(model, args, kwargs, state)
     if isinstance(whole, Capture):
-        return whole
+        if not _keeps_to_batch(whole.programs[0]):
+            return whole
+        captured = capture_modules(model, args, kwargs, ONE_BATCH, state)
+        return captured if captured.programs else whole
     captured = capture_modules(model, args, kwargs, whole, state)
     if not captured.programs and not captured.skipped:
         captured.skipped.append((type(model).__name__, whole))
     return captured
+
+
+def _keeps_to_batch(program: Program) -> bool:
+    """Whether it is for as many examples as the example call alone, as after a loop over them."""
+    inputs = [node.meta["val"] for node in program.graph.graph.find_nodes(op="placeholder")]
+    batches = [value.shape[0] for value in inputs if isinstance(value, torch.Tensor) and value.dim()]
+    return any(size != 1 and size_hint(size) is Dim.STATIC for size in batches)
 
 
 def _whole(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,26 @@ def test_as_many_tokens_as_the_data_say(pick: Callable[[Tensor, Tensor], Tensor]
         x = torch.randn(3, tokens, 16)
         for compiled in (live, alone):
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+class OneByOne(nn.Module):
+    """Attends within the active tokens of each example by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = zoo.ExpDomain()
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        examples = zip(x, length, strict=True)
+        return torch.cat([self.attention(one[None, : int(n)]).mean(1) for one, n in examples])
+
+
+def test_a_loop_over_the_examples() -> None:
+    model, length = OneByOne().eval(), torch.full((40,), 6)
+    x = torch.randn(40, 6, 16)
+    compiled = asapc.compile(model, {"x": x, "length": length}, quiet=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in (1, 5, 40):
+            length = torch.randint(1, 7, (count,))
+            torch.testing.assert_close(compiled.model(x[:count], length), model(x[:count], length))
