@@ -149,6 +149,36 @@ class Connections(nn.Module):
         return found
 
 
+class HiddenStates(nn.Module):
+    """The last hidden states of a language model without its cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids, use_cache=False).last_hidden_state
+        return found
+
+
+def language_model(kind: str, **options: Any) -> Callable[[], nn.Module]:
+    """A small model of transformers with hyper-connections, whole: four layers of width 128."""
+
+    def make() -> nn.Module:
+        import transformers
+
+        sizes: dict[str, Any] = {
+            "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "q_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 32,
+            "pad_token_id": 0,
+        }  # fmt: skip
+        config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
+        return HiddenStates(getattr(transformers, f"{kind}Model")(config))
+
+    return make
+
+
 class Matching(nn.Module):
     """pygmtools.sinkhorn, as called by a matcher."""
 
@@ -319,6 +349,13 @@ def own_rows() -> list[Row]:
         Row("hyper-connections mixer, 8192 tokens", Streams, features(64), (1, 8192), (2, 700)),
         Row("transformers DeepSeek-V4 hyper-connections, 8192 tokens", Connections, features(64),
             (1, 8192), (2, 700)),
+        Row("transformers DeepSeek-V4, whole, small, 512 tokens", language_model(
+            "DeepseekV4", head_dim=64, o_groups=2, o_lora_rank=32, sliding_window=64),
+            words(512, "input_ids"), (1, 512), (2, 70), False),
+        Row("transformers GLM-5-next, whole, small, 512 tokens", language_model(
+            "Glm5NextText", intermediate_size=128, num_key_value_heads=4, kv_lora_rank=32,
+            v_head_dim=32, qk_nope_head_dim=32, qk_head_dim=32, linear_head_dim=32, linear_num_heads=4),
+            words(512, "input_ids"), (1, 512), (2, 70), False),
         Row("pygmtools.sinkhorn", Matching, scores(), (8, 60), (3, 31)),
         Row("Sinkformers text attention", zoo.LogDomainMasked, lambda b, n, g: {
             "x": normal(b, n, 16, generator=g), **words(9, "ids")(b, n, g)}, text, (3, 57)),

@@ -94,7 +94,10 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     attention = value.left
     queries, keys = canonical_shape(attention, value.left_order)[-2:]
     above = ancestors(attention, until=LAYERS)
-    sorts = [node for node in above if node.target in SORTS]
+    sorts = [
+        node for node in above if node.target in SORTS
+        and any(same(size, x) for size in node.args[0].meta["val"].shape for x in (queries, keys))
+    ]  # of tokens: a router's top experts are none
     if not sorts:
         return None
     sorted_later = ancestors(*sorts, until=LAYERS)
