@@ -188,26 +188,28 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
 }
 
 // out[r] = sum_d x[r][d step] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products'
-// inner part; or of (x[r][d step] - panel[d])^2.
-template <class T, bool squares = false> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
-                                   int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
+// inner part; or of (x[r][d step] - panel[d])^2. sides: 1 for the first register of each.
+template <class T, bool squares = false, int sides = 2> INLINE void tile(const T* const* x, int64_t depth,
+    const T* panel, T* out, int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
   constexpr int L = kLanes<T>;
-  V<T> sum[kRows][2] = {};
+  V<T> sum[kRows][sides] = {};
   for (int64_t d = 0; d < depth; ++d) {
-    const V<T> left = load(panel + d * across), right = load(panel + d * across + L);
+    V<T> y[sides];
+#pragma GCC unroll 2
+    for (int side = 0; side < sides; ++side) y[side] = load(panel + d * across + side * L);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V<T> factor = all(x[r][d * step]);
-      const V<T> first = squares ? factor - left : left, second = squares ? factor - right : right;
-      sum[r][0] += (squares ? first : factor) * first;
-      sum[r][1] += (squares ? second : factor) * second;
+#pragma GCC unroll 2
+      for (int side = 0; side < sides; ++side) {
+        const V<T> other = squares ? factor - y[side] : y[side];
+        sum[r][side] += (squares ? other : factor) * other;
+      }
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    store(out + r * stride, sum[r][0]);
-    store(out + r * stride + L, sum[r][1]);
-  }
+  for (int r = 0; r < kRows; ++r)
+    for (int side = 0; side < sides; ++side) store(out + r * stride + side * L, sum[r][side]);
 }
 
 // sums[r] = sum_j rows[r][j] b[j], of R rows `stride` apart; size: a multiple of two registers.
@@ -314,32 +316,63 @@ struct Tokens {
   }
 };
 
+// The numbers of x and y by turns, of their first halves or their second.
+template <bool second, class T, size_t... i> INLINE V<T> zipped(V<T> x, V<T> y, std::index_sequence<i...>) {
+#define FROM i / 2 + i % 2 * kLanes<T> + (second ? kLanes<T> / 2 : 0)
+#ifdef __clang__
+  return __builtin_shufflevector(x, y, (FROM)...);
+#else
+  return __builtin_shuffle(x, y, typename Lanes<T>::Bits{(FROM)...});
+#endif
+#undef FROM
+}
+
 // Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
 template <class T>
 void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
-  constexpr int64_t P = 2 * kLanes<T>;
+  constexpr int L = kLanes<T>;
+  constexpr int64_t P = 2 * L;
+  constexpr std::make_index_sequence<L> lanes;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < size; start += P, panel += P * depth) {
-    const int64_t here = std::min(P, size - start);
+    const int64_t here = std::min(P, size - start), squares = here < P ? 0 : depth / L * L;
+    const auto token = [&](int64_t j) { return from + tokens.active[start + j] * stride; };
     if (here < P) std::fill_n(panel, P * depth, T(0));
-    for (int64_t j = 0; j < here; ++j) {
-      const T* token = from + tokens.active[start + j] * stride;
-      for (int64_t d = 0; d < depth; ++d) panel[d * P + j] = token[d] * factor;
-    }
+    for (int64_t j = 0; j < P; j += L)
+      for (int64_t d = 0; d < squares; d += L) {  // squares of registers, turned by as many rounds as halve them
+        V<T> x[L], y[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) x[i] = load(token(j + i) + d) * factor;
+#pragma GCC unroll 4
+        for (int round = 1; round < L; round *= 2) {
+#pragma GCC unroll 16
+          for (int i = 0; i < L; i += 2) {
+            y[i] = zipped<false, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+            y[i + 1] = zipped<true, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+          }
+          std::swap(x, y);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) store(panel + (d + i) * P + j, x[i]);
+      }
+    for (int64_t j = 0; j < here; ++j)
+      for (int64_t d = squares; d < depth; ++d) panel[d * P + j] = token(j)[d] * factor;
   }
 }
 
 // diag(weights) v of the active tokens, as panels [two registers' values, of every token].
 template <class S, class W>
 void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width, const W* weights, W* to) {
-  constexpr int64_t E = 2 * kLanes<W>;
+  constexpr int64_t L = kLanes<W>, E = 2 * L;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < width; start += E) {
     const int64_t here = std::min(E, width - start);
     for (int64_t j = 0; j < size; ++j, to += E) {
       const S* from = v + tokens.active[j] * stride + start;
-      for (int64_t e = 0; e < here; ++e) to[e] = weights[j] * W(from[e]);
-      for (int64_t e = here; e < E; ++e) to[e] = W(0);
+      int64_t e = 0;
+      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weights[j]);
+      for (; e < here; ++e) to[e] = weights[j] * W(from[e]);
+      for (; e < E; ++e) to[e] = W(0);
     }
   }
 }
@@ -352,8 +385,9 @@ INLINE void multiply(const W* const* x, int64_t count, int64_t depth, const W* v
   constexpr int64_t E = 2 * kLanes<W>;
   for (int64_t start = 0; start < width; start += E) {
     W part[kRows * E];
-    tile<W>(x, depth, values + start * depth, part, E, E, step);
     const int64_t here = std::min(E, width - start);
+    if (here > E / 2) tile<W>(x, depth, values + start * depth, part, E, E, step);
+    else tile<W, false, 1>(x, depth, values + start * depth, part, E, E, step);
     for (int64_t r = 0; r < count; ++r) {
       S* out = to[r] + start;
       if (here == E) for (int64_t e = 0; e < E; ++e) out[e] = S(factors[r] * part[r * E + e]);
