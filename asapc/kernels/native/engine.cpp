@@ -1004,7 +1004,10 @@ template <class T> bool scale_all(const Scaling& s) {
 // matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each; log_mu,
 // log_nu: what they were given as, laid out alike, or null. shares: what each plan is multiplied by, or null
 // where all are by `share`. start: what is subtracted from scores before exp. near: scores beyond `near` are not held.
+// written: the order of a teacher's sums, in which a matrix that is not held is computed in logarithms, of plans times
+// `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
+enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements };
 
 struct Plan {
   const void *scores, *mu, *nu, *log_mu, *log_nu;
@@ -1012,8 +1015,8 @@ struct Plan {
   void* out;
   uint8_t* held;
   int64_t matrices, rows, columns, mu_each, nu_each, half_steps, rows_first, is_double, threads, beside;
-  int64_t start, start_share, log, damped;
-  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share;
+  int64_t start, start_share, log, damped, written, log_shares;
+  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share, factor;
   Rule rule;
 };
 
@@ -1064,6 +1067,7 @@ template <class X> class Planned {
     find_tops();
     bool held[W];
     for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g);
+    if (p_.written && std::count(held, held + count_, true) == 0) return std::fill_n(p_.held + first_, count_, 0), count_;
     if (p_.start != kOffset || p_.offset != 0) subtract(), find_tops();
     const T* s = reinterpret_cast<const T*>(s_);
     for (int64_t e = 0; e < padded_ * W; e += kLanes<T>)
@@ -1313,6 +1317,104 @@ template <class X> class Planned {
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, seen_, high_;
 };
 
+// written_log_plan of operators/plan.py, of one matrix.
+template <class T> class InOrder {
+  static constexpr int L = kLanes<T>;
+  static constexpr T kInf = std::numeric_limits<T>::infinity();
+
+ public:
+  InOrder(const Plan& p, int64_t index, Scratch& scratch)
+      : p_(p), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)), first_(index * n_ * m_) {
+    scratch.reserve((n_ * padded_ + 3 * padded_ + n_) * sizeof(T) + 5 * kBytes);
+    s_ = scratch.take<T>(n_ * padded_), f_ = scratch.take<T>(n_);
+    g_ = scratch.take<T>(padded_), tops_ = scratch.take<T>(padded_), sums_ = scratch.take<T>(padded_);
+    mu_ = p.log_mu ? static_cast<const T*>(p.log_mu) + (p.mu_each ? index * n_ : 0) : nullptr;
+    nu_ = p.log_nu ? static_cast<const T*>(p.log_nu) + (p.nu_each ? index * m_ : 0) : nullptr;
+  }
+
+  // Returns whether all masses have a logarithm.
+  bool run() {
+    const auto none = [](T x) { return std::isnan(x); };
+    if ((mu_ && std::any_of(mu_, mu_ + n_, none)) || (nu_ && std::any_of(nu_, nu_ + m_, none))) return false;
+    const T* scores = static_cast<const T*>(p_.scores) + first_;
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = s_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j) row[j] = scores[i * m_ + j] * T(p_.multiplier);
+      std::fill(row + m_, row + padded_, -kInf);
+    }
+    std::fill_n(f_, n_, T(0)), std::fill_n(g_, padded_, T(0));
+    bool rows = !p_.rows_first;
+    for (int64_t step = 0; step < p_.half_steps; ++step) {
+      rows = !rows;
+      if (rows) close_rows();
+      else close_columns();
+    }
+    put(p_.log_shares || (rows ? mu_ : nu_) ? T(0) : std::log(T(rows ? n_ : m_)));
+    return true;
+  }
+
+ private:
+  INLINE V<T> term(int64_t i, int64_t j, bool rows) const {
+    const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
+    return p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
+  }
+
+  // What is subtracted before exp, and the logsumexp.
+  static T finite(T top) { return std::isinf(top) ? T(0) : top; }
+  static T log_sum(T top, T sum) { return top == kInf ? top : std::log(sum) + finite(top); }
+
+  void update(T& dual, const T* masses, int64_t i, int64_t size, T log_sum, double damping) const {
+    const T mass = masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
+    dual = p_.written == kIncrements ? dual + (mass - log_sum) : T(damping) * (mass - log_sum);
+  }
+
+  void close_rows() {
+    for (int64_t i = 0; i < n_; ++i) {
+      V<T> high = all(-kInf), sum{};
+      for (int64_t j = 0; j < padded_; j += L) high = term(i, j, true) > high ? term(i, j, true) : high;
+      const T top = max_of<T>(high);
+      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j, true) - finite(top));
+      update(f_[i], mu_, i, n_, log_sum(top, sum_of<T>(sum)), p_.row_power);
+    }
+  }
+
+  void close_columns() {
+    std::fill_n(tops_, padded_, -kInf), std::fill_n(sums_, padded_, T(0));
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> x = term(i, j, false), top = load(tops_ + j);
+      store(tops_ + j, x > top ? x : top);
+    });
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> top = load(tops_ + j), shift = (top < kInf && top > -kInf) ? top : V<T>{};
+      store(sums_ + j, load(sums_ + j) + exponential<T>(term(i, j, false) - shift));
+    });
+    for (int64_t j = 0; j < m_; ++j) update(g_[j], nu_, j, m_, log_sum(tops_[j], sums_[j]), p_.column_power);
+  }
+
+  template <class Body> INLINE void each_entry(const Body& body) const {
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < padded_; j += L) body(i, j);
+  }
+
+  void put(T count) {
+    T* out = static_cast<T*>(p_.out) + first_;
+    const T log_factor = std::log(T(p_.factor));
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
+      V<T> x = (p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g) - count;
+      if (p_.log) x += log_factor;
+      else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
+      else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
+      std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
+    });
+  }
+
+  const Plan& p_;
+  const int64_t n_, m_, padded_, first_;
+  const T *mu_, *nu_;
+  T *s_, *f_, *g_, *tops_, *sums_;
+};
+
 template <class T> int64_t plan_all(const Plan& given) {
   const bool fixed = given.beside || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
   const bool turns = !fixed && pass_of<T>(given.columns, given.rows) < pass_of<T>(given.rows, given.columns);
@@ -1321,7 +1423,10 @@ template <class T> int64_t plan_all(const Plan& given) {
   const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
   std::atomic<int64_t> lost{0};
   const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    lost += p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
+    int64_t here = p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
+    for (int64_t g = index * step; here && p.written && g < std::min((index + 1) * step, p.matrices); ++g)
+      if (!p.held[g]) here -= p.held[g] = InOrder<T>(given, g, scratch).run();
+    lost += here;
   });
   return fits ? int64_t(lost) : -1;
 }
