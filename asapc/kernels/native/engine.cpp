@@ -366,13 +366,13 @@ void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width
   constexpr int64_t L = kLanes<W>, E = 2 * L;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < width; start += E) {
-    const int64_t here = std::min(E, width - start);
+    const int64_t here = std::min(E, width - start), read = here > L ? E : L;  // by multiply
     for (int64_t j = 0; j < size; ++j, to += E) {
       const S* from = v + tokens.active[j] * stride + start;
       int64_t e = 0;
       for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weights[j]);
       for (; e < here; ++e) to[e] = weights[j] * W(from[e]);
-      for (; e < E; ++e) to[e] = W(0);
+      for (; e < read; ++e) to[e] = W(0);
     }
   }
 }
