@@ -78,7 +78,7 @@ def _engine() -> Any:
     except ValueError:  # of a version that had no such list
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
-    library.asapc_plan.restype = ctypes.c_int64
+    library.asapc_plan.restype = library.asapc_band.restype = ctypes.c_int64
     for name in ("sinkhorn", "scale", "plan", "esp", "band"):
         getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
     return library
@@ -288,8 +288,9 @@ def esp(
 
 def banded(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
-) -> Tensor:
-    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory."""
+) -> Tensor | None:
+    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory.  None
+    where the linear domain does not hold it, not in float64 either."""
     (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, width), dtype=dtype)
@@ -300,13 +301,15 @@ def banded(
     seen = seen_keys(queries, keys, low, high, q).expand(batch, keys)
     active = seen.contiguous() if keep is None else seen & keep
     tensors = [x.to(dtype).contiguous() for x in (q, k, v)]
-    fits = _engine().asapc_band(BAND.pack(
+    lost = _engine().asapc_band(BAND.pack(
         *(x.data_ptr() for x in (*tensors, active, out)), batch * heads, heads, queries, keys, dim, width,
         low, high, loop.half_steps, loop.first_side == "row", dtype is torch.float64,
         torch.get_num_threads(), loop.score_multiplier,
     ))  # fmt: skip
-    if not fits:
+    if lost < 0:
         raise MemoryError(f"asapc: windows of {queries} queries do not fit the memory")
+    if lost:
+        return None
     mass = 1.0 / (queries if loop.ends_on_rows else keys)
     out *= mass * factor_value(loop.output_factor, queries, keys, keep)
     return out.to(v.dtype)

@@ -2051,13 +2051,12 @@ template <class S, class W> class Banded {
     out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
     for (size_t i = 0; i < windows_.size(); i += kTogether) across_ = std::max(across_, end_of(i) - windows_[i].start);
     const int64_t entries = windows_.back().at + kRows * windows_.back().wide;
-    scratch.reserve((entries + 3 * rows_ + 6 * padded_ + across_ * p.dim + kRows * p.dim +
+    scratch.reserve((entries + 3 * rows_ + 4 * padded_ + across_ * p.dim + kRows * p.dim +
                      value_panels_ * padded_ * P) * sizeof(W) + 16 * kBytes);
     kernel_ = scratch.take<W>(entries);
     top_ = scratch.take<W>(rows_), a_ = scratch.take<W>(rows_), row_mass_ = scratch.take<W>(rows_);
     hide_ = scratch.take<W>(padded_), b_ = scratch.take<W>(padded_), column_mass_ = scratch.take<W>(padded_);
-    total_ = scratch.take<W>(padded_), highest_ = scratch.take<W>(padded_), logs_ = scratch.take<W>(padded_);
-    panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
+    total_ = scratch.take<W>(padded_), panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
     values_ = scratch.take<W>(value_panels_ * padded_ * P);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
   }
@@ -2092,38 +2091,11 @@ template <class S, class W> class Banded {
       }
       for (int64_t j = 0; closes_columns && j < padded_; ++j) b_[j] = quotient(column_mass_[j], total_[j]);
     });
-    write([&](int64_t j) { return b_[j]; }, [&](int64_t i) { return a_[i]; });
+    write();
     // A product K b below the format is nothing beside a sum that is far from its ends. An entry of K that has left
     // it counts where it meets a scaling, about 1 / least at most, that is larger than what it is lost by.
     const double lost = std::log(double(kRows) * double(across_)) - std::log(double(least)) - end;
     return held && (lowest_ >= -0.98 * end || lost <= std::log(double(least)) - (sizeof(W) == 4 ? 18 : 38));
-  }
-
-  // In logarithms: f in top_ and g in b_, on the scores.
-  void logarithmic() {
-    form();
-    const W minus = W(-kInfinity);
-    for (int64_t i = 0; i < rows_; ++i) top_[i] = row_mass_[i] > 0 ? W(0) : minus;
-    for (int64_t j = 0; j < padded_; ++j) b_[j] = column_mass_[j] > 0 ? W(0) : minus;
-    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
-      for (int64_t i = 0; closes_rows && i < rows_; ++i)
-        if (row_mass_[i] > 0) for_row(i, [&](W* row, int64_t wide) { top_[i] = -log_sum(row, wide, i); });
-      if (!closes_columns) return;
-      std::fill_n(highest_, padded_, minus), std::fill_n(logs_, padded_, W(0));
-      each_entry([&](int64_t i, int64_t j, W s) { highest_[j] = std::max(highest_[j], s + top_[i]); });
-      each_entry([&](int64_t i, int64_t j, W s) {
-        if (highest_[j] > minus) logs_[j] += std::exp(s + top_[i] - highest_[j]);
-      });
-      for (int64_t j = 0; j < padded_; ++j)
-        if (column_mass_[j] > 0) b_[j] = std::log(column_mass_[j]) - highest_[j] - std::log(logs_[j]);
-    });
-    for (int64_t i = 0; i < rows_; ++i)
-      for_row(i, [&](W* row, int64_t wide) {
-        const int64_t start = windows_[i / kRows].start;
-        for (int64_t t = 0; t < wide; ++t)
-          row[t] = row_mass_[i] > 0 ? std::exp(row[t] + top_[i] + b_[start + t]) : W(0);
-      });
-    write([](int64_t) { return W(1); }, [](int64_t) { return W(1); });
   }
 
  private:
@@ -2136,12 +2108,6 @@ template <class S, class W> class Banded {
   template <class Body> void for_row(int64_t i, const Body& body) {
     const Window& here = windows_[i / kRows];
     body(kernel_ + here.at + i % kRows * here.wide, here.wide);
-  }
-  template <class Body> void each_entry(const Body& body) {
-    for (int64_t i = 0; i < rows_; ++i)
-      for_row(i, [&](W* row, int64_t wide) {
-        for (int64_t t = 0; t < wide; ++t) body(i, windows_[i / kRows].start + t, row[t]);
-      });
   }
   // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
   void form() {
@@ -2201,21 +2167,13 @@ template <class S, class W> class Banded {
     for (int lane = 0; lane < kLanes<W>; ++lane) lowest_ = std::min(lowest_, double(least[lane]));
   }
 
-  W log_sum(const W* row, int64_t wide, int64_t i) const {
-    const W* g = b_ + windows_[i / kRows].start;
-    W top = W(-kInfinity), sum = 0;
-    for (int64_t t = 0; t < wide; ++t) top = std::max(top, row[t] + g[t]);
-    for (int64_t t = 0; t < wide; ++t) sum += std::exp(row[t] + g[t] - top);
-    return top + std::log(sum);
-  }
-
-  template <class Column, class Row> void write(const Column& column, const Row& row) {
+  void write() {
     for (int64_t panel = 0; panel < value_panels_; ++panel)
       for (int64_t j = 0; j < padded_; ++j) {
         W* to = values_ + (panel * padded_ + j) * P;
         const S* from = v_ + j * p_.width + panel * P;
         const int64_t count = hide_[j] < 0 ? 0 : std::min(P, p_.width - panel * P);
-        for (int64_t e = 0; e < count; ++e) to[e] = column(j) * W(from[e]);
+        for (int64_t e = 0; e < count; ++e) to[e] = b_[j] * W(from[e]);
         std::fill(to + count, to + P, W(0));
       }
     const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
@@ -2229,7 +2187,7 @@ template <class S, class W> class Banded {
         const int64_t count = std::min(P, p_.width - panel * P);
         for (int64_t i = w * kRows; i < std::min<int64_t>((w + 1) * kRows, p_.queries); ++i)
           for (int64_t e = 0; e < count; ++e)
-            out_[i * p_.width + panel * P + e] = S(closed * row(i) * part[i % kRows * P + e]);
+            out_[i * p_.width + panel * P + e] = S(closed * a_[i] * part[i % kRows * P + e]);
       }
     }
   }
@@ -2242,21 +2200,23 @@ template <class S, class W> class Banded {
   int64_t padded_, rows_, value_panels_, across_ = 0;
   const S *q_, *k_, *v_;
   S* out_;
-  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_, *highest_, *logs_;
+  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_;
   W *panel_, *block_, *values_;
   W share_ = 1;
   double lowest_ = 0;
   bool ends_on_rows_;
 };
 
-template <class S> bool band(const Band& p) {
+// Returns how many heads neither format holds in the linear domain; -1 where there is not enough memory.
+template <class S> int64_t band(const Band& p) {
   const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
-  return each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
-              [&](int64_t index, Scratch& scratch) {
+  std::atomic<int64_t> lost{0};
+  const bool fits = each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
+                         [&](int64_t index, Scratch& scratch) {
     if (Banded<S, S>(p, index, scratch).linear()) return;
-    if (!std::is_same_v<S, double> && Banded<S, double>(p, index, scratch).linear()) return;
-    Banded<S, double>(p, index, scratch).logarithmic();
+    lost += std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
   });
+  return fits ? int64_t(lost) : -1;
 }
 
 }  // namespace
@@ -2286,7 +2246,7 @@ extern "C" int asapc_esp(const Esp* esp) {
   return esp->is_double ? sort<double>(*esp) : sort<float>(*esp);
 }
 
-// Returns whether there was enough memory.
-extern "C" int asapc_band(const Band* problem) {
+// Returns how many heads are not held; -1 where there is not enough memory.
+extern "C" int64_t asapc_band(const Band* problem) {
   return problem->is_double ? band<double>(*problem) : band<float>(*problem);
 }
