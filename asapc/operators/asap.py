@@ -21,21 +21,22 @@ from torch import Tensor
 from asapc.features import CLUSTERED, coarse, feature_list, predict_dual
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 from asapc.ir import Side
+from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
     attention_map,
     clean_values,
     initial_duals,
     open_empty,
-    opened_keys,
     run_half_steps,
     score_matrix,
     widen,
 )
 
 
-def asap_attention(
+def _asap(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     bias: Tensor | None,
     source_dual: Tensor | None,
@@ -44,7 +45,8 @@ def asap_attention(
     c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Dense attention map after `c_transforms` c-transforms from the given dual, [B, H, N, M].
+    """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's, after `c_transforms`
+    c-transforms from the given dual.
 
     source_dual: [B, H, N], target_dual: [B, H, M], predictions in score coordinates. C-transforms start
     on the side that is not given, and the gauge is free; with none of them both must be given.
@@ -63,27 +65,11 @@ def asap_attention(
         if keep is not None:
             g = g.masked_fill(~keep[:, None, :], -math.inf)
     f, g = run_half_steps(scores, f, g, c_transforms, first_side, keep)
-    return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
+    attention = attention_map(scores, f, g, output_factor, keep)
+    return attention if v is None else attention @ widen(clean_values(v, keep))
 
 
-def asap(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
-) -> Tensor:
-    """A v for the ASAP attention map A: [B, H, N, E] in v's dtype.  Arguments as asap_attention."""
-    attention = asap_attention(
-        widen(q), widen(k), keep, bias, source_dual, target_dual,
-        score_multiplier, c_transforms, output_factor,
-    )  # fmt: skip
-    return (attention @ widen(clean_values(v, opened_keys(keep)))).to(v.dtype)
+asap, asap_attention = pair("asap", _asap)
 
 
 def open_dual(dual: Tensor, keep: Tensor | None) -> Tensor:

@@ -22,8 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asapc.operators.c_transforms import close_columns, close_rows, uniform_log_mass
+from asapc.ir import Side
+from asapc.operators.c_transforms import uniform_log_mass
 from asapc.operators.pair import pair
+from asapc.operators.sinkhorn import alternate
 
 
 def _lot(
@@ -132,13 +134,8 @@ def pivot_plan(
     # -inf on what carries no mass, else 0; f of the pivots [B, H, R], g of the tokens [B, H, N].
     f = torch.where(massless, -math.inf, torch.zeros_like(finite)).expand(scores.shape[:3])
     g = torch.where(torch.isneginf(log_mass), log_mass, 0.0).expand(*scores.shape[:2], -1)
-    tokens_turn = tokens_first
-    for _ in range(half_steps):
-        if tokens_turn:
-            g = close_columns(scores, f, log_mass)
-        else:
-            f = close_rows(scores, g, log_sigma)
-        tokens_turn = not tokens_turn
+    side: Side = "column" if tokens_first else "row"
+    f, g = alternate(scores, f, g, half_steps, side, log_sigma, log_mass)
     if over_mass:
         f = f - finite
     return torch.exp(scores + f[..., :, None] + g[..., None, :])

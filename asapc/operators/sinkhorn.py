@@ -16,6 +16,7 @@ from torch import Tensor
 from asapc.ir import Convention, OutputFactor, Side
 from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.catalogue import OPERATORS, Operator
+from asapc.operators.pair import pair
 
 
 def open_empty(
@@ -175,9 +176,10 @@ def widen(tensor: Tensor | None) -> Tensor | None:
     return tensor.float()
 
 
-def sinkhorn_attention(
+def _sinkhorn(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     bias: Tensor | None,
     score_multiplier: float,
@@ -187,28 +189,7 @@ def sinkhorn_attention(
     tail: int | None = None,
     tolerance: float = 0.0,
 ) -> Tensor:
-    """Dense attention map of the finite loop, [B, H, N, M] in q's dtype.  Arguments as sinkhorn."""
-    q, keep, bias = open_empty(q, keep, bias)
-    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
-    side: Side = "row" if rows_first else "column"
-    f, g = finite_duals(scores, half_steps, side, keep, tail)
-    return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
-
-
-def sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    tail: int | None = None,
-    tolerance: float = 0.0,
-) -> Tensor:
-    """A v for the finite loop's attention map A: [B, H, N, E] in v's dtype.
+    """A v for the finite loop's attention map A: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;
     bias: broadcastable to [B, H, N, M] and already divided by epsilon.
@@ -221,4 +202,7 @@ def sinkhorn(
     side: Side = "row" if rows_first else "column"
     f, g = finite_duals(scores, half_steps, side, keep, tail)
     attention = attention_map(scores, f, g, output_factor, keep)
-    return (attention @ widen(clean_values(v, keep))).to(v.dtype)
+    return attention if v is None else attention @ widen(clean_values(v, keep))
+
+
+sinkhorn, sinkhorn_attention = pair("sinkhorn", _sinkhorn)

@@ -27,7 +27,8 @@ from torch import Tensor
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.thresholds import Thresholds, thresholds
-from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
+from asapc.operators.asap import asap
+from asapc.operators.sinkhorn import factor_value, sinkhorn
 
 
 class Gradients(NamedTuple):
@@ -392,32 +393,19 @@ class _Chain:
 
 def _by_autograd(inputs: _Heads, loop: Loop, tail: Tail) -> Gradients:
     """Through the reference, in the log domain: for scores whose exponentials no format holds."""
-    rows_first = loop.first_side == "row"
+    bias = None if inputs.bias is None else inputs.bias[:, None]
+    given = [inputs.q, inputs.k, inputs.v] + ([] if inputs.start is None else [inputs.start])
+    leaves = [x[:, None].detach().requires_grad_() for x in given]
     with torch.enable_grad():
-        scores = torch.bmm(inputs.q, inputs.k.transpose(1, 2))
-        if inputs.bias is not None:
-            scores = scores + inputs.bias
-        if inputs.start is not None and rows_first:
-            scores = scores + inputs.start[:, None]
-        if inputs.keep is not None:
-            scores = scores.masked_fill(~inputs.keep[:, None], -math.inf)
-        scores, v = scores.detach().requires_grad_(), inputs.v.detach().requires_grad_()
-        f, g = initial_duals(scores[:, None], inputs.keep)
-        stopped = max(0, loop.half_steps - tail.most)
-        if inputs.start is not None and not rows_first:
-            f = inputs.start[:, None].detach().requires_grad_(not stopped)
-        start = f
-        f, g = run_half_steps(
-            scores[:, None], f, g, loop.half_steps, loop.first_side, inputs.keep, tail.most
+        seen, rows_first = (*leaves[:3], inputs.keep, bias), loop.first_side == "row"
+        if inputs.start is None:
+            out = sinkhorn(*seen, 1.0, loop.half_steps, rows_first, loop.output_factor, tail.most)
+        else:  # whose gradient passes through all half-steps
+            duals = (None, leaves[3]) if rows_first else (leaves[3], None)
+            out = asap(*seen, *duals, 1.0, loop.half_steps, loop.output_factor)
+        found = torch.autograd.grad(
+            out, leaves, inputs.grad[:, None], allow_unused=True, materialize_grads=True
         )
-        plan = torch.exp(scores + f[:, 0, :, None] + g[:, 0, None])
-        out = torch.bmm(plan * inputs.factor, v)
-        wanted = (scores, v, start) if start.requires_grad else (scores, v)
-        slopes, dv, *rest = torch.autograd.grad(out, wanted, inputs.grad, allow_unused=True)
-    d_start = None
-    if inputs.start is not None:
-        d_start = slopes.sum(1) if rows_first else torch.zeros_like(inputs.start)
-        if rest and rest[0] is not None:
-            d_start = rest[0][:, 0]
-    depth = torch.full((len(slopes),), loop.half_steps - stopped)
-    return Gradients(slopes @ inputs.k, slopes.transpose(1, 2) @ inputs.q, dv, d_start, depth)
+    dq, dk, dv, *rest = (x[:, 0] for x in found)
+    depth = torch.full((len(dq),), min(tail.most, loop.half_steps))
+    return Gradients(dq, dk, dv, rest[0] if rest else None, depth)

@@ -8,9 +8,10 @@ closed first; every half-step is then a matrix-vector product,
 Damped scalings are powers of these quotients. They do not take up what is subtracted, so nothing is.
 
 Matrices of at most SMALL entries are worked on side by side, one in each lane of a register. What the
-linear domain cannot hold is found after the loop, matrix by matrix, and computed by the reference
-instead: a column (or row) whose largest entry of K is near 0, or scalings that spread too far for what
-has left K at the lower end of the format to be without effect.
+linear domain cannot hold is found after the loop, matrix by matrix, and computed in logarithms instead,
+by the reference unless a teacher's order of adding duals is known: a column (or row) whose largest entry
+of K is near 0, or scalings that spread too far for what has left K at the lower end of the format to be
+without effect.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if not balanced and any(map(_are_lost, (mu, nu), settings["damping"])):
         return task.plain(scores).contiguous()
     out, lost = native.plan(
-        given, mu, nu, _share(scores, task), task, start, offset, near, FAR, is_small(scores)
+        given, mu, nu, _share(scores, task), task, start, offset, near, FAR, is_small(scores),
+        task.as_written and given.dtype is scores.dtype,
     )
     if lost is not None:
         matrices = (-1, queries, keys)

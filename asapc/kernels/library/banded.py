@@ -35,12 +35,14 @@ def _banded(
     missing = native.missing() if q.device.type == "cpu" else f"no kernels for {q.device.type} devices"
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
     if v is not None and half_steps > 0:
-        if missing is not None:
-            dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing))
-            return band.banded(q, k, v, keep, loop, low, high)
-        why = f"windows of {high - low + 1} keys; float64 and logarithms where they need them"
-        dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}, a band", why))
-        return native.banded(q, k, v, keep, loop, low, high)
+        out = None if missing else native.banded(q, k, v, keep, loop, low, high)
+        if out is not None:
+            why = f"windows of {high - low + 1} keys; float64 where they need it"
+            dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}, a band", why))
+            return out
+        beyond = "scores spread further than float64 holds"
+        dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing or beyond))
+        return band.banded(q if missing else q.double(), k, v, keep, loop, low, high)
     if half_steps < 1 or missing is not None:
         dispatch.note_plain(name, q, k, missing or "no half-step")
         return plain()

@@ -32,7 +32,7 @@ from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("9P26q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
-PLAN = Struct("8P14q9d3q3d")
+PLAN = Struct("8P16q10d3q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -78,7 +78,7 @@ def _engine() -> Any:
     except ValueError:  # of a version that had no such list
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
-    library.asapc_plan.restype = ctypes.c_int64
+    library.asapc_plan.restype = library.asapc_band.restype = ctypes.c_int64
     for name in ("sinkhorn", "scale", "plan", "esp", "band"):
         getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
     return library
@@ -185,12 +185,13 @@ def lot(
 
 
 STARTS = {"plain": 0, "tensor": 0, "matrix": 1, "row": 2, "softmax": 2, "column": 3}
+WRITTEN = {"duals": 1, "reversed": 2, "summed": 3, "increments": 4}
 Masses = tuple[Tensor, Tensor] | None
 
 
 def plan(
     scores: Tensor, rows: Masses, columns: Masses, share: float | Tensor, task: Task, start: str,
-    offset: float, near: float, far: float, beside: bool,
+    offset: float, near: float, far: float, beside: bool, in_order: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(plans [.., N, M], or their logarithms; those [g] that the linear domain does not hold, if any).
 
@@ -199,7 +200,7 @@ def plan(
     each one's own.  start: what is subtracted before exp, the largest score of a matrix, row or column,
     or the offset.  near: the largest score, in size, of a row or column that is held.  far: the logarithm
     of a mass below which its token has a logarithm of the plan but no part in sums.  beside: one matrix a
-    lane.
+    lane.  in_order: what is not held is computed in the order of a teacher's sums, if of duals.
     """
     queries, keys = scores.shape[-2:]
     groups = scores.numel() // (queries * keys)
@@ -216,8 +217,9 @@ def plan(
         mu is not None and mu.shape[0] > 1, nu is not None and nu.shape[0] > 1,
         settings["half_steps"], task.rows_first, scores.dtype is torch.float64, torch.get_num_threads(),
         beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
+        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"],
         settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
-        *task.damping, near, far, one,
+        *task.damping, near, far, one, task.factor(queries, keys),
         *_rule(stabiliser, queries, keys, least(scores.dtype), task.has_masses),
     ))  # fmt: skip
     if lost < 0:
@@ -286,8 +288,9 @@ def esp(
 
 def banded(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
-) -> Tensor:
-    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory."""
+) -> Tensor | None:
+    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory.  None
+    where the linear domain does not hold it, not in float64 either."""
     (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = torch.zeros((batch, heads, queries, width), dtype=dtype)
@@ -298,13 +301,15 @@ def banded(
     seen = seen_keys(queries, keys, low, high, q).expand(batch, keys)
     active = seen.contiguous() if keep is None else seen & keep
     tensors = [x.to(dtype).contiguous() for x in (q, k, v)]
-    fits = _engine().asapc_band(BAND.pack(
+    lost = _engine().asapc_band(BAND.pack(
         *(x.data_ptr() for x in (*tensors, active, out)), batch * heads, heads, queries, keys, dim, width,
         low, high, loop.half_steps, loop.first_side == "row", dtype is torch.float64,
         torch.get_num_threads(), loop.score_multiplier,
     ))  # fmt: skip
-    if not fits:
+    if lost < 0:
         raise MemoryError(f"asapc: windows of {queries} queries do not fit the memory")
+    if lost:
+        return None
     mass = 1.0 / (queries if loop.ends_on_rows else keys)
     out *= mass * factor_value(loop.output_factor, queries, keys, keep)
     return out.to(v.dtype)

@@ -188,26 +188,28 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
 }
 
 // out[r] = sum_d x[r][d step] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products'
-// inner part; or of (x[r][d step] - panel[d])^2.
-template <class T, bool squares = false> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
-                                   int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
+// inner part; or of (x[r][d step] - panel[d])^2. sides: 1 for the first register of each.
+template <class T, bool squares = false, int sides = 2> INLINE void tile(const T* const* x, int64_t depth,
+    const T* panel, T* out, int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
   constexpr int L = kLanes<T>;
-  V<T> sum[kRows][2] = {};
+  V<T> sum[kRows][sides] = {};
   for (int64_t d = 0; d < depth; ++d) {
-    const V<T> left = load(panel + d * across), right = load(panel + d * across + L);
+    V<T> y[sides];
+#pragma GCC unroll 2
+    for (int side = 0; side < sides; ++side) y[side] = load(panel + d * across + side * L);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V<T> factor = all(x[r][d * step]);
-      const V<T> first = squares ? factor - left : left, second = squares ? factor - right : right;
-      sum[r][0] += (squares ? first : factor) * first;
-      sum[r][1] += (squares ? second : factor) * second;
+#pragma GCC unroll 2
+      for (int side = 0; side < sides; ++side) {
+        const V<T> other = squares ? factor - y[side] : y[side];
+        sum[r][side] += (squares ? other : factor) * other;
+      }
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    store(out + r * stride, sum[r][0]);
-    store(out + r * stride + L, sum[r][1]);
-  }
+  for (int r = 0; r < kRows; ++r)
+    for (int side = 0; side < sides; ++side) store(out + r * stride + side * L, sum[r][side]);
 }
 
 // sums[r] = sum_j rows[r][j] b[j], of R rows `stride` apart; size: a multiple of two registers.
@@ -314,32 +316,63 @@ struct Tokens {
   }
 };
 
+// The numbers of x and y by turns, of their first halves or their second.
+template <bool second, class T, size_t... i> INLINE V<T> zipped(V<T> x, V<T> y, std::index_sequence<i...>) {
+#define FROM i / 2 + i % 2 * kLanes<T> + (second ? kLanes<T> / 2 : 0)
+#ifdef __clang__
+  return __builtin_shufflevector(x, y, (FROM)...);
+#else
+  return __builtin_shuffle(x, y, typename Lanes<T>::Bits{(FROM)...});
+#endif
+#undef FROM
+}
+
 // Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
 template <class T>
 void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
-  constexpr int64_t P = 2 * kLanes<T>;
+  constexpr int L = kLanes<T>;
+  constexpr int64_t P = 2 * L;
+  constexpr std::make_index_sequence<L> lanes;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < size; start += P, panel += P * depth) {
-    const int64_t here = std::min(P, size - start);
+    const int64_t here = std::min(P, size - start), squares = here < P ? 0 : depth / L * L;
+    const auto token = [&](int64_t j) { return from + tokens.active[start + j] * stride; };
     if (here < P) std::fill_n(panel, P * depth, T(0));
-    for (int64_t j = 0; j < here; ++j) {
-      const T* token = from + tokens.active[start + j] * stride;
-      for (int64_t d = 0; d < depth; ++d) panel[d * P + j] = token[d] * factor;
-    }
+    for (int64_t j = 0; j < P; j += L)
+      for (int64_t d = 0; d < squares; d += L) {  // squares of registers, turned by as many rounds as halve them
+        V<T> x[L], y[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) x[i] = load(token(j + i) + d) * factor;
+#pragma GCC unroll 4
+        for (int round = 1; round < L; round *= 2) {
+#pragma GCC unroll 16
+          for (int i = 0; i < L; i += 2) {
+            y[i] = zipped<false, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+            y[i + 1] = zipped<true, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+          }
+          std::swap(x, y);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) store(panel + (d + i) * P + j, x[i]);
+      }
+    for (int64_t j = 0; j < here; ++j)
+      for (int64_t d = squares; d < depth; ++d) panel[d * P + j] = token(j)[d] * factor;
   }
 }
 
 // diag(weights) v of the active tokens, as panels [two registers' values, of every token].
 template <class S, class W>
 void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width, const W* weights, W* to) {
-  constexpr int64_t E = 2 * kLanes<W>;
+  constexpr int64_t L = kLanes<W>, E = 2 * L;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < width; start += E) {
-    const int64_t here = std::min(E, width - start);
+    const int64_t here = std::min(E, width - start), read = here > L ? E : L;  // by multiply
     for (int64_t j = 0; j < size; ++j, to += E) {
       const S* from = v + tokens.active[j] * stride + start;
-      for (int64_t e = 0; e < here; ++e) to[e] = weights[j] * W(from[e]);
-      for (int64_t e = here; e < E; ++e) to[e] = W(0);
+      int64_t e = 0;
+      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weights[j]);
+      for (; e < here; ++e) to[e] = weights[j] * W(from[e]);
+      for (; e < read; ++e) to[e] = W(0);
     }
   }
 }
@@ -352,8 +385,9 @@ INLINE void multiply(const W* const* x, int64_t count, int64_t depth, const W* v
   constexpr int64_t E = 2 * kLanes<W>;
   for (int64_t start = 0; start < width; start += E) {
     W part[kRows * E];
-    tile<W>(x, depth, values + start * depth, part, E, E, step);
     const int64_t here = std::min(E, width - start);
+    if (here > E / 2) tile<W>(x, depth, values + start * depth, part, E, E, step);
+    else tile<W, false, 1>(x, depth, values + start * depth, part, E, E, step);
     for (int64_t r = 0; r < count; ++r) {
       S* out = to[r] + start;
       if (here == E) for (int64_t e = 0; e < E; ++e) out[e] = S(factors[r] * part[r * E + e]);
@@ -970,7 +1004,10 @@ template <class T> bool scale_all(const Scaling& s) {
 // matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each; log_mu,
 // log_nu: what they were given as, laid out alike, or null. shares: what each plan is multiplied by, or null
 // where all are by `share`. start: what is subtracted from scores before exp. near: scores beyond `near` are not held.
+// written: the order of a teacher's sums, in which a matrix that is not held is computed in logarithms, of plans times
+// `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
+enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements };
 
 struct Plan {
   const void *scores, *mu, *nu, *log_mu, *log_nu;
@@ -978,8 +1015,8 @@ struct Plan {
   void* out;
   uint8_t* held;
   int64_t matrices, rows, columns, mu_each, nu_each, half_steps, rows_first, is_double, threads, beside;
-  int64_t start, start_share, log, damped;
-  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share;
+  int64_t start, start_share, log, damped, written, log_shares;
+  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share, factor;
   Rule rule;
 };
 
@@ -1030,6 +1067,7 @@ template <class X> class Planned {
     find_tops();
     bool held[W];
     for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g);
+    if (p_.written && std::count(held, held + count_, true) == 0) return std::fill_n(p_.held + first_, count_, 0), count_;
     if (p_.start != kOffset || p_.offset != 0) subtract(), find_tops();
     const T* s = reinterpret_cast<const T*>(s_);
     for (int64_t e = 0; e < padded_ * W; e += kLanes<T>)
@@ -1279,6 +1317,104 @@ template <class X> class Planned {
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, seen_, high_;
 };
 
+// written_log_plan of operators/plan.py, of one matrix.
+template <class T> class InOrder {
+  static constexpr int L = kLanes<T>;
+  static constexpr T kInf = std::numeric_limits<T>::infinity();
+
+ public:
+  InOrder(const Plan& p, int64_t index, Scratch& scratch)
+      : p_(p), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)), first_(index * n_ * m_) {
+    scratch.reserve((n_ * padded_ + 3 * padded_ + n_) * sizeof(T) + 5 * kBytes);
+    s_ = scratch.take<T>(n_ * padded_), f_ = scratch.take<T>(n_);
+    g_ = scratch.take<T>(padded_), tops_ = scratch.take<T>(padded_), sums_ = scratch.take<T>(padded_);
+    mu_ = p.log_mu ? static_cast<const T*>(p.log_mu) + (p.mu_each ? index * n_ : 0) : nullptr;
+    nu_ = p.log_nu ? static_cast<const T*>(p.log_nu) + (p.nu_each ? index * m_ : 0) : nullptr;
+  }
+
+  // Returns whether all masses have a logarithm.
+  bool run() {
+    const auto none = [](T x) { return std::isnan(x); };
+    if ((mu_ && std::any_of(mu_, mu_ + n_, none)) || (nu_ && std::any_of(nu_, nu_ + m_, none))) return false;
+    const T* scores = static_cast<const T*>(p_.scores) + first_;
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = s_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j) row[j] = scores[i * m_ + j] * T(p_.multiplier);
+      std::fill(row + m_, row + padded_, -kInf);
+    }
+    std::fill_n(f_, n_, T(0)), std::fill_n(g_, padded_, T(0));
+    bool rows = !p_.rows_first;
+    for (int64_t step = 0; step < p_.half_steps; ++step) {
+      rows = !rows;
+      if (rows) close_rows();
+      else close_columns();
+    }
+    put(p_.log_shares || (rows ? mu_ : nu_) ? T(0) : std::log(T(rows ? n_ : m_)));
+    return true;
+  }
+
+ private:
+  INLINE V<T> term(int64_t i, int64_t j, bool rows) const {
+    const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
+    return p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
+  }
+
+  // What is subtracted before exp, and the logsumexp.
+  static T finite(T top) { return std::isinf(top) ? T(0) : top; }
+  static T log_sum(T top, T sum) { return top == kInf ? top : std::log(sum) + finite(top); }
+
+  void update(T& dual, const T* masses, int64_t i, int64_t size, T log_sum, double damping) const {
+    const T mass = masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
+    dual = p_.written == kIncrements ? dual + (mass - log_sum) : T(damping) * (mass - log_sum);
+  }
+
+  void close_rows() {
+    for (int64_t i = 0; i < n_; ++i) {
+      V<T> high = all(-kInf), sum{};
+      for (int64_t j = 0; j < padded_; j += L) high = term(i, j, true) > high ? term(i, j, true) : high;
+      const T top = max_of<T>(high);
+      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j, true) - finite(top));
+      update(f_[i], mu_, i, n_, log_sum(top, sum_of<T>(sum)), p_.row_power);
+    }
+  }
+
+  void close_columns() {
+    std::fill_n(tops_, padded_, -kInf), std::fill_n(sums_, padded_, T(0));
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> x = term(i, j, false), top = load(tops_ + j);
+      store(tops_ + j, x > top ? x : top);
+    });
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> top = load(tops_ + j), shift = (top < kInf && top > -kInf) ? top : V<T>{};
+      store(sums_ + j, load(sums_ + j) + exponential<T>(term(i, j, false) - shift));
+    });
+    for (int64_t j = 0; j < m_; ++j) update(g_[j], nu_, j, m_, log_sum(tops_[j], sums_[j]), p_.column_power);
+  }
+
+  template <class Body> INLINE void each_entry(const Body& body) const {
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < padded_; j += L) body(i, j);
+  }
+
+  void put(T count) {
+    T* out = static_cast<T*>(p_.out) + first_;
+    const T log_factor = std::log(T(p_.factor));
+    each_entry([&](int64_t i, int64_t j) {
+      const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
+      V<T> x = (p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g) - count;
+      if (p_.log) x += log_factor;
+      else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
+      else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
+      std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
+    });
+  }
+
+  const Plan& p_;
+  const int64_t n_, m_, padded_, first_;
+  const T *mu_, *nu_;
+  T *s_, *f_, *g_, *tops_, *sums_;
+};
+
 template <class T> int64_t plan_all(const Plan& given) {
   const bool fixed = given.beside || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
   const bool turns = !fixed && pass_of<T>(given.columns, given.rows) < pass_of<T>(given.rows, given.columns);
@@ -1287,7 +1423,10 @@ template <class T> int64_t plan_all(const Plan& given) {
   const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
   std::atomic<int64_t> lost{0};
   const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    lost += p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
+    int64_t here = p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
+    for (int64_t g = index * step; here && p.written && g < std::min((index + 1) * step, p.matrices); ++g)
+      if (!p.held[g]) here -= p.held[g] = InOrder<T>(given, g, scratch).run();
+    lost += here;
   });
   return fits ? int64_t(lost) : -1;
 }
@@ -1912,13 +2051,12 @@ template <class S, class W> class Banded {
     out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
     for (size_t i = 0; i < windows_.size(); i += kTogether) across_ = std::max(across_, end_of(i) - windows_[i].start);
     const int64_t entries = windows_.back().at + kRows * windows_.back().wide;
-    scratch.reserve((entries + 3 * rows_ + 6 * padded_ + across_ * p.dim + kRows * p.dim +
+    scratch.reserve((entries + 3 * rows_ + 4 * padded_ + across_ * p.dim + kRows * p.dim +
                      value_panels_ * padded_ * P) * sizeof(W) + 16 * kBytes);
     kernel_ = scratch.take<W>(entries);
     top_ = scratch.take<W>(rows_), a_ = scratch.take<W>(rows_), row_mass_ = scratch.take<W>(rows_);
     hide_ = scratch.take<W>(padded_), b_ = scratch.take<W>(padded_), column_mass_ = scratch.take<W>(padded_);
-    total_ = scratch.take<W>(padded_), highest_ = scratch.take<W>(padded_), logs_ = scratch.take<W>(padded_);
-    panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
+    total_ = scratch.take<W>(padded_), panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
     values_ = scratch.take<W>(value_panels_ * padded_ * P);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
   }
@@ -1953,38 +2091,11 @@ template <class S, class W> class Banded {
       }
       for (int64_t j = 0; closes_columns && j < padded_; ++j) b_[j] = quotient(column_mass_[j], total_[j]);
     });
-    write([&](int64_t j) { return b_[j]; }, [&](int64_t i) { return a_[i]; });
+    write();
     // A product K b below the format is nothing beside a sum that is far from its ends. An entry of K that has left
     // it counts where it meets a scaling, about 1 / least at most, that is larger than what it is lost by.
     const double lost = std::log(double(kRows) * double(across_)) - std::log(double(least)) - end;
     return held && (lowest_ >= -0.98 * end || lost <= std::log(double(least)) - (sizeof(W) == 4 ? 18 : 38));
-  }
-
-  // In logarithms: f in top_ and g in b_, on the scores.
-  void logarithmic() {
-    form();
-    const W minus = W(-kInfinity);
-    for (int64_t i = 0; i < rows_; ++i) top_[i] = row_mass_[i] > 0 ? W(0) : minus;
-    for (int64_t j = 0; j < padded_; ++j) b_[j] = column_mass_[j] > 0 ? W(0) : minus;
-    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
-      for (int64_t i = 0; closes_rows && i < rows_; ++i)
-        if (row_mass_[i] > 0) for_row(i, [&](W* row, int64_t wide) { top_[i] = -log_sum(row, wide, i); });
-      if (!closes_columns) return;
-      std::fill_n(highest_, padded_, minus), std::fill_n(logs_, padded_, W(0));
-      each_entry([&](int64_t i, int64_t j, W s) { highest_[j] = std::max(highest_[j], s + top_[i]); });
-      each_entry([&](int64_t i, int64_t j, W s) {
-        if (highest_[j] > minus) logs_[j] += std::exp(s + top_[i] - highest_[j]);
-      });
-      for (int64_t j = 0; j < padded_; ++j)
-        if (column_mass_[j] > 0) b_[j] = std::log(column_mass_[j]) - highest_[j] - std::log(logs_[j]);
-    });
-    for (int64_t i = 0; i < rows_; ++i)
-      for_row(i, [&](W* row, int64_t wide) {
-        const int64_t start = windows_[i / kRows].start;
-        for (int64_t t = 0; t < wide; ++t)
-          row[t] = row_mass_[i] > 0 ? std::exp(row[t] + top_[i] + b_[start + t]) : W(0);
-      });
-    write([](int64_t) { return W(1); }, [](int64_t) { return W(1); });
   }
 
  private:
@@ -1997,12 +2108,6 @@ template <class S, class W> class Banded {
   template <class Body> void for_row(int64_t i, const Body& body) {
     const Window& here = windows_[i / kRows];
     body(kernel_ + here.at + i % kRows * here.wide, here.wide);
-  }
-  template <class Body> void each_entry(const Body& body) {
-    for (int64_t i = 0; i < rows_; ++i)
-      for_row(i, [&](W* row, int64_t wide) {
-        for (int64_t t = 0; t < wide; ++t) body(i, windows_[i / kRows].start + t, row[t]);
-      });
   }
   // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
   void form() {
@@ -2062,21 +2167,13 @@ template <class S, class W> class Banded {
     for (int lane = 0; lane < kLanes<W>; ++lane) lowest_ = std::min(lowest_, double(least[lane]));
   }
 
-  W log_sum(const W* row, int64_t wide, int64_t i) const {
-    const W* g = b_ + windows_[i / kRows].start;
-    W top = W(-kInfinity), sum = 0;
-    for (int64_t t = 0; t < wide; ++t) top = std::max(top, row[t] + g[t]);
-    for (int64_t t = 0; t < wide; ++t) sum += std::exp(row[t] + g[t] - top);
-    return top + std::log(sum);
-  }
-
-  template <class Column, class Row> void write(const Column& column, const Row& row) {
+  void write() {
     for (int64_t panel = 0; panel < value_panels_; ++panel)
       for (int64_t j = 0; j < padded_; ++j) {
         W* to = values_ + (panel * padded_ + j) * P;
         const S* from = v_ + j * p_.width + panel * P;
         const int64_t count = hide_[j] < 0 ? 0 : std::min(P, p_.width - panel * P);
-        for (int64_t e = 0; e < count; ++e) to[e] = column(j) * W(from[e]);
+        for (int64_t e = 0; e < count; ++e) to[e] = b_[j] * W(from[e]);
         std::fill(to + count, to + P, W(0));
       }
     const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
@@ -2090,7 +2187,7 @@ template <class S, class W> class Banded {
         const int64_t count = std::min(P, p_.width - panel * P);
         for (int64_t i = w * kRows; i < std::min<int64_t>((w + 1) * kRows, p_.queries); ++i)
           for (int64_t e = 0; e < count; ++e)
-            out_[i * p_.width + panel * P + e] = S(closed * row(i) * part[i % kRows * P + e]);
+            out_[i * p_.width + panel * P + e] = S(closed * a_[i] * part[i % kRows * P + e]);
       }
     }
   }
@@ -2103,21 +2200,23 @@ template <class S, class W> class Banded {
   int64_t padded_, rows_, value_panels_, across_ = 0;
   const S *q_, *k_, *v_;
   S* out_;
-  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_, *highest_, *logs_;
+  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_;
   W *panel_, *block_, *values_;
   W share_ = 1;
   double lowest_ = 0;
   bool ends_on_rows_;
 };
 
-template <class S> bool band(const Band& p) {
+// Returns how many heads neither format holds in the linear domain; -1 where there is not enough memory.
+template <class S> int64_t band(const Band& p) {
   const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
-  return each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
-              [&](int64_t index, Scratch& scratch) {
+  std::atomic<int64_t> lost{0};
+  const bool fits = each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
+                         [&](int64_t index, Scratch& scratch) {
     if (Banded<S, S>(p, index, scratch).linear()) return;
-    if (!std::is_same_v<S, double> && Banded<S, double>(p, index, scratch).linear()) return;
-    Banded<S, double>(p, index, scratch).logarithmic();
+    lost += std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
   });
+  return fits ? int64_t(lost) : -1;
 }
 
 }  // namespace
@@ -2147,7 +2246,7 @@ extern "C" int asapc_esp(const Esp* esp) {
   return esp->is_double ? sort<double>(*esp) : sort<float>(*esp);
 }
 
-// Returns whether there was enough memory.
-extern "C" int asapc_band(const Band* problem) {
+// Returns how many heads are not held; -1 where there is not enough memory.
+extern "C" int64_t asapc_band(const Band* problem) {
   return problem->is_double ? band<double>(*problem) : band<float>(*problem);
 }
