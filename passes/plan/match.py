@@ -31,9 +31,11 @@ from asapc.passes.cut import (
     constant_at,
     data_dependent,
     holds_tensors,
+    is_bool,
     is_tensor,
     line_of,
     reached,
+    recorded,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
@@ -46,6 +48,7 @@ from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import guesses_of, without_choice
 from asapc.passes.sinkhorn.probe import (
+    HELD,
     Drawn,
     Fit,
     Pair,
@@ -64,11 +67,12 @@ aten = torch.ops.aten
 STEPS = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
-    aten.exp.default, *VIEWS,
+    aten.exp.default, aten.logical_not.default, aten.bitwise_not.default, *VIEWS,
 }  # fmt: skip
 MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
+MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which some tokens are hidden
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
@@ -169,7 +173,7 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
-        self.given = _given(graph, self.start, self.inside)
+        self.given, self.counted = _given(graph, self.start, self.inside)
         self.data = [node for node, is_data in self.given.items() if is_data]
         self.constants = [node for node in self.given if node not in self.data]
         self.graph = graph
@@ -254,35 +258,46 @@ def _free(size: Any) -> Any:
     return line.symbol if line is not None and line.factor == 1 else None
 
 
-def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> dict[Node, bool]:
+def _given(
+    graph: GraphModule, scores: Layout, inside: frozenset[Node]
+) -> tuple[dict[Node, bool], set[Node]]:
     """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
-    constant, which is not one number then."""
+    constant, which is not one number then; and what enters as a number for every example, too."""
     data, start = data_dependent(graph), scores.tensor.node
     found: dict[Node, bool] = {}
+    counted: set[Node] = set()
     for node in graph.graph.nodes:
         if node not in inside:
             continue
         for source in node.all_input_nodes:
             if source in inside or source is start or not is_tensor(source):
                 continue
-            root = _root(source, scores)
+            number = source in data and not _fits(source, scores)
+            root = _root(source, scores, number)
             if root in data or not _is_one_number(root):
                 found.setdefault(root, root in data)
-    return found
+            if number:
+                counted.add(root)
+    return found, counted
 
 
-def _root(node: Node, scores: Layout) -> Node:
+def _root(node: Node, scores: Layout, number: bool) -> Node:
     """The tensor that a node repeats or scales; the last one on the way to it that can still be added to
-    scores or be a marginal of theirs, where there is one."""
+    scores or be a marginal of theirs, where there is one.  number: it is one for every example, such as
+    how many tokens a mask keeps, and made of the first such tensor on its way, whatever makes it."""
     path = [node]
-    while node.target in STEPS:
+    while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
-        if len(varying) != 1 or varying[0] is scores.tensor.node:
+        if len(varying) != 1 or varying[0] is scores.tensor.node or node.target in BARRIERS:
             break
         node = varying[0]
         path.append(node)
-    fitting = (n for n in reversed(path) if _is_matrix(n, scores) or _sides(n, scores))
-    return next(fitting, node)
+        number = number and not _fits(node, scores)
+    return next((n for n in reversed(path) if _fits(n, scores)), path[0])
+
+
+def _fits(node: Node, scores: Layout) -> bool:
+    return _is_matrix(node, scores) or bool(_sides(node, scores))
 
 
 def _is_one_number(node: Node) -> bool:
@@ -328,12 +343,11 @@ def _roles(region: _Region) -> list[_Roles] | str:
     """
     options: list[tuple[Side, MarginalInput]] = []
     for node, is_data in _distinct(region).items():
-        floats = node.meta["val"].is_floating_point()
         if _is_matrix(node, region.start):
-            if not floats:
+            if not node.meta["val"].is_floating_point():
                 return _enters(node, "a mask in every half-step: hide scores before the loop")
             continue
-        found = _sides(node, region.start, is_data) if floats else []
+        found = _sides(node, region.start, is_data, node in region.counted)
         if is_data and not found:
             return _enters(node, "neither a marginal nor a bias")
         options += found
@@ -381,9 +395,13 @@ def _is_matrix(node: Node, start: Layout) -> bool:
     )
 
 
-def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, MarginalInput]]:
-    """The marginals that a tensor may be."""
-    shape = [*node.meta["val"].shape]
+def _sides(
+    node: Node, start: Layout, data: bool = True, counted: bool = False
+) -> list[tuple[Side, MarginalInput]]:
+    """The marginals that a tensor may be.  counted: whether its sum enters the loop, too."""
+    shape, is_mask = [*node.meta["val"].shape], is_bool(node)
+    if not (is_mask or node.meta["val"].is_floating_point()):
+        return []
     rank, leads = len(shape), rank_of(start.tensor.node) - 2
     found: list[tuple[Side, MarginalInput]] = []
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
@@ -405,6 +423,13 @@ def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, Mar
         by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
         if before == 1 and leads == 1 and not by_example:
             continue
+        if is_mask or counted:  # every example has tokens of its own
+            found += [
+                (side, MarginalInput(node, False, drop, True, False, hidden=hidden, shared=shared))
+                for shared in (True, False) for hidden in ((False, True) if is_mask else (None,))
+                if by_example and data
+            ]  # fmt: skip
+            continue
         found += [
             (side, MarginalInput(node, logarithm, drop, heads, not data))
             for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
@@ -424,6 +449,7 @@ class _Trials(Trials):
         self.biases = [node for node in region.given if _is_matrix(node, region.start)]
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
+        self.masks = 0  # that were drawn
 
     @property
     def hides(self) -> torch.dtype | None:
@@ -435,20 +461,34 @@ class _Trials(Trials):
     def size(self, at: dict[Any, int]) -> tuple[int, ...]:
         return self.region.size(at)
 
-    def draw(self, lengths: dict[Any, int]) -> dict[Node, Tensor]:
-        """Values of what is data."""
-        drawn = {}
+    def draw(self, lengths: dict[Any, int], whole: bool = False) -> dict[Node, Tensor]:
+        """Values of what is data.  whole: masks hide nothing."""
+        drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
             shape = self.cut.shape_of(node, lengths)
             value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-            both = (self.roles.log_mu, self.roles.log_nu)
-            marginal = next((x for x in both if x is not None and x.node is node), None)
+            marginal = next((x for x in self.roles.given if x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
-                value = torch.log_softmax(value, axis)
+                if marginal.hidden is not None:
+                    drawn[node] = self._shown(value, axis, whole) != marginal.hidden
+                    continue
+                if node not in self.region.counted:
+                    value = torch.log_softmax(value, axis)
                 value = value if marginal.logarithm else value.exp()
             drawn[node] = value
         return drawn
+
+    def _shown(self, value: Tensor, axis: int, whole: bool) -> Tensor:
+        """Which tokens have mass, by random numbers: about half, never none; of many examples the last
+        has one, and the first has all, as has a single example every other time."""
+        self.masks += 1
+        shown = value > 0.0
+        shown[-1] = False
+        shown.select(axis, self.masks % shown.shape[axis]).fill_(True)
+        every = len(shown) if whole else 1 if len(shown) > 1 or self.masks % 2 else 0
+        shown[:every] = True
+        return shown
 
     def observe(
         self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
@@ -477,7 +517,8 @@ class _Trials(Trials):
         """How much the scores, every bias and every head count; why that cannot be said."""
         size = self.region.size(lengths)
         for scale in (1.0, 0.1, 0.01):
-            o, added = self.observe(scale * self.noise(lengths), lengths)
+            given = self.draw(lengths, whole=True)
+            o, added = self.observe(scale * self.noise(lengths), lengths, given=given)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
@@ -497,7 +538,7 @@ class _Trials(Trials):
             self.rough = float(found[0])
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(lengths), lengths)
+            o, _ = self.observe(scale * self.noise(lengths), lengths, given=given)
             multiplier = score_multiplier([o])
             return multiplier if isinstance(multiplier, NoFit) else None
         return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
@@ -540,11 +581,26 @@ def _site(
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
             return _Failure(KNOWN, changed.replace("the attention", "the plan"))
+        empty = _empty(program, role)
+        if empty is not None:
+            what = f"what an example gives in which {spoken(empty)} hides every token is not known"
+            return _Failure(KNOWN, what)
         return _made(program, region, *found)
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
     return nearest
+
+
+def _empty(program: Program, roles: _Roles) -> Node | None:
+    """A mask that hides every token of an example in the example call."""
+    masks = {x.node: x for x in roles.given if x.is_mask}
+    held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
+    for node, value in held.items():
+        axis = -2 if masks[node].drop == -1 else -1
+        if not bool((value != bool(masks[node].hidden)).any(axis).all()):
+            return node
+    return None
 
 
 def _identified(
@@ -580,7 +636,25 @@ def _identified(
         lambda: trials.noise(lengths) / abs(trials.rough),
         lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
     )  # fmt: skip
+    if not isinstance(found, str) and any(x.is_mask for x in roles.given):
+        found = _with_masks(trials, found, lengths)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
+
+
+def _with_masks(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit, or what is wrong with it where tokens are hidden in the loop's own precision."""
+    if trials.log:
+        return "tokens that a mask hides in it have no logarithm of a plan: read its plan"
+    own = trials.region.start.tensor.node.meta["val"].dtype
+    for spread in MASKED:
+        scores = (spread * trials.noise(lengths) / abs(trials.rough)).to(own)
+        observed = trials.on(scores, lengths)
+        error = plan_error(fit.convention, [] if observed is None else [observed])
+        if not error <= max(HELD, 4 * torch.finfo(own).eps):
+            return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
+    return fit
 
 
 def _changed_by_stops(

@@ -17,7 +17,7 @@ from torch.fx import Node
 from asapc.ir import PlanConvention
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import settings_of
-from asapc.passes.cut import Part
+from asapc.passes.cut import HALVES, Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, rank_of, same
 from asapc.passes.site import Site
@@ -25,6 +25,7 @@ from asapc.passes.site import Site
 aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
+NO_MASS = 1e-30  # nothing beside any other mass, and yet it has a gradient
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -78,10 +79,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class MarginalInput:
-    """A node that holds mu or nu, or its logarithm.
+    """A node that holds mu or nu, or its logarithm, or a mask of the tokens that have mass.
 
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
-    whether it depends on parameters and sizes alone.  power: which the operator takes.
+    whether it depends on parameters and sizes alone.  power: which the operator takes.  shared: of a
+    mask, whether its tokens share a mass of 1, or have 1 each.  hidden: what a boolean one has elsewhere.
     """
 
     node: Node
@@ -90,19 +92,41 @@ class MarginalInput:
     heads: bool
     constant: bool
     power: float = 1.0
+    hidden: bool | None = None
+    shared: bool | None = None
+
+    @property
+    def is_mask(self) -> bool:
+        return self.shared is not None
 
     def read(self, value: Tensor) -> Tensor:
         """The logarithm, broadcastable to [B, H, X]."""
         if self.drop is not None:
             value = value.squeeze(self.drop)
+        if self.hidden is not None:
+            value = (value != self.hidden).to(value.dtype)
+        if self.shared:
+            value = value / value.sum(-1, keepdim=True)
         if self.heads:
             value = value.unsqueeze(1)
         return (value if self.logarithm else value.log()) * self.power
 
-    def lift(self, lifting: Lifting) -> Node:
+    def lift(self, lifting: Lifting, dtype: torch.dtype) -> Node:
+        """dtype: of the loop."""
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
+        if self.is_mask:  # an example without mass has no plan
+            kept = lifting.call(aten.ne.Scalar, node, bool(self.hidden))
+            kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
+            if self.hidden is None:
+                none = lifting.call(aten.logical_not.default, kept)
+                node = lifting.call(aten.add.Tensor, node, lifting.call(aten.mul.Tensor, none, NO_MASS))
+            else:
+                node = lifting.call(aten.to.dtype, kept, dtype)
+        if self.shared:
+            total = lifting.call(aten.sum.dim_IntList, node, [-1], True)
+            node = lifting.call(aten.div.Tensor, node, total)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
         node = node if self.logarithm else _log(lifting, node)
@@ -164,10 +188,12 @@ class PlanSite(Site):
                     bias = lifting.call(aten.mul.Tensor, bias, coefficient)
                 scores = lifting.call(aten.add.Tensor, scores, bias)
             scores = lifting.turned(scores, start.order)
+            held = self.start.tensor.node.meta["val"].dtype
+            dtype = torch.float32 if held in HALVES else held
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
-                name: None if x is None else x.lift(lifting)
+                name: None if x is None else x.lift(lifting, dtype)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
             rest = {**marginals, **settings_of(self.convention)}

@@ -1,0 +1,121 @@
+"""Loops as others write them, compiled and held against the untouched model, with its gradients, on what
+calibration did not hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asapc
+from asapc.errors import InputError, NoSiteError
+
+LOSSLESS = {"operator": "lossless", "batch_size": 8, "max_examples": 8, "selection_examples": 8}
+Inputs = Callable[..., dict[str, Tensor]]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compiled(net: nn.Module, inputs: Inputs) -> nn.Module:
+    batches = [inputs(4, 12, seed) for seed in range(9)]
+    model, report = asapc.compile(copy.deepcopy(net), batches, recipe=LOSSLESS, examples=4)
+    assert report.facts["sites"] and not report.facts.get("refused")
+    return model
+
+
+def assert_equal(net: nn.Module, model: nn.Module, tried: Iterable[dict[str, Tensor]]) -> None:
+    """Outputs, and gradients of inputs and of all parameters."""
+    for given in tried:
+        both = []
+        for one in (net, model):
+            own = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in given.items()}
+            output = one(**own)
+            wanted = [x for x in own.values() if x.requires_grad] + list(one.parameters())
+            weights = random(*output.shape, seed=9)
+            slopes = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
+            both.append((output, *slopes))
+        for expected, found in zip(*both, strict=True):
+            if expected is None:
+                assert found is None or not found.any()
+                continue
+            assert bool(expected.isfinite().all())
+            apart, largest = (x.detach().abs().max() for x in (found - expected, expected))
+            assert float(apart) <= 1e-4 * max(float(largest), 1e-6)
+
+
+# A mask within the loop
+
+
+class Pooling(nn.Module):
+    """Latents that share the tokens among them; a mask takes its mass from a token at every turn."""
+
+    def __init__(self, way: str, rows_last: bool) -> None:
+        super().__init__()
+        self.latents, self.way, self.rows_last = nn.Parameter(random(4, 6, seed=5)), way, rows_last
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = x @ self.latents.mT
+        plan = self.duals(scores, mask) if self.way == "duals" else self.scalings(scores, mask)
+        return plan.mT @ x
+
+    def duals(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        share = (4 / (~hidden).sum(1, keepdim=True)).log()
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[:, 0])
+        for step in range(5 if self.rows_last else 4):
+            if step % 2 == 0:
+                f = (share - torch.logsumexp(scores + g[:, None], 2)).masked_fill(hidden, -1e8)
+            else:
+                g = -torch.logsumexp(scores + f[..., None], 1)
+        return torch.exp(scores + f[..., None] + g[:, None])
+
+    def scalings(self, scores: Tensor, keep: Tensor) -> Tensor:
+        kernel, shown = scores.exp(), keep.float()
+        share = 4.0 / shown.sum(1, keepdim=True)
+        b = torch.ones_like(scores[:, 0])
+        for step in range(5 if self.rows_last else 4):
+            if step % 2 == 0:
+                a = share / (kernel @ b[..., None])[..., 0] * shown
+            else:
+                b = 1.0 / (kernel.mT @ a[..., None])[..., 0]
+        return a[..., None] * kernel * b[:, None]
+
+
+WAYS = ["duals", "scalings", "numbers"]
+
+
+def masked(way: str) -> Inputs:
+    def inputs(batch: int, tokens: int, seed: int, lengths: Any = None, scale: float = 1.0) -> Any:
+        if lengths is None:
+            lengths = 3 + (random(batch, seed=seed).abs() * tokens).long() % (tokens - 2)
+        keep = torch.arange(tokens) < torch.as_tensor(lengths)[:, None]
+        mask = {"duals": ~keep, "scalings": keep, "numbers": keep.float()}[way]
+        return {"x": scale * random(batch, tokens, 6, seed=seed), "mask": mask}
+
+    return inputs
+
+
+@pytest.mark.parametrize("rows_last", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_within_the_loop_takes_mass(way: str, rows_last: bool) -> None:
+    net, inputs = Pooling(way, rows_last).eval(), masked(way)
+    model = compiled(net, inputs)
+    sharp = 20.0 if way == "duals" else 3.0  # exp holds no more
+    tried = [inputs(9, 12, 10), inputs(1, 17, 11), inputs(3, 5, 12, [5, 5, 5]),
+             inputs(4, 9, 13, [1, 9, 2, 1]), inputs(3, 30, 14, scale=sharp)]  # fmt: skip
+    assert_equal(net, model, tried)
+    with pytest.raises(InputError, match="every example has an active key"):
+        model(**inputs(2, 6, 15, [0, 6]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_is_kept_whose_data_has_an_example_without_tokens(way: str) -> None:
+    inputs = masked(way)
+    batches = [inputs(4, 12, seed, [0, 3, 12, 7]) for seed in range(9)]
+    with pytest.raises(NoSiteError, match="hides every token"):
+        asapc.compile(Pooling(way, False).eval(), batches, recipe=LOSSLESS, examples=4)
