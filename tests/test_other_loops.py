@@ -119,3 +119,46 @@ def test_a_loop_is_kept_whose_data_has_an_example_without_tokens(way: str) -> No
     batches = [inputs(4, 12, seed, [0, 3, 12, 7]) for seed in range(9)]
     with pytest.raises(NoSiteError, match="hides every token"):
         asapc.compile(Pooling(way, False).eval(), batches, recipe=LOSSLESS, examples=4)
+
+
+# Padding whose scores are raised, as if they were costs
+
+
+class Bridge(nn.Module):
+    """Tokens to pivots to tokens: every half-step moves the mass back to what a mask has raised, and the
+    loop may end early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pivots = nn.Parameter(random(5, 6, seed=5))
+
+    def plan(self, similarity: Tensor) -> Tensor:
+        cost = -similarity
+        f, g = torch.zeros_like(cost[..., 0]), torch.zeros_like(cost[:, 0])
+        log_mu, log_nu = (torch.full_like(x, 1 / x.shape[1]).log() for x in (f, g))
+        for step in range(5):
+            logs = -cost + f[..., None] + g[:, None]
+            if step % 2 == 0:
+                before = f
+                f = log_mu - torch.logsumexp(logs, -1) + f
+                if (f - before).abs().sum(-1).mean().item() < 1e-12:
+                    break
+            else:
+                g = log_nu - torch.logsumexp(logs, -2) + g
+        return torch.exp(-cost + f[..., None] + g[:, None])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        raised = 1e6 * (1 - mask.float())
+        there = self.plan(x @ self.pivots.mT + raised[..., None])
+        back = self.plan(self.pivots @ x.mT + raised[:, None])
+        rows = there @ (back @ torch.ones_like(x[..., :1]))
+        return there @ (back @ x) / rows.clamp_min(1e-6) * mask[..., None]
+
+
+@pytest.mark.parametrize("way", ["scalings", "numbers"])
+def test_padding_that_is_raised_keeps_its_mass(way: str) -> None:
+    net, inputs = Bridge().eval(), masked(way)
+    model = compiled(net, inputs)
+    tried = [inputs(9, 12, 10), inputs(1, 17, 11), inputs(3, 5, 12, [5, 5, 5]),
+             inputs(4, 9, 13, [1, 0, 2, 9]), inputs(3, 30, 14, scale=20.0)]  # fmt: skip
+    assert_equal(net, model, tried)

@@ -40,7 +40,7 @@ from asapc.passes.cut import (
 from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
 from asapc.passes.masks import FILLED
-from asapc.passes.plan.hidden import may_hide, with_hidden
+from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
@@ -178,9 +178,9 @@ class _Region:
         self.constants = [node for node in self.given if node not in self.data]
         self.graph = graph
         self.cut = self._cut(torch.float64)
-        above = ancestors(*loop.sums, until=BARRIERS)
+        of_it = {start, *inside}
         self.stops = [
-            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above
+            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it
         ]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
@@ -189,7 +189,7 @@ class _Region:
 
     def seen_by_experiments(self) -> object:
         """All that decides what is found: the same of two regions where one says it of both."""
-        hide = [may_hide(node) for node in (self.start.tensor.node, *self.given)]
+        hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
         layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
         return self.cut.fingerprint(), self.kernel, tuple(hide), tuple(layouts), tuple(entering)
@@ -454,9 +454,13 @@ class _Trials(Trials):
     @property
     def hides(self) -> torch.dtype | None:
         """Of the scores, where they or what is added to them may be as low as a mask."""
-        node = self.region.start.tensor.node
-        hides = not self.region.kernel and any(map(may_hide, (node, *self.biases)))
-        return node.meta["val"].dtype if hides else None
+        hides = not self.region.kernel and any(map(may_hide, self.added_up))
+        return self.added_up[0].meta["val"].dtype if hides else None
+
+    @property
+    def added_up(self) -> list[Node]:
+        """The scores, and what is added to them in the loop."""
+        return [self.region.start.tensor.node, *self.biases]
 
     def size(self, at: dict[Any, int]) -> tuple[int, ...]:
         return self.region.size(at)
@@ -635,6 +639,7 @@ def _identified(
     found = with_hidden(
         lambda: trials.noise(lengths) / abs(trials.rough),
         lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
+        any(map(may_raise, trials.added_up)),
     )  # fmt: skip
     if not isinstance(found, str) and any(x.is_mask for x in roles.given):
         found = _with_masks(trials, found, lengths)
