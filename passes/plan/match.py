@@ -10,6 +10,7 @@ What lies between is cut out, promoted to float64 and run on synthetic scores, b
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
-from asapc.ir import PlanConvention, Program, Side
+from asapc.ir import OutputFactor, PlanConvention, Program, Side, Stabiliser
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
@@ -30,10 +31,12 @@ from asapc.passes.cut import (
     ancestors,
     constant_at,
     data_dependent,
+    depends_on_data,
     holds_tensors,
     is_bool,
     is_tensor,
     line_of,
+    may_change,
     reached,
     recorded,
 )
@@ -46,11 +49,12 @@ from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
-from asapc.passes.sinkhorn.match import guesses_of, without_choice
+from asapc.passes.sinkhorn.match import MOST_SLACK, guesses_of, without_choice
 from asapc.passes.sinkhorn.probe import (
     HELD,
     Drawn,
     Fit,
+    Guesses,
     Pair,
     Sample,
     Trials,
@@ -73,6 +77,7 @@ MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as mar
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which some tokens are hidden
+LEVELS = (-2.0, 0.7, 3.0)  # scores of a slack at which a loop is tried
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
@@ -173,6 +178,13 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
+        self.slack = _slack(graph, self.inside) if loop.slack else None
+        self.level = 0.0
+        if self.slack is not None:
+            value = constant_at(graph, self.slack)
+            assert value is not None
+            self.level = float(value)
+            self.guesses = Guesses((math.exp(min(self.level, MOST_SLACK)),), ("add",), ("plain",))
         self.given, self.counted = _given(graph, self.start, self.inside)
         self.data = [node for node, is_data in self.given.items() if is_data]
         self.constants = [node for node in self.given if node not in self.data]
@@ -184,7 +196,8 @@ class _Region:
         ]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
-        given, made = [self.start.tensor.node, *self.data], (self.end.tensor.node, *self.constants)
+        given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
+        made = (self.end.tensor.node, *self.constants)
         return Cut(self.graph, given, made, self.inside, precision=precision)
 
     def seen_by_experiments(self) -> object:
@@ -208,6 +221,9 @@ class _Region:
         if cut is not self.cut:
             given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
         tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
+        if self.slack is not None:
+            shape = self.cut.shape_of(self.slack, lengths)
+            tensors.append(torch.full(shape, self.level, dtype=scores.dtype))
         made, *constants = cut.run(tensors, lengths)
         out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
@@ -298,6 +314,20 @@ def _root(node: Node, scores: Layout, number: bool) -> Node:
 
 def _fits(node: Node, scores: Layout) -> bool:
     return _is_matrix(node, scores) or bool(_sides(node, scores))
+
+
+def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
+    """The only weight of one entry that enters a region, if its value can be told."""
+    found = set()
+    for source in {x for node in inside for x in node.all_input_nodes} - inside:
+        if not (is_tensor(source) and _is_one_number(source) and may_change(source)):
+            continue
+        while any(not isinstance(size, int) or size != 1 for size in source.meta["val"].shape):
+            source = next(x for x in source.all_input_nodes if is_tensor(x))
+        found.add(source)
+    (slack, *others) = found or (None,)
+    known = slack is not None and not others and not depends_on_data(slack)
+    return slack if known and constant_at(graph, slack) is not None else None
 
 
 def _is_one_number(node: Node) -> bool:
@@ -643,7 +673,36 @@ def _identified(
     )  # fmt: skip
     if not isinstance(found, str) and any(x.is_mask for x in roles.given):
         found = _with_masks(trials, found, lengths)
+    if not isinstance(found, str) and region.slack is not None:
+        found = _with_slack(trials, found, lengths)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
+
+
+def _with_slack(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit as a function of the score of its slack, or why it is none.
+
+    a = 1 / (K b + exp(t)) and b = 1 / (K' a + exp(t)) are the scalings of exp(-t) K with masses exp(-t)
+    and a constant of 1.
+    """
+    convention = replace(
+        fit.convention, stabiliser=Stabiliser("scaling", "add", 1.0), output_factor=OutputFactor(),
+        source_marginal="constant", target_marginal="constant",
+    )  # fmt: skip
+    before = trials.region.level
+    for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
+        trials.region.level = level
+        sample = trials.drawn(Drawn(spread), lengths)
+        if sample is None:
+            continue
+        masses = torch.full((1, 1, 1), -level, dtype=torch.float64)
+        scores = sample.scores - level / convention.score_multiplier
+        ours = plan_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
+        if not relative_error(ours * math.exp(level), sample.attention) <= STABILISED:
+            return "its slack is no row and column of one score that are never normalised"
+    trials.region.level = before
+    return replace(fit, convention=convention)
 
 
 def _with_masks(
@@ -707,13 +766,14 @@ def _made(program: Program, region: _Region, fit: Fit[PlanConvention], trials: _
 
     roles = trials.roles
     convention = replace(
-        fit.convention, log=trials.log, source_marginal=kind(roles.log_mu),
-        target_marginal=kind(roles.log_nu),
+        fit.convention, log=trials.log,
+        source_marginal=kind(roles.log_mu) if region.slack is None else "constant",
+        target_marginal=kind(roles.log_nu) if region.slack is None else "constant",
         by_head=None if trials.by_head is None else tuple(trials.by_head.tolist()),
     )  # fmt: skip
     end = region.end.tensor.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
         region.end, region.inside, roles.log_mu, roles.log_nu,
-        tuple(zip(trials.biases, trials.coefficients, strict=True)), region.kernel,
+        tuple(zip(trials.biases, trials.coefficients, strict=True)), region.kernel, region.slack,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import PlanConvention
+from asapc.ir import PlanConvention, SiteTensors
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import settings_of
 from asapc.passes.cut import HALVES, Part
@@ -138,6 +138,7 @@ class PlanSite(Site):
     """A loop on scores that are given.
 
     biases: what is added to the scores, and how often.  kernel: whether the start holds exp(scores).
+    slack: the score of a row and a column that are never normalised, see passes.plan.match.
     """
 
     convention: PlanConvention
@@ -148,6 +149,7 @@ class PlanSite(Site):
     log_nu: MarginalInput | None
     biases: tuple[tuple[Node, float], ...]
     kernel: bool = False
+    slack: Node | None = None
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
         return given**scale * math.exp(shift) if self.kernel else given * scale + shift
@@ -160,6 +162,19 @@ class PlanSite(Site):
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
         return output.clamp(min=LEAST_LOG) if self.convention.log else output
 
+    def added(self, seen: SiteTensors) -> float | Tensor:
+        return 0.0 if self.slack is None else self._level(seen) / -self.convention.score_multiplier
+
+    def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
+        if self.slack is None:
+            return result
+        level = self._level(seen)[..., None]
+        return result + level if self.convention.log else result * level.exp()
+
+    def _level(self, seen: SiteTensors) -> Tensor:
+        assert seen.log_mu is not None
+        return -seen.log_mu
+
     @property
     def at(self) -> Node:
         return self.end.tensor.node
@@ -170,7 +185,8 @@ class PlanSite(Site):
 
     def part(self) -> Part:
         marginals = [x.node for x in (self.log_mu, self.log_nu) if x is not None and not x.constant]
-        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *(node for node, _ in self.biases))
+        others = [*(node for node, _ in self.biases), *([] if self.slack is None else [self.slack])]
+        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *others)
         return Part(
             inputs, self.end.tensor.node, self.inside, self.end.tensor.order, self.start.batch,
             self.start.queries, self.start.keys,
@@ -196,9 +212,19 @@ class PlanSite(Site):
                 name: None if x is None else x.lift(lifting, dtype)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
+            if self.slack is not None:
+                level = lifting.call(aten.reshape.default, lifting.nodes[self.slack], [1, 1, 1, 1])
+                shift = lifting.call(aten.div.Tensor, level, self.convention.score_multiplier)
+                scores = lifting.call(aten.sub.Tensor, scores, shift)
+                masses = lifting.call(aten.neg.default, lifting.call(aten.squeeze.dim, level, 0))
+                marginals = {"log_mu": masses, "log_nu": masses}
             rest = {**marginals, **settings_of(self.convention)}
             call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
             result: Node = call
+            if self.slack is not None and self.convention.log:
+                result = lifting.call(aten.add.Tensor, call, level)
+            elif self.slack is not None:
+                result = lifting.call(aten.mul.Tensor, call, lifting.call(aten.exp.default, level))
             if not (self.start.kept and self.end.kept):
                 result = _shaped(lifting, result, end, start)
             result = lifting.turned_back(result, end.order)
