@@ -81,6 +81,10 @@ class Site(ABC):
         """The first input of its part where the scores are scaled and then shifted."""
         return given * scale + shift
 
+    def added(self, seen: SiteTensors) -> float | Tensor:
+        """What its call's scores have more than the first input of its part."""
+        return 0.0
+
     def weighed(self, output: Tensor) -> Tensor:
         """What its part gives, as errors of it are measured."""
         return output

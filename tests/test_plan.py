@@ -425,9 +425,10 @@ def test_what_failed_in_one_layer_is_not_tried_again_in_the_next(monkeypatch: py
 class Slack(nn.Module):
     """Registration: a row and a column of slack that take part in the sums, and are not normalised."""
 
-    def __init__(self, learned: bool = False) -> None:
+    def __init__(self, learned: bool = False, more: float = 0.0) -> None:
         super().__init__()
         self.bin = nn.Parameter(torch.tensor(0.3)) if learned else None
+        self.more = more
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         scores = a @ b.transpose(1, 2)
@@ -435,7 +436,8 @@ class Slack(nn.Module):
             scores = nn.functional.pad(scores, (0, 1, 0, 1), value=-0.5)
         else:
             scores = torch.cat((scores, self.bin.expand(*scores.shape[:2], 1)), 2)
-            scores = torch.cat((scores, self.bin.expand(len(scores), 1, scores.shape[2])), 1)
+            last = self.bin + self.more if self.more else self.bin
+            scores = torch.cat((scores, last.expand(len(scores), 1, scores.shape[2])), 1)
         for _ in range(3):
             rows, slack = scores[:, :-1], scores[:, -1:]
             scores = torch.cat((rows - rows.logsumexp(2, keepdim=True), slack), 1)
@@ -453,8 +455,15 @@ def test_slack_that_is_not_normalised_is_added_to_every_sum() -> None:
     assert str(site.convention.stabiliser) == f"sums + {math.exp(-0.5):g}"
     for far in (1.0, 1e3):  # where exp of the scores is not finite
         replays(Slack(), analysis, far * random(3, 12, 3, seed=2), random(3, 5, 3, seed=3))
-    (left,) = analysed(Slack(learned=True), *inputs).left_alone
-    assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
+    trained = Slack(learned=True)
+    analysis = analysed(trained, *inputs)
+    (site,) = analysis.sites
+    assert not site.constants and site.no_gradient is None
+    for level in (-2.0, 4.0):
+        trained.bin.data.fill_(level)
+        replays(trained, analysis, random(3, 12, 3, seed=2), random(3, 5, 3, seed=3))
+    (left,) = analysed(Slack(learned=True, more=1.0), *inputs).left_alone
+    assert left.status == "refused" and "rows" in left.reason
 
 
 @pytest.mark.parametrize("rows_first", [True, False])

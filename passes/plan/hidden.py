@@ -29,6 +29,7 @@ aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
 LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number may be above these
+HIGH = 1e6  # or where code adds what hides to scores as if those were costs
 FINITE = 1e3  # size of a number from which on it is one that hides
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
 ARITHMETIC = {
@@ -45,34 +46,48 @@ BOUNDED = {
 def may_hide(scores: Node) -> bool:
     """Whether scores may be as low as a mask makes them: they are given, looked up or masked, or a number
     of that size, or a weight that differs between tokens, is in their sum."""
+    return any(map(_may_be_low, _summed_in(scores)))
+
+
+def may_raise(scores: Node) -> bool:
+    """Whether scores may be as high as a mask makes costs: such a number is added to them."""
+    return any(node.target in ARITHMETIC and _has_large(node) for node in _summed_in(scores))
+
+
+def _summed_in(scores: Node) -> set[Node]:
     def onward(node: Node) -> list[Node]:
         return node.all_input_nodes if is_tensor(node) and node.target not in BOUNDED else []
 
-    return any(is_tensor(node) and _may_be_low(node) for node in reached([scores], onward))
+    return {node for node in reached([scores], onward) if is_tensor(node)}
 
 
 def _may_be_low(node: Node) -> bool:
     value = node.meta["val"]
     if node.op == "get_attr":
         return any(size != 1 for size in value.shape[-2:])
-    numbers = int | float if node.target in ARITHMETIC else float  # other ints are places
-    low = any(isinstance(x, numbers) and FINITE <= abs(x) < math.inf for x in node.args)
     given = node.op == "placeholder" or node.target is aten.embedding.default
-    return given or low or value.dtype is torch.bool
+    return given or _has_large(node) or value.dtype is torch.bool
+
+
+def _has_large(node: Node) -> bool:
+    numbers = int | float if node.target in ARITHMETIC else float  # other ints are places
+    return any(isinstance(x, numbers) and FINITE <= abs(x) < math.inf for x in node.args)
 
 
 def with_hidden(
     draw: Callable[[], Tensor], show: Callable[[Tensor], Sample], fit: Fit[PlanConvention],
-    own: torch.dtype | None,
+    own: torch.dtype | None, raised: bool,
 ) -> Fit[PlanConvention] | str:  # fmt: skip
     """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
 
     draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  own: the dtype
-    of the loop, None where nothing can hide any of its scores.
+    of the loop, None where nothing can hide any of its scores.  raised: whether something may raise them.
     """
     tried = [(torch.float64, low, which) for low in EXACTLY for which in PATTERNS[:2]]
     if own is not None:
         tried += [(own, max(low, torch.finfo(own).min), which) for low in LOW for which in PATTERNS]
+        highest = min(HIGH, torch.finfo(own).max)
+        tried += [(own, highest, which) for which in PATTERNS if raised]
     sign = 1.0 if fit.convention.score_multiplier > 0 else -1.0
     observed = [
         (f"{pattern} of scores that are {sign * low:g} in {str(dtype).removeprefix('torch.')}",

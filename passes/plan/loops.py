@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached, reaches
+from asapc.passes.cut import (
+    ancestors,
+    data_dependent,
+    depends_on_data,
+    descendants,
+    is_tensor,
+    reached,
+    reaches,
+)
 from asapc.passes.products import (
     BARRIERS,
     VIEWS,
@@ -58,12 +66,14 @@ MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 @dataclass(frozen=True)
 class Loop:
     """sums: in the order of the graph.  matrix: what the first is over.  axes: of rows and columns of it,
-    from the end; None with `why` where it is not known which they are."""
+    from the end; None with `why` where it is not known which they are.  slack: whether a row and a column
+    that are never normalised stand beside the matrix."""
 
     sums: tuple[Node, ...]
     matrix: Node
     axes: tuple[int, int] | None
     why: str = ""
+    slack: bool = False
 
     @property
     def at(self) -> Node:
@@ -120,7 +130,7 @@ def behind_softmax(loop: Loop) -> Loop | None:
 def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column.
 
-    A slack of constants that is never normalised adds one number to every sum.
+    A slack of one number, or of one weight, that is never normalised adds it to every sum.
     """
     slices = {aten.slice.Tensor}
     whole = {node: replace(one, matrix=_behind(one.matrix, slices)) for node, one in sums.items()}
@@ -134,11 +144,25 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
         if len(chain) < 3 or {sums[node].axis for node in chain} != {-1, -2} or not leaves_out:
             continue
         padded = _behind(whole[chain[0]].matrix, RESHAPED)
-        if padding_of(padded) is not None:
-            loops.append(Loop(tuple(chain), padded.all_input_nodes[0], (-2, -1)))
+        scores = padded.all_input_nodes[0] if padding_of(padded) is not None else _beside_slack(padded)
+        if scores is not None:
+            loops.append(Loop(tuple(chain), scores, (-2, -1), slack=True))
         else:
             loops.append(Loop(tuple(chain), sums[chain[0]].matrix, None, why))
     return loops
+
+
+def _beside_slack(matrix: Node) -> Node | None:
+    """The scores that a matrix is but for its last row and column, which are made of no data."""
+    scores = matrix
+    while scores.target is aten.cat.default:
+        given = [node for node in scores.all_input_nodes if depends_on_data(node)]
+        if len(given) != 1 or scores.all_input_nodes[0] is not given[0]:
+            return None
+        (scores,) = given
+    sizes, wholes = (node.meta["val"].shape[-2:] for node in (scores, matrix))
+    beside = all(same(size + 1, whole) for size, whole in zip(sizes, wholes, strict=True))
+    return scores if beside else None
 
 
 def _behind(node: Node, targets: Collection[Any]) -> Node:

@@ -10,6 +10,7 @@ What lies between is cut out, promoted to float64 and run on synthetic scores, b
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
-from asapc.ir import PlanConvention, Program, Side
+from asapc.ir import OutputFactor, PlanConvention, Program, Side, Stabiliser
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
@@ -30,24 +31,30 @@ from asapc.passes.cut import (
     ancestors,
     constant_at,
     data_dependent,
+    depends_on_data,
     holds_tensors,
+    is_bool,
     is_tensor,
     line_of,
+    may_change,
     reached,
+    recorded,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
 from asapc.passes.masks import FILLED
-from asapc.passes.plan.hidden import may_hide, with_hidden
+from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
-from asapc.passes.sinkhorn.match import guesses_of, without_choice
+from asapc.passes.sinkhorn.match import MOST_SLACK, guesses_of, without_choice
 from asapc.passes.sinkhorn.probe import (
+    HELD,
     Drawn,
     Fit,
+    Guesses,
     Pair,
     Sample,
     Trials,
@@ -64,11 +71,13 @@ aten = torch.ops.aten
 STEPS = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
-    aten.exp.default, *VIEWS,
+    aten.exp.default, aten.logical_not.default, aten.bitwise_not.default, *VIEWS,
 }  # fmt: skip
 MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
+MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which some tokens are hidden
+LEVELS = (-2.0, 0.7, 3.0)  # scores of a slack at which a loop is tried
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
@@ -169,23 +178,31 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
-        self.given = _given(graph, self.start, self.inside)
+        self.slack = _slack(graph, self.inside) if loop.slack else None
+        self.level = 0.0
+        if self.slack is not None:
+            value = constant_at(graph, self.slack)
+            assert value is not None
+            self.level = float(value)
+            self.guesses = Guesses((math.exp(min(self.level, MOST_SLACK)),), ("add",), ("plain",))
+        self.given, self.counted = _given(graph, self.start, self.inside)
         self.data = [node for node, is_data in self.given.items() if is_data]
         self.constants = [node for node in self.given if node not in self.data]
         self.graph = graph
         self.cut = self._cut(torch.float64)
-        above = ancestors(*loop.sums, until=BARRIERS)
+        of_it = {start, *inside}
         self.stops = [
-            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above
+            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it
         ]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
-        given, made = [self.start.tensor.node, *self.data], (self.end.tensor.node, *self.constants)
+        given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
+        made = (self.end.tensor.node, *self.constants)
         return Cut(self.graph, given, made, self.inside, precision=precision)
 
     def seen_by_experiments(self) -> object:
         """All that decides what is found: the same of two regions where one says it of both."""
-        hide = [may_hide(node) for node in (self.start.tensor.node, *self.given)]
+        hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
         layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
         return self.cut.fingerprint(), self.kernel, tuple(hide), tuple(layouts), tuple(entering)
@@ -204,6 +221,9 @@ class _Region:
         if cut is not self.cut:
             given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
         tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
+        if self.slack is not None:
+            shape = self.cut.shape_of(self.slack, lengths)
+            tensors.append(torch.full(shape, self.level, dtype=scores.dtype))
         made, *constants = cut.run(tensors, lengths)
         out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
@@ -254,35 +274,60 @@ def _free(size: Any) -> Any:
     return line.symbol if line is not None and line.factor == 1 else None
 
 
-def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> dict[Node, bool]:
+def _given(
+    graph: GraphModule, scores: Layout, inside: frozenset[Node]
+) -> tuple[dict[Node, bool], set[Node]]:
     """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
-    constant, which is not one number then."""
+    constant, which is not one number then; and what enters as a number for every example, too."""
     data, start = data_dependent(graph), scores.tensor.node
     found: dict[Node, bool] = {}
+    counted: set[Node] = set()
     for node in graph.graph.nodes:
         if node not in inside:
             continue
         for source in node.all_input_nodes:
             if source in inside or source is start or not is_tensor(source):
                 continue
-            root = _root(source, scores)
+            number = source in data and not _fits(source, scores)
+            root = _root(source, scores, number)
             if root in data or not _is_one_number(root):
                 found.setdefault(root, root in data)
-    return found
+            if number:
+                counted.add(root)
+    return found, counted
 
 
-def _root(node: Node, scores: Layout) -> Node:
+def _root(node: Node, scores: Layout, number: bool) -> Node:
     """The tensor that a node repeats or scales; the last one on the way to it that can still be added to
-    scores or be a marginal of theirs, where there is one."""
+    scores or be a marginal of theirs, where there is one.  number: it is one for every example, such as
+    how many tokens a mask keeps, and made of the first such tensor on its way, whatever makes it."""
     path = [node]
-    while node.target in STEPS:
+    while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
-        if len(varying) != 1 or varying[0] is scores.tensor.node:
+        if len(varying) != 1 or varying[0] is scores.tensor.node or node.target in BARRIERS:
             break
         node = varying[0]
         path.append(node)
-    fitting = (n for n in reversed(path) if _is_matrix(n, scores) or _sides(n, scores))
-    return next(fitting, node)
+        number = number and not _fits(node, scores)
+    return next((n for n in reversed(path) if _fits(n, scores)), path[0])
+
+
+def _fits(node: Node, scores: Layout) -> bool:
+    return _is_matrix(node, scores) or bool(_sides(node, scores))
+
+
+def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
+    """The only weight of one entry that enters a region, if its value can be told."""
+    found = set()
+    for source in {x for node in inside for x in node.all_input_nodes} - inside:
+        if not (is_tensor(source) and _is_one_number(source) and may_change(source)):
+            continue
+        while any(not isinstance(size, int) or size != 1 for size in source.meta["val"].shape):
+            source = next(x for x in source.all_input_nodes if is_tensor(x))
+        found.add(source)
+    (slack, *others) = found or (None,)
+    known = slack is not None and not others and not depends_on_data(slack)
+    return slack if known and constant_at(graph, slack) is not None else None
 
 
 def _is_one_number(node: Node) -> bool:
@@ -328,12 +373,11 @@ def _roles(region: _Region) -> list[_Roles] | str:
     """
     options: list[tuple[Side, MarginalInput]] = []
     for node, is_data in _distinct(region).items():
-        floats = node.meta["val"].is_floating_point()
         if _is_matrix(node, region.start):
-            if not floats:
+            if not node.meta["val"].is_floating_point():
                 return _enters(node, "a mask in every half-step: hide scores before the loop")
             continue
-        found = _sides(node, region.start, is_data) if floats else []
+        found = _sides(node, region.start, is_data, node in region.counted)
         if is_data and not found:
             return _enters(node, "neither a marginal nor a bias")
         options += found
@@ -381,9 +425,13 @@ def _is_matrix(node: Node, start: Layout) -> bool:
     )
 
 
-def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, MarginalInput]]:
-    """The marginals that a tensor may be."""
-    shape = [*node.meta["val"].shape]
+def _sides(
+    node: Node, start: Layout, data: bool = True, counted: bool = False
+) -> list[tuple[Side, MarginalInput]]:
+    """The marginals that a tensor may be.  counted: whether its sum enters the loop, too."""
+    shape, is_mask = [*node.meta["val"].shape], is_bool(node)
+    if not (is_mask or node.meta["val"].is_floating_point()):
+        return []
     rank, leads = len(shape), rank_of(start.tensor.node) - 2
     found: list[tuple[Side, MarginalInput]] = []
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
@@ -405,6 +453,13 @@ def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, Mar
         by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
         if before == 1 and leads == 1 and not by_example:
             continue
+        if is_mask or counted:  # every example has tokens of its own
+            found += [
+                (side, MarginalInput(node, False, drop, True, False, hidden=hidden, shared=shared))
+                for shared in (True, False) for hidden in ((False, True) if is_mask else (None,))
+                if by_example and data
+            ]  # fmt: skip
+            continue
         found += [
             (side, MarginalInput(node, logarithm, drop, heads, not data))
             for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
@@ -424,31 +479,50 @@ class _Trials(Trials):
         self.biases = [node for node in region.given if _is_matrix(node, region.start)]
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
+        self.masks = 0  # that were drawn
 
     @property
     def hides(self) -> torch.dtype | None:
         """Of the scores, where they or what is added to them may be as low as a mask."""
-        node = self.region.start.tensor.node
-        hides = not self.region.kernel and any(map(may_hide, (node, *self.biases)))
-        return node.meta["val"].dtype if hides else None
+        hides = not self.region.kernel and any(map(may_hide, self.added_up))
+        return self.added_up[0].meta["val"].dtype if hides else None
+
+    @property
+    def added_up(self) -> list[Node]:
+        """The scores, and what is added to them in the loop."""
+        return [self.region.start.tensor.node, *self.biases]
 
     def size(self, at: dict[Any, int]) -> tuple[int, ...]:
         return self.region.size(at)
 
-    def draw(self, lengths: dict[Any, int]) -> dict[Node, Tensor]:
-        """Values of what is data."""
-        drawn = {}
+    def draw(self, lengths: dict[Any, int], whole: bool = False) -> dict[Node, Tensor]:
+        """Values of what is data.  whole: masks hide nothing."""
+        drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
             shape = self.cut.shape_of(node, lengths)
             value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-            both = (self.roles.log_mu, self.roles.log_nu)
-            marginal = next((x for x in both if x is not None and x.node is node), None)
+            marginal = next((x for x in self.roles.given if x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
-                value = torch.log_softmax(value, axis)
+                if marginal.hidden is not None:
+                    drawn[node] = self._shown(value, axis, whole) != marginal.hidden
+                    continue
+                if node not in self.region.counted:
+                    value = torch.log_softmax(value, axis)
                 value = value if marginal.logarithm else value.exp()
             drawn[node] = value
         return drawn
+
+    def _shown(self, value: Tensor, axis: int, whole: bool) -> Tensor:
+        """Which tokens have mass, by random numbers: about half, never none; of many examples the last
+        has one, and the first has all, as has a single example every other time."""
+        self.masks += 1
+        shown = value > 0.0
+        shown[-1] = False
+        shown.select(axis, self.masks % shown.shape[axis]).fill_(True)
+        every = len(shown) if whole else 1 if len(shown) > 1 or self.masks % 2 else 0
+        shown[:every] = True
+        return shown
 
     def observe(
         self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
@@ -477,7 +551,8 @@ class _Trials(Trials):
         """How much the scores, every bias and every head count; why that cannot be said."""
         size = self.region.size(lengths)
         for scale in (1.0, 0.1, 0.01):
-            o, added = self.observe(scale * self.noise(lengths), lengths)
+            given = self.draw(lengths, whole=True)
+            o, added = self.observe(scale * self.noise(lengths), lengths, given=given)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
@@ -497,7 +572,7 @@ class _Trials(Trials):
             self.rough = float(found[0])
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(lengths), lengths)
+            o, _ = self.observe(scale * self.noise(lengths), lengths, given=given)
             multiplier = score_multiplier([o])
             return multiplier if isinstance(multiplier, NoFit) else None
         return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
@@ -540,11 +615,26 @@ def _site(
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
             return _Failure(KNOWN, changed.replace("the attention", "the plan"))
+        empty = _empty(program, role)
+        if empty is not None:
+            what = f"what an example gives in which {spoken(empty)} hides every token is not known"
+            return _Failure(KNOWN, what)
         return _made(program, region, *found)
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
     return nearest
+
+
+def _empty(program: Program, roles: _Roles) -> Node | None:
+    """A mask that hides every token of an example in the example call."""
+    masks = {x.node: x for x in roles.given if x.is_mask}
+    held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
+    for node, value in held.items():
+        axis = -2 if masks[node].drop == -1 else -1
+        if not bool((value != bool(masks[node].hidden)).any(axis).all()):
+            return node
+    return None
 
 
 def _identified(
@@ -579,8 +669,56 @@ def _identified(
     found = with_hidden(
         lambda: trials.noise(lengths) / abs(trials.rough),
         lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
+        any(map(may_raise, trials.added_up)),
     )  # fmt: skip
+    if not isinstance(found, str) and any(x.is_mask for x in roles.given):
+        found = _with_masks(trials, found, lengths)
+    if not isinstance(found, str) and region.slack is not None:
+        found = _with_slack(trials, found, lengths)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
+
+
+def _with_slack(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit as a function of the score of its slack, or why it is none.
+
+    a = 1 / (K b + exp(t)) and b = 1 / (K' a + exp(t)) are the scalings of exp(-t) K with masses exp(-t)
+    and a constant of 1.
+    """
+    convention = replace(
+        fit.convention, stabiliser=Stabiliser("scaling", "add", 1.0), output_factor=OutputFactor(),
+        source_marginal="constant", target_marginal="constant",
+    )  # fmt: skip
+    before = trials.region.level
+    for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
+        trials.region.level = level
+        sample = trials.drawn(Drawn(spread), lengths)
+        if sample is None:
+            continue
+        masses = torch.full((1, 1, 1), -level, dtype=torch.float64)
+        scores = sample.scores - level / convention.score_multiplier
+        ours = plan_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
+        if not relative_error(ours * math.exp(level), sample.attention) <= STABILISED:
+            return "its slack is no row and column of one score that are never normalised"
+    trials.region.level = before
+    return replace(fit, convention=convention)
+
+
+def _with_masks(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit, or what is wrong with it where tokens are hidden in the loop's own precision."""
+    if trials.log:
+        return "tokens that a mask hides in it have no logarithm of a plan: read its plan"
+    own = trials.region.start.tensor.node.meta["val"].dtype
+    for spread in MASKED:
+        scores = (spread * trials.noise(lengths) / abs(trials.rough)).to(own)
+        observed = trials.on(scores, lengths)
+        error = plan_error(fit.convention, [] if observed is None else [observed])
+        if not error <= max(HELD, 4 * torch.finfo(own).eps):
+            return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
+    return fit
 
 
 def _changed_by_stops(
@@ -628,13 +766,14 @@ def _made(program: Program, region: _Region, fit: Fit[PlanConvention], trials: _
 
     roles = trials.roles
     convention = replace(
-        fit.convention, log=trials.log, source_marginal=kind(roles.log_mu),
-        target_marginal=kind(roles.log_nu),
+        fit.convention, log=trials.log,
+        source_marginal=kind(roles.log_mu) if region.slack is None else "constant",
+        target_marginal=kind(roles.log_nu) if region.slack is None else "constant",
         by_head=None if trials.by_head is None else tuple(trials.by_head.tolist()),
     )  # fmt: skip
     end = region.end.tensor.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
         region.end, region.inside, roles.log_mu, roles.log_nu,
-        tuple(zip(trials.biases, trials.coefficients, strict=True)), region.kernel,
+        tuple(zip(trials.biases, trials.coefficients, strict=True)), region.kernel, region.slack,
     )  # fmt: skip

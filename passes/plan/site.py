@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import PlanConvention
+from asapc.ir import PlanConvention, SiteTensors
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import settings_of
-from asapc.passes.cut import Part
+from asapc.passes.cut import HALVES, Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, rank_of, same
 from asapc.passes.site import Site
@@ -25,6 +25,7 @@ from asapc.passes.site import Site
 aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
+NO_MASS = 1e-30  # nothing beside any other mass, and yet it has a gradient
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -78,10 +79,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class MarginalInput:
-    """A node that holds mu or nu, or its logarithm.
+    """A node that holds mu or nu, or its logarithm, or a mask of the tokens that have mass.
 
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
-    whether it depends on parameters and sizes alone.  power: which the operator takes.
+    whether it depends on parameters and sizes alone.  power: which the operator takes.  shared: of a
+    mask, whether its tokens share a mass of 1, or have 1 each.  hidden: what a boolean one has elsewhere.
     """
 
     node: Node
@@ -90,19 +92,41 @@ class MarginalInput:
     heads: bool
     constant: bool
     power: float = 1.0
+    hidden: bool | None = None
+    shared: bool | None = None
+
+    @property
+    def is_mask(self) -> bool:
+        return self.shared is not None
 
     def read(self, value: Tensor) -> Tensor:
         """The logarithm, broadcastable to [B, H, X]."""
         if self.drop is not None:
             value = value.squeeze(self.drop)
+        if self.hidden is not None:
+            value = (value != self.hidden).to(value.dtype)
+        if self.shared:
+            value = value / value.sum(-1, keepdim=True)
         if self.heads:
             value = value.unsqueeze(1)
         return (value if self.logarithm else value.log()) * self.power
 
-    def lift(self, lifting: Lifting) -> Node:
+    def lift(self, lifting: Lifting, dtype: torch.dtype) -> Node:
+        """dtype: of the loop."""
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
+        if self.is_mask:  # an example without mass has no plan
+            kept = lifting.call(aten.ne.Scalar, node, bool(self.hidden))
+            kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
+            if self.hidden is None:
+                none = lifting.call(aten.logical_not.default, kept)
+                node = lifting.call(aten.add.Tensor, node, lifting.call(aten.mul.Tensor, none, NO_MASS))
+            else:
+                node = lifting.call(aten.to.dtype, kept, dtype)
+        if self.shared:
+            total = lifting.call(aten.sum.dim_IntList, node, [-1], True)
+            node = lifting.call(aten.div.Tensor, node, total)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
         node = node if self.logarithm else _log(lifting, node)
@@ -114,6 +138,7 @@ class PlanSite(Site):
     """A loop on scores that are given.
 
     biases: what is added to the scores, and how often.  kernel: whether the start holds exp(scores).
+    slack: the score of a row and a column that are never normalised, see passes.plan.match.
     """
 
     convention: PlanConvention
@@ -124,6 +149,7 @@ class PlanSite(Site):
     log_nu: MarginalInput | None
     biases: tuple[tuple[Node, float], ...]
     kernel: bool = False
+    slack: Node | None = None
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
         return given**scale * math.exp(shift) if self.kernel else given * scale + shift
@@ -136,6 +162,19 @@ class PlanSite(Site):
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
         return output.clamp(min=LEAST_LOG) if self.convention.log else output
 
+    def added(self, seen: SiteTensors) -> float | Tensor:
+        return 0.0 if self.slack is None else self._level(seen) / -self.convention.score_multiplier
+
+    def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
+        if self.slack is None:
+            return result
+        level = self._level(seen)[..., None]
+        return result + level if self.convention.log else result * level.exp()
+
+    def _level(self, seen: SiteTensors) -> Tensor:
+        assert seen.log_mu is not None
+        return -seen.log_mu
+
     @property
     def at(self) -> Node:
         return self.end.tensor.node
@@ -146,7 +185,8 @@ class PlanSite(Site):
 
     def part(self) -> Part:
         marginals = [x.node for x in (self.log_mu, self.log_nu) if x is not None and not x.constant]
-        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *(node for node, _ in self.biases))
+        others = [*(node for node, _ in self.biases), *([] if self.slack is None else [self.slack])]
+        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *others)
         return Part(
             inputs, self.end.tensor.node, self.inside, self.end.tensor.order, self.start.batch,
             self.start.queries, self.start.keys,
@@ -164,15 +204,27 @@ class PlanSite(Site):
                     bias = lifting.call(aten.mul.Tensor, bias, coefficient)
                 scores = lifting.call(aten.add.Tensor, scores, bias)
             scores = lifting.turned(scores, start.order)
+            held = self.start.tensor.node.meta["val"].dtype
+            dtype = torch.float32 if held in HALVES else held
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
-                name: None if x is None else x.lift(lifting)
+                name: None if x is None else x.lift(lifting, dtype)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
+            if self.slack is not None:
+                level = lifting.call(aten.reshape.default, lifting.nodes[self.slack], [1, 1, 1, 1])
+                shift = lifting.call(aten.div.Tensor, level, self.convention.score_multiplier)
+                scores = lifting.call(aten.sub.Tensor, scores, shift)
+                masses = lifting.call(aten.neg.default, lifting.call(aten.squeeze.dim, level, 0))
+                marginals = {"log_mu": masses, "log_nu": masses}
             rest = {**marginals, **settings_of(self.convention)}
             call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
             result: Node = call
+            if self.slack is not None and self.convention.log:
+                result = lifting.call(aten.add.Tensor, call, level)
+            elif self.slack is not None:
+                result = lifting.call(aten.mul.Tensor, call, lifting.call(aten.exp.default, level))
             if not (self.start.kept and self.end.kept):
                 result = _shaped(lifting, result, end, start)
             result = lifting.turned_back(result, end.order)
