@@ -35,7 +35,7 @@ def test_inside_the_default_limits_it_is_shipped(document):
     assert judged.default and judged.gate.verdict == "ACCEPT"
 
 
-UNPROVEN = " But {} examples prove only that at least 98.50% of predictions are equal"
+UNPROVEN = " But agreement on {} examples proves only that at least 98.50% of predictions are equal"
 
 
 @pytest.mark.parametrize(("examples", "low", "told"), [

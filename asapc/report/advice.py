@@ -202,8 +202,8 @@ def _unproven(report: Report, judged: Judgement) -> str:
     examples = finite(report.model.metric("examples")) or 0
     needed = examples_asked([Gate(metric, "min", limit, confidence=True)])
     told = (
-        f" But {examples:g} examples prove only that at least {metric_text(metric, ends[0])} of "
-        "predictions are equal"
+        f" But agreement on {counted(int(examples), 'example')} proves only that at least "
+        f"{metric_text(metric, ends[0])} of predictions are equal"
     )
     return told + (f"; {metric_text(metric, limit)} takes {needed}." if examples < needed else ".")
 

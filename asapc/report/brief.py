@@ -64,6 +64,8 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
     """What was fitted, how well, and on how little."""
     fits = summary["sites"]
+    if not fits:
+        return []  # `asapc calibrate` says so
     names = {fit.get("name") for fit in fits}
     lines = [f"{counted(len(fits), 'fit')} of {counted(len(names), 'layer')}, {summary.get('order')}"]
     kinds = _grouped(fits, lambda fit: ", ".join(filter(None, (amortised_text(fit), fit_text(fit)))))
@@ -178,12 +180,13 @@ def report_brief(report: Report) -> list[str]:
 def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
     """The teacher and the compiled model under torch.compile, where they were timed."""
     told = []
-    for key, what in (("teacher", "the teacher"), ("compiled", "the compiled model")):
+    for key, what, base in (("teacher", "the teacher", "as without it"),
+                            ("compiled", "the compiled model", "as the plain teacher")):  # fmt: skip
         ratio = model.get(f"speedup_{key}_torch_compile")
         if ratio is not None:
             took = model.get("torch_compile_seconds") if key == "teacher" else None
             beside = "" if took is None else f" ({number(took)} s to compile)"
-            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast as the teacher{beside}")
+            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast {base}{beside}")
     failed = model.get("torch_compile_failed")
     return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
 
