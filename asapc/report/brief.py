@@ -55,7 +55,7 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     errors = [site["replay_error"] for site in matched if site.get("replay_error") is not None]
     lines = [f"{inspection.get('model')}, {captured}", f"{len(matched)} of {found} can be compiled"]
     if errors:
-        lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
+        lines[-1] += f", replayed within {number(max(errors))} of the teacher's code"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
     lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
     return lines + ([WRITE_INSTEAD] if len(matched) < len(sites) else [])
