@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asapc.operators.catalogue import TEACHER
 from asapc.report.advice import advise, decide
 from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
 from asapc.report.tables import (
@@ -81,7 +82,10 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left unchanged"]
+    kept = [site for site in sites if site.get("operator") == TEACHER]
+    lines = [
+        f"{counted(len(sites) - len(kept), 'layer')} compiled, {len(left) + len(kept)} left unchanged"
+    ]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
