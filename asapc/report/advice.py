@@ -161,7 +161,9 @@ def decide(report: Report) -> Decision:
         again = "on more examples" if few else "again"
         return Decision("measure", f"Measure {again} before you decide.", _message(check), judged)
     if sites and all(site.operator == TEACHER for site in sites):
-        return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
+        why = f": {clipped(sites[0].reason, 160)}" if sites[0].reason else ""
+        because = f"Every layer still runs its own code{why}."
+        return Decision("teacher", "Keep the teacher.", because, judged)
     faster = _under_torch_compile(report)
     if faster:
         return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
