@@ -260,7 +260,7 @@ def calibrate(
     )
     run.present(summary, "calibration")
     if not summary["sites"]:
-        run.note("nothing to fit: no layer predicts a dual or is distilled")
+        run.note("nothing to fit: `asapc compile` says why each layer keeps its own loop")
     run.note(f"wrote {out}")
     run.next(  # compile reads the calibration's recipe, and its data where that is a file
         "compile", model, calibration=out, o=f"{Path(out)}.compiled",

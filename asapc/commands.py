@@ -274,7 +274,7 @@ def _tell_shortage(
 ) -> None:  # fmt: skip
     """Warn before the work where the report will have too few examples for its limits, or, where there
     are none, to prove the budget's share of equal predictions."""
-    from asapc.inputs.data import open_data, split_of
+    from asapc.inputs.data import GATE_SHARE, open_data, split_of
     from asapc.report.gates import Gate, examples_asked
     from asapc.stages.analyse import forward_signature
 
@@ -296,7 +296,7 @@ def _tell_shortage(
     if held_out < needed:
         run.note(
             f"warning: {asking} {needed} examples, and the report will have {held_out}, the gate "
-            f"split of {data}: pass about {math.ceil(needed * len(hashes) / max(held_out, 1))} in all"
+            f"split of {data}: add about {math.ceil((needed - held_out) / GATE_SHARE)}"
         )
 
 

@@ -104,7 +104,7 @@ def fits_needed(
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
     """Why nothing is fitted: hidden queries, the parity of the ending, or too few half-steps."""
     if convention.mask == "both":
-        return "padded queries are hidden, and features of the tokens count them"
+        return "padded queries are hidden, and a predictor would count them"
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
         f"{recipe.side} dual {recipe.c_transforms} or fewer c-transforms before its end"

@@ -35,7 +35,7 @@ def test_inside_the_default_limits_it_is_shipped(document):
     assert judged.default and judged.gate.verdict == "ACCEPT"
 
 
-UNPROVEN = " But {} examples prove only that at least 98.50% of predictions are equal"
+UNPROVEN = " But agreement on {} examples proves only that at least 98.50% of predictions are equal"
 
 
 @pytest.mark.parametrize(("examples", "low", "told"), [
@@ -119,8 +119,10 @@ def test_exact_layers_need_no_agreement_of_many_examples(document):
     assert decision.action == "ship"
     assert decision.because == "Every layer computes the teacher's own attention."
     for site in document["sites"]:
-        site["operator"] = "teacher"
-    assert decided(document).sentence == "Keep the teacher."
+        site |= {"operator": "teacher", "reason": "nothing is faster"}
+    decision = decided(document)
+    assert decision.sentence == "Keep the teacher."
+    assert decision.because == "Every layer still runs its own code: nothing is faster."
 
 
 def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document):

@@ -298,6 +298,11 @@ def test_what_is_left_alone_is_never_crowded_out() -> None:
     assert "48 of 96 layers can be compiled, replayed within 1.14e-06" in lines
 
 
+def test_a_layer_that_keeps_its_own_code_is_not_compiled() -> None:
+    sites = [{"name": operator, "operator": operator} for operator in ("teacher", "asap")]
+    assert brief.compile_brief({"sites": sites})[0] == "1 layer compiled, 1 left unchanged"
+
+
 @pytest.mark.parametrize(("status", "hinted"), [("matched", False), ("refused", True), ("kept", True)])
 def test_what_is_left_alone_points_to_what_to_write(status: str, hinted: bool) -> None:
     site = {"name": "layers.0", "status": status, "reason": "does not replay"}

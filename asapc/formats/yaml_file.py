@@ -64,7 +64,7 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
         content = read_file(path, MAX_BYTES + 1)
         text = content.decode()
     except FileNotFoundError:
-        raise InputError(f"{what} {path}: no such file") from None
+        raise InputError(f"{what} {path}: no such file", help="check the path") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{what} {path}: cannot be read", got=reason(error)) from error
     if len(content) > MAX_BYTES:

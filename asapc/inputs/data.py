@@ -53,6 +53,9 @@ def split_of(hash: int) -> Split:
     return "selection" if remainder < 85 else "gate"
 
 
+GATE_SHARE = 0.15  # of many examples, see split_of
+
+
 def empty_split(source: DataSource, split: Split) -> InputError:
     """What is said of data without an example in one of its splits."""
     met = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]

@@ -161,7 +161,9 @@ def decide(report: Report) -> Decision:
         again = "on more examples" if few else "again"
         return Decision("measure", f"Measure {again} before you decide.", _message(check), judged)
     if sites and all(site.operator == TEACHER for site in sites):
-        return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
+        why = f": {clipped(sites[0].reason, 160)}" if sites[0].reason else ""
+        because = f"Every layer still runs its own code{why}."
+        return Decision("teacher", "Keep the teacher.", because, judged)
     faster = _under_torch_compile(report)
     if faster:
         return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
@@ -202,8 +204,8 @@ def _unproven(report: Report, judged: Judgement) -> str:
     examples = finite(report.model.metric("examples")) or 0
     needed = examples_asked([Gate(metric, "min", limit, confidence=True)])
     told = (
-        f" But {examples:g} examples prove only that at least {metric_text(metric, ends[0])} of "
-        "predictions are equal"
+        f" But agreement on {counted(int(examples), 'example')} proves only that at least "
+        f"{metric_text(metric, ends[0])} of predictions are equal"
     )
     return told + (f"; {metric_text(metric, limit)} takes {needed}." if examples < needed else ".")
 

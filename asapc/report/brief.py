@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asapc.operators.catalogue import TEACHER
 from asapc.report.advice import advise, decide
 from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
 from asapc.report.tables import (
@@ -55,7 +56,7 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     errors = [site["replay_error"] for site in matched if site.get("replay_error") is not None]
     lines = [f"{inspection.get('model')}, {captured}", f"{len(matched)} of {found} can be compiled"]
     if errors:
-        lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
+        lines[-1] += f", replayed within {number(max(errors))} of the teacher's code"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
     lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
     return lines + ([WRITE_INSTEAD] if len(matched) < len(sites) else [])
@@ -64,6 +65,8 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
 def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
     """What was fitted, how well, and on how little."""
     fits = summary["sites"]
+    if not fits:
+        return []  # `asapc calibrate` says so
     names = {fit.get("name") for fit in fits}
     lines = [f"{counted(len(fits), 'fit')} of {counted(len(names), 'layer')}, {summary.get('order')}"]
     kinds = _grouped(fits, lambda fit: ", ".join(filter(None, (amortised_text(fit), fit_text(fit)))))
@@ -79,7 +82,10 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    lines = [f"{counted(len(sites), 'layer')} compiled, {len(left)} left unchanged"]
+    kept = [site for site in sites if site.get("operator") == TEACHER]
+    lines = [
+        f"{counted(len(sites) - len(kept), 'layer')} compiled, {len(left) + len(kept)} left unchanged"
+    ]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
@@ -178,12 +184,13 @@ def report_brief(report: Report) -> list[str]:
 def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
     """The teacher and the compiled model under torch.compile, where they were timed."""
     told = []
-    for key, what in (("teacher", "the teacher"), ("compiled", "the compiled model")):
+    for key, what, base in (("teacher", "the teacher", "as without it"),
+                            ("compiled", "the compiled model", "as the plain teacher")):  # fmt: skip
         ratio = model.get(f"speedup_{key}_torch_compile")
         if ratio is not None:
             took = model.get("torch_compile_seconds") if key == "teacher" else None
             beside = "" if took is None else f" ({number(took)} s to compile)"
-            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast as the teacher{beside}")
+            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast {base}{beside}")
     failed = model.get("torch_compile_failed")
     return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
 

@@ -372,7 +372,8 @@ def bench(
         batch = next(source.batches(_recipe(artifact).batch_size))
         models = _Models(artifact, surrounding)
         _, tensors = models.lossless(batch)
-        with progress.phase("timing the whole model"):
+        under = ", also under torch.compile" if torch_compile else ""
+        with progress.phase(f"timing the whole model{under}"):
             whole = time_model(
                 models.runners, batch, repeats, torch_compile=torch_compile, twin=twin_of(artifact)
             )
