@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
+from asapc.calibration.stored import AnySiteCalibration, SiteCalibration, fit_facts
 from asapc.calibration.stream import Collector, Pending, stream
 from asapc.device import CPU, moved
 from asapc.errors import InputError
@@ -422,20 +422,17 @@ def _collector(site: Site, recipe: Recipe) -> Collector:
 
 
 def _facts(sites: Fits) -> dict[str, Any]:
-    facts: dict[str, Any] = {} if not sites else {
+    """The plan, where a dual is predicted, is that of the first site."""
+    if not sites:
+        return {}
+    found = [fit_facts(site) for site in sites]
+    r2 = [own["r2"] for own in found if own["r2"] is not None]
+    return {
+        **{key: found[0][key] for key in ("examples", "c_transforms", "rescaled", "aim")},
         "fit_seconds": sum(site.fit_seconds for site in sites),
-        "examples": sites[0].examples,
-    }  # fmt: skip
-    amortised = [site for site in sites if isinstance(site, SiteCalibration)]
-    if amortised:
-        facts |= {
-            "r2": min(r2 for site in amortised for quality in site.quality for r2 in quality.r2),
-            "c_transforms": amortised[0].amortised.plan.c_transforms,
-            "rescaled": amortised[0].amortised.plan.rescaled,
-            "aim": amortised[0].amortised.plan.aim,
-            "fit_converged": all(c for s in amortised for q in s.quality for c in q.converged),
-        }
-    return facts
+        "r2": min(r2, default=None),
+        "fit_converged": all(own["fit_converged"] is not False for own in found) if r2 else None,
+    }
 
 
 def _in_units(replacement: Amortised | Distilled) -> Amortised | Distilled:

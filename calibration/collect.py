@@ -96,7 +96,6 @@ class SiteStatistics:
 
         parts: theirs, in the order of ranks.
         """
-        one = SiteStatistics(self.name, self.convention, self.plan, self.recipe)
         self.examples, self.seconds, self._intercepts = 0, 0.0, []
         for dual in self.duals:
             dual.equations = None
@@ -104,21 +103,7 @@ class SiteStatistics:
                    for tensors, facts in parts]  # fmt: skip
             dual.kept.take_turns(its, KlPiece.of)
         for tensors, facts in parts:
-            one.restore(tensors, facts)
-            self.seconds += one.seconds
-            if one.examples:
-                self._add(one)
-
-    def _add(self, other: SiteStatistics) -> None:
-        """Its sums."""
-        self.examples += other.examples
-        self._intercepts += other._intercepts
-        for dual, its in zip(self.duals, other.duals, strict=True):
-            dual.parameters = its.parameters
-            assert its.equations is not None
-            dual.equations = (
-                its.equations if dual.equations is None else dual.equations.merge(its.equations)
-            )
+            self.restore(tensors, facts)
 
     @property
     def additive(self) -> bool:
@@ -146,7 +131,7 @@ class SiteStatistics:
         heads: int | None = None,
         head_dim: int | None = None,
     ) -> None:
-        """heads, head_dim: the site's, where they are known.
+        """Add what state() gave.  heads, head_dim: the site's, where they are known.
 
         Raises InputError or KeyError where something is missing or not what such a site has: nothing is
         changed then.
@@ -161,10 +146,12 @@ class SiteStatistics:
         intercepts = []
         if self.plan.side == "both" and found:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
-        self.examples, self.seconds = examples, seconds
-        self._intercepts = intercepts
+        self.examples += examples
+        self.seconds += seconds
+        self._intercepts += intercepts
         for dual, parameters, equations in found:
-            dual.parameters, dual.equations = parameters, equations
+            dual.parameters = parameters
+            dual.equations = equations if dual.equations is None else dual.equations.merge(equations)
 
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""

@@ -96,16 +96,6 @@ def fit_kl(
     least-norm start, least-norm.  At lambda = 0 the infimum may lie at infinity (a point of no mass
     in the teacher); the result is then the last finite iterate.  Never NaN, never worse than `start`.
     """
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise ValueError(f"penalty must be a finite number >= 0, got {penalty}")
-    if start.dim() != 2 or start.shape[0] != groups or not bool(start.isfinite().all()):
-        raise ValueError(f"start must be finite and [{groups}, F], got {tuple(start.shape)}")
-    for piece in pieces:
-        heads, features = piece.columns.shape[1], piece.columns.shape[3]
-        if features != start.shape[1] or groups not in (1, heads):
-            raise ValueError(
-                f"expected columns [B, {groups}, N, {start.shape[1]}], got {tuple(piece.columns.shape)}"
-            )
     with torch.no_grad():
         ends = [
             _minimise(

@@ -63,12 +63,10 @@ class NormalEquations:
         Example by example, in order: sums of many do not depend on how they were cut into batches.
         points: how many of the B * N are real where others, all zero, only fill the tensors up.
         """
-        heads, features = x.shape[1], x.shape[3]
-        if features != self.features or self.groups not in (1, heads):
-            raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
+        heads = x.shape[1]
         x, y = (values.detach().double() for values in (x, y))
         for example, target in zip(x, y, strict=True):  # [H, N, F], [H, N]
-            rows = example.reshape(self.groups, -1, features)
+            rows = example.reshape(self.groups, -1, self.features)
             targets = target.reshape(self.groups, -1)
             self.gram += moved(rows.transpose(1, 2) @ rows, CPU)
             self.moment += moved((rows.transpose(1, 2) @ targets[..., None])[..., 0], CPU)
@@ -92,12 +90,8 @@ class NormalEquations:
     def solve(self, ridge: float, *, direct: bool = False) -> Fit:
         """Coefficients at lambda = tokens * ridge; the least-norm ones where X'X is singular.
 
-        direct: lambda = ridge.
-
-        Raises InputError on a negative ridge and on fewer regression rows than coefficients.
+        direct: lambda = ridge.  Raises InputError on fewer regression rows than coefficients.
         """
-        if not (math.isfinite(ridge) and ridge >= 0):
-            raise InputError("ridge must be a finite number >= 0", got=ridge)
         if self.tokens < self.features:
             raise InputError(
                 f"a fit of {self.features} coefficients needs at least as many regression rows",

@@ -14,7 +14,7 @@ import torch
 from collected import take
 
 from asapc.calibration import collect
-from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.collect import finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import Calibration, load_calibration, save_calibration
 from asapc.calibration.teacher import TeacherDuals
@@ -27,6 +27,7 @@ from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, sinkhorn_attention
 from asapc.program.apply import apply_amortised, predict
+from asapc.stages.calibrate import site_collector
 
 
 def convention(half_steps=10, first_side="row", **rest):
@@ -50,8 +51,7 @@ def statistics_of(batches, rule=None, name="layer", **fields):
     rule = rule or convention()
     defaults = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ("sliced:4",)}
     recipe = Recipe(**{**defaults, **fields})
-    plan = transform_plan(rule, recipe.c_transforms, recipe.side, recipe.aim)
-    statistics = SiteStatistics(name, rule, plan, recipe)
+    statistics = site_collector(name, rule, recipe)
     for batch in batches:
         take(statistics, batch)
     return statistics

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import asapc
 from asapc.calibration import distill
-from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.collect import finish
 from asapc.calibration.distill import Distiller, fit_lot
 from asapc.calibration.stored import (
     Calibration,
@@ -31,7 +31,6 @@ from asapc.calibration.stored import (
 )
 from asapc.calibration.students import esp_maker, lot_maker
 from asapc.errors import InputError
-from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
@@ -42,6 +41,7 @@ from asapc.passes.candidates import candidates_of
 from asapc.passes.rewrite import rewritten_programs
 from asapc.program.apply import apply_distilled, apply_lossless
 from asapc.program.runner import Runner, Tap
+from asapc.stages.calibrate import site_collector
 
 RELEASED = Convention(8, "row", 0.5, OutputFactor(queries=1), mask="key")
 UNMASKED = Convention(8, "row", 0.5, OutputFactor(queries=1))
@@ -230,15 +230,6 @@ def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             load_calibration(tmp_path / "c")
 
 
-@pytest.mark.parametrize("key", ["pivots", "slices"])
-def test_counts_in_a_recipe(key: str) -> None:
-    recipe = Recipe.from_dict({key: 8, "sites": {"a.*": {"operator": "lot", key: 4}}})
-    assert (getattr(recipe.for_site("a.b"), key), getattr(recipe.for_site("b"), key)) == (4, 8)
-    for value in (0, 1.5, True, "8"):
-        with pytest.raises(InputError, match=f"{key} must be an integer from 1 to"):
-            Recipe.from_dict({key: value})
-
-
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
@@ -268,8 +259,7 @@ def test_another_recipe_needs_another_fit(
         take(own, site())
         fitted["layer"] = (own.calibration(),)
     elif recipe.operator == "asap":
-        plan = transform_plan(convention, 1, "target")
-        statistics = SiteStatistics("layer", convention, plan, recipe)
+        statistics = site_collector("layer", convention, recipe)
         take(statistics, site())
         fitted = {"layer": (finish({"layer": statistics})["layer"],)}
     calibration = Calibration("teacher", recipe.to_dict(), "whole", fitted, "data")

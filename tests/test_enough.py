@@ -14,15 +14,15 @@ from collected import take
 from small_text import KEYWORDS, write_data, write_teacher
 
 import asapc
-from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.collect import finish
 from asapc.calibration.enough import EXAMPLES, ROWS, shortages
 from asapc.calibration.stored import SiteCalibration, SiteDistillation
 from asapc.cli import main
 from asapc.errors import FewExamplesWarning
-from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.models import SinkformerText
+from asapc.stages.calibrate import site_collector
 
 HEADS = 3
 
@@ -34,10 +34,9 @@ def fits(
     generator = torch.Generator().manual_seed(0)
     recipe = Recipe(**{"side": "source", "c_transforms": 1, "features": ("norm",), **fields})
     rule = Convention(6, "row", score_multiplier=0.5)
-    plan = transform_plan(rule, recipe.c_transforms, recipe.side)
     sites = {}
     for name in names:
-        sites[name] = SiteStatistics(name, rule, plan, recipe)
+        sites[name] = site_collector(name, rule, recipe)
         q, k = (torch.randn(examples, HEADS, tokens, 4, generator=generator) for _ in range(2))
         take(sites[name], SiteTensors(q, k, None, None))
     return {name: (fit,) for name, fit in finish(sites).items()}

@@ -18,18 +18,18 @@ from small_text import write_data, write_teacher
 from torch import Tensor
 
 from asapc import pipeline
-from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.collect import finish
 from asapc.calibration.enough import shortages
 from asapc.calibration.stored import fit_document, fit_facts, fit_tensors, load_calibration
 from asapc.calibration.stream import Pending, _finished
 from asapc.errors import InputError
-from asapc.features.predictor import transform_plan
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.passes.analyse import Site
 from asapc.passes.candidates import candidates_of
 from asapc.program.apply import apply_amortised
+from asapc.stages.calibrate import site_collector
 from asapc.terminal.progress import make_progress
 
 QUIET = make_progress(quiet=True)
@@ -156,8 +156,7 @@ def test_every_fact_is_looked_at(work: Path) -> None:
 def test_statistics_of_an_unfinished_run_are_looked_at() -> None:
     convention = Convention(8, "row", 0.5)
     recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["sliced:3", "norm"]})
-    plan = transform_plan(convention, 0, "both")
-    full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
+    full, empty = (site_collector("s", convention, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     take(full, SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
     tensors, facts = full.state()
@@ -185,11 +184,11 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
     ((name, fits),) = load_calibration(work / "calibration").sites.items()
     fit = fits[0]
     recipe = next(iter(Recipe.from_dict(RECIPE).alternatives()))
-    collector = SiteStatistics(name, fit.convention, fit.amortised.plan, recipe)
+    collector = site_collector(name, fit.convention, recipe)
     facts = {**fit_document(fit), "seconds": 1.0}
 
     def finished(
-        heads: int = 2, head_dim: int = 8, own: SiteStatistics = collector, **other: Any
+        heads: int = 2, head_dim: int = 8, own: Any = collector, **other: Any
     ) -> bool:
         pending = Pending(0, name, 0, own, heads=heads, head_dim=head_dim)
         return _finished(pending, fit_tensors(pending.key, fit), facts | other) is not None
@@ -199,14 +198,13 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
     assert not any(finished(**other) for other in others)
     assert not finished(heads=3) and not finished(head_dim=4)
     loop = replace(fit.convention, score_multiplier=2.0)
-    assert not finished(own=SiteStatistics(name, loop, fit.amortised.plan, recipe))
+    assert not finished(own=site_collector(name, loop, recipe))
 
 
 def test_columns_for_each_position_are_of_these_positions() -> None:
     convention = Convention(8, "row", 0.5)
     recipe = Recipe.from_dict({"features": ["token_bias"], "side": "source"})
-    plan = transform_plan(convention, recipe.c_transforms, recipe.side)
-    statistics = SiteStatistics("s", convention, plan, recipe)
+    statistics = site_collector("s", convention, recipe)
     generator = torch.Generator().manual_seed(0)
     seen = SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator))
     for _ in range(9):

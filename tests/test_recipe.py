@@ -102,6 +102,8 @@ BEYOND_THE_SCHEMA = re.compile(
         ("ridge: .nan", "ridge must be a number .* got nan"),
         ("ridge:", "ridge must be a number .* got None"),
         ("seed: -1", "seed must be an integer"), ("budget: 0.05", "budget must be a mapping"),
+        ("pivots: 0", "pivots must be an integer from 1 to"), ("pivots: 1.5", "pivots must be an int"),
+        ("slices: true", "slices must be an integer"), ("slices: '8'", "slices must be an integer"),
         ("budget: {plan_l1: 0.05}", "budget: unknown metric 'plan_l1'"),
         ("budget: {attention_rel_l2: 0}", "budget: attention_rel_l2 must be a finite number > 0"),
         ("drop_attention_maps: 1", "drop_attention_maps must be true or false"),

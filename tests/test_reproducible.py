@@ -11,13 +11,13 @@ from collected import take
 from safetensors.torch import load_file
 from small_text import write_data, write_teacher
 
-from asapc.calibration.collect import SiteStatistics, finish
-from asapc.features.predictor import transform_plan
+from asapc.calibration.collect import finish, select
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.pipeline import calibrate, compile
 from asapc.stages.analyse import Analyse, analysed_once
+from asapc.stages.calibrate import site_collector
 from asapc.terminal.progress import Progress
 
 RECIPE = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4", "gaussian"],
@@ -77,12 +77,6 @@ def site(masked: bool) -> SiteTensors:
     return SiteTensors(q, k, keep, None, None, v)
 
 
-def rows(tensors: SiteTensors, part: slice) -> SiteTensors:
-    keep = None if tensors.keep is None else tensors.keep[part]
-    v = None if tensors.v is None else tensors.v[part]
-    return SiteTensors(tensors.q[part], tensors.k[part], keep, None, None, v)
-
-
 @pytest.mark.parametrize(("features", "coefficients", "masked"), FITS)
 def test_the_batch_size_does_not_change_a_bit(
     features: tuple[str, ...], coefficients: str, masked: bool
@@ -94,14 +88,13 @@ def test_the_batch_size_does_not_change_a_bit(
     )  # fmt: skip
     recipe = Recipe.from_dict({"operator": "asap", "features": list(features), "c_transforms": 3,
                                "side": "source", "coefficients": coefficients})  # fmt: skip
-    plan = transform_plan(convention, 3, "source")
-    tensors = site(masked)
+    tensors, places = site(masked), torch.arange(48)
     results = []
     for size in (1, 7, 48):
-        statistics = SiteStatistics("site", convention, plan, recipe)
-        statistics.prepare(rows(tensors, slice(0, 32)))
-        for start in range(0, 48, size):
-            take(statistics, rows(tensors, slice(start, start + size)))
+        statistics = site_collector("site", convention, recipe)
+        statistics.prepare(select(tensors, places[:32]))
+        for part in places.split(size):
+            take(statistics, select(tensors, part))
         fit = finish({"site": statistics})["site"]
         equations = statistics.duals[0].equations
         results.append([*equations.to_tensors().values(), fit.amortised.predictors[0].coefficients])

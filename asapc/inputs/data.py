@@ -118,7 +118,6 @@ class DataSource(ABC):
     """Batches that can be read any number of times.
 
     source:      where the data came from, for reports.
-    names:       the arguments it provides; empty if known only batch by batch.
     examples:    their number, or None if unknown.
     fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
     labels:      of all examples; None if there are none, or they are known only batch by batch.
@@ -126,7 +125,6 @@ class DataSource(ABC):
     """
 
     source: str
-    names: tuple[str, ...]
     examples: int | None
     fingerprint: str
     labels: Tensor | None = None
@@ -192,10 +190,8 @@ class DataSource(ABC):
 class HeldData(DataSource):
     """Examples in memory, already validated.  held: in batches of any size."""
 
-    def __init__(
-        self, source: str, held: Sequence[Batch], fingerprint: str, names: tuple[str, ...] = ()
-    ) -> None:
-        self.source, self.names, self.fingerprint, self._held = source, names, fingerprint, held
+    def __init__(self, source: str, held: Sequence[Batch], fingerprint: str) -> None:
+        self.source, self.fingerprint, self._held = source, fingerprint, held
         self.examples = sum(map(len, held))
         self.labels = held[0].labels if len(held) == 1 else None
 
@@ -223,7 +219,7 @@ def _of_arrays(source: str, arrays: Mapping[str, Any], signature: Signature, own
     whole = _batch(given, signature, source, 0, own)
     inputs = dict(signature.names(whole.args, whole.kwargs))
     labels = {} if whole.labels is None else {"labels": whole.labels}
-    return HeldData(source, [whole], fingerprint(inputs | labels), tuple(inputs))
+    return HeldData(source, [whole], fingerprint(inputs | labels))
 
 
 def _of_batches(given: Iterable[object], signature: Signature) -> HeldData:
@@ -245,7 +241,6 @@ class CallableData(DataSource):
     """Batches from the user's callable, called again for every pass over the data."""
 
     examples = None
-    names = ()
 
     def __init__(self, spec: str, signature: Signature) -> None:
         self.source = spec

@@ -165,9 +165,7 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
     try:
         with torch.device("meta"):  # sizes without memory: the weights show which are real
             model = ARCHITECTURES[name](**config)
-        if not take_weights(model, state, str(folder)):
-            model = ARCHITECTURES[name](**config)
-            load_weights(model, state, str(folder))
+        take_weights(model, state, str(folder))
     except InputError:
         raise
     except Exception as error:  # whatever a constructor makes of a wrong value

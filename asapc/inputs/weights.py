@@ -100,18 +100,14 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> None
     model.load_state_dict(fitting(model, state, place), strict=False)
 
 
-def take_weights(skeleton: nn.Module, state: dict[str, Tensor], place: str) -> bool:
+def take_weights(skeleton: nn.Module, state: dict[str, Tensor], place: str) -> None:
     """Make state the weights of a model without memory, as they lie in the file: no second copy.
 
-    False where it has others besides. Raises InputError as load_weights.
+    Raises InputError as load_weights.
     """
-    wanted = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
-    fitted = fitting(skeleton, state, place)
-    if fitted.keys() != wanted.keys():
-        return False
+    wanted, fitted = skeleton.state_dict(), fitting(skeleton, state, place)
     taken = {name: tensor.to(wanted[name].dtype) for name, tensor in fitted.items()}
     skeleton.load_state_dict(taken, assign=True)
-    return True
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import onnx
 import onnx_ir
+from onnx_ir.passes import common
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import GraphModule
@@ -84,10 +85,10 @@ def write_onnx(
             tolerance = MARGIN * lost
             progress.note(f"float16 in PyTorch: largest relative difference {lost:.2g}")
         exported = half.exported
-    model = onnx_model(exported, settings.opset or DEFAULT_OPSET)
+    ends = called["inputs"], called["outputs"]
+    model = onnx_model(exported, settings.opset or DEFAULT_OPSET, ends)
     if "sizes" in model.metadata_props:
         progress.note(f"model.onnx cannot check its sizes: {model.metadata_props['sizes']}")
-    rename(model, called["inputs"], called["outputs"])
     verified = partial(verify, program=program, names=called["inputs"], batches=batches)
     return place(artifact.folder, model, verified, tolerance, settings.float16, progress)
 
@@ -161,14 +162,18 @@ def _check_place(folder: Path) -> None:
             raise InputError(f"{folder / name}: must be a file, or not exist", got="a folder")
 
 
-def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
-    """The program in ONNX; `exported` is taken apart."""
+def onnx_model(
+    exported: ExportedProgram, opset: int, ends: tuple[Sequence[str], Sequence[str]] | None = None
+) -> onnx_ir.Model:
+    """The program in ONNX; `exported` is taken apart.  ends: the names of its inputs and outputs."""
     functions = Functions(opset)
     ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
     without_branches(exported.graph)
     take_out_calls(exported, functions)
     model = translate(exported, opset)
-    functions.put_into(model)
+    if ends is not None:
+        _rename(model, *ends)
+    functions.put_into(model)  # behind the renaming, which names every node: theirs have no names
     _name_sizes(model, ranges)
     model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None
@@ -264,33 +269,12 @@ def output_names(exported: ExportedProgram) -> list[str]:
     return names
 
 
-def rename(model: onnx_ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _rename(model: onnx_ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Give the graph's inputs and outputs these names; other values that have one give way."""
-    graph = model.graph
-    _separate(graph)
-    taken = {*inputs, *outputs}
-    ends = [*graph.inputs, *graph.outputs]
-    inner = [value for node in graph.all_nodes() for value in node.outputs]
-    names = {value.name for value in [*inner, *graph.initializers.values()]} | taken
-    for value in inner:
-        if value.name in taken and not any(value is end for end in ends):
-            number = next(n for n in range(len(names) + 1) if f"{value.name}_{n}" not in names)
-            value.name = f"{value.name}_{number}"
-            names.add(value.name)
+    common.OutputFixPass()(model)  # every output a separate value: no input, no other output
+    ends = [*model.graph.inputs, *model.graph.outputs]
     for number, value in enumerate(ends):  # a swap of two names goes over names that nothing has
         value.name = f"asapc_end_{number}"
     for value, name in zip(ends, (*inputs, *outputs), strict=True):
         value.name = name
-
-
-def _separate(graph: onnx_ir.Graph) -> None:
-    """Make every output a separate value: no input, no weight, no other output."""
-    seen = {id(value) for value in [*graph.inputs, *graph.initializers.values()]}
-    for place, value in enumerate(graph.outputs):
-        if id(value) in seen:
-            node = onnx_ir.Node("", "Identity", [value])
-            node.outputs[0].shape, node.outputs[0].type = value.shape, value.type
-            node.outputs[0].name = f"asapc_output_{place}"
-            graph.append(node)
-            graph.outputs[place] = node.outputs[0]
-        seen.add(id(graph.outputs[place]))
+    common.NameFixPass()(model)
