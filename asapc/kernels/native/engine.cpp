@@ -33,7 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <optional>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <type_traits>
@@ -309,10 +309,12 @@ struct Tokens {
   bool none;
 
   Tokens(const uint8_t* keep, int64_t size, int64_t example) {
-    for (int64_t j = 0; j < size; ++j)
-      if (!keep || keep[example * size + j]) active.push_back(j);
-    none = active.empty();
-    for (int64_t j = 0; none && j < size; ++j) active.push_back(j);
+    active.resize(size);
+    int64_t count = 0;
+    for (int64_t j = 0; j < size; ++j) active[count] = j, count += !keep || keep[example * size + j];
+    none = count == 0;
+    if (none) std::iota(active.begin(), active.end(), 0);
+    else active.resize(count);
   }
 };
 
@@ -937,41 +939,6 @@ void work_on(int64_t threads, const std::function<void()>& work) {
   else pool->run(threads - 1, work);
 }
 
-template <class S> double run(const Problem& p) {
-  const int64_t heads = p.batch * p.heads;
-  std::atomic<int64_t> next{0};
-  std::mutex mutex;
-  double widest = 0.0;
-  const std::function<void()> work = [&] {
-    static thread_local Scratch scratch;
-    double own = 0.0;
-    try {
-      std::optional<Tokens> queries, keys;
-      int64_t example = -1;
-      for (int64_t index; (index = next++) < heads;) {
-        if (!keys || ((p.keep || p.query_keep) && example != index / p.heads)) {
-          example = index / p.heads;
-          queries.emplace(p.query_keep, p.queries, example), keys.emplace(p.keep, p.keys, example);
-        }
-        if (queries->none || (p.to_columns && keys->none)) continue;
-        const double range = run_head<S>(p, index, scratch, *queries, *keys);
-        if (!(range <= own)) own = range;
-      }
-    } catch (const std::bad_alloc&) {
-      own = -1.0;
-    }
-    scratch.shrink();
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (own < 0 || widest < 0) widest = -1.0;
-    else if (!(own <= widest)) widest = own;
-  };
-  const int64_t products = p.dim + p.width + 2 * p.half_steps + 16;  // of an entry of a head's map, or so
-  const bool small = double(heads) * double(p.queries) * double(p.keys) * double(products) < kSmall;
-  if (small || std::min(p.threads, heads) < 2) work();
-  else work_on(p.threads, work);
-  return widest;
-}
-
 // Calls body(index, scratch) for each, by as many threads as that is worth; whether there was enough memory.
 template <class Body> bool each(int64_t count, double products, int64_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -988,6 +955,21 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
   if (products < kSmall || std::min(threads, count) < 2) work();
   else work_on(threads, work);
   return fits;
+}
+
+template <class S> double run(const Problem& p) {
+  const double entries = double(p.batch * p.heads) * double(p.queries) * double(p.keys);
+  std::mutex mutex;
+  double widest = 0.0;
+  const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
+                         [&](int64_t index, Scratch& scratch) {
+    const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
+    if (queries.none || (p.to_columns && keys.none)) return;
+    const double range = run_head<S>(p, index, scratch, queries, keys);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!(range <= widest)) widest = range;
+  });
+  return fits ? widest : -1.0;
 }
 
 template <class T> bool scale_all(const Scaling& s) {
