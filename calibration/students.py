@@ -17,7 +17,7 @@ from asapc.errors import InputError
 from asapc.inputs.recipe import beside
 from asapc.ir import Convention, Coupling, Distilled, OutputFactor, Ties
 from asapc.operators.catalogue import HYBRIDS, OPERATORS
-from asapc.operators.sinkhorn import factor_terms
+from asapc.operators.sinkhorn import loop_settings
 
 # What every student of its kind has: a fit that is stored with another is refused, so a change of these
 # is one of calibration.stored.FORMAT_VERSION.
@@ -166,9 +166,5 @@ def _no_such_mass(name: str, convention: Convention, operator: str) -> InputErro
 
 def loop_maker(convention: Convention, half_steps: int) -> Maker:
     """head_multiplier [H] -> a loop of so many half-steps that ends on the teacher's side."""
-    settings = {
-        "score_multiplier": convention.score_multiplier, "half_steps": half_steps,
-        "rows_first": convention.first_side == "row",
-        "output_factor": factor_terms(convention.output_factor),
-    }  # fmt: skip
+    settings = loop_settings(convention) | {"half_steps": half_steps}
     return lambda multiplier: Distilled("fitted_sinkhorn", {"head_multiplier": multiplier, **settings})

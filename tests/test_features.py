@@ -22,6 +22,7 @@ from asapc.features.gaussian import brenier_potential
 from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.kernels.cpu import sliced as kernel
+from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as meaning
 
 E = torch.float64
@@ -312,7 +313,7 @@ def test_malformed_features_are_refused(text, rule):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
+def test_kernel_does_not_depend_on_tiles_or_neighbours(threads):
     clouds = case(0, 37, 29, True, True, heads=11, dim=16)
     clouds = Clouds(clouds.x.float(), clouds.y.float(), clouds.x_keep, clouds.y_keep)
     theta, weights = theta_for(0, 5, 16), torch.randn(11, 5, generator=generator(0))
@@ -321,8 +322,8 @@ def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
     try:
         whole = kernel.contribution(clouds, theta, weights, BUDGET)
         for tile_bytes in (1, 1 << 14, 1 << 15, 1 << 30):
-            monkeypatch.setattr(kernel, "TILE_BYTES", tile_bytes)
-            assert torch.equal(kernel.contribution(clouds, theta, weights, BUDGET), whole)
+            with using(Thresholds(tile_bytes=tile_bytes)):
+                assert torch.equal(kernel.contribution(clouds, theta, weights, BUDGET), whole)
     finally:
         torch.set_num_threads(before)
     alone = Clouds(clouds.x[1:, 3:4], clouds.y[1:, 3:4], clouds.x_keep[1:], clouds.y_keep[1:])

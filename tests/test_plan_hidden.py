@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -279,3 +280,27 @@ def test_hidden_tokens_without_mass_stay_in_the_linear_domain(
     expected = operators.plan(*given, form="reversed")
     monkeypatch.delattr(kernel, "_in_log_domain")
     torch.testing.assert_close(torch.ops.asapc.plan(*given, form="reversed"), expected)
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the reference runs")
+@pytest.mark.parametrize("form", ["duals", "reversed", "summed", "increments"])
+@pytest.mark.parametrize("log", [True, False])
+def test_the_engine_keeps_the_order_of_a_teachers_sums(
+    form: str, log: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices that are not small, which are padded; beside -1e9 another order shows."""
+    monkeypatch.delattr(kernel, "_in_log_domain")
+    sizes = ((20, 37, True, 5, -1e9), (37, 16, False, 4, -1e9), (16, 33, False, 1, LOW[2]))
+    for n, m, first, half_steps, low in sizes:
+        scores = torch.randn(2, 3, n, m, generator=torch.Generator().manual_seed(n))
+        scores[0, :, -2:], scores[1, ..., -3:] = low, low
+        masses = [random(2, 1, x, seed=x).log_softmax(-1) for x in (n, m)]
+        for mu, nu in (masses, (None, None), (masses[0], None)):
+            given = (scores, mu, nu, 0.5, half_steps, first, [2.0, 1.0, 0.0, 0.0], log)
+            for shares in (False, True):
+                settings: dict[str, Any] = {"form": form, "shares": shares}
+                if form != "increments" and shares:
+                    settings["damping"] = [0.9, 0.7]
+                expected = operators.plan(*given, **settings)
+                found = torch.ops.asapc.plan(*given, **settings)
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)

@@ -156,7 +156,7 @@ def test_a_convolution_is_added_to_the_other_tokens_and_has_no_map(kind):
     t, kernel = seen(masked=True), normal(HEADS, WIDTH, 3, seed=4)
     with_it, without = (hybrid_of(fitted(kind), 1, 0.5, x) for x in (kernel, None))
     rest = others(t, 1)
-    added = depthwise_values(rest.v, kernel.flatten(0, 1)[:, None], None, rest.keep)
+    added = depthwise_values(rest.v, kernel, rest.keep)
     found = apply_distilled(with_it, t, t.v) - apply_distilled(without, t, t.v)
     torch.testing.assert_close(found, functional.pad(added, (0, 0, 1, 0)))
     torch.testing.assert_close(apply_distilled(with_it, t, None), apply_distilled(without, t, None))

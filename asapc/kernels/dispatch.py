@@ -119,15 +119,14 @@ def token_backend(
     k: Tensor,
     v: Tensor | None,
     describe: Callable[[], tuple[str, str]] | None,
-    engine: bool = False,
     maps: bool = False,
 ) -> Backend:
-    """Of operators without an N x M matrix.  v: None where the dense map is wanted.
+    """Of operators without an N x M matrix, by the engine.  v: None where the dense map is wanted.
 
     describe: what the CPU kernel runs and why; called only where that is collected; None where that is
-    noted once it has run.  engine: that kernel is the engine's.  maps: it gives dense maps, too.
+    noted once it has run.  maps: it gives dense maps, too.
     """
-    reason = native.missing() if engine else None
+    reason = native.missing()
     if q.device.type != "cpu":
         reason = f"there are no kernels for {q.device.type} devices"
     if v is None and not maps:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class Thresholds(NamedTuple):
-    """tile_bytes: of a tile of stacked heads, or of one's rows, that a gradient works on at once; half of
-    a private cache of 1 MiB.  resident_bytes: the largest K of a head that a worker keeps.
+    """tile_bytes: of what is worked on at once, such as stacked heads or some rows of one; half of a
+    private cache of 1 MiB.  resident_bytes: the largest K of a head that a worker keeps.
     """
 
     tile_bytes: int = 1 << 19

@@ -26,7 +26,7 @@ from asapc.operators.sinkhorn import (
     alternate,
     attention_map,
     clean_values,
-    factor_terms,
+    loop_settings,
     score_matrix,
     widen,
 )
@@ -56,11 +56,7 @@ class BandedConvention(FiniteLoop):
 
 def settings_of(convention: BandedConvention) -> dict[str, Any]:
     """The operator's settings by name."""
-    return {
-        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
-        "rows_first": convention.first_side == "row", "low": convention.low, "high": convention.high,
-        "output_factor": factor_terms(convention.output_factor),
-    }  # fmt: skip
+    return {**loop_settings(convention), "low": convention.low, "high": convention.high}
 
 
 def in_band(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ Plain PyTorch, any dtype, differentiable; permutations are constants.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,85 +209,59 @@ def expected_plan(
     return close(result / total[..., None], keep, query_keep, output_factor)
 
 
-def _soft(
-    coupling: Coupling, sort: Callable[[Tensor, Tensor | None], Tensor]
-) -> Callable[[Clouds, Tensor, Tensor], Tensor]:
-    """The plan of a slice.  sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it."""
+def hardest(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
+    """soft_sort, every row of which becomes its top entry: the released code's `hard` flag.
 
-    def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
-        ranks = rank_matrix(clouds, coupling)
-        return soft_plan(x, y, clouds.keep, clouds.query_keep, ranks, sort)
-
-    return plan_of
-
-
-def _esp_soft(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """A v for the map A of the soft plans: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
-
-    q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
-    on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
-    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers;
-    slice_weight: omega [L] or [H, L], 1 if None; query_power, key_power: a and b, N and M with padding.
-    Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
+    Not a permutation where rounding or ties give two rows the same top.
     """
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return expected_plan(
-        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight,
-        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
-    )  # fmt: skip
+    soft = soft_sort(x, keep, temperature)
+    chosen = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
+    return chosen.masked_fill(soft == 0, 0.0)  # rows of padded tokens stay empty
 
 
-esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
+def _by_sorting(sort: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """sort: as soft_sort."""
+
+    def compute(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        keep: Tensor | None,
+        query_keep: Tensor | None,
+        slices: Tensor | None,
+        inverse_temperature: Tensor,
+        softsort_temperature: float,
+        squared_cost: bool,
+        mean_cost: bool,
+        output_factor: float,
+        coupling: Coupling = "interpolated",
+        slice_weight: Tensor | None = None,
+        query_power: int = 0,
+        key_power: int = 0,
+    ) -> Tensor:
+        """A v for the map A of the soft plans: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
+
+        q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
+        on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature:
+        tau [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal
+        numbers; slice_weight: omega [L] or [H, L], 1 if None; query_power, key_power: a and b, N and M
+        with padding. Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
+        """
+
+        def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
+            ranks, own = rank_matrix(clouds, coupling), partial(sort, temperature=softsort_temperature)
+            return soft_plan(x, y, clouds.keep, clouds.query_keep, ranks, own)
+
+        return expected_plan(
+            q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
+            with_lengths(output_factor, q, k, query_power, key_power), slice_weight, plan_of,
+        )  # fmt: skip
+
+    return compute
 
 
-def esp_released_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """The map [B, H, N, M] of the released code's `hard` flag: every SoftSort row becomes its top entry.
-
-    Not a permutation where rounding or ties give two rows the same top.  Arguments as esp_soft.
-    """
-
-    def top(x: Tensor, kept: Tensor | None) -> Tensor:
-        soft = soft_sort(x, kept, softsort_temperature)
-        chosen = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
-        return chosen.masked_fill(soft == 0, 0.0)  # rows of padded tokens stay empty
-
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return expected_plan(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight, _soft(coupling, top),
-    ).to(q.dtype)  # fmt: skip
+esp_soft, esp_soft_attention = pair("esp_soft", _by_sorting(soft_sort))
+esp_released_hard_attention = pair("esp_released_hard", _by_sorting(hardest))[1]
 
 
 def _esp_hard(

@@ -108,8 +108,7 @@ def plus_depthwise(out: Tensor, v: Tensor, depthwise: Tensor, keep: Tensor | Non
     v: [B, H, N, E]; depthwise: [H, E, w]; keep: [B, N].
     """
     values = widen(v)
-    weight = depthwise.to(values.dtype).flatten(0, 1)[:, None]
-    return (widen(out) + depthwise_values(values, weight, None, keep)).to(out.dtype)
+    return (widen(out) + depthwise_values(values, depthwise.to(values.dtype), keep)).to(out.dtype)
 
 
 hybrid_lot, hybrid_lot_attention = hybrid("lot"), hybrid("lot_attention")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asapc.ir import PlanConvention, Side, Stabiliser
 from asapc.operators.c_transforms import closed_log_plan, log_marginals
-from asapc.operators.sinkhorn import alternate, factor_terms, factor_value, initial_duals, widen
+from asapc.operators.sinkhorn import alternate, factor_value, initial_duals, loop_settings, widen
 from asapc.operators.stabilised import stabilised_plans, unit_mass
 
 
@@ -166,9 +166,7 @@ def settings_of(convention: PlanConvention) -> dict[str, Any]:
     """The operator's settings by name."""
     stabiliser = convention.stabiliser
     return {
-        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
-        "rows_first": convention.first_side == "row",
-        "output_factor": factor_terms(convention.output_factor), "log": convention.log,
+        **loop_settings(convention), "log": convention.log,
         "by_head": None if convention.by_head is None else list(convention.by_head),
         **({} if stabiliser is None else asdict(stabiliser)),
         **({} if convention.written is None else asdict(convention.written)),

@@ -140,13 +140,18 @@ def factor_terms(factor: OutputFactor) -> list[float]:
     return [factor.coefficient, float(factor.queries), float(factor.keys), float(factor.active)]
 
 
-def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
-    """The operator of a finite loop, and its settings by name."""
-    settings = {
+def loop_settings(convention: Any) -> dict[str, Any]:
+    """What operators of a finite loop have in common, by name.  convention: with a factor."""
+    return {
         "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
         "rows_first": convention.first_side == "row",
         "output_factor": factor_terms(convention.output_factor),
     }  # fmt: skip
+
+
+def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
+    """The operator of a finite loop, and its settings by name."""
+    settings = loop_settings(convention)
     if convention.stabiliser is None:
         return OPERATORS["sinkhorn"], settings
     return OPERATORS["stabilised_sinkhorn"], settings | asdict(convention.stabiliser)

@@ -61,31 +61,13 @@ def _polarised(
     return torch.pow(signs @ same, same_power) + torch.pow(signs @ opposite, opposite_power)
 
 
-def depthwise_values(
-    v: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keep: Tensor | None,
-    grid: tuple[int, int] | None = None,
-    skip: int = 0,
-) -> Tensor:
+def depthwise_values(v: Tensor, weight: Tensor, keep: Tensor | None) -> Tensor:
     """DWConv(v), every channel by itself, zeros beyond the ends: [B, H, M, E].
 
-    weight: [C, 1, k] over the order of tokens, or [C, 1, k_h, k_w] over a grid (rows, columns) that
-    they fill row by row, with C = H E, or C = E where heads share it: what torch.nn.Conv1d and Conv2d
-    hold.  bias: [C].  skip: that many first tokens, such as [CLS], pass through as they are.
-    keep: [B, M]; padded tokens count as 0 and come out as 0.  Source: LOTFormer, 4.2.
+    weight: [H, E, w], w odd, for offsets -(w - 1)/2 to (w - 1)/2.  keep: [B, M]; padded tokens count as 0
+    and come out as 0.  Source: LOTFormer, 4.2.
     """
-    values = clean_values(v, keep)
-    first, rest = values[:, :, :skip], values[:, :, skip:]
-    batch, heads, tokens, width = rest.shape
-    channels = weight.shape[0]
-    # [B, H, M, E] -> [B, H E, M], or [B H, E, M] where heads share the weights
-    flat = rest.transpose(-1, -2).reshape(batch * heads * width // channels, channels, tokens)
-    if grid is None:
-        out = functional.conv1d(flat, weight, bias, padding="same", groups=channels)
-    else:
-        image = flat.unflatten(-1, grid)
-        out = functional.conv2d(image, weight, bias, padding="same", groups=channels).flatten(2)
-    out = out.reshape(batch, heads, width, tokens).transpose(-1, -2)
-    return clean_values(torch.cat([first, out], dim=2), keep)
+    channels = clean_values(v, keep).transpose(-1, -2).flatten(1, 2)  # [B, H E, M]
+    kernel = weight.flatten(0, 1)[:, None]
+    out = functional.conv1d(channels, kernel, padding="same", groups=channels.shape[1])
+    return clean_values(out.unflatten(1, weight.shape[:2]).transpose(-1, -2), keep)

@@ -1,8 +1,8 @@
-"""CPU twin of features/coarse.py: the coarse loop in the linear domain, by the engine.
+"""CPU twin of features/coarse.py: the duals of the coarse loop, from the logarithm of its plan.
 
-K = exp(S - rowmax) [N, R] is formed once; every half-step is then a product with a vector. Scores that
-spread too far for float32 are taken in float64, and by the formula, in the log domain, where they spread
-too far for that.
+    log P_ic = S_ic + log n_c + u_i + v_c
+
+Scores that spread too far for float32 are taken in float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import CoarseProblem, coarse_duals, coarse_problem, masses_of, over_x
 from asapc.kernels import native
+from asapc.kernels.cpu.plan import plan
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.plan import Task
 
 ENTRIES = 1 << 19  # of the scores of some examples, which are worked on together
 
@@ -42,37 +44,31 @@ def dual_and_mass(
 
 def _duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     """u [B, H, N] and v [B, H, R] as coarse_duals has them up to the gauge; u is 0 on x without mass."""
-    scores = problem.scores
-    if native.missing() is None and budget.half_steps > 0 and scores.numel() > 0:
-        top = scores.amax(-1, keepdim=True)
-        widest = float((top - scores.amin(-1, keepdim=True)).max())
-        for dtype in (scores.dtype, torch.float64):
-            if widest <= SAFE_ROW_RANGE[dtype]:
-                return _in_linear_domain(problem, x_keep, budget, top, dtype)
-    return coarse_duals(problem, x_keep, budget)
-
-
-def _in_linear_domain(
-    problem: CoarseProblem, x_keep: Tensor | None, budget: Budget, top: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """top: [B, H, N, 1], the rows' largest scores."""
-    batch, _, queries, _ = problem.scores.shape
-    kernel = (problem.scores.to(dtype) - top).exp_().flatten(0, 1)
-    mu = kernel.new_ones(batch, 1, queries)
+    scores, empty = problem.scores, problem.counts.sum(-1, keepdim=True) == 0
+    if native.missing() is not None or budget.half_steps < 1 or scores.numel() == 0:
+        return coarse_duals(problem, x_keep, budget)
+    widest = float((scores.amax(-1) - scores.amin(-1)).max())
+    if not widest <= SAFE_ROW_RANGE[scores.dtype]:
+        scores = scores.double()
+    log_counts = problem.counts.masked_fill(empty, 1.0).to(scores.dtype).log()
+    rows, log_mu, row = scores + log_counts[..., None, :], None, torch.zeros((), dtype=torch.int64)
     if x_keep is not None:
-        mu = mu * x_keep[:, None]
-    counts = problem.counts.to(dtype)
-    active = counts.sum(-1, keepdim=True)
-    # Of the same total as mu, so that the scalings do not drift.
-    nu = counts * (mu.sum(-1, keepdim=True) / active.clamp(min=1.0))
-    highest = top.masked_fill(mu[..., None] == 0, -torch.inf).amax(2, keepdim=True)
-    a = (top - highest).to(dtype).exp_()[..., 0].masked_fill(mu == 0, 0.0)  # u = 0
-    b = nu.clone()  # v = 0
-    native.scale(
-        kernel.contiguous(), a.flatten(0, 1), b.flatten(0, 1),
-        mu.expand(a.shape).flatten(0, 1).contiguous(), nu.flatten(0, 1), budget.half_steps,
-        budget.starts_on_x,
+        shown = x_keep | ~x_keep.any(-1, keepdim=True)
+        log_mu = torch.where(shown, 0.0, -torch.inf)[:, None]
+        rows = rows.masked_fill(~shown[:, None, :, None], -torch.inf)
+        row = shown.int().argmax(-1)[:, None]
+    task = Task.of(
+        log_mu, log_counts, score_multiplier=1.0, half_steps=budget.half_steps,
+        rows_first=budget.starts_on_x, output_factor=[1.0, 0.0, 0.0, 0.0], log=True,
     )  # fmt: skip
-    u = (a.log() - top[..., 0]).masked_fill((mu == 0) | (active == 0), 0.0)
-    v = torch.where(nu > 0, b.log() - nu.log(), 0.0)
+    log_plan, cluster = plan(rows, task), log_counts.argmax(-1)[..., None]
+
+    def both(index: Tensor, axis: int) -> Tensor:
+        """u + v along a row or a column of the plan in which nothing with mass is hidden."""
+        there, scored = (torch.take_along_dim(x, index, axis) for x in (log_plan, rows))
+        return (there - scored).squeeze(axis)
+
+    u, v = both(cluster[..., None, :], -1), both(row.expand(empty.shape[:2])[..., None, None], -2)
+    v = (v - torch.take_along_dim(v, cluster, -1)).masked_fill(empty | (problem.counts == 0), 0.0)
+    u = u.masked_fill(empty if x_keep is None else empty | ~x_keep[:, None], 0.0)
     return u.to(problem.scores.dtype), v.to(problem.scores.dtype)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.sliced import potentials
-from asapc.kernels.cpu.workers import TILE_BYTES, each_worker
+from asapc.kernels.cpu.workers import each_worker
+from asapc.kernels.thresholds import thresholds
 
 _INDEX_BITS = (1 << 28) - 1
 
@@ -26,7 +27,7 @@ def contribution(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget)
     theta, weights = theta.detach().to(clouds.x), weights.detach().to(clouds.x)
     out = torch.empty_like(clouds.x[..., 0])
     entries = len(theta) * max(clouds.x[:1].shape[:3].numel(), clouds.y[:1].shape[:3].numel())
-    step = max(1, TILE_BYTES // max(1, entries * out.element_size()))
+    step = max(1, thresholds().tile_bytes // max(1, entries * out.element_size()))
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:

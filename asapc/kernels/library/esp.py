@@ -29,7 +29,7 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
 
     name = plain.func.__name__
     maps = name == reference.esp_soft_attention.__name__
-    if dispatch.token_backend(name, q, k, v, described, engine=True, maps=maps) == "plain":
+    if dispatch.token_backend(name, q, k, v, described, maps) == "plain":
         return plain()
     given = dict(plain.keywords)  # the kernels know one factor
     powers = (given.pop(name, 0) for name in ("query_power", "key_power"))

@@ -25,7 +25,7 @@ def _lot(
     if 0 in (query_half_steps, key_half_steps):
         dispatch.note_plain(name, q, k, "there are no half-steps to run")
         return plain()
-    if dispatch.token_backend(name, q, k, v, None, engine=True) == "plain":
+    if dispatch.token_backend(name, q, k, v, None) == "plain":
         return plain()
     out, widest = native.lot(**plain.keywords)
     longer = q if q.shape[2] > k.shape[2] else k

@@ -31,7 +31,7 @@ from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM, SCALING = Struct("9P26q7d3q3d"), Struct("5P7q2d3q3d")  # of engine.cpp, its Rule last
+PROBLEM = Struct("9P26q7d3q3d")  # of engine.cpp, its Rule last
 PLAN = Struct("8P16q10d3q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
@@ -71,7 +71,7 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [layout.size for layout in (PROBLEM, SCALING, PLAN, ESP, BAND)]
+    own = [layout.size for layout in (PROBLEM, PLAN, ESP, BAND)]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
@@ -79,7 +79,7 @@ def _engine() -> Any:
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
     library.asapc_plan.restype = library.asapc_band.restype = ctypes.c_int64
-    for name in ("sinkhorn", "scale", "plan", "esp", "band"):
+    for name in ("sinkhorn", "plan", "esp", "band"):
         getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
     return library
 
@@ -227,28 +227,8 @@ def plan(
     return out, (~held).nonzero().squeeze(1) if lost else None
 
 
-def scale(
-    kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
-) -> None:
-    """All half-steps on K, in place of the scalings a [G, N] and b [G, M].
-
-    kernel: [G, N, M]; mu: [G, N] and nu: [G, M], masses.  All contiguous and of one dtype.  No sum counts
-    as less than `least`.
-    """
-    groups, rows, columns = kernel.shape
-    given = (kernel, mu, nu, a, b)
-    assert all(x.is_contiguous() and x.dtype is kernel.dtype for x in given)
-    fits = _engine().asapc_scale(SCALING.pack(
-        *[x.data_ptr() for x in given], groups, rows, columns, half_steps, rows_first,
-        kernel.dtype is torch.float64, torch.get_num_threads(), 1.0, 1.0,
-        *_rule(None, rows, columns, least(kernel.dtype)),
-    ))  # fmt: skip
-    if not fits:
-        raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
-
-
 def least(dtype: torch.dtype) -> float:
-    """The smallest sum that `scale` and `plan` divide by, so that no scaling overflows."""
+    """The smallest sum that `plan` divides by, so that no scaling overflows."""
     return float(torch.finfo(dtype).tiny ** 0.75)
 
 

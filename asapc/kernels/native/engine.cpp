@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
 // operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_plan has the plans of operators/plan.py, asapc_scale runs the loop of a given K, asapc_esp has the sliced
-// plans of operators/esp.py and asapc_band the loop of operators/banded.py.
+// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py and asapc_band the
+// loop of operators/banded.py.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -33,7 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <optional>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <type_traits>
@@ -309,10 +309,12 @@ struct Tokens {
   bool none;
 
   Tokens(const uint8_t* keep, int64_t size, int64_t example) {
-    for (int64_t j = 0; j < size; ++j)
-      if (!keep || keep[example * size + j]) active.push_back(j);
-    none = active.empty();
-    for (int64_t j = 0; none && j < size; ++j) active.push_back(j);
+    active.resize(size);
+    int64_t count = 0;
+    for (int64_t j = 0; j < size; ++j) active[count] = j, count += !keep || keep[example * size + j];
+    none = count == 0;
+    if (none) std::iota(active.begin(), active.end(), 0);
+    else active.resize(count);
   }
 };
 
@@ -773,20 +775,12 @@ double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens&
   return range;
 }
 
-}  // namespace
-
-// Half-steps on a kernel K of any origin: [matrices, rows, columns]. a and b, the scalings of rows and columns,
-// hold where they start and what they become; mu and nu are their masses. The quotients of kPlain are taken to
-// a power.
+// Half-steps on a kernel K of any origin. The quotients of kPlain are taken to a power.
 struct Scaling {
-  const void *kernel, *mu, *nu;
-  void *a, *b;
-  int64_t matrices, rows, columns, half_steps, rows_first, is_double, threads;
+  int64_t rows, columns, half_steps, rows_first;
   double row_power, column_power;
   Rule rule;
 };
-
-namespace {
 
 // sums[r] = sum_j rows[r][j] b[j] and total[j] += sum_r a[r] rows[r][j] of R rows, whatever their length.
 template <int R, class X> INLINE void row_sums(const X* rows, int64_t size, const X* b, X* sums) {
@@ -816,7 +810,8 @@ template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, 
   }
 }
 
-// All half-steps of one matrix, or of several side by side.  total: [columns].  Rows are closed, and what
+// All half-steps of one matrix, or of several side by side. a and b, the scalings of rows and columns, hold where
+// they start and what they become; mu and nu are their masses; total: [columns].  Rows are closed, and what
 // they add to the columns' sums is added, before the next ones are read.
 template <class X>
 void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
@@ -851,14 +846,6 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
     }
     first = false;
   });
-}
-
-template <class T> void scale_one(const Scaling& s, int64_t index, Scratch& scratch) {
-  scratch.reserve(s.columns * sizeof(T) + kBytes);
-  const auto at = [&](const void* from, int64_t each) { return static_cast<const T*>(from) + index * each; };
-  scale<T>(s, at(s.kernel, s.rows * s.columns), at(s.mu, s.rows), at(s.nu, s.columns),
-           static_cast<T*>(s.a) + index * s.rows, static_cast<T*>(s.b) + index * s.columns,
-           scratch.take<T>(s.columns));
 }
 
 // Threads that wait for calls, where torch's are not at hand. A call's own thread works too, and waits for no
@@ -937,41 +924,6 @@ void work_on(int64_t threads, const std::function<void()>& work) {
   else pool->run(threads - 1, work);
 }
 
-template <class S> double run(const Problem& p) {
-  const int64_t heads = p.batch * p.heads;
-  std::atomic<int64_t> next{0};
-  std::mutex mutex;
-  double widest = 0.0;
-  const std::function<void()> work = [&] {
-    static thread_local Scratch scratch;
-    double own = 0.0;
-    try {
-      std::optional<Tokens> queries, keys;
-      int64_t example = -1;
-      for (int64_t index; (index = next++) < heads;) {
-        if (!keys || ((p.keep || p.query_keep) && example != index / p.heads)) {
-          example = index / p.heads;
-          queries.emplace(p.query_keep, p.queries, example), keys.emplace(p.keep, p.keys, example);
-        }
-        if (queries->none || (p.to_columns && keys->none)) continue;
-        const double range = run_head<S>(p, index, scratch, *queries, *keys);
-        if (!(range <= own)) own = range;
-      }
-    } catch (const std::bad_alloc&) {
-      own = -1.0;
-    }
-    scratch.shrink();
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (own < 0 || widest < 0) widest = -1.0;
-    else if (!(own <= widest)) widest = own;
-  };
-  const int64_t products = p.dim + p.width + 2 * p.half_steps + 16;  // of an entry of a head's map, or so
-  const bool small = double(heads) * double(p.queries) * double(p.keys) * double(products) < kSmall;
-  if (small || std::min(p.threads, heads) < 2) work();
-  else work_on(p.threads, work);
-  return widest;
-}
-
 // Calls body(index, scratch) for each, by as many threads as that is worth; whether there was enough memory.
 template <class Body> bool each(int64_t count, double products, int64_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -990,11 +942,19 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
   return fits;
 }
 
-template <class T> bool scale_all(const Scaling& s) {
-  const double products = double(s.matrices) * double(s.rows) * double(s.columns) * double(s.half_steps);
-  return each(s.matrices, products, s.threads, [&](int64_t index, Scratch& scratch) {
-    scale_one<T>(s, index, scratch);
+template <class S> double run(const Problem& p) {
+  const double entries = double(p.batch * p.heads) * double(p.queries) * double(p.keys);
+  std::mutex mutex;
+  double widest = 0.0;
+  const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
+                         [&](int64_t index, Scratch& scratch) {
+    const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
+    if (queries.none || (p.to_columns && keys.none)) return;
+    const double range = run_head<S>(p, index, scratch, queries, keys);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!(range <= widest)) widest = range;
   });
+  return fits ? widest : -1.0;
 }
 
 }  // namespace
@@ -1074,9 +1034,7 @@ template <class X> class Planned {
       store(reinterpret_cast<T*>(kernel_) + e, exponential<T>(load(s + e)));
     std::fill_n(a_, n_, X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
     std::fill_n(b_, m_, X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
-    Scaling loop{};
-    loop.rows = n_, loop.columns = m_, loop.half_steps = p_.half_steps, loop.rows_first = p_.rows_first;
-    loop.row_power = p_.row_power, loop.column_power = p_.column_power, loop.rule = p_.rule;
+    const Scaling loop{n_, m_, p_.half_steps, p_.rows_first, p_.row_power, p_.column_power, p_.rule};
     scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
     for (int64_t g = 0; g < count_; ++g) held[g] = held[g] && is_held(g);
     if (p_.log) put_log_plan(held);
@@ -2222,13 +2180,7 @@ template <class S> int64_t band(const Band& p) {
 }  // namespace
 
 // What Python's side must agree with: a build of another version would read other fields.
-extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Scaling), sizeof(Plan), sizeof(Esp),
-                                         sizeof(Band)};
-
-// Returns whether there was enough memory.
-extern "C" int asapc_scale(const Scaling* scaling) {
-  return scaling->is_double ? scale_all<double>(*scaling) : scale_all<float>(*scaling);
-}
+extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Plan), sizeof(Esp), sizeof(Band)};
 
 // Returns how many matrices are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* plan) {
