@@ -456,7 +456,7 @@ def _sides(
         if is_mask or counted:  # every example has tokens of its own
             found += [
                 (side, MarginalInput(node, False, drop, True, False, hidden=hidden, shared=shared))
-                for shared in (True, False) for hidden in ((False, True) if is_mask else (None,))
+                for shared in (counted, not counted) for hidden in ((False, True) if is_mask else (None,))
                 if by_example and data
             ]  # fmt: skip
             continue
@@ -615,7 +615,7 @@ def _site(
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
             return _Failure(KNOWN, changed.replace("the attention", "the plan"))
-        empty = _empty(program, role)
+        empty = _empty(program, found[1].roles)
         if empty is not None:
             what = f"what an example gives in which {spoken(empty)} hides every token is not known"
             return _Failure(KNOWN, what)
@@ -628,7 +628,7 @@ def _site(
 
 def _empty(program: Program, roles: _Roles) -> Node | None:
     """A mask that hides every token of an example in the example call."""
-    masks = {x.node: x for x in roles.given if x.is_mask}
+    masks = {x.node: x for x in roles.given if x.is_mask and x.guarded}
     held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
@@ -718,6 +718,14 @@ def _with_masks(
         error = plan_error(fit.convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
             return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
+    given = trials.draw(lengths)
+    for x in trials.roles.given:
+        if x.hidden is not None:
+            given[x.node][-1] = x.hidden
+    empty, _ = trials.observe(trials.noise(lengths).to(own), lengths, given=given)
+    if plan_error(fit.convention, [empty]) <= HELD:  # as where a constant is in the divisions
+        both = (trials.roles.log_mu, trials.roles.log_nu)
+        trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
     return fit
 
 
