@@ -75,6 +75,7 @@ REFUSED = {
     "SlicedUnstable": "sort with stable=True",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Fused": "not Sinkhorn: rows only",
+    "Faded": "an input multiplies its attention within the loop",
     "Gated": "log_a = log_a * torch.sigmoid(v.mean((-1, -2)))[..., None, None]` (attention_zoo.py, line ",
 }
 

@@ -99,11 +99,15 @@ def _examine(
     if loop.axes is None:
         return refused(loop.why)
     found = borders(program.graph, loop)
+    if not found.ends and len(loop.sums) > 2:  # what is made of the plan may be divided by its sums
+        shorter = replace(loop, sums=loop.sums[:-1])
+        before = borders(program.graph, shorter)
+        loop, found = (shorter, before) if before.ends else (loop, found)
     if not found.ends:
         return refused(found.why, found.at)
     failures = []
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
-        sums = len(part.sums) if number < MOST_DAMPED else 0
+        sums = len(part.sums) if number < MOST_DAMPED or kernel else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
@@ -673,9 +677,25 @@ def _identified(
     )  # fmt: skip
     if not isinstance(found, str) and any(x.is_mask for x in roles.given):
         found = _with_masks(trials, found, lengths)
+    if not isinstance(found, str) and region.kernel:
+        found = _with_zeros(trials, found, lengths)
     if not isinstance(found, str) and region.slack is not None:
         found = _with_slack(trials, found, lengths)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
+
+
+def _with_zeros(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit, or what is wrong with it where a kernel is 0: here and there, in a row, in a column."""
+    noise = trials.noise(lengths) / abs(trials.rough)
+    rows, columns = (torch.arange(size) for size in noise.shape[-2:])
+    some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
+    for zero in (some, row, (columns == 1).expand_as(row)):
+        sample = trials.on(noise.masked_fill(zero, -math.inf), lengths)
+        if sample is not None and not plan_error(fit.convention, [sample]) <= HELD:
+            return "where its kernel is 0 it is another loop"
+    return fit
 
 
 def _with_slack(
