@@ -183,6 +183,18 @@ class Multiplied(Alternating):
         return self.merge(p @ v)
 
 
+class Faded(Alternating):
+    """Every division of its rows is followed by one that halves what a mask hides, and closes nothing."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        p, shown = (q @ k.mT).softmax(-1), 0.5 + 0.5 * keep[:, None, None].float()
+        for _ in range(3):
+            p = p / (p.sum(-2, keepdim=True) + 1e-8)
+            p = p / (p.sum(-1, keepdim=True) + 1e-8) * shown
+        return self.merge(p @ v)
+
+
 class ColumnsFirst(_Projected):
     """Log-softmax normalisation, columns first."""
 

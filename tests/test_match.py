@@ -75,7 +75,7 @@ REFUSED = {
     "SlicedUnstable": "sort with stable=True",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Fused": "not Sinkhorn: rows only",
-    "Multiplied": "an input multiplies its attention within the loop",
+    "Faded": "an input multiplies its attention within the loop",
     "Gated": "log_a = log_a * torch.sigmoid(v.mean((-1, -2)))[..., None, None]` (attention_zoo.py, line ",
 }
 
@@ -175,12 +175,19 @@ def test_everything_else_is_refused_with_a_reason(name: str) -> None:
     assert REFUSED[name] in outcomes[0].reason
 
 
-@pytest.mark.parametrize("name", ["Causal", "ChannelMixing"])
+@pytest.mark.parametrize("name", ["Causal", "ChannelMixing", "Multiplied"])
 def test_loops_between_other_things_become_plans(name: str) -> None:
-    """A mask that differs between queries is part of the scores; a mixer's values are streams."""
+    """A mask that differs between queries is part of the scores; a mixer's values are streams; a mask
+    within the loop is a mass, and none is left of an example without any key."""
     model, program, (site,) = captured(name)
     assert isinstance(site, PlanSite) and site.probe_error < 1e-9
     replays(model, program, site)
+    if name == "Multiplied":
+        x, keep = zoo.inputs_for(model)
+        keep[1] = False
+        with torch.no_grad():
+            found = lift(program, [site]).graph(x, keep)
+            assert largest_difference(model(x, keep), found) < 2e-6
 
 
 BY_KIND: dict[type, str] = {}  # as einops remembers the library that a kind of tensor is of

@@ -205,3 +205,32 @@ def test_slack_that_is_learnt_stays_a_weight(log: bool) -> None:
             one.load_state_dict({"alone": torch.tensor([level])})
         tried = [points(9, 12, 10), points(1, 17, 11), points(2, 4, 12), points(3, 30, 13, 20.0)]
         assert_equal(net, model, tried)
+
+
+# Support, damping and a constant at once
+
+
+class Flow(nn.Module):
+    """Mass moves to near points alone, and may be lost; where it went, on average, is what counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        near = torch.cdist(x, y) < 3.0
+        kernel = torch.exp(-self.scale * torch.cdist(x.sin(), y.sin())) * near
+        n, m = kernel.shape[1:]
+        a, power = torch.ones_like(kernel[..., :1]) / n, 0.7
+        for _ in range(3):
+            b = (1 / m / (kernel.mT @ a + 1e-8)) ** power
+            a = (1 / n / (kernel @ b + 1e-8)) ** power
+        plan = a * kernel * b.mT
+        return plan @ y / (plan.sum(-1, keepdim=True) + 1e-8)
+
+
+def test_support_damping_and_a_constant_at_once() -> None:
+    net = Flow().eval()
+    model = compiled(net, points)
+    tried = [points(9, 12, 10), points(1, 17, 11), points(2, 4, 12), points(3, 30, 13, 20.0)]
+    assert_equal(net, model, tried)

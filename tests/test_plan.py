@@ -258,6 +258,11 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
     assert refused_call("asapc.plan.default", {"form": "duals"}) is None
     assert refused_call("asapc.plan.default", {"form": "unheard of"}) is not None
     assert refused_call("asapc.plan.default", {"damping": [0.8, 1.0]}) is None
+    beside = {"constant": 1e-6, "damping": [0.8, 1.0]}
+    assert refused_call("asapc.plan.default", {**beside, "form": "scaling"}) is None
+    assert refused_call("asapc.plan.default", {**beside, "form": "plan"}) is not None
+    with pytest.raises(ValueError, match="of balanced loops alone"):
+        op(random(1, 1, 3, 4), None, None, 1.0, 2, True, PLAIN, **beside)
     for damping in ([0.8], [0.8, 1.5], [0.0, 1.0], [float("nan"), 1.0]):
         assert refused_call("asapc.plan.default", {"damping": damping}) is not None
 
@@ -464,6 +469,25 @@ def test_slack_that_is_not_normalised_is_added_to_every_sum() -> None:
         replays(trained, analysis, random(3, 12, 3, seed=2), random(3, 5, 3, seed=3))
     (left,) = analysed(Slack(learned=True, more=1.0), *inputs).left_alone
     assert left.status == "refused" and "rows" in left.reason
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 7), (2, 1, 40, 31)], ids=str)
+@pytest.mark.parametrize("kind", ["add", "clamp"])
+def test_powers_of_quotients_with_a_constant(kind: str, shape: tuple[int, ...]) -> None:
+    """Against the scalings as they are written, on kernels with zeros, rows of them, and columns."""
+    (n, m), scores = shape[2:], 2 * random(*shape)
+    scores[0][scores[0] < -1] = scores[1, :, 2] = scores[1, ..., 3] = -math.inf
+    kernel = scores.double().exp()
+    a, b = kernel.new_ones(*shape[:2], n, 1) / n, kernel.new_ones(*shape[:2], m, 1)
+    for _ in range(3):
+        sums = kernel.mT @ a
+        b = (1 / m / (sums + 1e-3 if kind == "add" else sums.clamp(min=1e-3))) ** 0.6
+        sums = kernel @ b
+        a = (1 / n / (sums + 1e-3 if kind == "add" else sums.clamp(min=1e-3))) ** 0.9
+    exact = a * kernel * b.mT
+    settings = {"constant": 1e-3, "form": "scaling", "kind": kind, "shares": True, "start_share": True}
+    found = op(scores, None, None, 1.0, 6, False, PLAIN, damping=[0.9, 0.6], **settings)
+    assert float((found - exact).abs().max() / exact.max()) <= 1e-6
 
 
 @pytest.mark.parametrize("rows_first", [True, False])

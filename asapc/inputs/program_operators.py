@@ -208,6 +208,8 @@ def _plan(arguments: Mapping[str, Any]) -> str | None:
     damping = arguments["damping"]
     if damping is not None and not is_damping(damping):
         return f"damping={damping!r}"
+    if damping is not None and arguments["constant"] is not None and arguments["form"] == "plan":
+        return "damping beside a constant in the divisions of a plan"
     if arguments["constant"] is None:
         form = arguments["form"]
         return None if form in (DEFAULTS["form"], *WRITTEN) else f"form={form!r}"

@@ -114,7 +114,8 @@ def plan(
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
     log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser.
-    damping: [of rows, of columns], None for 1 each; not with a constant.
+    damping: [of rows, of columns], None for 1 each; not beside a
+    constant of a plan.
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
     1/N and 1/M in that order, not 1.
     """
@@ -131,10 +132,10 @@ def plan(
         if not log:
             return (log_plan.exp() * factor).to(scores.dtype)
         return (log_plan + torch.log(log_plan.new_full((), factor))).to(scores.dtype)
-    if damping is not None:
-        raise ValueError("a constant in the divisions is known of balanced loops alone")
+    if damping is not None and form == "plan":
+        raise ValueError("a constant in the divisions of a plan is known of balanced loops alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
-    steps = stabilised_plans(s.double(), rows_first, stabiliser, log_mu, log_nu)
+    steps = stabilised_plans(s.double(), rows_first, stabiliser, log_mu, log_nu, damping)
     a, kernel, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
     given = log_mu is not None or log_nu is not None
     queries, keys = scores.shape[-2:]

@@ -34,16 +34,19 @@ from asapc.operators.sinkhorn import (
 
 def stabilised_plans(
     scores: Tensor, rows_first: bool, stabiliser: Stabiliser, log_mu: Tensor | None = None,
-    log_nu: Tensor | None = None,
+    log_nu: Tensor | None = None, damping: Sequence[float] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(a, K, b) after each half-step, without end: the code's own plan is diag(a) K diag(b).
 
     scores: [B, H, N, M] in units of epsilon, float64, -inf on masked keys.  log_mu: broadcastable to
-    [B, H, N]; log_nu: to [B, H, M]; None where all masses are alike.
+    [B, H, N]; log_nu: to [B, H, M]; None where all masses are alike.  damping: powers to which the
+    scalings of rows and of columns are taken.
     a: [B, H, N, 1]; K: [B, H, N, M]; b: [B, H, M, 1].
     """
     queries, keys = scores.shape[-2:]
     plain = stabiliser.form == "scaling" and stabiliser.start == "plain" and scores.numel() > 0
+    plain = plain and damping is None  # of powers no offset is without effect
+    rows, columns = damping or (1.0, 1.0)
     offset = _largest(scores, -1 if rows_first else -2) if plain else _offset(scores, stabiliser)
     kernel = torch.exp(scores - offset)
     alike = (1.0 / max(queries, 1), 1.0 / max(keys, 1)) if stabiliser.shares else (1.0, 1.0)
@@ -62,9 +65,10 @@ def stabilised_plans(
     exact = stabiliser.start == "softmax"
     while True:
         if rows_first:
-            a = _divided(a, kernel @ b, row_mass, stabiliser, constants[0], exact)
+            a = _divided(a, kernel @ b, row_mass, stabiliser, constants[0], exact) ** rows
         else:
-            b = _divided(b, kernel.transpose(-1, -2) @ a, column_mass, stabiliser, constants[1], exact)
+            sums = kernel.transpose(-1, -2) @ a
+            b = _divided(b, sums, column_mass, stabiliser, constants[1], exact) ** columns
         exact = False
         yield a, kernel, b
         rows_first = not rows_first

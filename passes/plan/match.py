@@ -99,11 +99,15 @@ def _examine(
     if loop.axes is None:
         return refused(loop.why)
     found = borders(program.graph, loop)
+    if not found.ends and len(loop.sums) > 2:  # what is made of the plan may be divided by its sums
+        shorter = replace(loop, sums=loop.sums[:-1])
+        before = borders(program.graph, shorter)
+        loop, found = (shorter, before) if before.ends else (loop, found)
     if not found.ends:
         return refused(found.why, found.at)
     failures = []
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
-        sums = len(part.sums) if number < MOST_DAMPED else 0
+        sums = len(part.sums) if number < MOST_DAMPED or kernel else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
@@ -456,7 +460,7 @@ def _sides(
         if is_mask or counted:  # every example has tokens of its own
             found += [
                 (side, MarginalInput(node, False, drop, True, False, hidden=hidden, shared=shared))
-                for shared in (True, False) for hidden in ((False, True) if is_mask else (None,))
+                for shared in (counted, not counted) for hidden in ((False, True) if is_mask else (None,))
                 if by_example and data
             ]  # fmt: skip
             continue
@@ -615,7 +619,7 @@ def _site(
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
             return _Failure(KNOWN, changed.replace("the attention", "the plan"))
-        empty = _empty(program, role)
+        empty = _empty(program, found[1].roles)
         if empty is not None:
             what = f"what an example gives in which {spoken(empty)} hides every token is not known"
             return _Failure(KNOWN, what)
@@ -628,7 +632,7 @@ def _site(
 
 def _empty(program: Program, roles: _Roles) -> Node | None:
     """A mask that hides every token of an example in the example call."""
-    masks = {x.node: x for x in roles.given if x.is_mask}
+    masks = {x.node: x for x in roles.given if x.is_mask and x.guarded}
     held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
@@ -673,9 +677,25 @@ def _identified(
     )  # fmt: skip
     if not isinstance(found, str) and any(x.is_mask for x in roles.given):
         found = _with_masks(trials, found, lengths)
+    if not isinstance(found, str) and region.kernel:
+        found = _with_zeros(trials, found, lengths)
     if not isinstance(found, str) and region.slack is not None:
         found = _with_slack(trials, found, lengths)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
+
+
+def _with_zeros(
+    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
+) -> Fit[PlanConvention] | str:
+    """The fit, or what is wrong with it where a kernel is 0: here and there, in a row, in a column."""
+    noise = trials.noise(lengths) / abs(trials.rough)
+    rows, columns = (torch.arange(size) for size in noise.shape[-2:])
+    some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
+    for zero in (some, row, (columns == 1).expand_as(row)):
+        sample = trials.on(noise.masked_fill(zero, -math.inf), lengths)
+        if sample is not None and not plan_error(fit.convention, [sample]) <= HELD:
+            return "where its kernel is 0 it is another loop"
+    return fit
 
 
 def _with_slack(
@@ -718,6 +738,14 @@ def _with_masks(
         error = plan_error(fit.convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
             return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
+    given = trials.draw(lengths)
+    for x in trials.roles.given:
+        if x.hidden is not None:
+            given[x.node][-1] = x.hidden
+    empty, _ = trials.observe(trials.noise(lengths).to(own), lengths, given=given)
+    if plan_error(fit.convention, [empty]) <= HELD:  # as where a constant is in the divisions
+        both = (trials.roles.log_mu, trials.roles.log_nu)
+        trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
     return fit
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asapc.ir import Marginal, OutputFactor, PlanConvention, Side
 from asapc.operators.plan import plan, settings_of
-from asapc.passes.experiment import EXACT, NoFit, relative_error
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
 from asapc.passes.sinkhorn.probe import (
     BEYOND,
     HELD,
@@ -66,7 +66,7 @@ def identify_plan(
         return _with_marginals(samples, guesses, most, sums)
     found = identify(samples, guesses=guesses)
     if isinstance(found, NoFit):
-        return (_damped(samples, sums) if sums else None) or found
+        return (_damped(samples, sums, guesses) if sums else None) or found
     first, rival = (
         None if loop is None else PlanConvention(
             loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
@@ -87,7 +87,7 @@ def _with_marginals(
         return multiplier
     found = budget_of(samples, multiplier, guesses=guesses, most=most)
     if isinstance(found, NoFit):
-        return (_damped(samples, sums) if sums else None) or found
+        return (_damped(samples, sums, guesses) if sums else None) or found
     budget, stabiliser = found
     convention = PlanConvention(
         budget.half_steps, budget.first_side, multiplier,
@@ -105,7 +105,9 @@ def _with_marginals(
     return with_rival(Fit(convention, error), budget)
 
 
-def _damped(samples: Sequence[Sample], sums: int) -> Fit[PlanConvention] | None:
+def _damped(
+    samples: Sequence[Sample], sums: int, guesses: Guesses = NO_GUESS
+) -> Fit[PlanConvention] | None:
     """The unbalanced loop that reproduces everything, None if there is none."""
     mild, mildest = mild_ones(samples)
     multiplier = score_multiplier(mild)
@@ -116,7 +118,7 @@ def _damped(samples: Sequence[Sample], sums: int) -> Fit[PlanConvention] | None:
     found = identify_damping(
         [replace(head, scores=multiplier * head.scores) for head in heads], sums
     )
-    if found is None or not found.budget.error <= EXACT:
+    if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
         return None
     budget = found.budget
     convention = PlanConvention(
@@ -131,11 +133,17 @@ def _damped(samples: Sequence[Sample], sums: int) -> Fit[PlanConvention] | None:
             return None
         later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
+    stabilisers = [None, *(x for x in guesses.stabilisers() if (x.form, x.start) == ("scaling", "plain"))]
     fits = []
-    for one in longer:
+    for one, stabiliser in itertools.product(longer, stabilisers):
+        one = replace(one, stabiliser=stabiliser)
         uniform = (one.source_marginal == "uniform", one.target_marginal == "uniform")
         masses = _masses(one, heads)
-        factor = damped_factor(masses, found.damping, one.first_side, one.half_steps, uniform)
+        if stabiliser is None:
+            factor = damped_factor(masses, found.damping, one.first_side, one.half_steps, uniform)
+        else:
+            alike = factor_of([(n, m, float(m), mass) for n, m, mass in masses])
+            factor = None if isinstance(alike, NoFit) else alike
         if factor is not None:
             one = replace(one, output_factor=factor)
             fits.append(Fit(one, plan_error(one, samples), powers=found.powers))

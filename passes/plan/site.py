@@ -84,6 +84,7 @@ class MarginalInput:
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
     whether it depends on parameters and sizes alone.  power: which the operator takes.  shared: of a
     mask, whether its tokens share a mass of 1, or have 1 each.  hidden: what a boolean one has elsewhere.
+    guarded: whether the loop gives an example without mass what no operator does.
     """
 
     node: Node
@@ -94,6 +95,7 @@ class MarginalInput:
     power: float = 1.0
     hidden: bool | None = None
     shared: bool | None = None
+    guarded: bool = True
 
     @property
     def is_mask(self) -> bool:
@@ -116,9 +118,10 @@ class MarginalInput:
         node = lifting.nodes[self.node]
         if self.drop is not None:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
-        if self.is_mask:  # an example without mass has no plan
+        if self.is_mask:
             kept = lifting.call(aten.ne.Scalar, node, bool(self.hidden))
-            kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
+            if self.guarded:
+                kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
             if self.hidden is None:
                 none = lifting.call(aten.logical_not.default, kept)
                 node = lifting.call(aten.add.Tensor, node, lifting.call(aten.mul.Tensor, none, NO_MASS))

@@ -48,7 +48,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     settings, stabiliser = task.settings, task.stabiliser
     given_masses = task.log_mu is not None and task.log_nu is not None
     units = task.as_written and not settings["shares"] and not given_masses  # masses of 1, which damp
-    if scores.numel() == 0 or settings["half_steps"] < 1 or (units and settings["damping"]):
+    of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
+    if scores.numel() == 0 or settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
         return task.plain(scores).contiguous()
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
@@ -57,7 +58,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
     if task.has_masses and stabiliser is not None and (
-        settings["log"] or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
+        settings["log"] or (of_plan and not _alike_in_total(scores, task, stabiliser))
     ):
         require_masses(task)
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart

@@ -268,15 +268,16 @@ template <class X> X power_of(X x, double power) {
 // The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
 template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, bool exact, double power = 1.0) {
   const auto number = [](double value) { return X(X{} + typename Number<X>::type(value)); };
+  const auto damped = [&](X quotient) { return power == 1.0 ? quotient : power_of(quotient, power); };
   if (rule.form == kPlain) {
-    const X least = number(rule.least), found = mass / (sum < least ? least : sum);
-    return power == 1.0 ? found : power_of(found, power);
+    const X least = number(rule.least);
+    return damped(mass / (sum < least ? least : sum));
   }
   const X total = rule.form == kPlan ? scaling * sum : sum, constant = number(rule.constant), none = number(0);
   X divisor = total;
   if (exact) divisor = total == none ? number(1) : total;
   else divisor = rule.adds ? X(total + constant) : X(total < constant ? constant : total);
-  if (rule.form == kScaling) return mass / divisor;
+  if (rule.form == kScaling) return damped(mass / divisor);
   return total == none ? scaling : X(scaling * mass / divisor);
 }
 
@@ -775,7 +776,7 @@ double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens&
   return range;
 }
 
-// Half-steps on a kernel K of any origin. The quotients of kPlain are taken to a power.
+// Half-steps on a kernel K of any origin. All quotients but those of kPlan are taken to a power.
 struct Scaling {
   int64_t rows, columns, half_steps, rows_first;
   double row_power, column_power;
