@@ -27,6 +27,7 @@ from asapc.inputs.onnx.settings import OnnxSettings, require_extra
 from asapc.inputs.reading import ON_CPU, Reading
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
+from asapc.kernels import native
 from asapc.memory import MemoryLimit
 from asapc.processes import ALONE, Processes
 from asapc.report import Report, evaluate
@@ -139,6 +140,8 @@ def compile(
     check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
     if onnx is not None:
         require_extra()
+    if device.type == "cpu" and (why := native.missing()) is not None:
+        progress.note(f"warning: exact loops run in plain PyTorch, several times slower: {why}")
     calibration = calibration_of(teacher, calibration_path)
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
     data = data or recorded_data(calibration.data, calibration_path, "compile")

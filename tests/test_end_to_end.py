@@ -61,6 +61,16 @@ def lossless(work, compiled):
     return work / "exact"
 
 
+@pytest.mark.parametrize("why", [None, "the C++ engine was not built: no compiler was found"])
+def test_compile_warns_where_the_engine_is_missing(work, compiled, tmp_path, capsys, monkeypatch, why):
+    if why is not None:
+        monkeypatch.setattr(native, "missing", lambda: why)
+    assert run("compile", work / "teacher", "--calibration", work / "calib", "-o", tmp_path / "out",
+               "--recipe", work / "lossless.yaml") == 0  # fmt: skip
+    warning = f"warning: exact loops run in plain PyTorch, several times slower: {why}\n"
+    assert (warning in capsys.readouterr().err) == (why is not None)
+
+
 def teacher_of(folder: Path) -> torch.nn.Module:
     return load_teacher(str(folder)).model
 
