@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,9 +65,10 @@ from asapc.stages.calibrate import (
 from asapc.terminal.progress import Progress
 
 MAX_ROWS = 4096  # of a block
+LOOP = "sinkhorn"  # the operator of a row that is not fitted: the teacher's loop, cut to half_steps
 GRID_TYPES = {
     key: TYPES[key] for key in (*CANDIDATE_TYPES, "max_examples") if key not in HYBRID_KEYS
-}
+} | {"operator": Literal.__getitem__(("asap", *DISTILLED))}
 COLUMNS = (
     "features", "side", "c_transforms", "rescaled", "aim", "points", "fit", "coefficients", "ridge",
     "ridge_mode", "examples", *(metric.key for metric in METRICS if metric.study),
@@ -79,34 +80,20 @@ Fits = Sequence[AnySiteCalibration]
 Apply = Callable[[SiteTensors, Tensor | None], Tensor]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way: a recipe to fit, or half_steps to cut the teacher's loop to."""
-
-    recipe: Recipe | None
-    half_steps: int | None = None
-
-    def describe(self) -> dict[str, Any]:
-        if self.recipe is None:
-            return {"features": f"Sinkhorn, {self.half_steps} half-steps"}
-        if self.recipe.operator in DISTILLED:
-            size = DISTILLED[self.recipe.operator]
-            count = getattr(self.recipe, size)
-            size = size.replace("_", "-")
-            return {"features": f"{self.recipe.operator}, {count} {size}", "fit": "distilled"}
-        return {
-            "features": " ".join(self.recipe.features),
-            "side": self.recipe.side,
-            "points": self.recipe.points,
-            "fit": self.recipe.fit,
-            "coefficients": self.recipe.coefficients,
-            "ridge": self.recipe.ridge,
-            "ridge_mode": self.recipe.ridge_mode,
-        }
+def described(row: Recipe) -> dict[str, Any]:
+    """What a row tries, by column."""
+    if row.operator == LOOP:
+        return {"features": f"Sinkhorn, {row.half_steps} half-steps"}
+    if row.operator in DISTILLED:
+        size = DISTILLED[row.operator]
+        count = f"{getattr(row, size)} {size.replace('_', '-')}"
+        return {"features": f"{row.operator}, {count}", "fit": "distilled"}
+    keys = ("side", "points", "fit", "coefficients", "ridge", "ridge_mode")
+    return {"features": " ".join(row.features), **{key: getattr(row, key) for key in keys}}
 
 
-def load_grid(path: str | Path) -> list[list[Row]]:
-    """The blocks of a grid file.  Raises InputError naming the block, the line and the key."""
+def load_grid(path: str | Path) -> list[list[Recipe]]:
+    """The rows of every block of a grid file.  Raises InputError naming the block, the line, the key."""
     document, place = read_yaml_mapping(path, "grid"), Place(f"grid {path}")
     found = parse(document, {"blocks": list[Any]}, place, {"blocks": _blocks})
     if not found:
@@ -114,13 +101,13 @@ def load_grid(path: str | Path) -> list[list[Row]]:
     return found["blocks"]
 
 
-def _blocks(value: Any, place: Place) -> list[list[Row]]:
+def _blocks(value: Any, place: Place) -> list[list[Recipe]]:
     if not isinstance(value, list) or not value:
         raise InputError(f"{place} must be a list with at least one entry", got=repr(value))
     return [_rows(block, place.at("", label=f"block {i}")) for i, block in enumerate(value, 1)]
 
 
-def _rows(block: Any, place: Place) -> list[Row]:
+def _rows(block: Any, place: Place) -> list[Recipe]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
     operators = block.get("operator")
@@ -130,8 +117,9 @@ def _rows(block: Any, place: Place) -> list[Row]:
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
         values = [found["half_steps"] for found in combinations(block, str(place))]
-        return [Row(None, checked(value, TYPES["half_steps"], where)) for value in values]
-    rows: list[Row] = []
+        counts = [checked(value, TYPES["half_steps"], where) for value in values]
+        return [Recipe(operator=LOOP, half_steps=count) for count in counts]
+    rows: list[Recipe] = []
     for combination in combinations(block, str(place)):
         if len(rows) == MAX_ROWS:
             raise InputError(f"{place}: at most {MAX_ROWS} combinations", got="more")
@@ -139,15 +127,15 @@ def _rows(block: Any, place: Place) -> list[Row]:
         others = row["operator"] != "fitted_sinkhorn" and row.pop("half_steps", None) is not None
         recipe = Recipe.from_dict(row, where=place, source=block, types=GRID_TYPES)
         recipe.check_side(str(place))
-        if not (others and Row(recipe) in rows):  # one for all half-steps, which it does not read
-            rows.append(Row(recipe))
+        if not (others and recipe in rows):  # one for all half-steps, which it does not read
+            rows.append(recipe)
     return rows
 
 
 def study(
     teacher: Teacher,
     data: str,
-    grid: Sequence[Sequence[Row]],
+    grid: Sequence[Sequence[Recipe]],
     out: str | Path,
     progress: Progress,
     *,
@@ -201,10 +189,10 @@ def _check_loops(analysis: Analysis) -> None:
             )
 
 
-def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:
+def _check_cut_short(grid: Sequence[Sequence[Recipe]], analysis: Analysis) -> None:
     fewest = min(site.loop.half_steps for site in analysis.sites)
     for row in itertools.chain(*grid):
-        if row.half_steps is not None and row.half_steps > fewest:
+        if row.operator == LOOP and row.half_steps > fewest:
             raise InputError(
                 f"study: half_steps cuts the teacher's loop of {fewest} half-steps short",
                 got=row.half_steps,
@@ -222,7 +210,7 @@ class _Bench:
     source: DataSource
     test: DataSource | None
     max_test_examples: int
-    grid: Sequence[Sequence[Row]]
+    grid: Sequence[Sequence[Recipe]]
     batch_size: int
     progress: Progress
     processes: Processes
@@ -273,7 +261,7 @@ class _Bench:
 
     def _fitted_on(self) -> set[int]:
         """Hashes of the examples that any row is fitted on, or stopped by."""
-        recipes = [row.recipe for row in itertools.chain(*self.grid) if row.recipe is not None]
+        recipes = [row for row in itertools.chain(*self.grid) if row.operator != LOOP]
         most = max((recipe.max_examples for recipe in recipes), default=0)
         held = max((r.selection_examples for r in recipes if r.operator in DISTILLED), default=0)
         batches = itertools.chain(
@@ -301,30 +289,29 @@ class _Bench:
                 totals[name] += value["median_ms"] / len(self.analysis.sites)
         return totals
 
-    def block(self, rows: Sequence[Row], label: str) -> list[dict[str, Any]]:
+    def block(self, rows: Sequence[Recipe], label: str) -> list[dict[str, Any]]:
         """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
         keeps its activations."""
-        together: dict[tuple[int, int], list[Row]] = {}
+        together: dict[tuple[int, int], list[Recipe]] = {}
         for place, row in enumerate(rows, start=1):  # of which every process has the same order
-            if row.recipe is not None:
-                alone = place if row.recipe.operator in DISTILLED else 0
-                together.setdefault((alone, row.recipe.max_examples), []).append(row)
+            if row.operator != LOOP:
+                alone = place if row.operator in DISTILLED else 0
+                together.setdefault((alone, row.max_examples), []).append(row)
         fitted: dict[int, Fits] = {}
         for _, alike in sorted(together.items()):
             fitted |= self._fit_pass(alike, label)
 
-        def measure(row: Row) -> Part:
-            start = {**dict.fromkeys(COLUMNS), **row.describe()}
+        def measure(row: Recipe) -> Part:
+            start = {**dict.fromkeys(COLUMNS), **described(row)}
             return {}, {**start, **self._measure(row, fitted.get(id(row), ()))}
 
         tracked = self.progress.track(rows, f"{label}: measuring", len(rows))
         return [found for _, (_, found) in self.processes.dealt(tracked, measure)]
 
-    def _fit_pass(self, rows: Sequence[Row], label: str) -> dict[int, Fits]:
+    def _fit_pass(self, rows: Sequence[Recipe], label: str) -> dict[int, Fits]:
         """The fits of rows that are fitted on the same examples, one a site."""
-        asked = [row.recipe for row in rows if row.recipe is not None]
         recipes: list[Recipe] = []
-        for recipe in map(_fitted_as, asked):
+        for recipe in map(_fitted_as, rows):
             if recipe not in recipes:
                 recipes.append(recipe)
         pending = [
@@ -343,13 +330,13 @@ class _Bench:
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
         fitted: dict[int, Fits] = {}
-        for row, recipe in zip(rows, asked, strict=True):
-            number = recipes.index(_fitted_as(recipe))
+        for row in rows:
+            number = recipes.index(_fitted_as(row))
             pairs = zip(self.analysis.sites, (p for p in pending if p.candidate == number), strict=True)
-            fitted[id(row)] = [_planned(fits[p.key], site, recipe) for site, p in pairs]
+            fitted[id(row)] = [_planned(fits[p.key], site, row) for site, p in pairs]
         return fitted
 
-    def _measure(self, row: Row, fits: Fits) -> dict[str, Any]:
+    def _measure(self, row: Recipe, fits: Fits) -> dict[str, Any]:
         """What a row does at every site, and the whole model.  fits: one a site; none of a loop that is
         cut short."""
         analysis, per_site = self.analysis, []
@@ -362,13 +349,12 @@ class _Bench:
                     calls["predict_ms"] = partial(_predict_all, site.loop, there, t)
                 maps = self._maps(units, index, partial(apply_replacement, units, _in_units(there)))
             else:
-                assert row.half_steps is not None
                 short, short_units = (replace(x, half_steps=row.half_steps) for x in (site.loop, units))
                 calls = {"site_ms": partial(apply_lossless, short, t, t.k)}
                 maps = self._maps(units, index, partial(apply_lossless, short_units))
             times = interleaved_medians(calls, repeats=5)
             per_site.append({**maps, **{name: value["median_ms"] for name, value in times.items()}})
-        if row.half_steps is None:
+        if fits:
             chosen = zip(analysis.names, fits, strict=True)
             programs = analysis.rewritten({name: fit.replacement for name, fit in chosen})
         else:

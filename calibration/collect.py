@@ -248,8 +248,7 @@ class _DualStatistics:
         parameters = parameters_of(tensors, self.side, self.features, heads, head_dim)
         groups = heads if self.recipe.coefficients == "per_head" else 1
         columns = total_width(self.features, head_dim, None)
-        names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
-        found = {name: tensors[full] for full, name in names.items() if full in tensors}
+        found = {name.removeprefix(f"{self.side}."): tensor for name, tensor in tensors.items()}
         return parameters, NormalEquations.from_tensors(found, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:

@@ -92,7 +92,7 @@ def stream(
         fitted = _shared(_taken_up(pending, examples, aside, progress), processes)
         waiting = [p for p in pending if p.key not in fitted]
         _prepare(waiting, examples.sample(), observe, progress, processes)
-        clock = _Clock()
+        due = time.monotonic() + ASIDE_EVERY
         for batch in progress.track(examples.batches(), label, examples.count):
             behind = [p for p in waiting if p.done <= number]
             tensors = observe(batch) if behind else []
@@ -107,9 +107,9 @@ def stream(
                 number += 1
                 seen.extend(batch.hashes)
                 reading.add(batch)
-            if behind and clock.due():
+            if behind and (asked := time.monotonic()) >= due:
                 _put_aside(waiting, aside, number, len(seen), reading)
-                clock.restart()
+                due = (done := time.monotonic()) + max(ASIDE_EVERY, (done - asked) / ASIDE_SHARE)
         whole = reading.then()
         for batch in examples.held_out() if processes.first else ():
             _hold_out(waiting, batch, observe)
@@ -427,18 +427,3 @@ def _fit(key: str) -> str:
 
 def _statistics(key: str) -> str:
     return f"statistics.{key}"
-
-
-class _Clock:
-    """When to put statistics aside: seldom enough to cost little."""
-
-    def __init__(self) -> None:
-        self.start, self.pause = time.monotonic(), ASIDE_EVERY
-
-    def due(self) -> bool:
-        self.asked = time.monotonic()
-        return self.asked - self.start >= self.pause
-
-    def restart(self) -> None:
-        self.start = time.monotonic()
-        self.pause = max(ASIDE_EVERY, (self.start - self.asked) / ASIDE_SHARE)

@@ -16,6 +16,21 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """What --json prints."""
+    capsys.readouterr()
+    code = run(*arguments, "--json", "--quiet")
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return json.loads(captured.out)
+
+
+def files(folder: Path, *others: str) -> dict[str, bytes]:
+    """Every file in the folder, at any depth, but those of the names in `others`."""
+    there = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in there}
+
+
 def expect(
     capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from collected import take
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
-from steps import calibrated, compiled, run
+from steps import calibrated, compiled, run_json
 from torch import Tensor
 
 import asapc
@@ -296,8 +296,7 @@ def test_manifest_and_report_say_what_each_layer_became(
     first, second = entries = json.loads((work / "out" / "manifest.json").read_text())["sites"]
     assert (first["operator"], first["pivots"], first["slices"]) == ("lot", 6, None)
     assert (second["operator"], second["pivots"], second["slices"]) == ("esp_hard", None, 5)
-    assert run("report", work / "out", "--data", work / "data.npz", "--fast", "--json", "--quiet") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = run_json(capsys, "report", work / "out", "--data", work / "data.npz", "--fast")
     for reported, entry in zip(report["sites"], entries, strict=True):
         assert entry["fit"] == "distilled" and entry["reason"] == "the recipe asks for it"
         metrics = reported["metrics"]

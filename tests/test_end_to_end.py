@@ -15,7 +15,7 @@ import torch
 from jsonschema import Draft202012Validator
 from junk import resigned
 from small_text import write_data, write_teacher
-from steps import expect, run
+from steps import expect, files, run, run_json
 
 import asapc
 from asapc.errors import EXIT_BAD_INPUT, EXIT_NO_SITE, InputError
@@ -35,14 +35,6 @@ def work(tmp_path_factory):
     (folder / "asap.yaml").write_text(ASAP)
     (folder / "lossless.yaml").write_text("operator: sinkhorn\nbatch_size: 16\n")
     return folder
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    capsys.readouterr()
-    code = run(*arguments, "--json")
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    return json.loads(captured.out)
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +218,6 @@ def test_what_calibrate_refuses(work, tmp_path, capsys):
         assert not (tmp_path / "c").exists()
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_what_compile_refuses(work, compiled, tmp_path, capsys):
     """Earlier output, and folders that asapc has not written, stay as they are."""
     other = write_teacher(tmp_path / "other", n_layers=2, max_iter=4)
@@ -239,7 +227,7 @@ def test_what_compile_refuses(work, compiled, tmp_path, capsys):
     earlier, precious = shutil.copytree(compiled, tmp_path / "earlier"), tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
-    before = contents(tmp_path)
+    before = files(tmp_path)
     teacher, fresh = work / "teacher", tmp_path / "fresh"
     for given, out, *words in (
         ((other,), fresh, "must belong to the model being compiled", "help:"),
@@ -250,7 +238,7 @@ def test_what_compile_refuses(work, compiled, tmp_path, capsys):
     ):
         arguments = ("compile", *given, "--calibration", work / "calib", "-o", out)
         expect(capsys, EXIT_BAD_INPUT, arguments, *words)
-    assert contents(tmp_path) == before
+    assert files(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(work, tmp_path, capsys):
@@ -266,10 +254,10 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(work, tmp_p
 
 def test_a_file_that_is_not_the_one_that_was_written_is_named(work, compiled, lossless, tmp_path, capsys):
     """One bit of it is another, it is gone, or it is that of another compilation of the same model."""
-    files = json.loads((compiled / "manifest.json").read_text())["files"]
-    assert {"graph.pt2", "model.safetensors", "recipe.yaml", "live/0.pt2"} < {*files}
+    written = json.loads((compiled / "manifest.json").read_text())["files"]
+    assert {"graph.pt2", "model.safetensors", "recipe.yaml", "live/0.pt2"} < {*written}
     alike = 0
-    for name in (*files, "manifest.json", "selection.json"):
+    for name in (*written, "manifest.json", "selection.json"):
         out = tmp_path / name.replace("/", ".")
         shutil.copytree(compiled, out)
         content = bytearray((out / name).read_bytes())

@@ -285,6 +285,17 @@ def test_scopes_named_like_attributes_of_a_module(tmp_path):
     assert capture(module, (x,), {}).kind == "whole"
 
 
+def test_transposes_that_an_exporter_has_fused_are_taken_apart(tmp_path):
+    """A sort of t and a distance of q would else have no q in common."""
+    orders = {"t": [0, 2, 3, 1], "q": [0, 2, 1, 3]}
+    fused = [node("Transpose", ["x"], name, perm=order) for name, order in orders.items()]
+    fused.append(node("MatMul", ["q", "t"], "y"))
+    module = loaded(model_of(fused, inputs=[info("x", ["batch", 5, 2, 4])], weights=[]), tmp_path)
+    assert [own.inputs for own in module.graph.nodes] == [("x",), ("q",), ("q", "t")]
+    x = torch.randn(3, 5, 2, 4)
+    assert torch.equal(module(x), x.transpose(1, 2) @ x.transpose(1, 2).transpose(2, 3))
+
+
 def test_fingerprints(tmp_path):
     plain = model_of()
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import files, run_json
 from steps import run as call
 from torch import Tensor, nn
 from torch.export import Dim
@@ -168,7 +169,7 @@ def test_float16_of_a_program_that_casts():
 
 @pytest.mark.usefixtures("translated")
 def test_a_file_that_computes_something_else_is_not_written(out, monkeypatch, capsys):
-    before = {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()}
+    before = files(out)
     write = exporting.save
 
     def spoilt(model: Any, path: Path) -> None:
@@ -185,7 +186,7 @@ def test_a_file_that_computes_something_else_is_not_written(out, monkeypatch, ca
     assert call("export", out, "-q") == 4
     message = capsys.readouterr().err
     assert "outputs are those of the compiled program" in message and "first in " in message
-    assert {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()} == before
+    assert files(out) == before
 
 
 @pytest.mark.usefixtures("translated")
@@ -366,9 +367,7 @@ def test_differences_count_shapes_integers_and_nan():
 @pytest.mark.usefixtures("translated")
 def test_bench_times_the_file_and_its_teacher(out, monkeypatch, capsys):
     monkeypatch.setattr(bench, "onnx_model", exporting.onnx_model)
-    capsys.readouterr()
-    assert call("bench", out, "--repeats", 1, "--json", "-q", "--no-torch-compile") == 0
-    timed = json.loads(capsys.readouterr().out)["onnx"]
+    timed = run_json(capsys, "bench", out, "--repeats", 1, "--no-torch-compile")["onnx"]
     assert timed["speedup"] == pytest.approx(timed["latency_teacher_ms"] / timed["latency_compiled_ms"])
     sizes = [timed[f"megabytes_{stage}"] for stage in ("teacher", "lossless", "compiled")]
     assert sizes == pytest.approx([(out / "model.onnx").stat().st_size / 1e6] * 3, rel=0.02)

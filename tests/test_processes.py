@@ -21,9 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_text import write_data, write_teacher
+from steps import run
 
 from asapc.calibration import distill, stream
-from asapc.cli import main
 from asapc.processes import ALONE, joined
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -79,6 +79,13 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
     return found
 
 
+def in_one_and_in_two(folder: Path, command: Callable[[Path], int]) -> list[Path]:
+    """What the command writes in one process, and in two."""
+    outs = [folder / "one", folder / "two"]
+    assert command(outs[0]) == 0 and in_processes(2, lambda: command(outs[1])) == [0, 0]
+    return outs
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
@@ -91,8 +98,8 @@ def calibrated(work: Path, recipe: dict[str, Any], out: Path, *options: str) -> 
     path, part = out.with_suffix(".yaml"), out.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps({"batch_size": 5, "max_examples": 48, "selection_examples": 16, **recipe}))
     part.replace(path)  # in one step: another process may be reading it
-    return main(["calibrate", str(work / "teacher"), "--data", str(work / "data.npz"), "-o", str(out),
-                 "--recipe", str(path), *options])  # fmt: skip
+    return run("calibrate", work / "teacher", "--data", work / "data.npz", "-o", out, "--recipe", path,
+               *options)  # fmt: skip
 
 
 def assert_same(out: Path, reference: Path) -> None:
@@ -142,8 +149,8 @@ def compiled(work: Path) -> Path:
     """LOT is distilled from little, so that outputs differ visibly."""
     recipe = {"operator": "asap", "features": ["norm"], "batch_size": 5}
     assert calibrated(work, recipe, work / "calibration", "--quiet") == 0
-    compile_it = ["compile", str(work / "teacher"), "--calibration", str(work / "calibration")]
-    assert main([*compile_it, "-o", str(work / "compiled"), "--quiet"]) == 0
+    given = (work / "teacher", "--calibration", work / "calibration", "-o", work / "compiled")
+    assert run("compile", *given, "--quiet") == 0
     return work / "compiled"
 
 
@@ -158,15 +165,11 @@ def without_times(value: Any) -> Any:
 
 
 def test_the_same_report(compiled: Path, tmp_path: Path) -> None:
-    reports = []
-    for count in (1, 2):
-        out = tmp_path / f"out.{count}"
-        shutil.copytree(compiled, out)
-        run = lambda out=out: main(["report", str(out), "--fast", "--quiet"])  # noqa: E731
-        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
-        reports.append(json.loads((out / "report.json").read_text()))
-        assert (out / "junit.xml").is_file()
-    one, several = map(without_times, reports)
+    for name in ("one", "two"):
+        shutil.copytree(compiled, tmp_path / name)
+    outs = in_one_and_in_two(tmp_path, lambda out: run("report", out, "--fast", "--quiet"))
+    assert all((out / "junit.xml").is_file() for out in outs)
+    one, several = (without_times(json.loads((out / "report.json").read_text())) for out in outs)
     assert several == one and one["model"]["output_rel_l2"] > 1e-4
     assert len(one["sites"]) > 1 and one["model"]["examples"] > 3
 
@@ -175,12 +178,11 @@ def test_a_gate_fails_in_all_with_one_message(compiled: Path, tmp_path: Path) ->
     shutil.copytree(compiled, tmp_path / "out")
     (tmp_path / "gate.yaml").write_text("output_rel_l2: {max: 1.0e-12}\n")
 
-    def run() -> int:
+    def report() -> int:
         with (tmp_path / f"messages.{os.environ['RANK']}").open("w") as file, redirect_stderr(file):
-            gate = str(tmp_path / "gate.yaml")
-            return main(["report", str(tmp_path / "out"), "--gate", gate, "--fast", "--quiet"])
+            return run("report", tmp_path / "out", "--gate", tmp_path / "gate.yaml", "--fast", "--quiet")
 
-    assert in_processes(2, run) == [1, 1]
+    assert in_processes(2, report) == [1, 1]
     said = [(tmp_path / f"messages.{rank}").read_text() for rank in (0, 1)]
     assert "output_rel_l2" in said[0] and said[1] == ""
 
@@ -188,15 +190,9 @@ def test_a_gate_fails_in_all_with_one_message(compiled: Path, tmp_path: Path) ->
 def test_the_same_study(work: Path, tmp_path: Path) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("blocks: [{features: [[norm]], max_examples: 32}, {half_steps: 3}]")
-    rows = []
-    for count in (1, 2):
-        out = tmp_path / f"study.{count}"
-        run = lambda out=out: main(  # noqa: E731
-            ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid", str(grid),
-             "-o", str(out), "--batch-size", "8", "--quiet"]
-        )  # fmt: skip
-        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
-        rows.append(json.loads((out / "study.json").read_text())["rows"])
+    given = ("study", work / "teacher", "--data", work / "data.npz", "--grid", grid, "--batch-size", 8)
+    outs = in_one_and_in_two(tmp_path, lambda out: run(*given, "-o", out, "--quiet"))
+    rows = [json.loads((out / "study.json").read_text())["rows"] for out in outs]
     assert len(rows[0]) == 2
     for one, other in zip(*rows, strict=True):
         assert other["features"] == one["features"]
@@ -205,16 +201,10 @@ def test_the_same_study(work: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_training(compiled: Path, work: Path, tmp_path: Path) -> None:
-    weights, entries = [], []
-    for count in (1, 2):
-        out = tmp_path / f"out.{count}"
-        run = lambda out=out: main(  # noqa: E731
-            ["refresh", str(compiled), "--data", str(work / "data.npz"), "--distil", "--epochs", "2",
-             "--batch-size", "7", "-o", str(out), "--quiet"]
-        )  # fmt: skip
-        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
-        weights.append(load_file(out / "model.safetensors"))
-        entries.append(json.loads((out / "manifest.json").read_text())["refresh"])
+    given = ("refresh", compiled, "--data", work / "data.npz", "--distil", "--epochs", 2)
+    outs = in_one_and_in_two(tmp_path, lambda out: run(*given, "--batch-size", 7, "-o", out, "--quiet"))
+    weights = [load_file(out / "model.safetensors") for out in outs]
+    entries = [json.loads((out / "manifest.json").read_text())["refresh"] for out in outs]
     assert entries[0]["best_epoch"] > 0 and entries[1]["parameters"] == entries[0]["parameters"]
     assert entries[1]["after"]["loss"] == pytest.approx(entries[0]["after"]["loss"], rel=1e-3)
     before, moved = load_file(compiled / "model.safetensors"), 0
@@ -249,7 +239,7 @@ def test_torchrun_ends_with_one_message(work: Path, tmp_path: Path) -> None:
 def test_other_commands_run_alone(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.environ.update(environment(0, 2, free_port()))
     try:
-        assert main(["inspect", str(work / "teacher")]) == 2
+        assert run("inspect", work / "teacher") == 2
     finally:
         for name in environment(0, 2, 0):
             del os.environ[name]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from junk import resigned
 from safetensors.torch import load_file, save_file
-from steps import compiled, expect, run
+from steps import compiled, expect, files, run, run_json
 from torch import nn
 
 import asapc
@@ -89,10 +89,6 @@ def refreshed(out: Path, data: Path, *arguments: object, mode: str = "--distil")
     return json.loads((out / "manifest.json").read_text())["refresh"]
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def crude(folder: Path, model: str, name: str) -> Path:
     """The model compiled with one feature and coefficients of zero, which predict nothing."""
     out = compiled(folder, model, folder / "data.npz", CRUDE, name=name)
@@ -144,9 +140,7 @@ def test_report_shows_the_refresh_and_uses_no_example_it_saw(work, out, capsys):
     assert entry["examples"] == sum(split_of(hash) == "calibration" for hash in hashes)
     assert artifact.seen_hashes == set(hashes) - set(gate)
 
-    capsys.readouterr()
-    assert run("report", out, "--json", "--quiet") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = run_json(capsys, "report", out)
     assert report["model"]["examples"] == len(gate) > 0
     assert report["refresh"] == entry and "soft_to_hard" not in report
     assert report["model"]["lossless_max_abs_error"] < 1e-5  # the teacher was not trained along
@@ -291,8 +285,7 @@ def test_capture_per_module_trains_the_captured_modules(work, capsys):
     capsys.readouterr()
     assert run("report", out, "--fast", "--quiet") == EXIT_BAD_INPUT
     assert "--model" in capsys.readouterr().err
-    assert run("report", out, "--fast", "--model", model, "--json", "--quiet") == 0
-    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    (site,) = run_json(capsys, "report", out, "--fast", "--model", model)["sites"]
     assert (site["name"], site["operator"]) == ("attention", "asap")
     teacher, x = build_factory(model).eval(), torch.from_numpy(np.load(data)["x"][:6])
     with torch.no_grad():
@@ -368,9 +361,7 @@ def test_an_annealed_model_loads_runs_on_any_batch_and_is_reported(annealed, esp
     x = torch.randn(3, 7, esp_net.SIZE)  # sizes stay dynamic when the program is written again
     with torch.no_grad():
         assert asapc.load(out)(x).shape == (3, esp_net.CLASSES)
-    capsys.readouterr()
-    assert run("report", out, "--json", "--quiet") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = run_json(capsys, "report", out)
     assert report["refresh"] == entry
     variants = {own["name"]: own for own in report["soft_to_hard"]["variants"]}
     assert list(variants) == ["soft", "released hard", "exact hard", "refreshed"]

@@ -10,6 +10,7 @@ import torch
 from collected import take
 from safetensors.torch import load_file
 from small_text import write_data, write_teacher
+from steps import files
 
 from asapc.calibration.collect import finish, select
 from asapc.inputs.load import load_teacher
@@ -41,11 +42,6 @@ def calibrated(work: Path, name: str, analyse: Analyse, **changes: Any) -> Path:
     return work / name
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.name not in MEASURED}
-
-
 def test_two_runs_write_the_same_bytes(work: Path) -> None:
     runs = []
     for number in range(2):
@@ -54,7 +50,7 @@ def test_two_runs_write_the_same_bytes(work: Path) -> None:
         out = work / f"out{number}"
         teacher = load_teacher(str(work / "teacher"))
         compile(teacher, calibration, out, None, str(work / "data.npz"), Progress(), analyse=analyse)
-        runs.append((contents(calibration), contents(out)))
+        runs.append((files(calibration, *MEASURED), files(out, *MEASURED)))
     assert len(runs[0][0]) >= 2 and len(runs[0][1]) >= 6
     fitted = load_file(work / "calib0" / "calibration.safetensors")
     assert {f"layers.{i}.mha.0.source.coefficients" for i in range(2)} <= set(fitted)

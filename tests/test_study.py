@@ -16,7 +16,7 @@ from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data
 from asapc.models import ARCHITECTURES
 from asapc.stages.calibrate import selection_batches
-from asapc.study import Row, load_grid
+from asapc.study import load_grid
 
 GRID = """
 blocks:
@@ -38,12 +38,11 @@ def write(path: Path, text: str) -> Path:
 def test_a_block_is_the_product_of_its_lists(tmp_path):
     blocks = load_grid(write(tmp_path / "grid.yaml", GRID))
     assert [len(block) for block in blocks] == [2, 4, 4, 4, 2]
-    assert blocks[0] == [Row(None, 2), Row(None, 8)]
-    recipes = [row.recipe for row in blocks[1]]
-    assert {(r.features, r.max_examples) for r in recipes if r} == {
+    assert [(row.operator, row.half_steps) for row in blocks[0]] == [("sinkhorn", 2), ("sinkhorn", 8)]
+    assert {(row.features, row.max_examples) for row in blocks[1]} == {
         (features, count) for features in (("coarse:12",), ("gaussian", "norm")) for count in (16, 64)
     }
-    assert all(r is not None and r.operator == "asap" for r in recipes)
+    assert all(row.operator == "asap" for row in blocks[1])
 
 
 @pytest.mark.parametrize(
@@ -54,6 +53,7 @@ def test_a_block_is_the_product_of_its_lists(tmp_path):
         ("blocks: [{c_transforms: [1, no]}]", "c_transforms"),
         ("blocks: [{c_transforms: []}]", "c_transforms must have a value"),
         ("blocks: [{half_steps: 3, c_transforms: 1}]", "half_steps"),
+        ("blocks: [{operator: [asap, sinkhorn]}]", "operator must be asap or lot or .*got 'sinkhorn'"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
         ("blocks: [{side: both, c_transforms: 2}]", "block 1: `side: both`"),
         ("blocks: [{c_transform: 1}]", r"line 1: blocks: block 1: unknown key(.|\n)*mean 'c_transforms'"),
