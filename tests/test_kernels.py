@@ -337,6 +337,23 @@ def test_the_engine_tells_where_it_computed(resident: int, spread: float, path: 
     assert [(c.operator, c.kernel) for c in choices] == [("sinkhorn", f"CPU, {native.described()}{path}")]
 
 
+@pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
+@pytest.mark.parametrize("half_steps", [2, 4, 7])
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_hidden_queries_are_no_rows_of_the_engine(half_steps: int, rows_first: bool) -> None:
+    """Examples without keys, without queries, with some of both, and with all."""
+    q, k, v = tokens(4, 2, 19, 4)
+    keep = torch.stack([torch.arange(19) < count for count in (0, 19, 7, 19)])
+    shown = torch.stack([torch.arange(19) < count for count in (9, 0, 7, 19)])
+    bias = torch.where(shown, 0.0, -math.inf)[:, None, :, None]
+    settings = (0.5, half_steps, rows_first, ATTENTION)
+    with explained() as choices:
+        found = ops.sinkhorn(q, k, v, keep, bias, *settings)
+    assert "linear domain" in choices[0].kernel  # a row of -inf alone took 25 times as long
+    expected = meaning.sinkhorn(q.double(), k.double(), v.double(), keep, bias.double(), *settings)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAPC_NATIVE", "0")
     monkeypatch.setattr(native, "missing", native.missing.__wrapped__)

@@ -9,6 +9,7 @@ plain PyTorch of operators/ run instead; it may also name another build.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -98,7 +99,6 @@ def sinkhorn_loop(
     dual: Tensor | None,
     loop: Loop,
     stabiliser: Stabiliser | None = None,
-    query_keep: Tensor | None = None,
     mass: Tensor | None = None,
     rows_weigh: bool = False,
     to_columns: bool = False,
@@ -108,7 +108,7 @@ def sinkhorn_loop(
     Shapes and what an example without an active key gets are those of operators/.  dual: where the loop
     starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
     [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
-    more than float64 holds, what is returned means nothing then.  query_keep: [B, N], rows of 0 are 0.
+    more than float64 holds, what is returned means nothing then.
     mass: [B, H, N] of rows that weigh, by N times which the output is divided, or [B, H, M] of columns.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
     of the plan as it is where rows weigh.
@@ -118,20 +118,21 @@ def sinkhorn_loop(
     width = keys if v is None else v.shape[3]
     out_dtype = q.dtype if v is None else v.dtype
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
+    shown = None if bias is None else _shown(bias)
     out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
-    if query_keep is not None or keys == 0 or (to_columns and keep is not None):
+    if shown is not None or keys == 0 or (to_columns and keep is not None):
         out.zero_()
     if keys == 0 or out.numel() == 0:
         return out.to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep, query_keep = _masks(q, k, v, keep, query_keep, to_columns)
+    keep, shown = _masks(q, k, v, keep, shown, to_columns)
     if mass is not None:
         mass = mass.to(dtype).expand(batch, heads, queries if rows_weigh else keys).contiguous()
     if dual is not None:
         starts = queries if loop.first_side == "column" else keys
         dual = dual.to(dtype).expand(batch, heads, starts).contiguous()
-    bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
-    given = (q, k, v, keep, bias, dual, out, query_keep, mass)
+    given = (q, k, v, keep, bias, dual, out, shown, mass)
     problem = PROBLEM.pack(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
@@ -145,6 +146,13 @@ def sinkhorn_loop(
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
     return out if dtype is out_dtype else out.to(out_dtype), widest
+
+
+def _shown(bias: Tensor) -> Tensor | None:
+    """[B, N], the queries that a bias [B, H, N, M] of one number for each query shows: those of -inf,
+    which a mask of both sides hides, are no rows of the loop's problem."""
+    of_queries = bias.shape[3] > 1 and bias.stride(3) == 0 and (bias.shape[1] == 1 or bias.stride(1) == 0)
+    return bias[:, 0, :, 0] != -math.inf if of_queries else None
 
 
 def lot(
@@ -185,7 +193,7 @@ def lot(
 
 
 STARTS = {"plain": 0, "tensor": 0, "matrix": 1, "row": 2, "softmax": 2, "column": 3}
-WRITTEN = {"duals": 1, "reversed": 2, "summed": 3, "increments": 4}
+WRITTEN = {"duals": 1, "reversed": 2, "summed": 3, "increments": 4, "logs": 5, "softmax": 6}
 Masses = tuple[Tensor, Tensor] | None
 
 

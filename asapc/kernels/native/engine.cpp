@@ -90,9 +90,9 @@ struct Rule {
 // What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
-// [B, H, N, E or M]; query_keep: [B, N] bytes or null, and nothing is written to rows of 0; mass: [B, H, N] of
-// rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of the output are divided by
-// N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan
+// [B, H, N, E or M]; query_keep: [B, N] bytes or null: rows of 0 are no part of the problem, and not written, unless no
+// key is kept; mass: [B, H, N] of rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of
+// the output are divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan
 // A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors are
 // contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
 struct Problem {
@@ -433,7 +433,7 @@ template <class S, class W> class Head {
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
     stabilised_ = p.rule.form != kPlain;
     if (stabilised_) share_ = 1;
-    const double share = 1.0 / double(ends_on_rows_ ? count_ : p.keys);
+    const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
     scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
              std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * share / reached;
@@ -949,7 +949,8 @@ template <class S> double run(const Problem& p) {
   double widest = 0.0;
   const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
                          [&](int64_t index, Scratch& scratch) {
-    const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
+    const Tokens keys(p.keep, p.keys, index / p.heads);
+    const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
     if (queries.none || (p.to_columns && keys.none)) return;
     const double range = run_head<S>(p, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
