@@ -969,7 +969,7 @@ template <class S> double run(const Problem& p) {
 // written: the order of a teacher's sums, in which a matrix that is not held is computed in logarithms, of plans times
 // `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
-enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements };
+enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements, kLogs, kSoftmax };
 
 struct Plan {
   const void *scores, *mu, *nu, *log_mu, *log_nu;
@@ -1284,7 +1284,8 @@ template <class T> class InOrder {
 
  public:
   InOrder(const Plan& p, int64_t index, Scratch& scratch)
-      : p_(p), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)), first_(index * n_ * m_) {
+      : p_(p), in_place_(p.written >= kLogs), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)),
+        first_(index * n_ * m_) {
     scratch.reserve((n_ * padded_ + 3 * padded_ + n_) * sizeof(T) + 5 * kBytes);
     s_ = scratch.take<T>(n_ * padded_), f_ = scratch.take<T>(n_);
     g_ = scratch.take<T>(padded_), tops_ = scratch.take<T>(padded_), sums_ = scratch.take<T>(padded_);
@@ -1303,6 +1304,8 @@ template <class T> class InOrder {
       std::fill(row + m_, row + padded_, -kInf);
     }
     std::fill_n(f_, n_, T(0)), std::fill_n(g_, padded_, T(0));
+    for (int64_t i = 0; in_place_ && i < n_; ++i) f_[i] = mass(mu_, i, n_);
+    for (int64_t j = 0; in_place_ && j < m_; ++j) g_[j] = mass(nu_, j, m_);
     bool rows = !p_.rows_first;
     for (int64_t step = 0; step < p_.half_steps; ++step) {
       rows = !rows;
@@ -1316,25 +1319,40 @@ template <class T> class InOrder {
  private:
   INLINE V<T> term(int64_t i, int64_t j, bool rows) const {
     const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-    return p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
+    return in_place_ ? s : p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
   }
 
   // What is subtracted before exp, and the logsumexp.
   static T finite(T top) { return std::isinf(top) ? T(0) : top; }
   static T log_sum(T top, T sum) { return top == kInf ? top : std::log(sum) + finite(top); }
 
-  void update(T& dual, const T* masses, int64_t i, int64_t size, T log_sum, double damping) const {
-    const T mass = masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
+  T mass(const T* masses, int64_t i, int64_t size) const {
+    return masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
+  }
+  void update(T& dual, T mass, T log_sum, double damping) const {
     dual = p_.written == kIncrements ? dual + (mass - log_sum) : T(damping) * (mass - log_sum);
+  }
+
+  // Of a row or column in place: its largest score and the logarithm of its sum, or 0 and its logsumexp.
+  void split(T& top, T& sum) const {
+    sum = p_.written == kLogs ? log_sum(top, sum) : std::log(sum);
+    if (p_.written == kLogs) top = 0;
   }
 
   void close_rows() {
     for (int64_t i = 0; i < n_; ++i) {
       V<T> high = all(-kInf), sum{};
       for (int64_t j = 0; j < padded_; j += L) high = term(i, j, true) > high ? term(i, j, true) : high;
-      const T top = max_of<T>(high);
+      T top = max_of<T>(high);
       for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j, true) - finite(top));
-      update(f_[i], mu_, i, n_, log_sum(top, sum_of<T>(sum)), p_.row_power);
+      T total = sum_of<T>(sum);
+      if (!in_place_) {
+        update(f_[i], mass(mu_, i, n_), log_sum(top, total), p_.row_power);
+        continue;
+      }
+      split(top, total);
+      T* row = s_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - top - total + f_[i];
     }
   }
 
@@ -1348,7 +1366,14 @@ template <class T> class InOrder {
       const V<T> top = load(tops_ + j), shift = (top < kInf && top > -kInf) ? top : V<T>{};
       store(sums_ + j, load(sums_ + j) + exponential<T>(term(i, j, false) - shift));
     });
-    for (int64_t j = 0; j < m_; ++j) update(g_[j], nu_, j, m_, log_sum(tops_[j], sums_[j]), p_.column_power);
+    for (int64_t j = 0; j < m_; ++j) {
+      if (in_place_) split(tops_[j], sums_[j]);
+      else update(g_[j], mass(nu_, j, m_), log_sum(tops_[j], sums_[j]), p_.column_power);
+    }
+    for (int64_t i = 0; in_place_ && i < n_; ++i) {
+      T* row = s_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - tops_[j] - sums_[j] + g_[j];
+    }
   }
 
   template <class Body> INLINE void each_entry(const Body& body) const {
@@ -1361,7 +1386,8 @@ template <class T> class InOrder {
     const T log_factor = std::log(T(p_.factor));
     each_entry([&](int64_t i, int64_t j) {
       const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-      V<T> x = (p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g) - count;
+      V<T> x = in_place_ ? s : p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g;
+      x -= count;
       if (p_.log) x += log_factor;
       else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
       else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
@@ -1370,6 +1396,7 @@ template <class T> class InOrder {
   }
 
   const Plan& p_;
+  const bool in_place_;  // scores become the logarithm of the plan, step by step; f and g are the masses'
   const int64_t n_, m_, padded_, first_;
   const T *mu_, *nu_;
   T *s_, *f_, *g_, *tops_, *sums_;
