@@ -329,9 +329,10 @@ def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
         while any(not isinstance(size, int) or size != 1 for size in source.meta["val"].shape):
             source = next(x for x in source.all_input_nodes if is_tensor(x))
         found.add(source)
-    (slack, *others) = found or (None,)
-    known = slack is not None and not others and not depends_on_data(slack)
-    return slack if known and constant_at(graph, slack) is not None else None
+    if len(found) != 1:
+        return None
+    (slack,) = found
+    return None if depends_on_data(slack) or constant_at(graph, slack) is None else slack
 
 
 def _is_one_number(node: Node) -> bool:
@@ -508,12 +509,12 @@ class _Trials(Trials):
             marginal = next((x for x in self.roles.given if x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
-                if marginal.hidden is not None:
-                    drawn[node] = self._shown(value, axis, whole) != marginal.hidden
-                    continue
-                if node not in self.region.counted:
+                if marginal.is_mask:
+                    shown = self._shown(value, axis, whole)
+                    value = shown * value.exp() if marginal.hidden is None else shown != marginal.hidden
+                else:
                     value = torch.log_softmax(value, axis)
-                value = value if marginal.logarithm else value.exp()
+                    value = value if marginal.logarithm else value.exp()
             drawn[node] = value
         return drawn
 

@@ -25,7 +25,7 @@ import scipy  # its packages load where they are used first, not with every comm
 import torch
 from torch import Tensor
 
-from asapc.ir import Marginal, OutputFactor, PlanConvention, Side
+from asapc.ir import Marginal, OutputFactor, PlanConvention, Side, Stabiliser
 from asapc.operators.plan import plan, settings_of
 from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
 from asapc.passes.sinkhorn.probe import (
@@ -133,7 +133,8 @@ def _damped(
             return None
         later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
-    stabilisers = [None, *(x for x in guesses.stabilisers() if (x.form, x.start) == ("scaling", "plain"))]
+    stabilisers: list[Stabiliser | None] = [None] if found.budget.error <= EXACT else []
+    stabilisers += [x for x in guesses.stabilisers() if (x.form, x.start) == ("scaling", "plain")]
     fits = []
     for one, stabiliser in itertools.product(longer, stabilisers):
         one = replace(one, stabiliser=stabiliser)
