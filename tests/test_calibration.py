@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collected import take
+from collected import site_tensors, take
 
 from asapc.calibration import collect
 from asapc.calibration.collect import finish
@@ -32,18 +32,6 @@ from asapc.stages.calibrate import site_collector
 
 def convention(half_steps=10, first_side="row", **rest):
     return Convention(half_steps, first_side, score_multiplier=0.5, **rest)
-
-
-def site_tensors(seed=0, batch=3, heads=2, n=9, m=9, dim=4, masked=False, bias=False):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, heads, n, dim, generator=generator)
-    k = torch.randn(batch, heads, m, dim, generator=generator)
-    keep = None
-    if masked:
-        keep = torch.rand(batch, m, generator=generator) < 0.7
-        keep[:, 0] = True
-    extra = torch.randn(1, heads, n, m, generator=generator) if bias else None
-    return SiteTensors(q, k, keep, extra)
 
 
 def statistics_of(batches, rule=None, name="layer", **fields):

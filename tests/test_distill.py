@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from collected import take
+from collected import site_tensors, take
 from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
 from steps import calibrated, compiled, run_json
@@ -47,15 +48,7 @@ RELEASED = Convention(8, "row", 0.5, OutputFactor(queries=1), mask="key")
 UNMASKED = Convention(8, "row", 0.5, OutputFactor(queries=1))
 
 
-def site(
-    seed: int = 0, batch: int = 4, n: int = 9, m: int = 9, dim: int = 4, masked: bool = True
-) -> SiteTensors:
-    random = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, 2, c, dim, generator=random) for c in (n, m, m))
-    keep = None
-    if masked:
-        keep = torch.arange(m) < torch.randint(1, m + 1, (batch, 1), generator=random)
-    return SiteTensors(q, k, keep, v=v)
+site = partial(site_tensors, batch=4, masked=True, values=True)
 
 
 def distilled(convention: Convention = RELEASED, batches: int = 4, **fields: Any) -> SiteDistillation:

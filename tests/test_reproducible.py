@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from collected import take
+from collected import site_tensors, take
 from safetensors.torch import load_file
 from small_text import write_data, write_teacher
 from steps import files
@@ -15,7 +15,7 @@ from steps import files
 from asapc.calibration.collect import finish, select
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.ir import Convention, OutputFactor
 from asapc.pipeline import calibrate, compile
 from asapc.stages.analyse import Analyse, analysed_once
 from asapc.stages.calibrate import site_collector
@@ -65,14 +65,6 @@ FITS = [
 ]  # fmt: skip
 
 
-def site(masked: bool) -> SiteTensors:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(48, 3, 13, 8, generator=generator) for _ in range(3))
-    lengths = torch.randint(3, 14, (48, 1), generator=generator)
-    keep = torch.arange(13) < lengths if masked else None
-    return SiteTensors(q, k, keep, None, None, v)
-
-
 @pytest.mark.parametrize(("features", "coefficients", "masked"), FITS)
 def test_the_batch_size_does_not_change_a_bit(
     features: tuple[str, ...], coefficients: str, masked: bool
@@ -84,7 +76,7 @@ def test_the_batch_size_does_not_change_a_bit(
     )  # fmt: skip
     recipe = Recipe.from_dict({"operator": "asap", "features": list(features), "c_transforms": 3,
                                "side": "source", "coefficients": coefficients})  # fmt: skip
-    tensors, places = site(masked), torch.arange(48)
+    tensors, places = site_tensors(0, 48, 3, 13, 13, 8, masked), torch.arange(48)
     results = []
     for size in (1, 7, 48):
         statistics = site_collector("site", convention, recipe)

@@ -22,7 +22,7 @@ from asapc.formats.limits import limits_of
 from asapc.inputs.onnx.settings import DOMAIN
 from asapc.onnx import twins
 from asapc.onnx.translate import cause, translate
-from asapc.operators.catalogue import OF_GRADIENTS, reference_named
+from asapc.operators.catalogue import OF_GRADIENTS, by_name, reference_named
 
 FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
@@ -103,21 +103,13 @@ class _Call:
         graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)
         _without_names(graph)
-        left_out = (argument.default_value for argument in self.arguments[len(self.settings) :])
         told = ", ".join(
-            f"{argument.name}={value}"
-            for argument, value in zip(self.arguments, (*self.settings, *left_out), strict=True)
+            f"{name}={value}" for name, value in by_name(self.node.target, self.settings).items()
             if value is not None and TENSOR not in (value if isinstance(value, tuple) else (value,))
-            and argument.name not in OF_GRADIENTS
-        )
+            and name not in OF_GRADIENTS
+        )  # fmt: skip
         graph.doc_string = f"{self.name}: {told}"
         return onnx_ir.Function(DOMAIN, name, graph=graph, attributes=[])
-
-    @property
-    def arguments(self) -> Sequence[Any]:
-        """Of the operator's schema, in order."""
-        assert isinstance(self.node.target, torch._ops.OpOverload)
-        return self.node.target._schema.arguments
 
     def replace(self, graph: Graph, name: str) -> None:
         """The call by one that torch's exporter writes as a node of our domain."""
