@@ -94,10 +94,12 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     attention = value.left
     queries, keys = canonical_shape(attention, value.left_order)[-2:]
     above = ancestors(attention, until=LAYERS)
-    sorts = [
-        node for node in above if node.target in SORTS
-        and any(same(size, x) for size in node.all_input_nodes[0].meta["val"].shape for x in (queries, keys))
-    ]  # of tokens: a router's top experts are none
+
+    def sorts_tokens(node: Node) -> bool:  # a router's top experts are none
+        sizes = node.all_input_nodes[0].meta["val"].shape
+        return any(same(size, queries) or same(size, keys) for size in sizes)
+
+    sorts = [node for node in above if node.target in SORTS and sorts_tokens(node)]
     if not sorts:
         return None
     sorted_later = ancestors(*sorts, until=LAYERS)
