@@ -23,6 +23,7 @@ from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
+from asapc.operators.stabilised import stabilised_sinkhorn
 
 ops = torch.ops.asapc
 ATTENTION = [1.0, 1.0, 0.0, 0.0]  # N * P
@@ -352,6 +353,22 @@ def test_hidden_queries_are_no_rows_of_the_engine(half_steps: int, rows_first: b
     assert "linear domain" in choices[0].kernel  # a row of -inf alone took 25 times as long
     expected = meaning.sinkhorn(q.double(), k.double(), v.double(), keep, bias.double(), *settings)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
+@pytest.mark.parametrize("start", ["plain", "row", "softmax"])
+def test_a_constant_beside_hidden_tokens_stays_in_the_engine(start: str) -> None:
+    q, k, v = tokens(3, 2, 19, 4)
+    keep = torch.stack([torch.arange(19) < count for count in (19, 7, 12)])
+    bias = torch.where(keep, 0.0, -math.inf)[:, None, :, None]
+    for form in ("scaling", "plan"):
+        settings = (0.5, 6, True, form, "add", 1e-3, start, False, False, ATTENTION)
+        with explained() as choices:
+            found = ops.stabilised_sinkhorn(q, k, v, keep, bias, *settings)
+        assert "C++ engine" in choices[0].kernel
+        wide = (x.double() for x in (q, k, v))
+        expected = stabilised_sinkhorn(*wide, keep, bias.double(), *settings)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM = Struct("9P26q7d3q3d")  # of engine.cpp, its Rule last
-PLAN = Struct("8P16q10d3q3d")
+PROBLEM = Struct("9P26q7d4q3d")  # of engine.cpp, its Rule last
+PLAN = Struct("8P16q10d4q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -86,8 +86,8 @@ def _engine() -> Any:
 
 
 def runs(stabiliser: Stabiliser) -> bool:
-    """Whether sinkhorn_loop takes it: scores less their row's largest, and scalings that start at 1."""
-    return stabiliser.start in ("row", "softmax") and not stabiliser.start_share
+    """Whether sinkhorn_loop takes it: scores as they are or less their row's largest, scalings from 1 on."""
+    return stabiliser.start in ("plain", "row", "softmax") and not stabiliser.start_share
 
 
 def sinkhorn_loop(
@@ -313,11 +313,11 @@ def _rule(
     way: their product stays what it is. Not where masses are given, of which both sides have as much.
     """
     if stabiliser is None:
-        return 0, 0, 0, 0.0, least, 1.0
+        return 0, 0, 0, 0, 0.0, least, 1.0
     grows = stabiliser.form == "plan" and not (stabiliser.shares or given) and queries and keys
     return (
         1 + FORMS.index(stabiliser.form), stabiliser.kind == "add", stabiliser.start == "softmax",
-        stabiliser.constant, least, keys / queries if grows else 1.0,
+        stabiliser.start == "plain", stabiliser.constant, least, keys / queries if grows else 1.0,
     )  # fmt: skip
 
 

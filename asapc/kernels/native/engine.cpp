@@ -81,9 +81,9 @@ enum Form { kPlain, kScaling, kPlan };
 //     a_i = a_i mu_i / (a_i D_i (+) constant)          kPlan
 //
 // x (+) c is x + c or max(x, c), see operators/stabilised.py. softmax: the first half-step has no constant.
-// gauge: a is multiplied by it, and b divided, after each row half-step but the loop's first.
+// unshifted: K is exp(S), whose rows are else less their largest score. gauge: a is multiplied by it, and b divided, after each row half-step but the loop's first.
 struct Rule {
-  int64_t form, adds, softmax;
+  int64_t form, adds, softmax, unshifted;
   double constant, least, gauge;
 };
 
@@ -431,7 +431,7 @@ template <class S, class W> class Head {
     kept_ = p.to_columns || count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(count_) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
-    stabilised_ = p.rule.form != kPlain;
+    stabilised_ = p.rule.form != kPlain, unshifted_ = p.rule.unshifted;
     if (stabilised_) share_ = 1;
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
@@ -549,10 +549,11 @@ template <class S, class W> class Head {
         }
       }
       const S top = max_of<S>(high[0] > high[1] ? high[0] : high[1]);
-      const double range = double(top) + double(max_of<S>(low[0] < low[1] ? -low[0] : -low[1])) + spare_;
+      const double below = max_of<S>(low[0] < low[1] ? -low[0] : -low[1]);
+      const double range = unshifted_ ? std::max(double(top), below) : double(top) + below + spare_;
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
-      const V<W> shift = all(W(top));
+      const V<W> shift = all(unshifted_ ? W(0) : W(top));
       V<W> sum[2] = {};
       for (int64_t j = 0; j < padded_; j += 2 * L) {
         const V<W> left = exponential<W, true>(load_as<W>(s + j) - shift);
@@ -758,7 +759,7 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
-  bool kept_, ends_on_rows_, stabilised_;
+  bool kept_, ends_on_rows_, stabilised_, unshifted_;
   double share_, scale_, spare_, widest_, highest_;
 };
 
@@ -1163,10 +1164,8 @@ template <class X> class Planned {
     const double safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
     const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == -kInf; };
     if (stabilised_) {
-      const auto fine = [&](const X* scaling, const X* tops) {
-        return [=](int64_t i) { return std::isfinite(of(scaling[i], g)) && !hidden(tops, i); };
-      };
-      return of(seen_, g) >= -safe && high <= safe && all_of(n_, fine(a_, row_tops_)) && all_of(m_, fine(b_, column_tops_));
+      const auto fine = [&](const X* scaling) { return [=](int64_t i) { return std::isfinite(of(scaling[i], g)); }; };
+      return of(seen_, g) >= -safe && high <= safe && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
     }
     if (p_.damped) {
       const double bound = 2 * safe / 3;
