@@ -96,7 +96,7 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     above = ancestors(attention, until=LAYERS)
     sorts = [
         node for node in above if node.target in SORTS
-        and any(same(size, x) for size in node.args[0].meta["val"].shape for x in (queries, keys))
+        and any(same(n, x) for n in node.all_input_nodes[0].meta["val"].shape for x in (queries, keys))
     ]  # of tokens: a router's top experts are none
     if not sorts:
         return None

@@ -326,8 +326,9 @@ def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
             source = next(x for x in source.all_input_nodes if is_tensor(x) and may_change(x))
         found.add(source)
     (slack, *others) = found or (None,)
-    known = slack is not None and not others and not depends_on_data(slack)
-    return slack if known and constant_at(graph, slack) is not None else None
+    if slack is None or others or depends_on_data(slack):
+        return None
+    return slack if constant_at(graph, slack) is not None else None
 
 
 def _is_one_number(node: Node) -> bool:
