@@ -210,8 +210,8 @@ def _gradients(
     of the sizes; None where no output has any.  The caller's own tensors are left as they are.  graphs:
     put in place of its modules.  known_as: a weight's first name by all of its names, of which programs
     have only some.  nudge: whether weights and inputs are first rounded elsewhere.  sharper: whether
-    inputs, and matrices among the weights that are not held, are first multiplied by SHARPER, and weights
-    that are all the same made lively."""
+    inputs, and matrices among the weights that are not held, are first multiplied by SHARPER; weights
+    that are all the same, and inputs of ones, are made lively."""
     signs = torch.Generator().manual_seed(1)
 
     def widened(x: Tensor) -> Tensor:
@@ -247,7 +247,8 @@ def _gradients(
         def leaf_of(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return x
-            return inputs.setdefault(f"input {len(inputs)}", leaf_like(x))
+            hides_nothing = sharper and x.dim() > 1 and bool((x == 1).all())
+            return inputs.setdefault(f"input {len(inputs)}", leaf_like(lively(x) if hides_nothing else x))
 
         args, kwargs = pytree.tree_map(leaf_of, (batch.args, batch.kwargs))
         wanted = {known_as.get(name, name): x for name, x in names.items() if x.requires_grad} | inputs

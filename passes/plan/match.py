@@ -327,7 +327,7 @@ def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
         if not (is_tensor(source) and _is_one_number(source) and may_change(source)):
             continue
         while any(not isinstance(size, int) or size != 1 for size in source.meta["val"].shape):
-            source = next(x for x in source.all_input_nodes if is_tensor(x))
+            source = next(x for x in source.all_input_nodes if is_tensor(x) and may_change(x))
         found.add(source)
     if len(found) != 1:
         return None

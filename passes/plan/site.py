@@ -25,7 +25,6 @@ from asapc.passes.site import Site
 aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
-NO_MASS = 1e-30  # nothing beside any other mass, and yet it has a gradient
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -123,8 +122,7 @@ class MarginalInput:
             if self.guarded:
                 kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
             if self.hidden is None:
-                none = lifting.call(aten.logical_not.default, kept)
-                node = lifting.call(aten.add.Tensor, node, lifting.call(aten.mul.Tensor, none, NO_MASS))
+                node = lifting.call(aten.mul.Tensor, node, kept)
             else:
                 node = lifting.call(aten.to.dtype, kept, dtype)
         if self.shared:

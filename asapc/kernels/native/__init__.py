@@ -86,7 +86,7 @@ def _engine() -> Any:
 
 
 def runs(stabiliser: Stabiliser) -> bool:
-    """Whether sinkhorn_loop takes it: scores as they are or less their row's largest, scalings from 1 on."""
+    """Whether sinkhorn_loop takes it: scores, less their row's largest or not; scalings from 1."""
     return stabiliser.start in ("plain", "row", "softmax") and not stabiliser.start_share
 
 
