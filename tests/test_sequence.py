@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import copy
 import itertools
 import os
@@ -111,7 +112,7 @@ def sites_agree(group: Group) -> float:
 
 
 def named(function: Callable[..., Any], last: tuple[Any, ...]) -> dict[str, Any]:
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    names = [*inspect.signature(function).parameters]
     return dict(zip(names[-len(last) :], last, strict=True))
 
 
