@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import copy
+import inspect
 import itertools
 import os
 import pickle
@@ -112,7 +112,8 @@ def sites_agree(group: Group) -> float:
 
 
 def named(function: Callable[..., Any], last: tuple[Any, ...]) -> dict[str, Any]:
-    names = [*inspect.signature(function).parameters]
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
     return dict(zip(names[-len(last) :], last, strict=True))
 
 
