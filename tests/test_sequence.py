@@ -113,7 +113,7 @@ def sites_agree(group: Group) -> float:
 
 def named(function: Callable[..., Any], last: tuple[Any, ...]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
+    names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     return dict(zip(names[-len(last) :], last, strict=True))
 
 
