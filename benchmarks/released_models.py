@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import plan_nets as plans  # noqa: E402
 import test_differences as differences  # noqa: E402
 
 Inputs = Callable[[int, int, torch.Generator], dict[str, Tensor]]
+Attention = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,38 @@ class Connections(nn.Module):
         post, comb, one = self.mix(streams)
         found: Tensor = (post[..., None] * one[..., None, :] + comb.mT @ streams).flatten(2)
         return found
+
+
+class PaddedText(nn.Module):
+    """A layer of padded texts, 20 half-steps, as it is first written; keep: [B, N]."""
+
+    def __init__(self, attention: Attention, dim: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.attention, self.heads = attention, heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        plan = self.attention(q @ k.mT / q.shape[-1] ** 0.5, keep)
+        found: Tensor = self.out((plan @ v).transpose(1, 2).flatten(2))
+        return found
+
+
+def masked_logs(s: Tensor, keep: Tensor, both: bool) -> Tensor:
+    """Queries and keys hidden in every half-step, or keys once, which brings them back."""
+    shown = keep[:, None, :, None] & keep[:, None, None] if both else keep[:, None, None]
+    s = s.masked_fill(~shown, -1e9)
+    for step in range(20):
+        s = s - s.logsumexp(-1 - step % 2, keepdim=True)
+        s = s.masked_fill(~shown, -1e9) if both else s
+    return s.exp()
+
+
+def masked_divisions(s: Tensor, keep: Tensor) -> Tensor:
+    plan = s.exp() * (keep[:, None, :, None] & keep[:, None, None])
+    for step in range(20):
+        plan = plan / (plan.sum(-1 - step % 2, keepdim=True) + 1e-8)
+    return plan
 
 
 class HiddenStates(nn.Module):
@@ -356,6 +390,12 @@ def own_rows() -> list[Row]:
             "Glm5NextText", intermediate_size=128, num_key_value_heads=4, kv_lora_rank=32,
             v_head_dim=32, qk_nope_head_dim=32, qk_head_dim=32, linear_head_dim=32, linear_num_heads=4),
             words(512, "input_ids"), (1, 512), (2, 70), False),
+        Row("padded texts, queries and keys hidden, logarithms", lambda: PaddedText(
+            partial(masked_logs, both=True)), masked(64, "keep"), (32, 64), (3, 57)),
+        Row("padded texts, queries and keys hidden, divisions", lambda: PaddedText(masked_divisions),
+            masked(64, "keep"), (32, 64), (3, 57), False),
+        Row("padded texts, keys hidden once, logarithms", lambda: PaddedText(
+            partial(masked_logs, both=False)), masked(64, "keep"), (32, 64), (3, 57)),
         Row("pygmtools.sinkhorn", Matching, scores(), (8, 60), (3, 31)),
         Row("Sinkformers text attention", zoo.LogDomainMasked, lambda b, n, g: {
             "x": normal(b, n, 16, generator=g), **words(9, "ids")(b, n, g)}, text, (3, 57)),
