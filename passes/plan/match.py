@@ -209,7 +209,7 @@ class _Region:
         hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
         layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
-        return self.cut.fingerprint(), self.kernel, tuple(hide), tuple(layouts), tuple(entering)
+        return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *entering
 
     @cached_property
     def as_it_is(self) -> Cut:
@@ -715,6 +715,7 @@ def _with_slack(
     for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
         trials.region.level = level
         sample = trials.drawn(Drawn(spread), lengths)
+        trials.region.level = before
         if sample is None:
             continue
         masses = torch.full((1, 1, 1), -level, dtype=torch.float64)
@@ -722,7 +723,6 @@ def _with_slack(
         ours = plan_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
         if not relative_error(ours * math.exp(level), sample.attention) <= STABILISED:
             return "its slack is no row and column of one score that are never normalised"
-    trials.region.level = before
     return replace(fit, convention=convention)
 
 
