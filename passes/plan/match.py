@@ -303,8 +303,8 @@ def _given(
 
 def _root(node: Node, scores: Layout, number: bool) -> Node:
     """The tensor that a node repeats or scales; the last one on the way to it that can still be added to
-    scores or be a marginal of theirs, where there is one.  number: it is one for every example, such as
-    how many tokens a mask keeps, and made of the first such tensor on its way, whatever makes it."""
+    scores or be a marginal of theirs, where there is one.  number: whether it is one number for every
+    example, such as how many tokens a mask keeps: then it is made of that tensor in whatever way."""
     path = [node]
     while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]

@@ -1423,8 +1423,8 @@ template <class T> int64_t plan_all(const Plan& given) {
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
 // [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
 // [B, N] bytes or null; out: [B, H, N, E], or the map where v is null, which is sorted softly, with E = M; 0
-// where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens that tie share, or are in order, the last one first if
-// `ascending`.
+// where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens
+// that tie share, or are in order, the last one first if `ascending`.
 struct Esp {
   const void *q, *k, *v, *x, *y;
   const double *tau, *omega;
