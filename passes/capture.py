@@ -63,6 +63,7 @@ from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_s
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import (
+    LOUD,
     Observed,
     emptied,
     is_the_same_traced,
@@ -97,7 +98,6 @@ class Capture:
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
-LOUD = 30  # times the numbers of the example
 SHORT = 150  # tokens at most, of many examples
 FEW_CALLS = 150  # of operators: up to here torch's memory of their shapes takes longer than it spares
 FEW_SIZES = 5  # up to which two at once are tried, and not all

@@ -87,6 +87,7 @@ _SAME_MAP = {
     Tensor.transpose, torch.transpose,
 }  # fmt: skip
 _OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
+LOUD = 30  # times the numbers of the example
 _ALIKE = 1e-4  # relative difference up to which another layout only rounds
 _COPIES_OR_NOT = {"contiguous", "reshape", "reshape_as", "flatten", "ravel", "unflatten"}
 _OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
@@ -712,7 +713,7 @@ def _masked(leaf: Any) -> Any:
 
 def _quieter(batch: Batch) -> Batch:
     def quiet(leaf: Any) -> Any:
-        return leaf / 30 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return leaf / LOUD if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     args, kwargs = pytree.tree_map(quiet, (batch.args, batch.kwargs))
     return Batch(args, kwargs, None, [])

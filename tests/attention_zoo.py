@@ -211,7 +211,7 @@ class ColumnsFirst(_Projected):
 
 
 class Biased(_Projected):
-    """A learnt relative-position bias added to the scores, both folded with epsilon."""
+    """A learnt relative-position bias of near keys, added to the scores, both folded with epsilon."""
 
     def __init__(self, half_steps: int = 4, length: int = 10, epsilon: float = 0.7) -> None:
         super().__init__()
@@ -219,10 +219,11 @@ class Biased(_Projected):
         self.table = nn.Parameter(torch.randn(2, 2 * length - 1))
         offsets = torch.arange(length)[:, None] - torch.arange(length) + length - 1
         self.register_buffer("offsets", offsets)
+        self.register_buffer("far", offsets == 0)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
-        bias = self.table[:, self.offsets]
+        bias = self.table[:, self.offsets].masked_fill(self.far, 0.0)
         log_a = (q @ k.transpose(-2, -1) * 0.3 + bias) / self.epsilon
         for step in range(self.half_steps):
             log_a = log_a - log_a.logsumexp(-2 if step % 2 else -1, keepdim=True)

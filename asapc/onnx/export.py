@@ -173,7 +173,7 @@ def onnx_model(
     model = translate(exported, opset)
     if ends is not None:
         _rename(model, *ends)
-    functions.put_into(model)  # behind the renaming, which names every node: theirs have no names
+    functions.put_into(model)  # after the renaming, which names every node: theirs have no names
     _name_sizes(model, ranges)
     model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None

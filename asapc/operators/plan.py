@@ -114,8 +114,7 @@ def plan(
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
     log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser.
-    damping: [of rows, of columns], None for 1 each; not beside a
-    constant of a plan.
+    damping: [of rows, of columns], None for 1 each; not beside a constant of a plan.
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
     1/N and 1/M in that order, not 1.
     """

@@ -141,7 +141,7 @@ def factor_terms(factor: OutputFactor) -> list[float]:
 
 
 def loop_settings(convention: Any) -> dict[str, Any]:
-    """What operators of a finite loop have in common, by name.  convention: with a factor."""
+    """The settings that operators of a finite loop have in common, by name."""
     return {
         "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
         "rows_first": convention.first_side == "row",

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
 LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number may be above these
-HIGH = 1e6  # or where code adds what hides to scores as if those were costs
+HIGH = 1e6  # of what hides tokens where code adds it to scores as if they were costs
 FINITE = 1e3  # size of a number from which on it is one that hides
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
 ARITHMETIC = {

@@ -209,7 +209,7 @@ class _Region:
         hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
         layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
-        return self.cut.fingerprint(), self.kernel, tuple(hide), tuple(layouts), tuple(entering)
+        return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *entering
 
     @cached_property
     def as_it_is(self) -> Cut:
@@ -303,8 +303,8 @@ def _given(
 
 def _root(node: Node, scores: Layout, number: bool) -> Node:
     """The tensor that a node repeats or scales; the last one on the way to it that can still be added to
-    scores or be a marginal of theirs, where there is one.  number: it is one for every example, such as
-    how many tokens a mask keeps, and made of the first such tensor on its way, whatever makes it."""
+    scores or be a marginal of theirs, where there is one.  number: whether it is one number for every
+    example, such as how many tokens a mask keeps: then it is made of that tensor in whatever way."""
     path = [node]
     while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
@@ -715,6 +715,7 @@ def _with_slack(
     for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
         trials.region.level = level
         sample = trials.drawn(Drawn(spread), lengths)
+        trials.region.level = before
         if sample is None:
             continue
         masses = torch.full((1, 1, 1), -level, dtype=torch.float64)
@@ -722,7 +723,6 @@ def _with_slack(
         ours = plan_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
         if not relative_error(ours * math.exp(level), sample.attention) <= STABILISED:
             return "its slack is no row and column of one score that are never normalised"
-    trials.region.level = before
     return replace(fit, convention=convention)
 
 

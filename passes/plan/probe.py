@@ -105,9 +105,7 @@ def _with_marginals(
     return with_rival(Fit(convention, error), budget)
 
 
-def _damped(
-    samples: Sequence[Sample], sums: int, guesses: Guesses = NO_GUESS
-) -> Fit[PlanConvention] | None:
+def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanConvention] | None:
     """The unbalanced loop that reproduces everything, None if there is none."""
     mild, mildest = mild_ones(samples)
     multiplier = score_multiplier(mild)

@@ -82,8 +82,8 @@ class MarginalInput:
 
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
     whether it depends on parameters and sizes alone.  power: which the operator takes.  shared: of a
-    mask, whether its tokens share a mass of 1, or have 1 each.  hidden: what a boolean one has elsewhere.
-    guarded: whether the loop gives an example without mass what no operator does.
+    mask, whether its tokens share a mass of 1, or have 1 each.  hidden: what a boolean one holds at the
+    others.  guarded: whether an example without any mass is an error.
     """
 
     node: Node

@@ -44,7 +44,7 @@ def with_low_numbers(
     example = bias.node.meta["example"]
     tables, given = _tables(bias.node), depends_on_data(bias.node)
     # A table may have a number that hides keys, which the data did not ask for.
-    hard = any(bool((x.abs() >= -MASKED_BELOW).any()) for x in (example, *tables))
+    hard = any(bool(((x <= MASKED_BELOW) | (x >= -MASKED_BELOW)).any()) for x in (example, *tables))
     if not given and not hard and not tables:
         return bias
     trials = _Trials(experiment, convention, bias)

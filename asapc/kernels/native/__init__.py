@@ -119,12 +119,12 @@ def sinkhorn_loop(
     out_dtype = q.dtype if v is None else v.dtype
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
-    shown = None if bias is None else _shown(bias)
     out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
-    if shown is not None or keys == 0 or (to_columns and keep is not None):
-        out.zero_()
     if keys == 0 or out.numel() == 0:
-        return out.to(out_dtype), 0.0
+        return out.zero_().to(out_dtype), 0.0
+    shown = None if bias is None else _shown(bias)
+    if shown is not None or (to_columns and keep is not None):
+        out.zero_()
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
     keep, shown = _masks(q, k, v, keep, shown, to_columns)
     if mass is not None:

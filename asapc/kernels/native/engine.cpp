@@ -81,7 +81,8 @@ enum Form { kPlain, kScaling, kPlan };
 //     a_i = a_i mu_i / (a_i D_i (+) constant)          kPlan
 //
 // x (+) c is x + c or max(x, c), see operators/stabilised.py. softmax: the first half-step has no constant.
-// unshifted: K is exp(S), whose rows are else less their largest score. gauge: a is multiplied by it, and b divided, after each row half-step but the loop's first.
+// unshifted: K is exp(S), not exp(S - row maximum). gauge: a is multiplied by it, and b divided, after each row
+// half-step but the loop's first.
 struct Rule {
   int64_t form, adds, softmax, unshifted;
   double constant, least, gauge;
@@ -90,11 +91,11 @@ struct Rule {
 // What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
-// [B, H, N, E or M]; query_keep: [B, N] bytes or null: rows of 0 are no part of the problem, and not written, unless no
-// key is kept; mass: [B, H, N] of rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of
-// the output are divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of the plan
-// A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors are
-// contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
+// [B, H, N, E or M]; query_keep: [B, N] bytes or null: rows of 0 are no part of the problem, and not written, unless
+// no key is kept; mass: [B, H, N] of rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows
+// of the output are divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v,
+// [B, H, M, E], of the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none
+// is given, tensors are contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -963,12 +964,12 @@ template <class S> double run(const Problem& p) {
 }  // namespace
 
 // Plans, or their logarithms, from scores; kernels/cpu/plan.py fills it in.  scores, out: [matrices, rows,
-// columns]; held: [matrices] bytes, whether the linear domain holds what was written. mu, nu: masses of every
+// columns]; held: [matrices] bytes, whether what was written means something. mu, nu: masses of every
 // matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each; log_mu,
 // log_nu: what they were given as, laid out alike, or null. shares: what each plan is multiplied by, or null
 // where all are by `share`. start: what is subtracted from scores before exp. near: scores beyond `near` are not held.
-// written: the order of a teacher's sums, in which a matrix that is not held is computed in logarithms, of plans times
-// `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
+// written: the order of a teacher's sums, in which a matrix that the linear domain does not hold is computed in
+// logarithms, of plans times `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
 enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements, kLogs, kSoftmax };
 
@@ -1422,8 +1423,8 @@ template <class T> int64_t plan_all(const Plan& given) {
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
 // [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
 // [B, N] bytes or null; out: [B, H, N, E], or the map where v is null, which is sorted softly, with E = M; 0
-// where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens that tie share, or are in order, the last one first if
-// `ascending`.
+// where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens
+// that tie share, or are in order, the last one first if `ascending`.
 struct Esp {
   const void *q, *k, *v, *x, *y;
   const double *tau, *omega;
