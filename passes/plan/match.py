@@ -394,8 +394,10 @@ def _roles(region: _Region) -> list[_Roles] | str:
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
     possible = [
         role for role in roles
-        if role.nodes >= data
-        and (len(role.nodes) == len(role.given) or len({x.logarithm for x in role.given}) == 1)
+        if role.nodes >= data and (
+            len(role.nodes) == len(role.given)  # or one vector is both sides', and the same to both
+            or len({(x.logarithm, x.hidden, x.shared) for x in role.given}) == 1
+        )
     ]  # fmt: skip
     possible.sort(key=lambda role: len(role.nodes - data))
     return possible or "two inputs could be the same marginal"
