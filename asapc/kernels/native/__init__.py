@@ -208,7 +208,7 @@ def plan(
     each one's own.  start: what is subtracted before exp, the largest score of a matrix, row or column,
     or the offset.  near: the largest score, in size, of a row or column that is held.  far: the logarithm
     of a mass below which its token has a logarithm of the plan but no part in sums.  beside: one matrix a
-    lane.  in_order: what is not held is computed in the order of a teacher's sums, if of duals.
+    lane.  in_order: what is not held is computed in the order of a teacher's sums.
     """
     queries, keys = scores.shape[-2:]
     groups = scores.numel() // (queries * keys)
