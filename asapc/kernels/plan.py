@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class Task:
             return cls(log_mu, log_nu, settings, None)
         names = ("form", "kind", "constant", "start", "shares", "start_share")
         return cls(log_mu, log_nu, settings, Stabiliser.of(*(settings[name] for name in names)))
+
+    def of_scores(self) -> Task:
+        """The same of the logarithm of a kernel."""
+        return replace(self, settings=self.settings | {"kernel": False})
 
     def plain(self, scores: Tensor) -> Tensor:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)

@@ -188,7 +188,10 @@ def _plan(a: SimpleNamespace) -> Tensor:
     given = (a.constant, a.damping, a.log_mu, a.log_nu)
     if a.form != "plan" or a.log or any(setting is not None for setting in given):
         return plan_meaning.plan(**vars(a))
-    s = plan_meaning.scaled(widen(a.scores), a.score_multiplier, a.by_head)
+    scores = widen(a.scores)
+    if a.kernel:
+        scores = plan_meaning.logs_of(scores)
+    s = plan_meaning.scaled(scores, a.score_multiplier, a.by_head)
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)
     s = s - torch.where(top == -math.inf, 0.0, top)
     marginals = log_marginals(s.shape[-2], s.shape[-1], None, s)

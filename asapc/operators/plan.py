@@ -15,6 +15,7 @@ is asapc.kernels.cpu.plan.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from inspect import Parameter, signature
@@ -108,6 +109,7 @@ def plan(
     shares: bool = False,
     start_share: bool = False,
     damping: Sequence[float] | None = None,
+    kernel: bool = False,
 ) -> Tensor:
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
@@ -116,21 +118,24 @@ def plan(
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser.
     damping: [of rows, of columns], None for 1 each; not beside a constant of a plan.
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
-    1/N and 1/M in that order, not 1.
+    1/N and 1/M in that order, not 1.  kernel: exp(scores) is given in their place, 0 where hidden.
     """
     if scores.numel() == 0:
         return scores.clone()
+    dtype = scores.dtype
+    if kernel:
+        scores = logs_of(widen(scores))
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
         s = scaled(scores, score_multiplier, by_head)
         logs = written_log_plan(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
-        return logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor
+        return (logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor).to(dtype)
     s = scaled(widen(scores), score_multiplier, by_head)
     if constant is None:
         log_plan = log_plan_of(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         if not log:
-            return (log_plan.exp() * factor).to(scores.dtype)
-        return (log_plan + torch.log(log_plan.new_full((), factor))).to(scores.dtype)
+            return (log_plan.exp() * factor).to(dtype)
+        return (log_plan + torch.log(log_plan.new_full((), factor))).to(dtype)
     if damping is not None and form == "plan":
         raise ValueError("a constant in the divisions of a plan is known of balanced loops alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
@@ -140,7 +145,7 @@ def plan(
     queries, keys = scores.shape[-2:]
     unit = unit_mass(stabiliser, half_steps, rows_first, queries, keys, given)
     result = a * (factor * unit) * kernel * b.transpose(-1, -2)
-    return (result.log() if log else result).to(scores.dtype)
+    return (result.log() if log else result).to(dtype)
 
 
 DEFAULTS = {
@@ -148,6 +153,13 @@ DEFAULTS = {
     if parameter.default is not Parameter.empty
 }  # fmt: skip
 """Of its last settings, which graphs leave out."""
+
+
+def logs_of(kernel: Tensor) -> Tensor:
+    """log K in the dtype of K >= 0, with a gradient of 0 where K is 0: what hides an entry multiplies by 0
+    on the way back, and 0/0 is not 0."""
+    zero = kernel == 0
+    return kernel.masked_fill(zero, 1).log().masked_fill(zero, -math.inf)
 
 
 def scaled(scores: Tensor, score_multiplier: float, by_head: Sequence[float] | None) -> Tensor:

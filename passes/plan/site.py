@@ -197,7 +197,8 @@ class PlanSite(Site):
         start, end = self.start.tensor, self.end.tensor
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
-            if self.kernel:
+            as_kernel = self.kernel and not self.biases and self.slack is None
+            if self.kernel and not as_kernel:
                 scores = _log(lifting, scores)
             for node, coefficient in self.biases:
                 bias = lifting.nodes[node]
@@ -219,7 +220,7 @@ class PlanSite(Site):
                 scores = lifting.call(aten.sub.Tensor, scores, shift)
                 masses = lifting.call(aten.neg.default, lifting.call(aten.squeeze.dim, level, 0))
                 marginals = {"log_mu": masses, "log_nu": masses}
-            rest = {**marginals, **settings_of(self.convention)}
+            rest = {**marginals, **settings_of(self.convention), "kernel": as_kernel}
             call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
             result: Node = call
             if self.slack is not None and self.convention.log:

@@ -26,6 +26,7 @@ from asapc.ir import Stabiliser
 from asapc.kernels import native
 from asapc.kernels.plan import Task, is_small
 from asapc.operators import plan as reference
+from asapc.operators.sinkhorn import widen
 
 NEAR, FAR = -2e3, -1e7  # scores of masks that are low, but not so low that nothing is left of them
 ALIKE = 1e-5  # difference of the logarithms of two totals that are meant to be one
@@ -51,6 +52,11 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
     if scores.numel() == 0 or settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
         return task.plain(scores).contiguous()
+    starts = None if stabiliser is None else stabiliser.start
+    if settings["kernel"] and (
+        task.as_written or starts == "tensor" or settings["score_multiplier"] != 1.0 or settings["by_head"]
+    ):
+        return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
     multiplier = settings["score_multiplier"]
@@ -63,10 +69,12 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         require_masses(task)
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
-    if stabiliser is None:
-        start = "plain" if not balanced else "row" if task.rows_first else "column"
+    if starts is not None:
+        start = starts
+    elif not balanced:
+        start = "plain"
     else:
-        start = stabiliser.start
+        start = "matrix" if settings["kernel"] else "row" if task.rows_first else "column"
     if start == "tensor":
         offset = float(_largest(given, multiplier)) * multiplier
     shares = balanced and stabiliser is None  # beside a constant a total is no gauge
@@ -154,6 +162,8 @@ def _in_log_domain(
     dtype: of the scores, in which a known order of the sums is followed."""
     require_masses(task)
     chosen = given[which][:, None]
+    if task.settings["kernel"]:
+        chosen, task = reference.logs_of(chosen), task.of_scores()
     if task.as_written:
         chosen = chosen.to(dtype)
     elif FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:

@@ -13,6 +13,7 @@ from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.plan import Task
 from asapc.operators import plan as reference
+from asapc.operators.sinkhorn import widen
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
@@ -21,7 +22,9 @@ def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
 
-        return plan(scores, task)
+        if not task.settings["kernel"]:
+            return plan(scores, task)
+        return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     if backend == "cpu":
         return cpu_plan.plan(scores, task)
     if scores.device.type == "cpu":

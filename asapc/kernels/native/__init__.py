@@ -33,7 +33,7 @@ from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P26q7d4q3d")  # of engine.cpp, its Rule last
-PLAN = Struct("8P16q10d4q3d")
+PLAN = Struct("8P17q10d4q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -225,7 +225,7 @@ def plan(
         mu is not None and mu.shape[0] > 1, nu is not None and nu.shape[0] > 1,
         settings["half_steps"], task.rows_first, scores.dtype is torch.float64, torch.get_num_threads(),
         beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
-        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"],
+        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"], settings["kernel"],
         settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
         *task.damping, near, far, one, task.factor(queries, keys),
         *_rule(stabiliser, queries, keys, least(scores.dtype), task.has_masses),

@@ -147,10 +147,8 @@ template <class T, int bytes = kBytes, class X, class Op> INLINE T folded(X v, c
     return op(T(v[0]), T(v[1]));
   } else {
     typedef T Half __attribute__((vector_size(bytes / 2)));
-    Half low, high;
-    std::memcpy(&low, &v, bytes / 2);
-    std::memcpy(&high, reinterpret_cast<const char*>(&v) + bytes / 2, bytes / 2);
-    return folded<T, bytes / 2>(op(low, high), op);
+    struct { Half low, high; } halves = __builtin_bit_cast(decltype(halves), v);
+    return folded<T, bytes / 2>(op(halves.low, halves.high), op);
   }
 }
 template <class T> INLINE T sum_of(V<T> v) {
@@ -979,7 +977,7 @@ struct Plan {
   void* out;
   uint8_t* held;
   int64_t matrices, rows, columns, mu_each, nu_each, half_steps, rows_first, is_double, threads, beside;
-  int64_t start, start_share, log, damped, written, log_shares;
+  int64_t start, start_share, log, damped, written, log_shares, is_kernel;
   double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share, factor;
   Rule rule;
 };
@@ -1013,9 +1011,10 @@ template <class X> class Planned {
  public:
   Planned(const Plan& p, bool is_turned, int64_t index, Scratch& scratch)
       : p_(p), is_turned_(is_turned), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
-        padded_(rounded_up(n_ * m_, kLanes<T>)), stabilised_(p.rule.form != kPlain) {
+        padded_(rounded_up(n_ * m_, kLanes<T>)), stabilised_(p.rule.form != kPlain), nothing_(p.is_kernel ? T(0) : -kInf),
+        least_(p.is_kernel ? T(std::exp(-kSafeRange<T>)) : T(-kSafeRange<T>)), most_(p.is_kernel ? 1 / least_ : -least_) {
     scratch.reserve((2 * padded_ + 3 * n_ + 4 * m_) * sizeof(X) + 9 * kBytes);
-    s_ = scratch.take<X>(padded_), kernel_ = scratch.take<X>(padded_);
+    s_ = scratch.take<X>(padded_), kernel_ = p.is_kernel ? s_ : scratch.take<X>(padded_);
     a_ = scratch.take<X>(n_), mu_ = scratch.take<X>(n_), row_tops_ = scratch.take<X>(n_);
     b_ = scratch.take<X>(m_), nu_ = scratch.take<X>(m_), column_tops_ = scratch.take<X>(m_);
     total_ = scratch.take<X>(m_);
@@ -1028,13 +1027,13 @@ template <class X> class Planned {
     std::fill(s_ + n_ * m_, s_ + padded_, X{});
     take(p_.mu, n_, p_.mu_each ? n_ : 0, p_.row_mass, T(1), mu_);
     take(p_.nu, m_, p_.nu_each ? m_ : 0, p_.column_mass, T(1), nu_);
-    find_tops();
+    find_tops<false>();
     bool held[W];
-    for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g);
+    for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g) && !vanishes(g);
     if (p_.written && std::count(held, held + count_, true) == 0) return std::fill_n(p_.held + first_, count_, 0), count_;
-    if (p_.start != kOffset || p_.offset != 0) subtract(), find_tops();
+    if (p_.start != kOffset || p_.offset != 0) find_tops<true>();
     const T* s = reinterpret_cast<const T*>(s_);
-    for (int64_t e = 0; e < padded_ * W; e += kLanes<T>)
+    for (int64_t e = 0; !p_.is_kernel && e < padded_ * W; e += kLanes<T>)
       store(reinterpret_cast<T*>(kernel_) + e, exponential<T>(load(s + e)));
     std::fill_n(a_, n_, X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
     std::fill_n(b_, m_, X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
@@ -1093,43 +1092,44 @@ template <class X> class Planned {
             for (int64_t i = top; i < std::min(top + 8, rows); ++i) to[j * rows + i] = from[i * columns + j] * factor;
   }
 
-  // The largest score of every row and column, the lowest of all, of those above -inf too, and the highest.
-  void find_tops() {
-    std::fill_n(column_tops_, m_, X{} - kInf);
-    low_ = seen_ = X{} + kInf, high_ = X{} - kInf;
+  // The largest score of every row and column, the lowest of those above -inf, and the highest; of a kernel that is
+  // given, its largest entries, the lowest above 0, and the highest.  subtracts: what the loop starts with is taken off
+  // first, nothing of what has no score at all; a kernel is divided.
+  template <bool subtracts> void find_tops() {
+    const bool divides = p_.is_kernel, of_rows = p_.start == kOfRow, of_columns = p_.start == kOfColumn;
+    const auto finite = [=](X top) {
+      return divides ? X(top == 0 ? X{} + T(1) : T(1) / top) : X(top == -kInf ? X{} : top);
+    };
+    const X own = p_.start == kOfMatrix ? finite(high_) : X{} + T(p_.offset);
+    for (int64_t j = 0; subtracts && j < m_; ++j) total_[j] = finite(column_tops_[j]);
+    std::fill_n(column_tops_, m_, X{} + nothing_);
+    high_ = X{} + nothing_;
+    const V<T> nothing = V<T>{} + nothing_, most_of_all = V<T>{} + kInf;
+    V<T> low = most_of_all;
     for (int64_t i = 0; i < n_; ++i) {
-      V<T> top = V<T>{} - kInf, low = V<T>{} + kInf, seen = low;
+      const X of_row = of_rows ? finite(row_tops_[i]) : own;
+      V<T> top = nothing;
       along(m_, [&](int64_t j, auto kind) {
         typedef decltype(kind) Y;
-        const Y x = get<Y>(s_ + i * m_ + j), most = get<Y>(column_tops_ + j);
+        X* at = s_ + i * m_ + j;
+        Y x = get<Y>(at);
+        if constexpr (subtracts) {
+          const Y less = of_columns ? get<Y>(total_ + j) : Y(Y{} + of_row);
+          put<Y>(at, x = divides ? Y(x * less) : Y(x - less));
+        }
+        const Y most = get<Y>(column_tops_ + j);
         put<Y>(column_tops_ + j, x > most ? x : most);
-        const V<T> wide = V<T>{} + x;
-        top = wide > top ? wide : top, low = wide < low ? wide : low;
-        seen = wide > -kInf ? (wide < seen ? wide : seen) : seen;
+        const V<T> wide = V<T>{} + x, shown = wide > nothing ? wide : most_of_all;
+        top = wide > top ? wide : top, low = shown < low ? shown : low;
       });
       row_tops_[i] = highest(top);
-      const X least = X(-highest(-low)), finite = X(-highest(-seen));
       high_ = row_tops_[i] > high_ ? row_tops_[i] : high_;
-      low_ = least < low_ ? least : low_, seen_ = finite < seen_ ? finite : seen_;
     }
+    low_ = -highest(-low);
   }
   static X highest(V<T> v) {
     if constexpr (kIsVector<X>) return v;
     else return max_of<T>(v);
-  }
-
-  // Nothing of what has no score at all.
-  void subtract() {
-    const auto finite = [](X top) { return top == -kInf ? X{} : top; };
-    for (int64_t j = 0; j < m_; ++j) total_[j] = finite(column_tops_[j]);
-    for (int64_t i = 0; i < n_; ++i) {
-      const X own = p_.start == kOfRow ? finite(row_tops_[i]) : p_.start == kOfMatrix ? finite(high_) : X{} + T(p_.offset);
-      along(m_, [&](int64_t j, auto kind) {
-        typedef decltype(kind) Y;
-        X* at = s_ + i * m_ + j;
-        put<Y>(at, get<Y>(at) - (p_.start == kOfColumn ? get<Y>(total_ + j) : Y(Y{} + own)));
-      });
-    }
   }
 
   template <class Test> static bool all_of(int64_t size, const Test& test) {
@@ -1156,24 +1156,29 @@ template <class X> class Planned {
     return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
   }
 
+  // Whether entries of a kernel may leave the format where it is divided.
+  bool vanishes(int64_t g) const {
+    return p_.is_kernel && p_.start != kOffset && of(low_, g) < of(high_, g) * least_ * least_;
+  }
+
   // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
   // that is closed first, whose sum has a term K = 1, that is nothing while the other side's scalings spread less
   // than the range; of the second side, whose largest K are at least exp(-safe), while those of the first spread
-  // less than what is left of it. Tokens without mass, or all of whose scores are -inf, are absent. Damped: no
-  // product of three numbers may leave the format.
+  // less than what is left of it; of a kernel that is given, both sides are as the second. Tokens without mass, or
+  // all of whose scores are -inf, are absent. Damped: no product of three numbers may leave the format.
   bool is_held(int64_t g) const {
-    const double safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
-    const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == -kInf; };
+    const T safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
+    const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == nothing_; };
     if (stabilised_) {
       const auto fine = [&](const X* scaling) { return [=](int64_t i) { return std::isfinite(of(scaling[i], g)); }; };
-      return of(seen_, g) >= -safe && high <= safe && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
+      return (p_.is_kernel || low >= least_) && high <= most_ && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
     }
     if (p_.damped) {
-      const double bound = 2 * safe / 3;
+      const double bound = 2.0 * safe / 3, least = p_.is_kernel ? std::exp(-bound) : -bound, most = p_.is_kernel ? 1 / least : bound;
       const auto within = [&](const X* scaling) {
         return [=](int64_t i) { return of(scaling[i], g) == 0 || std::abs(std::log(of(scaling[i], g))) <= bound; };
       };
-      return low >= -bound && high <= bound && all_of(n_, within(a_)) && all_of(m_, within(b_));
+      return low >= least && high <= most && all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
     const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
     const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
@@ -1182,7 +1187,7 @@ template <class X> class Planned {
       });
     };
     if (!finite(n_, a_, mu_, row_tops_) || !finite(m_, b_, nu_, column_tops_)) return false;
-    if (low >= -safe) return true;
+    if (low >= least_) return true;
     const auto spread = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       double most = 0, least = kInfinity;
       for (int64_t i = 0; i < size; ++i) {
@@ -1192,12 +1197,12 @@ template <class X> class Planned {
       return std::log(most) - std::log(least);
     };
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
-    const X *tops = p_.rows_first ? column_tops_ : row_tops_, *mass = p_.rows_first ? nu_ : mu_;
-    double top = 0;
-    for (int64_t i = 0; i < (p_.rows_first ? m_ : n_); ++i)
-      if (!absent(mass, tops, i)) top = std::min(top, double(of(tops[i], g)));
-    return top >= -safe && (p_.rows_first ? rows : columns) <= kSpread * safe &&
-           (p_.rows_first ? columns : rows) <= safe;
+    const auto near = [&](int64_t size, const X* mass, const X* tops) {
+      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
+    };
+    return near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
+           (p_.rows_first ? rows : columns) <= kSpread * safe &&
+           (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * safe;
   }
 
   T share(int64_t g) const { return T(p_.shares ? p_.shares[first_ + g] : p_.share); }
@@ -1218,6 +1223,8 @@ template <class X> class Planned {
   // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
   // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
+    for (int64_t e = 0; p_.is_kernel && e < n_ * m_; ++e)
+      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(s_[e], g)));
     for (int64_t g = 0; g < count_; ++g) {
       for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
       for (int64_t j = 0; j < m_; ++j) set(column_tops_[j], g, std::log(of(b_[j], g)));
@@ -1274,7 +1281,8 @@ template <class X> class Planned {
   const bool is_turned_;
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
-  X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, seen_, high_;
+  const T nothing_, least_, most_;  // of a hidden entry, and of the safe range; exp of it, of a kernel
+  X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
 // written_log_plan of operators/plan.py, of one matrix.
