@@ -564,9 +564,7 @@ class _Beyond:
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
         t = _double(selected(t, *map(torch.arange, (batch, n, m))))
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
-        added = self.site.added(t)
-        q = (t.q - added) * of_q.scale + of_q.shift + added
-        return replace(t, q=q, k=t.k * of_k.scale + of_k.shift)
+        return replace(t, q=self.site.moved(t, *of_q), k=t.k * of_k.scale + of_k.shift)
 
 
 def _operated(site: Site, call: SiteFunction, t: SiteTensors, expected: Tensor) -> Tensor:

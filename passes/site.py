@@ -81,9 +81,9 @@ class Site(ABC):
         """The first input of its part where the scores are scaled and then shifted."""
         return given * scale + shift
 
-    def added(self, seen: SiteTensors) -> float | Tensor:
-        """What its call's scores have more than the first input of its part."""
-        return 0.0
+    def moved(self, seen: SiteTensors, scale: float, shift: float) -> Tensor:
+        """The first input of its call where that of its part is scaled and shifted so."""
+        return seen.q * scale + shift
 
     def weighed(self, output: Tensor) -> Tensor:
         """What its part gives, as errors of it are measured."""

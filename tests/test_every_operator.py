@@ -102,6 +102,11 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
             ops.plan,
             [bias[None], None, None, 0.5, 5, True, ATTENTION, False, None, 1e-6, "scaling", "add"],
         ),
+        "plan, of a kernel": (
+            ops.plan,
+            [bias[None].exp().clamp(min=0.5), None, None, 1.0, 5, True, ATTENTION, False, None, None,
+             "plan", "clamp", "plain", False, False, None, True],
+        ),
         "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
         "rows_kept": (ops.rows_kept, [bias, True]),
         "keys_of_empty": (

@@ -78,6 +78,8 @@ def test_plans_of_given_scores(shape: tuple[int, int]) -> None:
         for (half_steps, rows_first), by_head in itertools.product(STEPS, (None, [1.0, 2.0, 0.5])):
             settings = (0.4, half_steps, rows_first, [0.5, 1.0, -0.5, 0.0], False, by_head)
             close(twins.plan(scores, None, None, *settings), plan.plan(scores, None, None, *settings))
+            given = (scores.clamp(max=100).exp(), None, None, *settings)
+            close(twins.plan(*given, kernel=True), plan.plan(*given, kernel=True))
 
 
 @pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "twins"])

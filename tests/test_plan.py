@@ -765,6 +765,49 @@ def test_masses_in_any_layout(log_mu: Tensor | None, settings: dict[str, Any]) -
     assert float((found - meant).abs().max()) < 1e-5
 
 
+ZEROS = {
+    "none": lambda i, j: i < 0,
+    "some": lambda i, j: (3 * i + j) % 4 == 0,
+    "a row": lambda i, j: (i == 1) & (j >= 0),
+    "a column": lambda i, j: (j == 0) & (i >= 0),
+    "all": lambda i, j: i + j >= 0,
+}  # fmt: skip
+KERNEL_RULES: list[dict[str, Any]] = [
+    {}, {"damping": [0.9, 0.7]}, {"constant": 1e-6, "form": "scaling", "kind": "add"},
+    {"constant": 1e-6, "form": "plan", "kind": "add"},
+    {"constant": 1e-8, "form": "plan", "kind": "clamp", "start": "row"}, {"form": "duals"},
+    {"by_head": [1.0, 0.5]}, {"masses": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("spread", [0.5, 5.0, 30.0])
+@pytest.mark.parametrize("shape", [(3, 2, 7, 5), (2, 2, 40, 33), (20, 2, 4, 4), (1, 2, 130, 3)])
+def test_a_kernel_is_the_exp_of_scores(shape: tuple[int, ...], spread: float, zeros: str) -> None:
+    i, j = (torch.arange(size) for size in shape[-2:])
+    kernel = (spread * random(*shape)).exp().masked_fill(ZEROS[zeros](i[:, None], j), 0.0)
+    log_mu, log_nu = (random(*shape[:2], size, seed=size).log_softmax(-1) for size in shape[-2:])
+    for rule, rows_first, log, half_steps in itertools.product(
+        KERNEL_RULES, (True, False), (False, True), (1, 6)
+    ):
+        rule, masses = dict(rule), (None, None)
+        if rule.pop("masses", False):
+            masses = (log_mu, log_nu)
+        rest = (*masses, 1.0, half_steps, rows_first, PLAIN, log)
+        doubled = [x.double() if isinstance(x, Tensor) else x for x in rest]
+        exact = reference.plan(kernel.double(), *doubled, **rule, kernel=True)
+        found = op(kernel, *rest, **rule, kernel=True)
+        alone = reference.plan(kernel, *rest, **rule, kernel=True)
+        rough = [alone, op(reference.logs_of(kernel), *rest, **rule)]
+        assert torch.equal(found.isnan(), exact.isnan())
+        low = -200.0 if log else 0.0  # of logarithms of nothing
+        exact, found, *rough = (
+            x.double().nan_to_num(0.0).clamp(low, 1e30) for x in (exact, found, *rough)
+        )
+        honest = max(float((x - exact).abs().max()) for x in rough)
+        assert float((found - exact).abs().max()) <= 2 * honest + 1e-5 * float(exact.abs().max())
+
+
 def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
     nothing = torch.full((2, 1, 3, 3), -torch.inf)
     stabiliser = {"constant": 1e-6, "form": "plan", "kind": "add", "start": "tensor"}

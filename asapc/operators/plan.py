@@ -156,8 +156,8 @@ DEFAULTS = {
 
 
 def logs_of(kernel: Tensor) -> Tensor:
-    """log K in the dtype of K >= 0, with a gradient of 0 where K is 0: what hides an entry multiplies by 0
-    on the way back, and 0/0 is not 0."""
+    """log K in the dtype of K >= 0, with a gradient of 0 where K is 0: what hides an entry multiplies by
+    0 on the way back, and 0/0 is not 0."""
     zero = kernel == 0
     return kernel.masked_fill(zero, 1).log().masked_fill(zero, -math.inf)
 

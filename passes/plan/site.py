@@ -163,8 +163,16 @@ class PlanSite(Site):
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
         return output.clamp(min=LEAST_LOG) if self.convention.log else output
 
-    def added(self, seen: SiteTensors) -> float | Tensor:
-        return 0.0 if self.slack is None else self._level(seen) / -self.convention.score_multiplier
+    def moved(self, seen: SiteTensors, scale: float, shift: float) -> Tensor:
+        if self.takes_kernel:
+            return self.scaled(seen.q, scale, shift)
+        below = 0.0 if self.slack is None else self._level(seen) / self.convention.score_multiplier
+        return (seen.q + below) * scale + shift - below
+
+    @property
+    def takes_kernel(self) -> bool:
+        """Whether its call is given the kernel as it is."""
+        return self.kernel and not self.biases and self.slack is None
 
     def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
         if self.slack is None:
@@ -197,8 +205,7 @@ class PlanSite(Site):
         start, end = self.start.tensor, self.end.tensor
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
-            as_kernel = self.kernel and not self.biases and self.slack is None
-            if self.kernel and not as_kernel:
+            if self.kernel and not self.takes_kernel:
                 scores = _log(lifting, scores)
             for node, coefficient in self.biases:
                 bias = lifting.nodes[node]
@@ -220,7 +227,7 @@ class PlanSite(Site):
                 scores = lifting.call(aten.sub.Tensor, scores, shift)
                 masses = lifting.call(aten.neg.default, lifting.call(aten.squeeze.dim, level, 0))
                 marginals = {"log_mu": masses, "log_nu": masses}
-            rest = {**marginals, **settings_of(self.convention), "kernel": as_kernel}
+            rest = {**marginals, **settings_of(self.convention), "kernel": self.takes_kernel}
             call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
             result: Node = call
             if self.slack is not None and self.convention.log:

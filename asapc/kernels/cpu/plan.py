@@ -53,9 +53,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if scores.numel() == 0 or settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
         return task.plain(scores).contiguous()
     starts = None if stabiliser is None else stabiliser.start
-    if settings["kernel"] and (
-        task.as_written or starts == "tensor" or settings["score_multiplier"] != 1.0 or settings["by_head"]
-    ):
+    scaled = settings["score_multiplier"] != 1.0 or settings["by_head"] is not None
+    if settings["kernel"] and (scaled or task.as_written or starts == "tensor"):
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
