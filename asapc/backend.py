@@ -61,7 +61,7 @@ from asapc.passes.put_back import put_back
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import replay
 from asapc.passes.site import Site as MatchedSite
-from asapc.report.explained import Facts, note
+from asapc.report.explained import Facts, broken_at, note
 from asapc.terminal.printed import reason
 
 LOG = logging.getLogger("asapc")
@@ -473,9 +473,10 @@ def _made(graph: GraphModule, inputs: Sequence[Any], inner: str) -> tuple[GraphM
     """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without us."""
     try:
         made, sites, left = rewritten(graph, inputs, inner == "inductor")
-        facts = Facts(inner, sites, left)
+        facts = Facts(inner, sites, left, broken_at=broken_at(graph))
     except Exception as error:
-        made, facts = graph, Facts(inner, reason=reason(error).partition(" While executing %")[0])
+        text = reason(error).partition(" While executing %")[0]
+        made, facts = graph, Facts(inner, reason=text, broken_at=broken_at(graph))
         if not isinstance(error, Left):
             debug = LOG.isEnabledFor(logging.DEBUG)
             kind = type(error).__name__

@@ -412,6 +412,8 @@ def test_graphs_are_explained_by_model() -> None:
     assert len(asapc.explain(plain).graphs) == 1 and len(asapc.explain().graphs) == 3
     text = str(asapc.explain(model))
     assert "graph 2, compiled by aot_eager\n  second: asapc::sinkhorn, T=3, row first" in text
+    assert "ends at a graph break, `torch._dynamo.graph_break()` (test_backend.py, line" in text
+    assert [bool(x.broken_at) for x in asapc.explain(model).graphs] == [True, False]
     assert "no loop of rows and columns" in str(asapc.explain(plain))
     (site,) = asapc.explain(model).to_dict()["graphs"][0]["sites"]
     assert site["convention"]["half_steps"] == 4 and site["replay_error"] < 1e-5

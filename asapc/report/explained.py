@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from asapc.inputs.teacher import uncompiled
 from asapc.passes.analyse import LeftAlone, Site
+from asapc.passes.branches import text_of
 from asapc.report.tables import convention_text
 
 
@@ -21,13 +22,14 @@ class Facts:
     """What became of one of Dynamo's graphs.
 
     sites: operators now, by the modules that they are in; left: loops that stay the model's own code.
-    reason: why all of it does.
+    reason: why all of it does.  broken_at: the line of the model at which Dynamo breaks the graph.
     """
 
     inner: str
     sites: tuple[Site, ...] = ()
     left: tuple[LeftAlone, ...] = ()
     reason: str | None = None
+    broken_at: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -38,6 +40,7 @@ class Facts:
             ],
             "left": [{"name": x.name, "reason": x.reason} for x in self.left],
             "reason": self.reason,
+            "broken_at": self.broken_at,
         }
 
     def lines(self) -> Iterator[str]:
@@ -50,6 +53,20 @@ class Facts:
             yield f"  all of it is left as it is: {self.reason}"
         elif not self.sites and not self.left:
             yield "  no loop of rows and columns, and no attention"
+        if self.broken_at is not None:
+            yield (
+                f"  ends at a graph break, {self.broken_at}: a loop across it is not found here, but by "
+                "torch.compile(asapc.compile(model, data).model)"
+            )
+
+
+def broken_at(graph: GraphModule) -> str | None:
+    """The line of the model at which Dynamo could not go on; None where the graph is whole."""
+    why = getattr(graph, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break or not why.user_stack:
+        return None
+    frame = why.user_stack[-1]
+    return text_of((frame.filename, frame.lineno))
 
 
 @dataclass(frozen=True)
