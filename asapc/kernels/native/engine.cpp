@@ -65,6 +65,8 @@ constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from o
 
 // The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
 template <class T> constexpr double kSafeRange = std::is_same_v<T, float> ? 40.0 : 340.0;
+// So far below the largest, a score is that of a masked entry: no scalings that a format holds make anything of it.
+constexpr double kMasked = 2500.0;
 
 }  // namespace
 
@@ -403,6 +405,7 @@ template <class S, class W> class Head {
   static constexpr int L = kLanes<W>;      // of a register of the loop
   static constexpr int P = 2 * kLanes<S>;  // keys in a panel
   static constexpr int E = 2 * L;          // values in a panel
+  static constexpr W kHardlySeen = std::numeric_limits<W>::min();
 
  public:
   Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
@@ -445,7 +448,8 @@ template <class S, class W> class Head {
   double linear() {
     widest_ = 0;
     highest_ = -kInfinity;
-    std::fill_n(a_, count_, W(1));
+    sees_all_ = is_sparse_ = false;
+    std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
     for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_ && column_mass(j) > 0);
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
     const auto finite = [](W x) { return std::isfinite(x); };
@@ -548,22 +552,56 @@ template <class S, class W> class Head {
         }
       }
       const S top = max_of<S>(high[0] > high[1] ? high[0] : high[1]);
-      const double below = max_of<S>(low[0] < low[1] ? -low[0] : -low[1]);
-      const double range = unshifted_ ? std::max(double(top), below) : double(top) + below + spare_;
+      const auto range_of = [&](double below) {
+        return unshifted_ ? std::max(double(top), below) : double(top) + below + spare_;
+      };
+      double range = range_of(max_of<S>(low[0] < low[1] ? -low[0] : -low[1]));
+      const bool masks = !(range <= kSafeRange<W>);
+      if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, top));
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
-      const V<W> shift = all(unshifted_ ? W(0) : W(top));
-      V<W> sum[2] = {};
-      for (int64_t j = 0; j < padded_; j += 2 * L) {
-        const V<W> left = exponential<W, true>(load_as<W>(s + j) - shift);
-        const V<W> right = exponential<W, true>(load_as<W>(s + j + L) - shift);
-        store(rows + r * stride_ + j, left), store(rows + r * stride_ + j + L, right);
-        sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
-      }
-      sums[r] = sum_of<W>(sum[0] + sum[1]);
+      const V<W> shift = all(unshifted_ || top == -S(kInfinity) ? W(0) : W(top));
+      sums[r] = masks ? exponentials<false>(s, shift, rows + r * stride_) : exponentials<true>(s, shift, rows + r * stride_);
       log_a_[row + r] = W(top) + start_of(row + r);
+      if (!masks) sees_all_ = true;
+      else see(s, rows + r * stride_);
     }
     return true;
+  }
+
+  // exp(s - shift) of a row, and its product with b.  bounded: no score is masked.
+  template <bool bounded> W exponentials(const S* s, V<W> shift, W* to) const {
+    V<W> sum[2] = {};
+    for (int64_t j = 0; j < padded_; j += 2 * L) {
+      const V<W> left = exponential<W, bounded>(load_as<W>(s + j) - shift);
+      const V<W> right = exponential<W, bounded>(load_as<W>(s + j + L) - shift);
+      store(to + j, left), store(to + j + L, right);
+      sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
+    }
+    return sum_of<W>(sum[0] + sum[1]);
+  }
+
+  // The lowest score of a row that is not masked, times -1.
+  double below_unmasked(const S* s, S top) const {
+    S low = S(kInfinity);
+    const S masked = unshifted_ ? -S(kMasked) : top - S(kMasked);
+    for (int64_t j = 0; j < size_; ++j) low = s[j] > masked && s[j] < low ? s[j] : low;
+    return -double(low);
+  }
+
+  // Notes which columns a row sees that does not see all: those of -inf alone have no part.
+  void see(const S* s, const W* row) {
+    is_sparse_ = true;
+    for (int64_t j = 0; j < size_; ++j)
+      top_[j] = std::max(top_[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
+  }
+
+  // Where entries are masked, scalings may drift apart until terms that count leave the format; and what closes a
+  // column whose finite scores are all masked is one of them.
+  bool are_held() const {
+    const auto held = [](W x) { return x == 0 || std::abs(std::log(x)) <= W(kSafeRange<W> + 5); };
+    const auto seen = [this](W top) { return sees_all_ || top != kHardlySeen; };
+    return std::all_of(a_, a_ + count_, held) && std::all_of(b_, b_ + size_, held) && std::all_of(top_, top_ + size_, seen);
   }
 
   bool linear_pass(const Pass& pass) {
@@ -582,7 +620,7 @@ template <class S, class W> class Head {
           dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
         });
       }
-      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
+      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(row + r, sums[r], pass);
       W weights[kRows];
       for (int64_t r = 0; r < count; ++r) {
         const W mass = row_mass(row + r);
@@ -599,8 +637,9 @@ template <class S, class W> class Head {
       if (p_.to_columns) apply_to_columns(b_, scale);
       return true;
     }
-    if (stabilised_ || column_mass_) {
+    if (stabilised_ || column_mass_ || is_sparse_) {
       for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
+      if (is_sparse_ && !stabilised_ && !are_held()) return widest_ = kInfinity, false;
     } else {
       for (int64_t j = 0; j < padded_; j += L) store(b_ + j, all(W(share_)) / load(total_ + j));
       std::fill(b_ + size_, b_ + padded_, W(0));
@@ -610,14 +649,15 @@ template <class S, class W> class Head {
     return true;
   }
 
-  W closed_row(W a, W sum, const Pass& pass) const {
-    if (!stabilised_) return W(1) / sum;
-    const W found = closed(p_.rule, a, W(p_.row_mass), sum, p_.rule.softmax && pass.first);
+  // A row without scores has no part.
+  W closed_row(int64_t i, W sum, const Pass& pass) const {
+    if (!stabilised_) return log_a_[i] == W(-kInfinity) ? W(0) : W(1) / sum;
+    const W found = closed(p_.rule, a_[i], W(p_.row_mass), sum, p_.rule.softmax && pass.first);
     return pass.first || !pass.closes_columns ? found : found * W(p_.rule.gauge);
   }
 
   W closed_column(int64_t j, W sum, const Pass& pass) const {
-    if (!stabilised_) return W(share_) * column_mass(j) / sum;
+    if (!stabilised_) return !sees_all_ && top_[j] == 0 ? W(0) : W(share_) * column_mass(j) / sum;
     const W own = pass.closes_rows && !pass.first ? b_[j] / W(p_.rule.gauge) : b_[j];
     return closed(p_.rule, own, W(p_.column_mass), sum, p_.rule.softmax && pass.first && !pass.closes_rows);
   }
@@ -758,7 +798,7 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
-  bool kept_, ends_on_rows_, stabilised_, unshifted_;
+  bool kept_, ends_on_rows_, stabilised_, unshifted_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
 
@@ -1092,7 +1132,7 @@ template <class X> class Planned {
             for (int64_t i = top; i < std::min(top + 8, rows); ++i) to[j * rows + i] = from[i * columns + j] * factor;
   }
 
-  // The largest score of every row and column, the lowest of those above -inf, and the highest; of a kernel that is
+  // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
   // given, its largest entries, the lowest above 0, and the highest.  subtracts: what the loop starts with is taken off
   // first, nothing of what has no score at all; a kernel is divided.
   template <bool subtracts> void find_tops() {
@@ -1104,7 +1144,7 @@ template <class X> class Planned {
     for (int64_t j = 0; subtracts && j < m_; ++j) total_[j] = finite(column_tops_[j]);
     std::fill_n(column_tops_, m_, X{} + nothing_);
     high_ = X{} + nothing_;
-    const V<T> nothing = V<T>{} + nothing_, most_of_all = V<T>{} + kInf;
+    const V<T> nothing = V<T>{} + nothing_, masked = V<T>{} + (divides ? T(0) : T(-kMasked)), most_of_all = V<T>{} + kInf;
     V<T> low = most_of_all;
     for (int64_t i = 0; i < n_; ++i) {
       const X of_row = of_rows ? finite(row_tops_[i]) : own;
@@ -1119,7 +1159,7 @@ template <class X> class Planned {
         }
         const Y most = get<Y>(column_tops_ + j);
         put<Y>(column_tops_ + j, x > most ? x : most);
-        const V<T> wide = V<T>{} + x, shown = wide > nothing ? wide : most_of_all;
+        const V<T> wide = V<T>{} + x, shown = wide > masked ? wide : most_of_all;
         top = wide > top ? wide : top, low = shown < low ? shown : low;
       });
       row_tops_[i] = highest(top);
