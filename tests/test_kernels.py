@@ -371,6 +371,47 @@ def test_a_constant_beside_hidden_tokens_stays_in_the_engine(start: str) -> None
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+MASKS = {
+    "window": lambda i, j, h: (i - j).abs() <= 2,
+    "blocks": lambda i, j, h: i // 4 == j // 4,
+    "scattered": lambda i, j, h: (5 * i + 3 * j + i * j + h) % 7 < 2,
+    "causal": lambda i, j, h: (i >= j) & (h >= 0),
+    "a row": lambda i, j, h: (i != 1 + h) & (j >= 0),
+    "a column": lambda i, j, h: (j != h) & (i >= 0),
+    "one pair": lambda i, j, h: (i == 3) & (j == 4),
+    "all": lambda i, j, h: i + j < 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("low", [-math.inf, -1e9, -1e4])
+@pytest.mark.parametrize("sizes", [(9, 9), (40, 33)])
+def test_masked_pairs_are_nothing_to_the_linear_domain(
+    sizes: tuple[int, int], low: float, mask: str
+) -> None:
+    """But where a row or a column has nothing else, -1e9 and -1e4 are scores like others."""
+    i, j, h = (torch.arange(size) for size in (*sizes, 2))
+    shown = MASKS[mask](i[:, None], j, h[:, None, None]).expand(2, *sizes)
+    (q, *_), (k, v, _) = tokens(2, 2, sizes[0], 8), tokens(2, 2, sizes[1], 8, seed=1)
+    bias = torch.where(shown, 0.3, low)
+    with explained() as choices:
+        assert_honest(q, k, v, None, bias)
+    if mask in ("window", "blocks") and not native.missing():
+        assert not any("log domain" in choice.kernel for choice in choices)
+    rules = ("plan", "add", "softmax"), ("scaling", "add", "plain"), ("plan", "clamp", "row")
+    for form, kind, start in rules:
+        settings = (0.3, HALF_STEPS, True, form, kind, 1e-6, start, False, False, ATTENTION)
+        with explained() as choices:
+            found = ops.stabilised_sinkhorn(q, k, v, None, bias, *settings)
+        exact, rough = (
+            stabilised_sinkhorn(*(kind_of(x) for x in (q, k, v)), None, kind_of(bias), *settings)
+            for kind_of in (double, lambda x: x)
+        )
+        assert native.missing() or "C++ engine" in choices[0].kernel
+        budget = 2 * float((rough - exact).abs().max()) + 2e-6 * max(1.0, float(exact.abs().max()))
+        assert float((found - exact).abs().max()) <= budget, (form, kind, start)
+
+
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAPC_NATIVE", "0")
     monkeypatch.setattr(native, "missing", native.missing.__wrapped__)

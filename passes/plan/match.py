@@ -802,6 +802,8 @@ def _made(program: Program, region: _Region, fit: Fit[PlanConvention], trials: _
         target_marginal=kind(roles.log_nu) if region.slack is None else "constant",
         by_head=None if trials.by_head is None else tuple(trials.by_head.tolist()),
     )  # fmt: skip
+    if region.kernel and math.isclose(convention.score_multiplier, 1.0):  # K to the power 1 is K
+        convention = replace(convention, score_multiplier=1.0)
     end = region.end.tensor.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
