@@ -596,12 +596,17 @@ template <class S, class W> class Head {
       top_[j] = std::max(top_[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
   }
 
-  // Where entries are masked, scalings may drift apart until terms that count leave the format; and what closes a
-  // column whose finite scores are all masked is one of them.
+  // Where entries are masked, scalings may drift apart until terms that count leave the format: not where no sum is
+  // small. What a column has whose finite scores are all masked has left it.
   bool are_held() const {
-    const auto held = [](W x) { return x == 0 || std::abs(std::log(x)) <= W(kSafeRange<W> + 5); };
-    const auto seen = [this](W top) { return sees_all_ || top != kHardlySeen; };
-    return std::all_of(a_, a_ + count_, held) && std::all_of(b_, b_ + size_, held) && std::all_of(top_, top_ + size_, seen);
+    const W reach = W(std::exp(kSafeRange<W> + 5));
+    for (int64_t i = 0; i < count_; ++i) if (!(a_[i] <= reach)) return false;
+    for (int64_t j = 0; j < size_; ++j) {
+      const bool absent = !(column_mass(j) > 0) || (!sees_all_ && top_[j] == 0);
+      if (!absent && !(b_[j] > 0 && b_[j] <= reach)) return false;
+      if (!sees_all_ && top_[j] == kHardlySeen) return false;
+    }
+    return true;
   }
 
   bool linear_pass(const Pass& pass) {
@@ -637,16 +642,20 @@ template <class S, class W> class Head {
       if (p_.to_columns) apply_to_columns(b_, scale);
       return true;
     }
-    if (stabilised_ || column_mass_ || is_sparse_) {
+    if (stabilised_ || column_mass_) {
       for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
-      if (is_sparse_ && !stabilised_ && !are_held()) return widest_ = kInfinity, false;
     } else {
-      for (int64_t j = 0; j < padded_; j += L) store(b_ + j, all(W(share_)) / load(total_ + j));
+      for (int64_t j = 0; j < padded_; j += L) {
+        const V<W> total = load(total_ + j);
+        store(b_ + j, total == V<W>{} ? total : all(W(share_)) / total);
+      }
       std::fill(b_ + size_, b_ + padded_, W(0));
     }
     if (pass.first && !pass.closes_rows && !stabilised_)  // in the units of the last block, which are everyone's
       for (int64_t i = 0; i < count_; ++i) a_[i] = started(i);
-    return true;
+    if (!is_sparse_ || stabilised_ || are_held()) return true;
+    widest_ = kInfinity;
+    return false;
   }
 
   // A row without scores has no part.
@@ -657,7 +666,7 @@ template <class S, class W> class Head {
   }
 
   W closed_column(int64_t j, W sum, const Pass& pass) const {
-    if (!stabilised_) return !sees_all_ && top_[j] == 0 ? W(0) : W(share_) * column_mass(j) / sum;
+    if (!stabilised_) return sum == 0 ? W(0) : W(share_) * column_mass(j) / sum;
     const W own = pass.closes_rows && !pass.first ? b_[j] / W(p_.rule.gauge) : b_[j];
     return closed(p_.rule, own, W(p_.column_mass), sum, p_.rule.softmax && pass.first && !pass.closes_rows);
   }
