@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import asapc.inputs
-from asapc.inputs.data import Batch
+from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
@@ -311,12 +311,13 @@ def _caches(
         with emptied(tried):
             return run(), {m: {key: vars(m)[key] for key in kept} for m, kept in tried.items()}
 
-    expected = model(*example.args, **example.kwargs)
+    expected = output_of(model, example)
     try:
         outputs, kept = anew(
-            lambda: (profile.run(model, example), model(*example.args, **example.kwargs))
+            lambda: (profile.run(model, example), output_of(model, example))
         )
-        _, other = anew(lambda: torch.func.functional_call(model, other_weights(model), args, kwargs))
+        others = Batch(args, kwargs, None, [])
+        _, other = anew(lambda: called(model, others, other_weights(model)))
     except Exception:  # of the model, which cannot do without
         return {}
     if not identical(outputs, (expected, expected)):
@@ -374,7 +375,7 @@ class _Profile:
             before = sys.getprofile()
             sys.setprofile(self)
             try:
-                return model(*example.args, **example.kwargs)
+                return output_of(model, example)
             finally:
                 sys.setprofile(before)
 
@@ -517,7 +518,7 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
         entries.setdefault(name, []).append(_Entry(values, _weights(module)))
 
     with entering(model, enter):
-        output = model(*batch.args, **batch.kwargs)
+        output = output_of(model, batch)
     return entries, output
 
 
@@ -640,7 +641,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
                 return mode.within.pop
 
             with entering(model, enter):
-                return model(*example.args, **example.kwargs), mode
+                return output_of(model, example), mode
 
     run()  # makes what is made once
     expected, mode = run()

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
 import asapc
-from asapc.errors import InputError, VerificationError
+from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
@@ -873,6 +873,66 @@ class OfWrittenInputs(Layer):
         return attended(self, x)
 
 
+class OfWrittenResidual(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x += attended(self, x)
+        return x
+
+
+class OfGivenDict(Layer):
+    """What it writes is for its caller, and no output."""
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        out = attended(self, data["x"])
+        data["sum"] = 0.5 * data["sum"] + out.sum((1, 2))
+        return out
+
+
+class OfGivenList(Layer):
+    def forward(self, x: Tensor, maps: list[Tensor]) -> Tensor:
+        maps.append(attended(self, x))
+        return maps[-1]
+
+
+class OfListOfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfGivenList() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps: list[Tensor] = []
+        x = x + 1 if x.sum() > 1e9 else x
+        for layer in self.layers:
+            x = x + layer(x, maps)
+        return x + maps[0]
+
+
+class OfParts(Layer):
+    """Queries four at a time, of which the last are what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        parts = [3 * part @ k.mT for part in q.split(4, 1)]
+        parts = [part - torch.logsumexp(part, -1, keepdim=True) for part in parts]
+        parts = [(part - torch.logsumexp(part, -2, keepdim=True)).exp() for part in parts]
+        return torch.cat(parts, 1) @ self.out(x)
+
+
+class OfTwoNames(Layer):
+    """A layer with two names, whose weights torch.func.functional_call does not put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.k = self.q
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT
+        for axis in (-1, -2, -1, -2):
+            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
+        return scores.exp() @ self.out(x)
+
+
 class OfTheWorld(Layer):
     """Functions, locks, settings and imports; a gradient, and the precision of its input."""
 
@@ -1096,12 +1156,41 @@ def test_inputs_that_are_stored_otherwise_and_written_into(kind):
 
 
 @pytest.mark.parametrize(("kind", "rule"), [
-    (OfWrittenInputs, "it writes into them"),
+    (OfWrittenInputs, "the model writes into its inputs"),
+    (OfWrittenResidual, "the model writes into its inputs"),
     (OfNoise, "the model must compute the same from the same inputs"),
 ])  # fmt: skip
 def test_a_model_that_changes_its_inputs_or_draws_random_numbers(kind, rule):
     with pytest.raises(InputError, match=rule):
         made(kind)
+
+
+@torch.no_grad()
+def test_a_class_that_gets_another_forward_after_a_call():
+    class Own(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return attended(self, x)
+
+    model, compiled = made(Own)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    Own.forward = lambda self, x: attended(self, x, 2.0)  # type: ignore[method-assign]
+    assert_told(own_code(model, compiled, x), "forward was captured as")
+
+
+@pytest.mark.parametrize(("model", "batch"), [
+    (OfGivenDict, lambda: {"data": {"x": torch.randn(8, 6, 4), "sum": torch.zeros(8)}}),
+    (OfGivenList, lambda: {"x": torch.randn(8, 6, 4), "maps": []}),
+])  # fmt: skip
+def test_a_model_that_writes_into_a_list_or_dict(model, batch):
+    with pytest.raises(NoSiteError, match="writes into a list or dict that it is given"):
+        asapc.compile(model().eval(), [batch() for _ in range(3)], recipe=LOSSLESS, examples=8)
+
+
+@pytest.mark.parametrize("kind", [OfListOfLayers, OfParts, OfTwoNames])
+@torch.no_grad()
+def test_lists_for_layers_parts_of_queries_and_layers_with_two_names(kind):
+    assert own_code(*made(kind), torch.randn(3, 6, 4)) == []
 
 
 def by_name(examples: int, tokens: int) -> dict[str, Any]:

@@ -668,8 +668,8 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
             if prefix not in known:
                 known.add(prefix)
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
-                if isinstance(own, dict) and step[1] in own:  # without the work of a step
-                    objects.append((functools.partial(dict.get, own, step[1], GONE), own[step[1]]))
+                if isinstance(own, dict) and step[1] in own and own[step[1]] is inner:
+                    objects.append((functools.partial(dict.get, own, step[1], GONE), inner))
                 elif step == ("part", HOOKS) or step[0] == "environ" or isinstance(inner, torch.Size):
                     values.append((functools.partial(_stepped, thing, step), inner))
                 elif step == ("part", WEIGHTS):
