@@ -138,6 +138,9 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         code = GraphCode(flat, dtype)
     sites = _holding(manifest["sites"], stage)
     _put_constants(artifact, graph, sites)
+    plain = manifest["programs"][0]["plain"]
+    if plain != sorted(graph.state_dict()):  # of a model whose state dict has weights, and none of these
+        graph._non_persistent_buffers_set.update(graph._buffers.keys() & plain)
     model = CompiledModel(graph, code, call, source, lines)
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
