@@ -243,12 +243,13 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
         profile = _profiled(model, example)  # what a first call imports is no code of the model
+    homes = profile.find_apart(model)
     found.caches = _caches(model, example, profile, before)
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
             codes = codes | profile.codes.get(name.rpartition(".")[0], set())
-        found.names[name] = loaded_names(codes)
+        found.names[name] = replace(loaded_names(codes), homes=homes.get(name, frozenset()))
         asked = profile.questions.get(name, set())
         loaded = found.names[name].said | found.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
@@ -362,9 +363,26 @@ class _Profile:
         self.questions: dict[str, set[str]] = {}
         self.traced = False
         self.spaces: dict[int, dict[str, Any]] = {}
+        self.homes: dict[CodeType, str] = {}  # the modules of Python where functions are at home
         self.unsteady: dict[str, set[str]] = {}
         self._stack: list[str] = []
         self._users = functools.cache(_is_users)
+
+    def find_apart(self, model: nn.Module) -> dict[str, frozenset[tuple[str, str]]]:
+        """The globals of functions to which nothing in their module leads. They are taken for code of
+        the modules around it as well, which may have passed them in, with what they hold of those."""
+        homes: dict[str, frozenset[tuple[str, str]]] = {}
+        for name, module in reversed([*model.named_modules()]):  # inner ones first
+            reached, codes = set[CodeType](), self.codes.get(name, set())
+            with contextlib.suppress(TooMuch):
+                reachable(module, loaded_names(codes), reached=reached)
+            apart = codes - reached
+            if name and apart:
+                self.codes.setdefault(name.rpartition(".")[0], set()).update(apart)
+            homes[name] = frozenset(
+                (self.homes[code], key) for code in apart for key in loaded_names([code]).globals
+            )
+        return homes
 
     def enter(self, name: str, *_: Any) -> Leave:
         self._stack.append(name)
@@ -394,6 +412,7 @@ class _Profile:
             if event == "call":
                 self.spaces[id(frame.f_globals)] = frame.f_globals
                 self.codes.setdefault(self._stack[-1], set()).add(code)
+                self.homes[code] = str(frame.f_globals.get("__name__"))
             elif (question := _question(arg)) is not None:
                 self.questions.setdefault(self._stack[-1], set()).add(question)
             elif _home(arg).startswith(_OF_THE_WORLD):
