@@ -710,6 +710,8 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
                 if isinstance(own, dict) and step[1] in own and own[step[1]] is inner:
                     objects.append((functools.partial(dict.get, own, step[1], GONE), inner))
+                elif step == ("attr", "forward") and _of_class(thing) is inner:
+                    objects.append((functools.partial(_of_class, thing), inner))
                 elif (
                     step in (("part", HOOKS), ("part", BASES)) or step[0] == "environ"
                     or isinstance(inner, torch.Size)
@@ -724,6 +726,11 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
                     values.append((look, look()))
             thing = inner
     return objects, values
+
+
+def _of_class(thing: Any) -> Any:
+    """The forward that a patched one stands for, on top of which others may put their own."""
+    return getattr(type(thing), "forward", GONE)
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
