@@ -56,7 +56,14 @@ from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.first_call import unchanged
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards
+from asapc.passes.observe import (
+    Leave,
+    Observer,
+    entering,
+    replaced_forward,
+    replaced_forwards,
+    written,
+)
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
@@ -298,7 +305,11 @@ def _answers(
 ) -> tuple[Answers, Any, int]:
     """What the example answers to the module's Python, what it gives, and how many calls that took."""
     with Trace(numbers=numbers) as asking, torch.random.fork_rng(devices=[]):
-        output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        given = copy.deepcopy((args, kwargs))
+        before = written(given)
+        output = module(*given[0], **given[1])
+    if before[:2] != written(given)[:2]:  # what is written into tensors, the graph has
+        raise ValueError("writes into a list or dict that it is given")
     return asking.answers, output, asking.calls
 
 
@@ -440,7 +451,7 @@ def _alike_at(
     with torch.random.fork_rng(devices=[]):
         try:
             with Trace(numbers=numbers):
-                expected = module(*args, **kwargs)
+                expected = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         except Exception:
             return None
         try:
@@ -746,7 +757,7 @@ def _capture_modules(
         return stack.pop
 
     with _Counter(stack) as counter, entering(model, enter):
-        model(*args, **kwargs)
+        model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     modules = dict(model.named_modules())
     found: list[Program] = []
     failed: dict[str, str] = {}

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from asapc.inputs.data import Batch
@@ -85,12 +86,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def called(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
-    """What the model gives with these weights, which may write into its inputs, or draw numbers."""
+    """What the model gives with these weights, which may write into its inputs, or draw numbers. Ties
+    are let alone: torch does not put back the weights of a module that has two names."""
     args, kwargs = copy.deepcopy((batch.args, batch.kwargs))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        return torch.func.functional_call(model, dict(weights), args, kwargs)
+        return functional_call(model, dict(weights), args, kwargs, tie_weights=False)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from asapc.passes.capture import size_hint
 from asapc.passes.cut import ancestors, holds_tensors, moved_nodes, recorded
 from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
-from asapc.passes.observe import gives_its_input
+from asapc.passes.observe import EagerCall, gives_its_input
 from asapc.passes.products import VIEWS
 from asapc.passes.site import Site
 from asapc.passes.state import Observed
@@ -62,7 +62,7 @@ _OF_MAP = {  # what a map may go through before the values are multiplied by it
 }  # fmt: skip
 MASK_AXES = 4  # [B, 1 | H, 1 | N, M]
 NEUTRAL = 1e-6  # relative difference of outputs without a mask, and with one that hides nothing
-EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
+EagerCalls = Mapping[str, Sequence[EagerCall | None]]
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,9 @@ class _Reader:
         for number, call in enumerate(self.program.calls):  # inner calls come first
             if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
+            if None in self.eager.get(self._full(call.name), ()):
+                reason = f"{call.name or 'the model'} writes into its inputs"
+                continue
             inside = self._inside(number)
             if isinstance(inside, str):
                 reason = f"{call.name or 'the model'} {inside}"
@@ -197,7 +200,7 @@ class _Reader:
         calls = self.eager.get(name, ())
         if len(calls) != len(self.eager.get(self.program.name, ())):
             return f"is called {len(calls)} times where the model is not traced"
-        for args, kwargs in calls:
+        for args, kwargs in filter(None, calls):
             try:
                 problem = self._call(call).flat(args, kwargs)[1]
             except (Undescribable, TypeError) as error:
@@ -211,7 +214,7 @@ class _Reader:
         if id(call) not in self._known:
             name = self._full(call.name)
             module = self.model.get_submodule(name)
-            (args, kwargs), *_ = self.eager.get(name, [((), {})])
+            args, kwargs = next(filter(None, self.eager.get(name, ())), ((), {}))
             self._known[id(call)] = _with_neutral(module, _call_of(module, call), args, kwargs)
         return self._known[id(call)]
 

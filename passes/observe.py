@@ -29,6 +29,8 @@ from asapc.ir import ModuleCall
 assert _library is not None
 aten = torch.ops.aten
 
+EagerCall = tuple[tuple[Any, ...], dict[str, Any]]
+Leave = Callable[[], object]
 STOP = "stop"  # the label of a mark, before its number
 
 
@@ -178,25 +180,37 @@ def gives_its_input(node: Node) -> bool:
     return same and (node.target not in _DROPOUTS or node.args[2] is False)
 
 
+def written(given: Any) -> Any:
+    """Of a call's arguments, what is another where something has been written into them."""
+    leaves, spec = pytree.tree_flatten(given)
+    tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    return spec, [*map(id, leaves)], [x._version for x in tensors]
+
+
 def eager_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """What every module is called with when the model runs, by name.
+) -> dict[str, list[EagerCall | None]]:
+    """What every module is called with when the model runs, by name; None where it writes into that.
 
     Some code asks whether it is being traced, and then calls its modules differently. torch's own encoder
     asks whether they have hooks, so forwards are replaced meanwhile, which is also what a patch does.
     """
-    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+    calls: dict[str, list[EagerCall | None]] = {}
 
-    def note(name: str, args: Any, kwargs: Any) -> None:
-        calls.setdefault(name, []).append(_kept((args, kwargs)))
+    def note(name: str, args: Any, kwargs: Any) -> Leave:
+        its = calls.setdefault(name, [])
+        its.append(_kept((args, kwargs)))
+        place, before = len(its) - 1, written((args, kwargs))
+
+        def leave() -> None:
+            if before != written((args, kwargs)):
+                its[place] = None
+
+        return leave
 
     with entering(model, note), torch.no_grad():
         model(*args, **kwargs)
     return calls
-
-
-Leave = Callable[[], object]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.features.predictor import Amortised
-from asapc.inputs.data import Batch
+from asapc.inputs.data import Batch, output_of, own
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
@@ -79,7 +79,8 @@ def compiled_modules(
     """
     if analysis.model is None:
         return [], {}
-    eager = eager_calls(analysis.model, example.args, example.kwargs)
+    given = own(example)
+    eager = eager_calls(analysis.model, given.args, given.kwargs)
     found: list[CompiledModule] = []
     left: dict[str, str] = {}
     start = 0
@@ -180,7 +181,7 @@ def _with_insides(
 
     if found:
         with entering(model, enter), torch.no_grad():
-            model(*example.args, **example.kwargs)
+            output_of(model, example)
     for name in insides:
         codes = observed.within(name).codes
         insides[name] = _without_set(model, name, insides[name], codes, example)
@@ -262,7 +263,7 @@ def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch
 
         with entering(model, enter), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return model(*example.args, **example.kwargs)
+            return output_of(model, example)
 
     with unchanged(model):
         try:

@@ -469,7 +469,9 @@ class _Beyond:
         line = line_of(size)
         if line is None or line.more or (line.factor != 1 and size is not self.part.batch):
             return sizes  # a length that is computed from another: what becomes of it is not known
-        return {**sizes, line.symbol: min(to, sizes[line.symbol])}
+        shrunk = {**sizes, line.symbol: min(to, sizes[line.symbol])}
+        parts = self.part.batch, self.part.queries, self.part.keys  # n - 8 queries may be the last ones
+        return shrunk if all(evaluate(part, shrunk) > 0 for part in parts) else sizes
 
     def _error(
         self, sizes: dict[Any, int], change: Change = AS_GIVEN, active: list[int] | None = None

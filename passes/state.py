@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import asapc.inputs
-from asapc.inputs.data import Batch
+from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
@@ -243,12 +243,13 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
         profile = _profiled(model, example)  # what a first call imports is no code of the model
+    homes = profile.find_apart(model)
     found.caches = _caches(model, example, profile, before)
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
             codes = codes | profile.codes.get(name.rpartition(".")[0], set())
-        found.names[name] = loaded_names(codes)
+        found.names[name] = replace(loaded_names(codes), homes=homes.get(name, frozenset()))
         asked = profile.questions.get(name, set())
         loaded = found.names[name].said | found.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
@@ -311,12 +312,13 @@ def _caches(
         with emptied(tried):
             return run(), {m: {key: vars(m)[key] for key in kept} for m, kept in tried.items()}
 
-    expected = model(*example.args, **example.kwargs)
+    expected = output_of(model, example)
     try:
         outputs, kept = anew(
-            lambda: (profile.run(model, example), model(*example.args, **example.kwargs))
+            lambda: (profile.run(model, example), output_of(model, example))
         )
-        _, other = anew(lambda: torch.func.functional_call(model, other_weights(model), args, kwargs))
+        others = Batch(args, kwargs, None, [])
+        _, other = anew(lambda: called(model, others, other_weights(model)))
     except Exception:  # of the model, which cannot do without
         return {}
     if not identical(outputs, (expected, expected)):
@@ -361,9 +363,26 @@ class _Profile:
         self.questions: dict[str, set[str]] = {}
         self.traced = False
         self.spaces: dict[int, dict[str, Any]] = {}
+        self.homes: dict[CodeType, str] = {}  # the modules of Python where functions are at home
         self.unsteady: dict[str, set[str]] = {}
         self._stack: list[str] = []
         self._users = functools.cache(_is_users)
+
+    def find_apart(self, model: nn.Module) -> dict[str, frozenset[tuple[str, str]]]:
+        """The globals of functions to which nothing in their module leads. They are taken for code of
+        the modules around it as well, which may have passed them in, with what they hold of those."""
+        homes: dict[str, frozenset[tuple[str, str]]] = {}
+        for name, module in reversed([*model.named_modules()]):  # inner ones first
+            reached, codes = set[CodeType](), self.codes.get(name, set())
+            with contextlib.suppress(TooMuch):
+                reachable(module, loaded_names(codes), reached=reached)
+            apart = codes - reached
+            if name and apart:
+                self.codes.setdefault(name.rpartition(".")[0], set()).update(apart)
+            homes[name] = frozenset(
+                (self.homes[code], key) for code in apart for key in loaded_names([code]).globals
+            )
+        return homes
 
     def enter(self, name: str, *_: Any) -> Leave:
         self._stack.append(name)
@@ -374,7 +393,7 @@ class _Profile:
             before = sys.getprofile()
             sys.setprofile(self)
             try:
-                return model(*example.args, **example.kwargs)
+                return output_of(model, example)
             finally:
                 sys.setprofile(before)
 
@@ -393,6 +412,7 @@ class _Profile:
             if event == "call":
                 self.spaces[id(frame.f_globals)] = frame.f_globals
                 self.codes.setdefault(self._stack[-1], set()).add(code)
+                self.homes[code] = str(frame.f_globals.get("__name__"))
             elif (question := _question(arg)) is not None:
                 self.questions.setdefault(self._stack[-1], set()).add(question)
             elif _home(arg).startswith(_OF_THE_WORLD):
@@ -517,7 +537,7 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
         entries.setdefault(name, []).append(_Entry(values, _weights(module)))
 
     with entering(model, enter):
-        output = model(*batch.args, **batch.kwargs)
+        output = output_of(model, batch)
     return entries, output
 
 
@@ -640,7 +660,7 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
                 return mode.within.pop
 
             with entering(model, enter):
-                return model(*example.args, **example.kwargs), mode
+                return output_of(model, example), mode
 
     run()  # makes what is made once
     expected, mode = run()

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
 import asapc
-from asapc.errors import InputError, VerificationError
+from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
@@ -177,6 +177,17 @@ sys.modules["settings_of_test"] = SETTINGS
 EXTRA = types.ModuleType("torch_extra")  # no part of torch, in a package called almost like it
 exec(compile("TAU = 1.0\ndef tau(): return TAU", "/site-packages/torch_extra/x.py", "exec"), vars(EXTRA))
 CELL = {"tau": 1.0}
+ELSEWHERE = types.ModuleType("elsewhere_of_test")  # a file that the model's own does not name
+sys.modules["elsewhere_of_test"] = ELSEWHERE
+exec(compile("""
+TAU = 1.0
+def scaled(x): return x * TAU
+class Base:
+    def forward(self, x): return self.attend(scaled(x))
+class Called:
+    def __call__(self, x): return x * 1.0
+BY_PAIR = {(1, 2): scaled}
+""", "/elsewhere/of_test.py", "exec"), vars(ELSEWHERE))
 
 
 @torch.compile(backend="eager")
@@ -873,6 +884,112 @@ class OfWrittenInputs(Layer):
         return attended(self, x)
 
 
+class OfSuper(ELSEWHERE.Base, Layer):  # type: ignore[misc, name-defined]
+    def attend(self, x: Tensor) -> Tensor:
+        return attended(self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+BY_PAIR = ELSEWHERE.BY_PAIR
+
+
+class OfPairs(Layer):
+    """What no steps lead to: keys that are neither texts nor numbers, what is in a set or a long list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_pair, self.set, self.long = {(1, 2): Context()}, {Slots()}, [[1.0] for _ in range(70)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slots,) = self.set
+        tau = self.by_pair[1, 2].tau * slots.tau * self.long[66][0]
+        return attended(self, BY_PAIR[1, 2](x), tau)
+
+
+class OfCalled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = ELSEWHERE.Called()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, self.called(x))
+
+
+class OfGivenFunction(Layer):
+    class Inner(Layer):
+        def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+            return attended(self, function(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.sharp = self.Inner(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, lambda y: y * self.sharp)
+
+
+class OfWrittenResidual(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x += attended(self, x)
+        return x
+
+
+class OfGivenDict(Layer):
+    """What it writes is for its caller, and no output."""
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        out = attended(self, data["x"])
+        data["sum"] = 0.5 * data["sum"] + out.sum((1, 2))
+        return out
+
+
+class OfGivenList(Layer):
+    def forward(self, x: Tensor, maps: list[Tensor]) -> Tensor:
+        maps.append(attended(self, x))
+        return maps[-1]
+
+
+class OfListOfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfGivenList() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps: list[Tensor] = []
+        x = x + 1 if x.sum() > 1e9 else x
+        for layer in self.layers:
+            x = x + layer(x, maps)
+        return x + maps[0]
+
+
+class OfParts(Layer):
+    """Queries four at a time, of which the last are what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        parts = [3 * part @ k.mT for part in q.split(4, 1)]
+        parts = [part - torch.logsumexp(part, -1, keepdim=True) for part in parts]
+        parts = [(part - torch.logsumexp(part, -2, keepdim=True)).exp() for part in parts]
+        return torch.cat(parts, 1) @ self.out(x)
+
+
+class OfTwoNames(Layer):
+    """A layer with two names, whose weights torch.func.functional_call does not put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.k = self.q
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT
+        for axis in (-1, -2, -1, -2):
+            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
+        return scores.exp() @ self.out(x)
+
+
 class OfTheWorld(Layer):
     """Functions, locks, settings and imports; a gradient, and the precision of its input."""
 
@@ -1096,12 +1213,75 @@ def test_inputs_that_are_stored_otherwise_and_written_into(kind):
 
 
 @pytest.mark.parametrize(("kind", "rule"), [
-    (OfWrittenInputs, "it writes into them"),
+    (OfWrittenInputs, "the model writes into its inputs"),
+    (OfWrittenResidual, "the model writes into its inputs"),
     (OfNoise, "the model must compute the same from the same inputs"),
 ])  # fmt: skip
 def test_a_model_that_changes_its_inputs_or_draws_random_numbers(kind, rule):
     with pytest.raises(InputError, match=rule):
         made(kind)
+
+
+@pytest.mark.parametrize(("kind", "owner", "name", "value"), [
+    (OfSuper, ELSEWHERE, "TAU", 2.0),
+    (OfSuper, ELSEWHERE.Base, "forward", lambda self, x: self.attend(x * 2.0)),
+    (OfPairs, ELSEWHERE, "TAU", 3.0),
+    (OfPairs, ELSEWHERE.scaled, "__code__", (lambda x: x * 2.0).__code__),
+    (OfCalled, ELSEWHERE.Called, "__call__", lambda self, x: x * 2.0),
+    (OfGivenFunction, None, "sharp", 2.0),
+])  # fmt: skip
+@torch.no_grad()
+def test_functions_that_run_unnamed_or_elsewhere(kind, owner, name, value):
+    model, compiled = made(kind)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    with contextlib.ExitStack() as stack:
+        for one in (model[0], compiled[0]) if owner is None else (owner,):
+            stack.callback(setattr, one, name, getattr(one, name))
+            setattr(one, name, value)
+        assert_told(own_code(model, compiled, x), "was captured as")
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda layer: setattr(layer.by_pair[1, 2], "tau", 2.0), "by_pair"),
+    (lambda layer: setattr(*layer.set, "tau", 2.0), "set"),
+    (lambda layer: layer.long[66].__setitem__(0, 2.0), "long"),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_is_in_containers_that_no_steps_lead_into(change, text):
+    pair, x = copy.deepcopy(made(OfPairs)), torch.randn(3, 6, 4)
+    assert own_code(*pair, x) == []
+    for model in pair:
+        change(model[0])
+    assert_told(own_code(*pair, x), f"{text} was captured as")
+
+
+@torch.no_grad()
+def test_a_class_that_gets_another_forward_after_a_call():
+    class Own(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return attended(self, x)
+
+    model, compiled = made(Own)
+    x = torch.randn(3, 6, 4)
+    assert own_code(model, compiled, x) == []
+    Own.forward = lambda self, x: attended(self, x, 2.0)  # type: ignore[method-assign]
+    assert_told(own_code(model, compiled, x), "forward was captured as")
+
+
+@pytest.mark.parametrize(("model", "batch"), [
+    (OfGivenDict, lambda: {"data": {"x": torch.randn(8, 6, 4), "sum": torch.zeros(8)}}),
+    (OfGivenList, lambda: {"x": torch.randn(8, 6, 4), "maps": []}),
+])  # fmt: skip
+def test_a_model_that_writes_into_a_list_or_dict(model, batch):
+    with pytest.raises(NoSiteError, match="writes into a list or dict that it is given"):
+        asapc.compile(model().eval(), [batch() for _ in range(3)], recipe=LOSSLESS, examples=8)
+
+
+@pytest.mark.parametrize("kind", [OfListOfLayers, OfParts, OfTwoNames])
+@torch.no_grad()
+def test_lists_for_layers_parts_of_queries_and_layers_with_two_names(kind):
+    assert own_code(*made(kind), torch.randn(3, 6, 4)) == []
 
 
 def by_name(examples: int, tokens: int) -> dict[str, Any]:

@@ -325,6 +325,55 @@ def test_another_value_of_a_constant_is_no_secret(outs):
                 torch.testing.assert_close(model(x), original(x))
 
 
+class Slopes(nn.Module):
+    """Two tensors that are no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.gain = nn.Linear(4, 4), torch.tensor([1.0, 2.0, 1.0, 0.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ (x * torch.tensor([0.5, 1.0, 2.0, 1.0])).mT
+        for axis in (-1, -2, -1, -2):
+            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
+        return scores.exp() @ self.v(x) * self.gain
+
+
+def test_tensors_of_the_code_are_in_no_state_dict(tmp_path):
+    original, other, x = Slopes().eval(), Slopes().eval(), torch.randn(24, 6, 4)
+    live, _ = asapc.compile(original, {"x": x}, recipe=RECIPE, out=tmp_path / "out", examples=8)
+    for model in (live, asapc.load(tmp_path / "out")):
+        assert model.state_dict().keys() == original.state_dict().keys()
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(model.double()(x.double()), other.double()(x.double()))
+        other.float()
+
+
+class Hidden(nn.Module):
+    """A temperature that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tau", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.mT / self.tau
+        for axis in (-1, -2, -1, -2):
+            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
+        return scores.exp() @ x
+
+
+def test_a_constant_that_no_state_dict_has(tmp_path):
+    original, x = Hidden().eval(), torch.randn(24, 6, 4)
+    asapc.compile(original, {"x": x}, recipe=RECIPE, out=tmp_path / "out", examples=8)
+    alone = asapc.load(tmp_path / "out")
+    torch.testing.assert_close(alone(x), original(x))
+    assert not alone.state_dict()
+    alone.get_buffer("tau").fill_(1.0)
+    with pytest.raises(InputError, match="tau no longer has the value"):
+        alone(x)
+
+
 @pytest.mark.parametrize(
     "out, says", [("held", "log_tau requires a gradient"), ("other", "inference only: its own gradient")]
 )

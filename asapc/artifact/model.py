@@ -15,7 +15,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from asapc.artifact.manifest import DTYPES, Stage, consistent, inside
-from asapc.artifact.read import MODEL, Artifact, read_artifact, runnable, weights_of
+from asapc.artifact.read import HIDDEN, MODEL, Artifact, read_artifact, runnable, weights_of
 from asapc.errors import InputError
 from asapc.formats.records import read
 from asapc.inputs.load import build_factory
@@ -138,6 +138,9 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         code = GraphCode(flat, dtype)
     sites = _holding(manifest["sites"], stage)
     _put_constants(artifact, graph, sites)
+    plain = manifest["programs"][0]["plain"]
+    if plain != sorted(graph.state_dict()):  # of a model whose state dict has weights, and none of these
+        graph._non_persistent_buffers_set.update(graph._buffers.keys() & plain)
     model = CompiledModel(graph, code, call, source, lines)
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
@@ -165,14 +168,15 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
     held = {name: kind for site in sites for name, kind in site["constants"].items()}
     known = tensors_of(graph)
     for name in [name for name in held if name not in known]:
-        tensor, owner = artifact.tensors[f"0.{name}"], cast(nn.Module, graph)
+        persistent, owner = f"0.{name}" in artifact.tensors, cast(nn.Module, graph)
+        tensor = artifact.tensors[f"0.{name}" if persistent else HIDDEN + name]
         *path, leaf = name.split(".")
         for part in path:
             if part not in owner._modules:
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
         if held[name] == "buffer":
-            owner.register_buffer(leaf, tensor)
+            owner.register_buffer(leaf, tensor, persistent)
         else:
             owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
 

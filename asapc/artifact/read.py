@@ -37,6 +37,7 @@ from asapc.program.code import under
 
 SEEN = "asapc.seen_hashes"
 MODEL = "model."  # weights of the model around captured modules
+HIDDEN = "hidden."  # buffers that sites hold and no state dict has
 
 assert _library is not None
 

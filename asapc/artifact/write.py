@@ -26,7 +26,7 @@ from asapc.artifact.manifest import (
     inside,
     seal_of,
 )
-from asapc.artifact.read import MODEL, SEEN, Artifact
+from asapc.artifact.read import HIDDEN, MODEL, SEEN, Artifact
 from asapc.formats.json_text import plain
 from asapc.formats.places import digest_of
 from asapc.inputs.pt2 import load_program, save_program
@@ -58,6 +58,7 @@ def write_artifact(
     """
     tensors: dict[str, Tensor] = {}
     weights = {} if model is None else tensors_of(model)
+    held = {name for site in manifest["sites"] for name in site["constants"]}
     entries = []
     for index, teacher in enumerate(programs["teacher"]):
         entry: dict[str, Any] = {"name": teacher.name, "calls": {}, **_output(teacher)}
@@ -68,6 +69,8 @@ def write_artifact(
             assert name_calls(exported.graph_module, calls), "a program is written call for call"
             for name, tensor in exported.state_dict.items():
                 tensors.setdefault(f"{index}.{name}", _stored(tensor))
+            hidden = exported.constants.keys() & held  # buffers that no state dict has
+            tensors |= {HIDDEN + name: _stored(exported.constants[name]) for name in hidden}
             path = f"{stage}.pt2" if program.name == "" else f"modules/{index}.{stage}.pt2"
             _save(exported, folder / path)
             entry[stage], entry["calls"][stage] = path, calls

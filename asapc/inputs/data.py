@@ -613,6 +613,12 @@ def own(batch: Batch) -> Batch:
     return _mapped(batch, Tensor.clone)
 
 
+def output_of(model: Callable[..., Any], batch: Batch) -> Any:
+    """What a model gives, which may write into the tensors, lists and dicts that it is given."""
+    given = own(batch)
+    return model(*given.args, **given.kwargs)
+
+
 def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     args, kwargs = pytree.tree_map_only(Tensor, function, (batch.args, batch.kwargs))
     return replace(batch, args=args, kwargs=kwargs)

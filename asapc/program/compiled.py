@@ -58,6 +58,8 @@ AS_THE_ORIGINAL = (
     "load it with model=, so that the original's code can run, or compile again",
 )
 
+CONSTANT = "constant_"  # begins the names of tensors that stand in the code
+
 
 class OwnCodeWarning(UserWarning):
     """A patched module was called differently from the captured one, and ran its own code."""
@@ -67,14 +69,15 @@ class Operators(nn.Module):
     """Coefficients, pivots, slices: buffers of the operators that stand for `sites`.
 
     They move with the module around them, and keep their own dtype: fits are made in float32 or wider,
-    and the operators take any dtype of activations beside them.
+    and the operators take any dtype of activations beside them. Tensors that stand in the code are
+    not in the state dict, as they are not in the original's.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], sites: Sequence[str]) -> None:
         super().__init__()
         self.sites = tuple(sites)
         for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=not name.startswith(CONSTANT))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Operators:
         before = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.device import CPU, settle
 from asapc.errors import AsapcError, InputError
-from asapc.inputs.data import Batch
+from asapc.inputs.data import Batch, output_of
 from asapc.inputs.faults import argument_names, data_fault, device_fault
 from asapc.ir import Program, SiteTensors
 from asapc.program.call import Tensors, known_of, other_size, sizes_text
@@ -72,10 +72,10 @@ class Runner:
                     limited, prepend=True, with_kwargs=True
                 ).remove)  # fmt: skip
             if "" in self.graphs:
-                return self.graphs[""](*batch.args, **batch.kwargs)
+                return output_of(self.graphs[""], batch)
             assert self.model is not None
             with installed(self.model, self.graphs):
-                return self.model(*batch.args, **batch.kwargs)
+                return output_of(self.model, batch)
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,14 @@ Caches = dict[nn.Module, dict[str, Any]]
 """What is in attributes of modules, GONE for nothing."""
 GONE = object()
 MOST = 2000  # values of one module
-DEEPEST = 8  # steps
+DEEPEST = 12  # steps
 LONGEST = 64  # containers whose items are looked at one by one; longer ones are told apart as a whole
 FEW = 16  # entries of a tensor that are compared at every call: `.data` changes them unseen
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
 _ALL_PARTS = {*_PARTS, *_WRAPPED}
+BASES = "bases"  # a part of a class: those that super() may go to
 HOOKS = "hooks"  # a part of a module: all of its hooks, in order
 _HOOK_LISTS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
@@ -98,6 +99,7 @@ class Names:
     code: of the functions that ran.
     environ: names in the environment of the process.  imported: modules, while it ran.
     modes: whether it asks for the mode of other modules.  asked: attributes that may be absent.
+    homes: modules of Python and globals in them, of functions that no path leads to, as in a set.
     """
 
     attributes: frozenset[str] | None = frozenset()
@@ -108,6 +110,7 @@ class Names:
     modes: bool = False
     said: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()
+    homes: frozenset[tuple[str, str]] = frozenset()
 
 
 class TooMuch(Exception):
@@ -116,19 +119,28 @@ class TooMuch(Exception):
 
 def reachable(
     root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = {},
-    registered: Collection[nn.Module] | None = None,
+    registered: Collection[nn.Module] | None = None, reached: set[CodeType] | None = None,
 ) -> dict[Steps, Value]:  # fmt: skip
     """The plain values that code which loads these names can read from a module, by path.
 
     besides: what of modules is left out.  registered: the modules of the model, None where that is not
-    known.  Raises TooMuch.
+    known.  reached: takes the code of the functions on these paths.  Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
+    for home, name in sorted(names.homes):
+        path: Steps = (("import", home), ("attr", name))
+        inner = found(root, path)
+        if not isinstance(inner, ModuleType) and inner is not GONE:
+            values[path] = encoded(inner)
+            known[id(inner)] = inner
+            queue.append((path, inner))
     while queue:
         steps, thing = queue.popleft()
+        if reached is not None and isinstance(thing, FunctionType):
+            reached.update(_codes_in(thing.__code__))
         left_out: Any = besides.get(thing, ()) if isinstance(thing, nn.Module) else ()
         for step in _steps(thing, names, not steps, files):
             inner = _stepped(thing, step)
@@ -178,12 +190,14 @@ def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
         text = repr(list(thing)) if isinstance(thing, dict) and _are_plain(thing) else str(len(thing))
         others = [key for key in thing if type(key) not in (str, int)] if isinstance(thing, dict) else []
         if others:  # no way leads there
-            text += repr([(repr(key), encoded(thing[key])) for key in others])
+            text += repr([(repr(key), _held(thing[key], around)) for key in others])
         if len(thing) > LONGEST:
-            text = repr([*map(encoded, thing.values() if isinstance(thing, dict) else thing), text])
+            held = thing.values() if isinstance(thing, dict) else thing
+            text = repr([*(_held(item, around) for item in held), text])
         return (kind.__name__, text if len(text) <= 200 else _digest(text.encode()))
     if isinstance(thing, set | frozenset):
-        return ("set", _digest(repr(sorted(repr(encoded(item)) for item in thing)).encode()))
+        items = sorted(repr(_held(item, around)) for item in thing)
+        return ("set", _digest(repr(items).encode()))
     if isinstance(thing, FunctionType):
         home = str(thing.__globals__.get("__name__"))
         if home.partition(".")[0] in _LIBRARIES:
@@ -217,6 +231,23 @@ def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
         is_shown = text not in ("", _ADDRESS.sub("", object.__repr__(thing)))
         inside.append(text if is_shown or inside[0] else next(_ALWAYS_OTHERS))
     return ("state", f"{kind.__name__} {_digest(repr(_told(inside, (*around, id(thing)))).encode())}")
+
+
+def _held(thing: Any, around: tuple[int, ...]) -> Any:
+    """The value of what no steps lead to, with all that it holds."""
+    if id(thing) in around or len(around) > DEEPEST:
+        return type(thing).__qualname__
+    around = (*around, id(thing))
+    value = encoded(thing, around)
+    if isinstance(thing, list | tuple | deque):
+        return value, [_held(item, around) for item in thing]
+    if isinstance(thing, dict):
+        return value, [(repr(key), _held(item, around)) for key, item in thing.items()]
+    if isinstance(value, tuple) and value[0] == "object" and not isinstance(thing, nn.Module):
+        slots = [str(name) for kind in _mro(thing) for name in getattr(kind, "__slots__", ())]
+        own = {**_dict_of(thing), **{name: attribute(thing, name) for name in slots}}
+        return value, [(name, _held(item, around)) for name, item in own.items()]
+    return value
 
 
 def _told(thing: Any, around: tuple[int, ...]) -> Any:
@@ -315,6 +346,8 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
         kinds = ((name, vars(thing).get(name)) for name in sorted(names.said))
         yield from (("attr", name) for name, inner in kinds if isinstance(inner, _FUNCTIONS))
     elif not _is_librarys(thing):
+        if isinstance(thing, type) and "super" in names.globals:
+            yield "part", BASES
         yield from (("attr", name) for name in _attributes(thing, names, is_root))
 
 
@@ -343,14 +376,19 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
         yield from sorted(plain if names.attributes is None else names.attributes & (plain | {*parts}))
         return
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    ran = {  # by their names or without, as __call__ and __getitem__ are
+        name for kind in classes for name, value in vars(kind).items()
+        if getattr(getattr(value, "__func__", value), "__code__", None) in names.code
+    }  # fmt: skip
     if names.attributes is None or _is_container(thing):
         loaded = [*own, *(
             name for kind in classes for name, value in vars(kind).items()
             if name not in own and not name.startswith("__") and _are_plain([value])
-        ), *parts]  # fmt: skip
+        ), *parts, *sorted(ran)]  # fmt: skip
     else:
         of_class = {name for kind in classes for name in vars(kind)}
-        loaded = sorted(names.attributes & (own.keys() | of_class | parts.keys() | names.asked))
+        known = own.keys() | of_class | parts.keys() | names.asked
+        loaded = sorted((names.attributes & known) | ran)
     yield from (name for name in loaded if name not in _OF_TORCH or not isinstance(thing, nn.Module))
     if lists:
         yield from (name for name in parts if name not in (names.attributes or ()))
@@ -428,6 +466,8 @@ def _stepped(thing: Any, step: Step) -> Any:
         if name == HOOKS and isinstance(thing, nn.Module):
             lists = (vars(thing).get(key) for key in _HOOK_LISTS)
             return tuple(hook for hooks in lists if isinstance(hooks, dict) for hook in hooks.values())
+        if name == BASES and isinstance(thing, type):
+            return tuple(kind for kind in thing.__mro__[1:] if not _is_librarys(kind))
         if name == "get" and isinstance(thing, ContextVar):
             try:
                 return thing.get()
@@ -668,9 +708,14 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
             if prefix not in known:
                 known.add(prefix)
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
-                if isinstance(own, dict) and step[1] in own:  # without the work of a step
-                    objects.append((functools.partial(dict.get, own, step[1], GONE), own[step[1]]))
-                elif step == ("part", HOOKS) or step[0] == "environ" or isinstance(inner, torch.Size):
+                if isinstance(own, dict) and step[1] in own and own[step[1]] is inner:
+                    objects.append((functools.partial(dict.get, own, step[1], GONE), inner))
+                elif step == ("attr", "forward") and _of_class(thing) is inner:
+                    objects.append((functools.partial(_of_class, thing), inner))
+                elif (
+                    step in (("part", HOOKS), ("part", BASES)) or step[0] == "environ"
+                    or isinstance(inner, torch.Size)
+                ):  # fmt: skip
                     values.append((functools.partial(_stepped, thing, step), inner))
                 elif step == ("part", WEIGHTS):
                     values.append((functools.partial(_versions, thing), _versions(thing)))
@@ -683,6 +728,11 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
     return objects, values
 
 
+def _of_class(thing: Any) -> Any:
+    """The forward that a patched one stands for, on top of which others may put their own."""
+    return getattr(type(thing), "forward", GONE)
+
+
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
     """What a write changes of its weights, without a look at them."""
     tensors = (*module.parameters(), *module.buffers())
@@ -691,6 +741,8 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     """What to look at of an object that may hold something else and be the same."""
+    if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
+        return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
         if thing.numel() <= FEW and thing.device.type == "cpu" and thing.layout is torch.strided:
             return thing.tolist
