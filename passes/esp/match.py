@@ -6,8 +6,9 @@ after:  EspSite with the queries, the keys and everything the operator needs, or
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import getitem
@@ -25,8 +26,10 @@ from asapc.passes.cut import (
     constants_entering,
     depends_on_data,
     descendants,
+    is_bool,
     is_tensor,
     separate,
+    walked,
 )
 from asapc.passes.esp.probe import (
     NO_ORDER,
@@ -104,26 +107,35 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
         return None
     sorted_later = ancestors(*sorts, until=LAYERS)
 
-    def points(node: Node, length: Any) -> bool:
-        shape = node.meta["val"].shape
-        return len(shape) in (3, 4) and same(shape[-2], length) and isinstance(shape[-1], int)
-
     usable = [
         node for node in sorted(above & sorted_later, reverse=True)
         if is_tensor(node) and node.meta["val"].is_floating_point() and depends_on_data(node)
+        and len(node.meta["val"].shape) in (3, 4) and isinstance(node.meta["val"].shape[-1], int)
     ]  # fmt: skip
-    for i, later in enumerate(usable):
-        for earlier in usable[i + 1 :]:
-            for first, second in ((later, earlier), (earlier, later)):
-                if not (points(first, queries) and points(second, keys)):
-                    continue
-                result = separate(attention, (first, second))
-                if result is None or not any(node in result[0] for node in sorts):
-                    continue
-                if separate(attention, (first,)) or separate(attention, (second,)):
-                    continue
-                if all(descendants([x]) & {*sorts} & result[0] for x in (first, second)):
-                    return (first, second), *result
+    edge = {node for node in above if node.target in LAYERS or node.op == "placeholder"}
+    edge = {node for node in edge if depends_on_data(node)}
+
+    def parts(*cut: Node) -> bool:
+        """Whether no data gets past these nodes, but in masks: without it, they separate nothing."""
+        def onward(node: Node) -> Iterable[Node]:
+            return () if node in cut or is_bool(node) else node.all_input_nodes
+
+        return not any(node in edge and node not in cut for node in walked([attention], onward))
+
+    usable = [node for node in usable if not (parts(node) and separate(attention, (node,)))]
+    lengths = {node: node.meta["val"].shape[-2] for node in usable}
+    of_queries, of_keys = (
+        {node for node, length in lengths.items() if same(length, wanted)} for wanted in (queries, keys)
+    )
+    for later, earlier in itertools.combinations(usable, 2):
+        for first, second in ((later, earlier), (earlier, later)):
+            if not (first in of_queries and second in of_keys and parts(first, second)):
+                continue
+            result = separate(attention, (first, second))
+            if result is None or not any(node in result[0] for node in sorts):
+                continue
+            if all(descendants([x]) & {*sorts} & result[0] for x in (first, second)):
+                return (first, second), *result
     return None
 
 
