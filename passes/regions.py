@@ -73,6 +73,8 @@ def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
             continue
         sources = _sources(value.left, products)
         for source in sorted(sources, reverse=True):
+            if is_vector(products[source]):
+                continue  # a step of a loop, whose scalings multiply each other
             region = _region(products[source], value)
             if region is not None:
                 regions.setdefault(source, []).append(region)

@@ -554,6 +554,40 @@ def test_sizes_that_went_through_a_product() -> None:
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_loop_whose_sums_are_all_over_rows() -> None:
+    net = nets.Turned().eval()
+    analysis = analysed(net, random(3, 9, 8))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, PlanConvention)
+    assert (site.convention.half_steps, site.convention.first_side) == (6, "column")
+    replays(net, analysis, random(2, 5, 8, seed=1))
+
+
+@pytest.mark.parametrize("einsum", [False, True])
+def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
+    torch.manual_seed(0)
+    net = nets.Stacked(einsum).eval()
+    analysis = analysed(net, random(3, 9, 8))
+    assert not analysis.left_alone
+    assert [site.convention.half_steps for site in analysis.sites] == [6, 6]
+    x = random(2, 5, 8, seed=1)
+    with torch.no_grad():
+        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0]))
+        torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_scalings_of_one_matrix_are_columns() -> None:
+    net = nets.Columns().eval()
+    analysis = analysed(net, random(9, 7))
+    assert [site.convention.half_steps for site in analysis.sites] == [8]
+    replays(net, analysis, random(6, 11, seed=1))
+
+
+def test_scalings_that_multiply_each_other_are_no_attention() -> None:
+    (refused,) = analysed(nets.StoppingScalings(), random(4, 9, 7)).left_alone
+    assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
+
+
 def test_a_stop_that_changes_nothing_is_left_out() -> None:
     net = nets.Stopping(1e-12).eval()
     analysis = analysed(net, random(4, 9, 7))
