@@ -140,6 +140,21 @@ class Static(nn.Module):
         return torch.einsum("ij,bnjd->bnid", log_plan.exp(), self.layer(streams))
 
 
+class TwoViews(nn.Module):
+    """The scores of two views of every example, side by side in one tensor."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = torch.stack([x, self.project(x)])
+        plan = views @ views.flip(0).mT
+        for step in range(6):
+            plan = plan - plan.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return plan.exp().transpose(0, 1)
+
+
 class Turned(nn.Module):
     """Every sum is over the rows of something: of the scores, or of their transpose."""
 

@@ -291,6 +291,7 @@ FOUND: dict[str, list[PlanConvention]] = {
     ],
     "Static": [PlanConvention(20, "row", 1.0, OutputFactor(queries=1))],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
+    "TwoViews": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
         PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),
         PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant",
@@ -552,6 +553,20 @@ def test_sizes_that_went_through_a_product() -> None:
     with torch.no_grad():
         ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 4))
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_no_loop_is_tried_that_is_much_longer_than_it_has_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+
+    def identify(samples: Any, guesses: Any, most: int | None = None, sums: int = 0) -> Any:
+        longest.extend([most] if most else [])
+        return match_plan(samples, guesses, **({"most": most} if most else {}), sums=sums)
+
+    match_plan = match.identify_plan
+    monkeypatch.setattr(match, "identify_plan", identify)
+    net = build("Masses")
+    assert not analysed(net, *nets.inputs_for(net)).left_alone
+    assert longest and max(longest) <= 20  # of six sums
 
 
 def test_a_loop_whose_sums_are_all_over_rows() -> None:
