@@ -70,6 +70,17 @@ class Masses(nn.Module):
         return (scores + f[..., None] + g[..., None, :]).exp()
 
 
+class MassesAnew(Masses):
+    """Every half-step takes the logarithms anew, beside a constant."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        f, g = torch.zeros_like(mu), torch.zeros_like(nu)
+        for _ in range(3):
+            g = torch.log(nu + 1e-8) - torch.logsumexp(scores + f[..., None], -2)
+            f = torch.log(mu + 1e-8) - torch.logsumexp(scores + g[..., None, :], -1)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
 class MassesByScalings(Masses):
     """The same as optimal transport is taught: a kernel, its scalings, a constant in the divisions."""
 

@@ -274,6 +274,8 @@ FOUND: dict[str, list[PlanConvention]] = {
                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
+    "MassesAnew": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                                  written=Written("duals"))],
     "MassesByScalings": [
         PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                        Stabiliser("scaling", "add", 1e-4)),
