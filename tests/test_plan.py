@@ -23,6 +23,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, OutputFactor, PlanConvention, Stabiliser, Written
+from asapc.kernels.cpu import plan as on_cpu
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis, analyse
@@ -512,6 +513,28 @@ def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: b
     last = 5 if rows_first else 7  # the factor of a plan whose last side is closed
     assert torch.allclose(found * last, logs.exp(), rtol=1e-9, atol=1e-12)
     assert bool((logs.exp() > 0.1).any())
+
+
+@pytest.mark.parametrize("form", ["plan", "scaling"])
+@pytest.mark.parametrize("masses", [None, "shared", "own"])
+@pytest.mark.parametrize("start", ["plain", "row"])
+def test_a_constant_beside_scores_that_float32_does_not_hold(
+    form: str, masses: str | None, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 by the engine, and not by the reference, which takes far longer."""
+    def refused(*_: Any) -> None:
+        raise AssertionError("the engine gave up")
+
+    monkeypatch.setattr(on_cpu, "_in_log_domain", refused)
+    scores = torch.stack([random(13, 21), 25 * random(13, 21), 25 * random(13, 21, seed=1)])[:, None]
+    of = 1 if masses == "shared" else 3
+    log_mu = None if masses is None else random(of, 1, 13, seed=2).log_softmax(-1)
+    log_nu = None if masses is None else random(of, 1, 21, seed=3).log_softmax(-1)
+    settings = {"constant": 1e-8, "form": form, "start": start, "shares": True}
+    found = op(scores, log_mu, log_nu, 1.0, 6, False, PLAIN, **settings)
+    wide = (None if x is None else x.double() for x in (log_mu, log_nu))
+    exact = reference.plan(scores.double(), *wide, 1.0, 6, False, PLAIN, **settings)
+    assert float((found - exact).abs().max() / exact.max()) <= 1e-6
 
 
 class PaddedScores(nn.Module):
