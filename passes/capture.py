@@ -108,7 +108,7 @@ MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the fi
 _scripted = torch.jit.ScriptFunction.__call__
 
 
-def _as_written(function: torch.jit.ScriptFunction[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _as_written(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A scripted function by its Python code: itself, it makes numbers of sizes where it returns several
     tensors.  What torch.jit has traced has none."""
     written = getattr(function, "_torchdynamo_inline", None)

@@ -81,10 +81,11 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     )
     matrices = (-1, queries, keys)
     if lost is not None and stabiliser is not None and dtype is torch.float32:
-        wide, own = given.view(matrices)[lost][:, None].double(), (_selected(x, lost) for x in (mu, nu))
+        wide = given.view(matrices)[lost][:, None].double()
         found, left = native.plan(
-            wide, *own, _share(scores, task), task, start, offset, torch.inf, FAR, False, False
-        )
+            wide, _selected(mu, lost), _selected(nu, lost), _share(scores, task), task, start, offset,
+            torch.inf, FAR, False, False,
+        )  # fmt: skip
         out.view(matrices)[lost] = found[:, 0].float()
         lost = None if left is None else lost[left]
     if lost is not None:
