@@ -180,9 +180,9 @@ def _sum_of(node: Node) -> _Sum | None:
         return None
     dims: Any
     whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
-    if whole or (node.target in SUMS and _is_divided_by(node)):
+    if whole or (node.target in SUMS and is_divided_by(node)):
         dims = node.args[1]
-    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and _is_divided_by(node):
+    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and is_divided_by(node):
         dims = node.args[2] if len(node.args) > 2 else None
     else:
         return None
@@ -204,18 +204,18 @@ def _vector_product(node: Node) -> _Sum | None:
         summed = [letter for letter in many if letter not in out]
         if not set(few) <= set(many) or len(many) != len(out) + 1 or len(summed) != 1:
             return None
-        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if _is_divided_by(node) else None
+        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if is_divided_by(node) else None
     left, right = node.args[0], node.args[1]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     product = product_of(node)
     if product is not None and is_vector(product):
-        return _Sum(node, left, -1) if _is_divided_by(node) else None
+        return _Sum(node, left, -1) if is_divided_by(node) else None
     narrow = rank_of(right) == 1 or (rank_of(right) == 2 and same(right.meta["val"].shape[-1], 1))
     if narrow and rank_of(left) >= 2:
-        return _Sum(node, left, -1) if _is_divided_by(node) else None
+        return _Sum(node, left, -1) if is_divided_by(node) else None
     if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
-        return _Sum(node, right, -2) if _is_divided_by(node) else None
+        return _Sum(node, right, -2) if is_divided_by(node) else None
     return None
 
 
@@ -225,7 +225,7 @@ def _turns(one: _Sum) -> frozenset[Node]:
     return frozenset(node for node in above if node.target in TURNS)
 
 
-def _is_divided_by(node: Node) -> bool:
+def is_divided_by(node: Node) -> bool:
     """Whether something is divided by a sum, or its logarithm is taken, after steps entry by entry."""
     seen: set[Node] = set()
     stack = [(node, user) for user in node.users]
