@@ -145,6 +145,64 @@ class Distance(nn.Module):
         return plan
 
 
+class Targets(nn.Module):
+    """A method of a loss that makes targets of logits, and holds nothing that it needs for that."""
+
+    def __init__(self, loss: nn.Module, name: str, **settings: Any) -> None:
+        super().__init__()
+        self.loss, self.name, self.settings = loss, name, settings
+
+    def forward(self, logits: Tensor) -> Tensor:
+        targets: Tensor = getattr(self.loss, self.name)(logits, **self.settings)
+        return targets
+
+
+def streamed(functions: Any, layers: int = 2, dim: int = 64) -> nn.Module:
+    """Layers between the functions that make streams of tokens and tokens of streams again.
+
+    functions: of a number of streams: the layer's class, and these two.
+    """
+    init, expand, reduce = functions(4)
+    mixed = [init(dim=dim, branch=nn.Linear(dim, dim), layer_index=layer) for layer in range(layers)]
+    return sharpened(nn.Sequential(expand, *mixed, reduce), ("dynamic", "static"), 1.0)
+
+
+def logits(classes: int, name: str = "logits", scale: float = 0.3) -> Inputs:
+    """Of all tokens of a batch in one matrix, as a loss over prototypes takes them."""
+    return lambda b, n, g: {name: scale * normal(b * n, classes, generator=g).tanh()}
+
+
+def streams(dim: int = 64) -> Inputs:
+    return lambda b, n, g: {"x": normal(b, n, 4, dim, generator=g)}
+
+
+def two_clouds(dim: int) -> Inputs:
+    return lambda b, n, g: {"x": normal(b, n, dim, generator=g), "y": normal(b, n - 5, dim, generator=g)}
+
+
+def padded_scores(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    """Of points of two clouds, of which some are none."""
+    keep = {"source": padded(b, n, g), "target": padded(b, n - 7, g)}
+    return {"scores": normal(b, n, n - 7, generator=g), **keep}
+
+
+def slots(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    """Costs between places of a picture and slots, and the masses of both."""
+    places, own = (7 * normal(b, count, generator=g).softmax(-1) for count in (n, 7))
+    return {"costs": normal(b, n, 7, generator=g), "a": places, "b": own}
+
+
+def lepard(module: Any) -> nn.Module:
+    """Its optimal transport, as its matching calls it."""
+    def matches(scores: Tensor, source: Tensor, target: Tensor, alpha: Tensor) -> Tensor:
+        shown = source[..., None] & target[:, None]
+        scores = scores.masked_fill(~shown, -torch.inf)
+        plan: Tensor = module.log_optimal_transport(scores, alpha, 3, source, target)
+        return plan.exp()[:, :-1, :-1]
+
+    return Call(matches, alpha=torch.tensor(1.0))
+
+
 def clouds(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     return {"x": normal(b, n, 8, generator=g), "y": normal(b, n - 5, 8, generator=g)}
 
@@ -326,4 +384,79 @@ def repository_rows(folder: Path) -> list[Row]:
            lambda m: Call(lambda scores: m.Sinkhorn.apply(
                -scores, torch.ones(scores.shape[:-1]), torch.ones(scores.shape[:-1]), 20, 1.0)),
            scores(), (8, 64), (3, 40), unneeded=("torchviz",)),
+        of("facebookresearch", "targets of its head", "dinov2", "dinov2.loss.dino_clstoken_loss",
+           lambda m: Targets(m.DINOLoss(512), "sinkhorn_knopp_teacher", teacher_temp=0.07), logits(512),
+           (4, 64), (3, 40)),
+        of("facebookresearch", "online clustering", "capi", "model",
+           lambda m: m.OnlineClustering(
+               64, 256, bias=True, n_sk_iter=3, target_temp=0.06, pred_temp=0.12), features(64), (16, 49),
+           (12, 36), unneeded=("jaxtyping", "omegaconf", "utils")),
+        of("vturrisi", "SwAV's assignment", "solo-learn/solo/utils", "sinkhorn_knopp",
+           lambda m: m.SinkhornKnopp(), logits(300, "Q"), (4, 64), (3, 40)),
+        of("lightly-ai", "CAPI's assignment", "lightly", "lightly.loss.capi_loss",
+           lambda m: Call(lambda scores: m.sinkhorn_knopp(scores / 4)), scores(256), (16, 49), (12, 36),
+           unneeded=("torchvision", "torchvision.ops")),
+        of("RUCAIBox", "balanced item codes, float64", "LC-Rec/index", "models.layers",
+           lambda m: Call(lambda logits: m.sinkhorn_algorithm(logits.double(), 0.003, 50)), logits(256),
+           (4, 64), (3, 40), unneeded=("sklearn", "sklearn.cluster")),
+        of("NVIDIA", "hyper-connections' matrix", "Megatron-LM",
+           "megatron.core.transformer.hyper_connection",
+           lambda m: Call(lambda x: m.SinkhornKnopp.apply(x, 20)),
+           lambda b, n, g: {"x": normal(b, n, 4, 4, generator=g)}, (4, 512), (3, 100)),
+        of("FFTYYY", "two mixed layers", "mhc-lite/hyper_conn", "mhc",
+           lambda m: streamed(m.get_init_and_expand_reduce_stream_functions), features(64, "input"),
+           (4, 512), (3, 100)),
+        of("KennyStryker", "four streams", "manifold-constrained-hyper-connections", "mhc",
+           lambda m: m.ManifoldHyperConnections(64, 4, nn.Linear(64, 64)), features(64), (4, 512),
+           (3, 100)),
+        of("aamir-gmail", "four streams", "MC-Hyper-Connections-Implementation",
+           "example_3_character_transformer_v3", lambda m: m.MHCWrapper(nn.Linear(64, 64), 64), streams(),
+           (4, 512), (3, 100), unneeded=("requests",)),
+        of("aamir-gmail", "language model, 4 + 4 layers", "MC-Hyper-Connections-Implementation",
+           "example_3_character_transformer_v3", lambda m: m.MHCLanguageModel(65), words(65, "idx"),
+           (4, 128), (3, 100), unneeded=("requests",)),
+        of("weihan28", "mapping of four streams", "llama3", "core.nn.mHC.mhc_mapping",
+           lambda m: m.MHCMapping(64), streams(), (4, 512), (3, 100)),
+        of("davzha", "slot transport, scripted", "MESH", "mesh",
+           lambda m: Call(lambda costs, a, b: m.sinkhorn(costs, a, b)[0]), slots, (16, 196), (5, 100),
+           False),
+        of("rabbityl", "matching, padded", "lepard", "models.matching", lepard, padded_scores, (4, 256),
+           (2, 150)),
+        of("haoyu94", "coarse matching, T = 200", "Coarse-to-fine-correspondences",
+           "model.OptimalTransport.utils",
+           lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, None, None, alpha, 100),
+                          alpha=torch.tensor(1.0)), scores(), (1, 256), (2, 150)),
+        of("itailang", "scene flow", "SCOOP", "tools.ot",
+           lambda m: SceneFlow(lambda *given, **named: m.sinkhorn(*given, **named)[0]), scene, (1, 512),
+           (2, 200), False),
+        of("robot-learning-freiburg", "unbalanced transport", "LCDNet/models/backbone3D", "heads",
+           lambda m: Call(lambda x, y, epsilon, gamma: m.sinkhorn_unbalanced(
+               x, y, epsilon.exp() + 0.03, gamma.exp(), 5),
+               epsilon=torch.tensor(-1.0), gamma=torch.tensor(0.0)), two_clouds(32), (2, 512), (3, 200)),
+        of("robot-learning-freiburg", "transport with slack", "LCDNet/models/backbone3D", "heads",
+           lambda m: Call(lambda x, y, beta, alpha: m.sinkhorn_slack_variables(x, y, beta, alpha).exp(),
+                          beta=torch.tensor(3.0), alpha=torch.tensor(0.4)), two_clouds(32), (2, 512),
+           (3, 200)),
+        of("generatebio", "couplings", "chroma/chroma/layers/structure", "optimal_transport",
+           lambda m: Call(lambda scores: m.optimize_couplings_sinkhorn(-scores, 2.0)), scores(), (4, 100),
+           (3, 60)),
+        of("mahmoodlab", "slides to prototypes", "PANTHER/src/mil_models/OT", "otk.sinkhorn",
+           lambda m: Call(lambda scores: m.log_sinkhorn(scores, max_iter=20)), scores(16), (2, 512),
+           (3, 200), unneeded=("ot", "faiss")),
+        of("pemami4911", "policy's layer", "sinkhorn-policy-gradient.pytorch", "spg.layers",
+           lambda m: m.Sinkhorn(20, 5, 0.5), lambda b, n, g: {"x": normal(b, n, n, generator=g)}, (8, 20),
+           (3, 15), unneeded=("sklearn", "sklearn.utils", "sklearn.utils.linear_assignment_")),
+        of("konstantinosKokos", "links of a proof net", "neural-proof-nets/Parser/neural", "sinkhorn",
+           lambda m: Call(lambda scores: m.sinkhorn_fn_no_exp(scores, 1, 3)), scores(), (8, 20), (3, 15)),
+        of("HeddaCohenIndelman", "permutations", "Learning-Gumbel-Sinkhorn-Permutations-w-Pytorch",
+           "my_sinkhorn_ops", lambda m: Call(lambda x: m.my_gumbel_sinkhorn(x, noise_factor=0.0)[0]),
+           lambda b, n, g: {"x": normal(b, n, n, generator=g)}, (8, 20), (3, 15)),
+        of("wl-zhao", "structural similarity", "DIML/utilities", "diml",
+           lambda m: Call(lambda scores: m.Sinkhorn(torch.exp((scores.tanh() - 1) / 0.05),
+                                                    torch.full(scores.shape[:2], 1 / 49),
+                                                    torch.full(scores.shape[:2], 1 / 49))),
+           lambda b, _, g: {"scores": normal(b, 49, 49, generator=g)}, (32, 0), (5, None)),
+        of("anucvml", "optimal transport layer", "ddn/ddn/pytorch", "optimal_transport",
+           lambda m: m.OptimalTransportLayer(gamma=5.0, maxiters=100),
+           lambda b, n, g: {"M": torch.rand(b, n, n - 3, generator=g)}, (4, 100), (3, 60)),
     ]  # fmt: skip

@@ -402,5 +402,11 @@ def _check_calls(teacher: Teacher, batch: Batch) -> None:
 
 
 def _whole_replay(analysis: Analysis, batch: Batch) -> float:
-    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
-    return largest_difference(untouched(batch), Runner(analysis.model, analysis.lifted)(batch))
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)(batch)
+    if not tensor_outputs(untouched):
+        raise InputError(
+            "the model must return floating-point numbers, by which it is compared",
+            got="none",
+            help="return scores beside what is made of them, such as indices",
+        )
+    return largest_difference(untouched, Runner(analysis.model, analysis.lifted)(batch))

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -111,12 +112,24 @@ FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
 
+_scripted = torch.jit.ScriptFunction.__call__
+
+
+def _as_written(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A scripted function by its Python code: itself, it makes numbers of sizes where it returns several
+    tensors.  What torch.jit has traced has none."""
+    written = getattr(function, "_torchdynamo_inline", None)
+    return _scripted(function, *args, **kwargs) if written is None else written(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and everything as it was afterwards."""
+    """Evaluation mode without gradients, and everything as it was afterwards.  What its user has compiled
+    or scripted runs as Python, and is seen."""
     training = {module: module.training for module in model.modules()}
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled by its user runs, and is seen
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), eager:
+    eager = torch.compiler.set_stance("force_eager")
+    unscripted = mock.patch.object(torch.jit.ScriptFunction, "__call__", _as_written)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), eager, unscripted:
         try:
             model.eval()
             yield
@@ -448,7 +461,7 @@ def _alike_at(
     """Whether both give the same at these sizes; None where the module gives nothing, or the program says
     that its examples answer otherwise.  tolerance: see _alike.  numbers: see _traced."""
     args, kwargs = _resized(graph, args, kwargs, counts)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         try:
             with Trace(numbers=numbers):
                 expected = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -23,7 +23,7 @@ from asapc.passes.cut import (
     reaches,
 )
 from asapc.passes.masks import varies
-from asapc.passes.plan.loops import find_loops
+from asapc.passes.plan.loops import find_loops, is_divided_by
 from asapc.passes.products import (
     BARRIERS,
     NORMALISERS,
@@ -73,6 +73,8 @@ def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
             continue
         sources = _sources(value.left, products)
         for source in sorted(sources, reverse=True):
+            if is_vector(products[source]) and is_divided_by(source):
+                continue  # a step of a loop, whose scalings multiply each other
             region = _region(products[source], value)
             if region is not None:
                 regions.setdefault(source, []).append(region)

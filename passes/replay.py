@@ -564,9 +564,19 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        t = _double(selected(t, *map(torch.arange, (batch, n, m))))
+        t = _double(selected(t, self._examples(batch, sizes), *map(torch.arange, (n, m))))
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
         return replace(t, q=self.site.moved(t, *of_q), k=t.k * of_k.scale + of_k.shift)
+
+    def _examples(self, batch: int, sizes: dict[Any, int]) -> Tensor:
+        """Which of all examples are left at these sizes: not the first where several axes hold them, as
+        in [2, B, N, M] of a stack, of which B is smaller."""
+        shape = self.part.inputs[0].meta["val"].shape[:-2]
+        whole, left = ([evaluate(size, of) for size in shape] for of in (self.sizes, sizes))
+        every = torch.arange(math.prod(whole))
+        if len(every) != self.seen.q.shape[0] or math.prod(left) != batch:
+            return torch.arange(batch)
+        return every.view(whole)[tuple(slice(0, size) for size in left)].flatten()
 
 
 def _operated(site: Site, call: SiteFunction, t: SiteTensors, expected: Tensor) -> Tensor:

@@ -46,6 +46,9 @@ def free_functions(
         setattr(torch.SymFloat, method, _of_sizes(ROUNDED[method], own, used))
     try:
         with contextlib.ExitStack() as stack:
+            methods_of_numpy: Any = {name: _of_sizes(name, own, used) for own, name in plain.items()}
+            for size in (torch.SymInt, torch.SymFloat):  # np.log(n) calls n.log()
+                stack.enter_context(mock.patch.multiple(size, create=True, **methods_of_numpy))
             for kind in KINDS:
                 if not compared_by_identity(codes, kind.__name__):
                     number = _Kind(kind.__name__, (), {"plain": kind, "used": used, "taken": taken})

@@ -38,6 +38,9 @@ ALIASES = {
 }  # fmt: skip
 """Operators of one signature that do the same."""
 
+MASS_STEPS = {aten.log.default, aten.add.Tensor, aten.clamp.default, aten.clamp_min.default}
+"""What is done to given masses first, as in log(mu + 1e-8)."""
+
 
 def one_spelling(graph: GraphModule) -> bool:
     """Respell what has another spelling, in place; whether there was anything."""
@@ -64,8 +67,8 @@ def one_spelling(graph: GraphModule) -> bool:
 def merge_masks(graph: GraphModule) -> bool:
     """Make masks that are computed alike within one call of a module once, in place; whether any were.
 
-    Only what is computed of booleans, integers and logarithms of given masses: the sums of a loop, of
-    which another part of the model may read a copy, stay as they are.
+    Only what is computed of booleans, integers and given masses, as log(mu + 1e-8): the sums of a loop,
+    of which another part of the model may read a copy, stay as they are.
     """
     masks: set[Node] = set()
     first: dict[str, Node] = {}
@@ -92,7 +95,7 @@ def _is_repeatable(node: Node, masks: set[Node]) -> bool:
     if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
-    masses = node.target is aten.log.default and node.meta["val"].dim() <= 2  # [B, M], scores have more
+    masses = node.target in MASS_STEPS and node.meta["val"].dim() <= 2  # [B, M], scores have more
     of_inputs = (masses or not _is_float(node)) and all(x.op == "placeholder" for x in sources)
     return bool(sources) and (of_inputs or all(source in masks for source in sources))
 

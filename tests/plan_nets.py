@@ -70,6 +70,17 @@ class Masses(nn.Module):
         return (scores + f[..., None] + g[..., None, :]).exp()
 
 
+class MassesAnew(Masses):
+    """Every half-step takes the logarithms anew, beside a constant."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        f, g = torch.zeros_like(mu), torch.zeros_like(nu)
+        for _ in range(3):
+            g = torch.log(nu + 1e-8) - torch.logsumexp(scores + f[..., None], -2)
+            f = torch.log(mu + 1e-8) - torch.logsumexp(scores + g[..., None, :], -1)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
 class MassesByScalings(Masses):
     """The same as optimal transport is taught: a kernel, its scalings, a constant in the divisions."""
 
@@ -138,6 +149,70 @@ class Static(nn.Module):
         for step in range(20):
             log_plan = log_plan.log_softmax(-2 if step % 2 else -1)
         return torch.einsum("ij,bnjd->bnid", log_plan.exp(), self.layer(streams))
+
+
+class TwoViews(nn.Module):
+    """The scores of two views of every example, side by side in one tensor."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = torch.stack([x, self.project(x)])
+        plan = views @ views.flip(0).mT
+        for step in range(6):
+            plan = plan - plan.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return plan.exp().transpose(0, 1)
+
+
+class Turned(nn.Module):
+    """Every sum is over the rows of something: of the scores, or of their transpose."""
+
+    def __init__(self, streams: int = 4) -> None:
+        super().__init__()
+        self.to_scores, self.streams = nn.Linear(8, streams * streams), streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 2 * self.to_scores(x).unflatten(-1, (self.streams, self.streams))
+        f = torch.zeros_like(scores[..., 0])
+        for _ in range(3):
+            g = -torch.logsumexp(scores + f[..., None], -2)
+            f = -torch.logsumexp(scores.mT + g[..., None], -2)
+        return torch.exp(scores + f[..., None] + g[..., None, :])
+
+
+class Stacked(nn.Module):
+    """Streams that are mixed twice; what makes scores of them multiplies a weight, and is no layer."""
+
+    def __init__(self, einsum: bool, streams: int = 4, dim: int = 8) -> None:
+        super().__init__()
+        self.einsum = einsum
+        self.weights = nn.ParameterList(torch.randn(streams * dim, streams**2) / 3 for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = torch.stack([x, x.roll(1, -1), -x, x.flip(-1)], -2)
+        for weight in self.weights:
+            flat = nn.functional.normalize(streams.flatten(-2), dim=-1) * 4
+            scores = torch.einsum("... d, d e -> ... e", flat, weight) if self.einsum else flat @ weight
+            mixer = scores.unflatten(-1, (4, 4))
+            for step in range(6):
+                mixer = mixer - mixer.logsumexp(-2 if step % 2 else -1, keepdim=True)
+            streams = torch.einsum("...ij,...jd->...id", mixer.exp(), streams)
+        return streams
+
+
+class Columns(nn.Module):
+    """One matrix, whose scalings are columns of numbers beside it."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        kernel = torch.exp(scores)
+        n, m = kernel.shape
+        a = torch.full((n, 1), 1 / n)
+        for _ in range(4):
+            b = torch.full((m, 1), 1 / m) / (kernel.t() @ a + 1e-12)
+            a = torch.full((n, 1), 1 / n) / (kernel @ b + 1e-12)
+        return a * kernel * b.t()
 
 
 class OneQuery(nn.Module):
@@ -217,6 +292,21 @@ class Stopping(nn.Module):
                 if (sums - scores.shape[-2] / scores.shape[-1]).norm().item() < self.threshold:
                     break
         return (scores + f[..., None] + g[..., None, :]).exp()
+
+
+class StoppingScalings(nn.Module):
+    """The same with scalings, of which the plan's are one product."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        kernel = torch.exp(scores)
+        a, b = torch.ones_like(kernel[..., :1]), torch.ones_like(kernel[..., :1, :]).mT
+        for _ in range(12):
+            before = a
+            a = 1 / (kernel @ b)
+            b = 1 / (kernel.mT @ a)
+            if (a - before).abs().mean().item() < 1e-2:
+                break
+        return (a @ b.mT) * kernel
 
 
 class Stepped(nn.Module):

@@ -798,6 +798,79 @@ def test_a_loop_that_is_mapped():
     assert "sinkhorn (4 half-steps)" in repr(compiled)
 
 
+@torch.jit.script
+def scripted(scores: Tensor, steps: int = 3) -> tuple[Tensor, Tensor]:
+    f, g = torch.zeros_like(scores[:, :, :1]), torch.zeros_like(scores[:, :1])
+    for _ in range(steps):
+        f = -torch.logsumexp(scores + g, [2], True)
+        g = -torch.logsumexp(scores + f, [1], True)
+    return torch.exp(scores + f + g), g
+
+
+class CallsAScript(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        return scripted(3 * q @ k.mT)[0] @ self.out(x)
+
+
+class LogOfALength(Layer):
+    """NumPy's, of how many tokens there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        plan = (3 * q @ k.mT).log_softmax(-1) - np.log(x.shape[1])
+        for step in range(3):
+            plan = plan - plan.logsumexp(-1 if step % 2 else -2, keepdim=True) - np.log(x.shape[1])
+        return plan.exp() @ self.out(x) * np.sqrt(x.shape[1])
+
+
+@pytest.mark.parametrize("kind", [CallsAScript, LogOfALength])
+def test_a_script_and_numpy_leave_sizes_free(kind: type[Layer]) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    compiled = asapc.compile(copy.deepcopy(model), {"x": torch.randn(40, 6, 4)}, recipe=LOSSLESS).model
+    assert "sinkhorn" in repr(compiled)
+    for shape in ((3, 11, 4), (1, 5, 4)):
+        x = torch.randn(shape)
+        with warnings.catch_warnings(action="error", category=OwnCodeWarning):
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+class Matches(nn.Module):
+    """The log plan of scores that a mask hides with -inf, all but those of no match, and the matches."""
+
+    def __init__(self, plan: bool = True) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def forward(self, scores: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+        scores = scores.masked_fill(~keep[:, None], -math.inf)
+        scores = torch.cat([scores, torch.zeros_like(scores[..., :1])], -1)
+        scores = torch.cat([scores, torch.zeros_like(scores[:, :1])], 1)
+        f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[:, :1])
+        for _ in range(3):
+            f = -torch.logsumexp(scores + g, -1, keepdim=True)
+            g = -torch.logsumexp(scores + f, -2, keepdim=True)
+        plan = scores + f + g
+        return (plan, plan.argmax(-1)) if self.plan else (plan.argmax(-1),)
+
+
+def test_logarithms_of_no_mass_are_no_difference() -> None:
+    x = {"scores": torch.randn(40, 7, 6), "keep": torch.arange(6) < torch.randint(2, 7, (40, 1))}
+    compiled = asapc.compile(Matches().eval(), x, recipe=LOSSLESS)
+    assert [site["operator"] for site in compiled.report.facts["sites"]] == ["plan"]
+    scores, keep = torch.randn(3, 9, 5), torch.arange(5) < torch.tensor([[5], [3], [1]])
+    (plan, best), (own, own_best) = compiled.model(scores, keep), Matches()(scores, keep)
+    assert bool(own.isneginf().any()) and torch.equal(best, own_best)
+    torch.testing.assert_close(plan, own)
+
+
+def test_what_returns_indices_alone_cannot_be_compared() -> None:
+    x = {"scores": torch.randn(40, 7, 6), "keep": torch.ones(40, 6, dtype=torch.bool)}
+    with pytest.raises(InputError, match="return floating-point numbers"):
+        asapc.compile(Matches(plan=False).eval(), x, recipe=LOSSLESS)
+
+
 def test_scripts_and_lazy_layers():
     model = Scripted(Layer(), Layer()).eval()
     model.layers[0].out = torch.jit.script(nn.Linear(4, 4))

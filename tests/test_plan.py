@@ -23,6 +23,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, OutputFactor, PlanConvention, Stabiliser, Written
+from asapc.kernels.cpu import plan as on_cpu
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis, analyse
@@ -274,6 +275,8 @@ FOUND: dict[str, list[PlanConvention]] = {
                                by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
+    "MassesAnew": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                                  written=Written("duals"))],
     "MassesByScalings": [
         PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                        Stabiliser("scaling", "add", 1e-4)),
@@ -291,6 +294,7 @@ FOUND: dict[str, list[PlanConvention]] = {
     ],
     "Static": [PlanConvention(20, "row", 1.0, OutputFactor(queries=1))],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
+    "TwoViews": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
         PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),
         PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant",
@@ -511,6 +515,28 @@ def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: b
     assert bool((logs.exp() > 0.1).any())
 
 
+@pytest.mark.parametrize("form", ["plan", "scaling"])
+@pytest.mark.parametrize("masses", [None, "shared", "own"])
+@pytest.mark.parametrize("start", ["plain", "row"])
+def test_a_constant_beside_scores_that_float32_does_not_hold(
+    form: str, masses: str | None, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 by the engine, and not by the reference, which takes far longer."""
+    def refused(*_: Any) -> None:
+        raise AssertionError("the engine gave up")
+
+    monkeypatch.setattr(on_cpu, "_in_log_domain", refused)
+    scores = torch.stack([random(13, 21), 25 * random(13, 21), 25 * random(13, 21, seed=1)])[:, None]
+    of = 1 if masses == "shared" else 3
+    log_mu = None if masses is None else random(of, 1, 13, seed=2).log_softmax(-1)
+    log_nu = None if masses is None else random(of, 1, 21, seed=3).log_softmax(-1)
+    settings = {"constant": 1e-8, "form": form, "start": start, "shares": True}
+    found = op(scores, log_mu, log_nu, 1.0, 6, False, PLAIN, **settings)
+    wide = (None if x is None else x.double() for x in (log_mu, log_nu))
+    exact = reference.plan(scores.double(), *wide, 1.0, 6, False, PLAIN, **settings)
+    assert float((found - exact).abs().max() / exact.max()) <= 1e-6
+
+
 class PaddedScores(nn.Module):
     """Padding that is cut off before the loop, with a number that exp does not hold."""
 
@@ -552,6 +578,54 @@ def test_sizes_that_went_through_a_product() -> None:
     with torch.no_grad():
         ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 4))
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_no_loop_is_tried_that_is_much_longer_than_it_has_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+
+    def identify(samples: Any, guesses: Any, most: int | None = None, sums: int = 0) -> Any:
+        longest.extend([most] if most else [])
+        return match_plan(samples, guesses, **({"most": most} if most else {}), sums=sums)
+
+    match_plan = match.identify_plan
+    monkeypatch.setattr(match, "identify_plan", identify)
+    net = build("Masses")
+    assert not analysed(net, *nets.inputs_for(net)).left_alone
+    assert longest and max(longest) <= 20  # of six sums
+
+
+def test_a_loop_whose_sums_are_all_over_rows() -> None:
+    net = nets.Turned().eval()
+    analysis = analysed(net, random(3, 9, 8))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, PlanConvention)
+    assert (site.convention.half_steps, site.convention.first_side) == (6, "column")
+    replays(net, analysis, random(2, 5, 8, seed=1))
+
+
+@pytest.mark.parametrize("einsum", [False, True])
+def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
+    torch.manual_seed(0)
+    net = nets.Stacked(einsum).eval()
+    analysis = analysed(net, random(3, 9, 8))
+    assert not analysis.left_alone
+    assert [site.convention.half_steps for site in analysis.sites] == [6, 6]
+    x = random(2, 5, 8, seed=1)
+    with torch.no_grad():
+        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0]))
+        torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_scalings_of_one_matrix_are_columns() -> None:
+    net = nets.Columns().eval()
+    analysis = analysed(net, random(9, 7))
+    assert [site.convention.half_steps for site in analysis.sites] == [8]
+    replays(net, analysis, random(6, 11, seed=1))
+
+
+def test_scalings_that_multiply_each_other_are_no_attention() -> None:
+    (refused,) = analysed(nets.StoppingScalings(), random(4, 9, 7)).left_alone
+    assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
 
 
 def test_a_stop_that_changes_nothing_is_left_out() -> None:

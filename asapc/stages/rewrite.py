@@ -56,19 +56,22 @@ def rewrite(
     chosen: Chosen,
     example: Batch,
 ) -> Compilation:
-    """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite."""
+    """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite and
+    not what the untouched model gives."""
     compiled = chosen_programs(analysis, chosen.choices)
     output = Runner(analysis.model, compiled)(example)
-    _verify_finite(output, teacher)
+    if not all(bool(tensor.isfinite().all()) for tensor in tensor_outputs(output)):
+        untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)(example)
+        _verify_infinite(output, untouched, teacher)
     return Compilation(
         teacher=teacher, source=source, recipe=recipe, calibration=calibration, analysis=analysis,
         chosen=chosen, compiled=compiled, example=example, output=output,
     )  # fmt: skip
 
 
-def _verify_finite(output: Any, teacher: Teacher) -> None:
-    for tensor in tensor_outputs(output):
-        if not bool(tensor.isfinite().all()):
+def _verify_infinite(output: Any, untouched: Any, teacher: Teacher) -> None:
+    for found, own in zip(tensor_outputs(output), tensor_outputs(untouched), strict=True):
+        if not bool((found.isfinite() | (found == own)).all()):
             raise VerificationError(
                 "the compiled model's outputs are finite",
                 got="NaN or infinity",

@@ -100,12 +100,10 @@ def find_loops(graph: GraphModule) -> list[Loop]:
         members = [sums[node] for node in chain]
         axes = {one.axis for one in members}
         between = descendants(chain[:1]) & ancestors(chain[-1])
-        turned = any(node.target in TURNS for node in between) or any(
-            one.node.target in PRODUCTS and one.matrix.target in TURNS for one in members
-        )
-        if len(axes) == 1 and not turned:
+        turned = any(node.target in TURNS for node in between)
+        if len(axes) == 1 and not turned and len({*map(_turns, members)}) == 1:
             continue  # the same side again: no loop of rows and columns
-        if turned and axes <= {-1, -2}:
+        if axes <= {-1, -2}:
             axes = {-1, -2}
         if len(axes) == 2:
             low, high = sorted(axes)
@@ -182,9 +180,9 @@ def _sum_of(node: Node) -> _Sum | None:
         return None
     dims: Any
     whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
-    if whole or (node.target in SUMS and _is_divided_by(node)):
+    if whole or (node.target in SUMS and is_divided_by(node)):
         dims = node.args[1]
-    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and _is_divided_by(node):
+    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and is_divided_by(node):
         dims = node.args[2] if len(node.args) > 2 else None
     else:
         return None
@@ -206,21 +204,28 @@ def _vector_product(node: Node) -> _Sum | None:
         summed = [letter for letter in many if letter not in out]
         if not set(few) <= set(many) or len(many) != len(out) + 1 or len(summed) != 1:
             return None
-        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if _is_divided_by(node) else None
+        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if is_divided_by(node) else None
     left, right = node.args[0], node.args[1]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     product = product_of(node)
     if product is not None and is_vector(product):
-        return _Sum(node, left, -1) if _is_divided_by(node) else None
-    if rank_of(right) == 1 and rank_of(left) >= 2:
-        return _Sum(node, left, -1) if _is_divided_by(node) else None
+        return _Sum(node, left, -1) if is_divided_by(node) else None
+    narrow = rank_of(right) == 1 or (rank_of(right) == 2 and same(right.meta["val"].shape[-1], 1))
+    if narrow and rank_of(left) >= 2:
+        return _Sum(node, left, -1) if is_divided_by(node) else None
     if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
-        return _Sum(node, right, -2) if _is_divided_by(node) else None
+        return _Sum(node, right, -2) if is_divided_by(node) else None
     return None
 
 
-def _is_divided_by(node: Node) -> bool:
+def _turns(one: _Sum) -> frozenset[Node]:
+    """Where what a sum is over was transposed, as scores are for one of two sums over the same axis."""
+    above = reached([one.matrix], lambda node: node.all_input_nodes if _is_local(node) else ())
+    return frozenset(node for node in above if node.target in TURNS)
+
+
+def is_divided_by(node: Node) -> bool:
     """Whether something is divided by a sum, or its logarithm is taken, after steps entry by entry."""
     seen: set[Node] = set()
     stack = [(node, user) for user in node.users]
@@ -241,7 +246,17 @@ def _is_local(node: Node) -> bool:
     if not is_tensor(node) or node.op != "call_function" or node.target in BARRIERS:
         return False
     product = product_of(node)
-    return product is None or is_vector(product)
+    return not _is_by_weight(node) if product is None else is_vector(product)
+
+
+def _is_by_weight(node: Node) -> bool:
+    """Whether a product that is none of two batches of matrices is one of matrices all the same."""
+    if node.target is aten.einsum.default:
+        inputs, _, out = str(node.args[0]).replace(" ", "").partition("->")
+        one, *others = (set(letters) for letters in inputs.split(","))
+        return any(one - other and other - one and one & other - set(out) for other in others)
+    factors: Any = node.args[:2] if node.target is aten.matmul.default else ()
+    return bool(factors) and all(rank_of(x) > 1 and not same(x.meta["val"].shape[-1], 1) for x in factors)
 
 
 def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:

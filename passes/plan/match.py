@@ -80,6 +80,7 @@ MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which so
 LEVELS = (-2.0, 0.7, 3.0)  # scores of a slack at which a loop is tried
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
+FEW = 8  # half-steps that are tried beyond twice as many as a loop has sums
 
 
 def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
@@ -175,6 +176,7 @@ class _Region:
         graph = program.graph
         assert loop.axes is not None
         self.kernel = kernel
+        self.most = min(TRIED, 2 * len(loop.sums) + FEW)
         turned = rank_of(end) == rank_of(start)
         self.start = Layout.of(start, *loop.axes)
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
@@ -660,7 +662,7 @@ def _identified(
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
-        sketch = identify_plan(few, region.guesses, TRIED, sums)
+        sketch = identify_plan(few, region.guesses, region.most, sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)

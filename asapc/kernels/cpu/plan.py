@@ -86,8 +86,16 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         given, mu, nu, _share(scores, task), task, start, offset, near, FAR, is_small(scores),
         task.as_written and given.dtype is scores.dtype,
     )
+    matrices = (-1, queries, keys)
+    if lost is not None and stabiliser is not None and dtype is torch.float32:
+        wide = given.view(matrices)[lost][:, None].double()
+        found, left = native.plan(
+            wide, _selected(mu, lost), _selected(nu, lost), _share(scores, task), task, start, offset,
+            torch.inf, FAR, False, False,
+        )  # fmt: skip
+        out.view(matrices)[lost] = found[:, 0].float()
+        lost = None if left is None else lost[left]
     if lost is not None:
-        matrices = (-1, queries, keys)
         _in_log_domain(
             given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
         )
@@ -110,6 +118,14 @@ def _masses(
         return None
     rows = _by_token(logs.to(dtype), shape).contiguous()
     return torch.softmax(rows, -1) if shares else rows.exp(), rows
+
+
+def _selected(masses: tuple[Tensor, Tensor] | None, which: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Those of some matrices, in float64."""
+    if masses is None:
+        return None
+    mass, logs = (x.double() if len(x) == 1 else x[which].double() for x in masses)
+    return mass, logs
 
 
 def _alike_in_total(scores: Tensor, task: Task, stabiliser: Stabiliser) -> bool:
