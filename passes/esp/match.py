@@ -22,10 +22,12 @@ from asapc.ir import EspConvention, Program
 from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
+    SHAPE_ONLY,
     ancestors,
     constants_entering,
     depends_on_data,
     descendants,
+    holds_tensors,
     is_bool,
     is_tensor,
     separate,
@@ -113,12 +115,13 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
         and len(node.meta["val"].shape) in (3, 4) and isinstance(node.meta["val"].shape[-1], int)
     ]  # fmt: skip
     edge = {node for node in above if node.target in LAYERS or node.op == "placeholder"}
-    edge = {node for node in edge if depends_on_data(node)}
+    edge = {node for node in edge if depends_on_data(node) and not is_bool(node)}
 
     def parts(*cut: Node) -> bool:
         """Whether no data gets past these nodes, but in masks: without it, they separate nothing."""
         def onward(node: Node) -> Iterable[Node]:
-            return () if node in cut or is_bool(node) else node.all_input_nodes
+            stops = node in cut or is_bool(node) or node.target in SHAPE_ONLY or not holds_tensors(node)
+            return () if stops else node.all_input_nodes
 
         return not any(node in edge and node not in cut for node in walked([attention], onward))
 
