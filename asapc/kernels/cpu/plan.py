@@ -87,16 +87,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         task.as_written and given.dtype is scores.dtype,
     )
     matrices = (-1, queries, keys)
-    if lost is not None and stabiliser is not None and dtype is torch.float32:
-        wide = given.view(matrices)[lost][:, None].double()
-        found, left = native.plan(
-            wide, _selected(mu, lost), _selected(nu, lost), _share(scores, task), task, start, offset,
-            torch.inf, FAR, False, False,
-        )  # fmt: skip
-        out.view(matrices)[lost] = found[:, 0].float()
-        lost = None if left is None else lost[left]
     if lost is not None:
-        _in_log_domain(
+        _beyond(
             given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
         )
     return out if scores.dtype is dtype else out.to(scores.dtype)
@@ -118,14 +110,6 @@ def _masses(
         return None
     rows = _by_token(logs.to(dtype), shape).contiguous()
     return torch.softmax(rows, -1) if shares else rows.exp(), rows
-
-
-def _selected(masses: tuple[Tensor, Tensor] | None, which: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Those of some matrices, in float64."""
-    if masses is None:
-        return None
-    mass, logs = (x.double() if len(x) == 1 else x[which].double() for x in masses)
-    return mass, logs
 
 
 def _alike_in_total(scores: Tensor, task: Task, stabiliser: Stabiliser) -> bool:
@@ -170,18 +154,20 @@ def _largest(scores: Tensor, multiplier: float) -> Tensor:
     return torch.where(top.isinf(), 0.0, top)
 
 
-def _in_log_domain(
+def _beyond(
     given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor, dtype: torch.dtype
 ) -> None:
-    """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H;
-    dtype: of the scores, in which a known order of the sums is followed."""
+    """Some matrices [g] of `given` [G, N, M] that the linear domain of its dtype does not hold, into
+    `out`: beside a constant in float64, others by the reference.  leads: B and H; dtype: of the scores,
+    in which a known order of the sums is followed."""
     require_masses(task)
     chosen = given[which][:, None]
     if task.settings["kernel"]:
         chosen, task = reference.logs_of(chosen), task.of_scores()
+    stabiliser, in_float64 = task.stabiliser, given.dtype is torch.float32 and task.stabiliser is not None
     if task.as_written:
         chosen = chosen.to(dtype)
-    elif FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
+    elif in_float64 or FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
         chosen = chosen.double()  # duals as large as a mask of -1e4 leave no digits to float32
 
     def own(logs: Tensor | None) -> Tensor | None:
@@ -190,8 +176,9 @@ def _in_log_domain(
         return logs.broadcast_to(*leads, logs.shape[-1]).reshape(-1, 1, logs.shape[-1])[which]
 
     settings = task.settings | {"by_head": None}
-    if task.stabiliser is not None and task.stabiliser.start == "tensor":
+    if stabiliser is not None and stabiliser.start == "tensor":
         top = _largest(given, settings["score_multiplier"])
         chosen, settings = chosen - top, settings | {"start": "plain"}
-    found = reference.plan(chosen, own(task.log_mu), own(task.log_nu), **settings)
+    task = Task.of(own(task.log_mu), own(task.log_nu), **settings)
+    found = plan(chosen, task) if in_float64 else task.plain(chosen)
     out[which] = found[:, 0].to(out.dtype)
