@@ -412,6 +412,35 @@ def test_masked_pairs_are_nothing_to_the_linear_domain(
         assert float((found - exact).abs().max()) <= budget, (form, kind, start)
 
 
+@pytest.mark.parametrize("low", [-math.inf, -1e9])
+@pytest.mark.parametrize("rule", [
+    ("plan", "add", 1e-8, "plain"), ("plan", "clamp", 1e-20, "row"),
+], ids=str)  # fmt: skip
+def test_scalings_of_parts_that_do_not_see_each_other_drift_apart(
+    rule: tuple[str, str, float, str], low: float
+) -> None:
+    """With more rows than columns, or fewer, by a factor in each pair of half-steps."""
+    q, k, v = tokens(1, 1, 40, 8)
+    i = torch.arange(40)
+    bias = torch.where((i[:, None] < 30) == (i < 5), 0.0, low)
+    for half_steps in range(60, 140):
+        settings = (0.3, half_steps, True, *rule, False, False, ATTENTION)
+        found = ops.stabilised_sinkhorn(q, k, v, None, bias, *settings)
+        exact = stabilised_sinkhorn(*map(double, (q, k, v)), None, bias.double(), *settings)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_of_no_mass_is_closed_beside_masked_pairs() -> None:
+    """It takes no part in the first columns; its own half-step then forgets where it began."""
+    q, k, v = tokens(2, 2, 9, 8)
+    i, dual = torch.arange(9), torch.zeros(2, 2, 9)
+    dual[..., 2] = -math.inf
+    bias = torch.where((i[:, None] - i).abs() <= 2, 0.0, -math.inf)
+    settings = (None, bias, dual, None, 0.3, 3, ATTENTION)
+    exact = asap_meaning.asap(*map(double, (q, k, v, *settings)))
+    torch.testing.assert_close(ops.asap(q, k, v, *settings).double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAPC_NATIVE", "0")
     monkeypatch.setattr(native, "missing", native.missing.__wrapped__)

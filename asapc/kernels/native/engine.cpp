@@ -282,6 +282,13 @@ template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, b
   return total == none ? scaling : X(scaling * mass / divisor);
 }
 
+// Whether a scaling beside a constant is one that the format holds. Those of kPlan drift apart where parts of a
+// kernel do not see each other: their products with entries of it must not leave the format unseen.
+template <class T> bool is_fine(const Rule& rule, T scaling) {
+  if (rule.form != kPlan || scaling == 0) return std::isfinite(scaling);
+  return std::abs(std::log(scaling)) <= T(kSafeRange<T>);
+}
+
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // A thread's memory for one head after the other, kept from one call to the next where it is small.
@@ -452,8 +459,8 @@ template <class S, class W> class Head {
     std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
     for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_ && column_mass(j) > 0);
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
-    const auto finite = [](W x) { return std::isfinite(x); };
-    const bool held = std::all_of(a_, a_ + count_, finite) && std::all_of(b_, b_ + size_, finite);
+    const auto fine = [this](W x) { return is_fine(p_.rule, x); };
+    const bool held = std::all_of(a_, a_ + count_, fine) && std::all_of(b_, b_ + size_, fine);
     return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
   }
 
@@ -620,7 +627,7 @@ template <class S, class W> class Head {
           dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
         });
       }
-      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(row + r, sums[r], pass);
+      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
       W weights[kRows];
       for (int64_t r = 0; r < count; ++r) {
         const W mass = row_mass(row + r);
@@ -649,10 +656,10 @@ template <class S, class W> class Head {
     return true;
   }
 
-  // A row without scores has no part.
-  W closed_row(int64_t i, W sum, const Pass& pass) const {
-    if (!stabilised_) return log_a_[i] == W(-kInfinity) ? W(0) : W(1) / sum;
-    const W found = closed(p_.rule, a_[i], W(p_.row_mass), sum, p_.rule.softmax && pass.first);
+  // A row that sees no mass has no part.
+  W closed_row(W a, W sum, const Pass& pass) const {
+    if (!stabilised_) return sum == 0 ? W(0) : W(1) / sum;
+    const W found = closed(p_.rule, a, W(p_.row_mass), sum, p_.rule.softmax && pass.first);
     return pass.first || !pass.closes_columns ? found : found * W(p_.rule.gauge);
   }
 
@@ -1196,9 +1203,10 @@ template <class X> class Planned {
     return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
   }
 
-  // Whether entries of a kernel may leave the format where it is divided.
+  // Whether entries of a kernel, or one over them, may leave the format where it is divided.
   bool vanishes(int64_t g) const {
-    return p_.is_kernel && p_.start != kOffset && of(low_, g) < of(high_, g) * least_ * least_;
+    const T least = std::max(of(high_, g) * least_ * least_, std::numeric_limits<T>::min());
+    return p_.is_kernel && p_.start != kOffset && of(low_, g) < least;
   }
 
   // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
@@ -1210,17 +1218,21 @@ template <class X> class Planned {
     const T safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
     const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == nothing_; };
     if (stabilised_) {
-      const auto fine = [&](const X* scaling) { return [=](int64_t i) { return std::isfinite(of(scaling[i], g)); }; };
+      const auto fine = [&](const X* scaling) { return [=, this](int64_t i) { return is_fine(p_.rule, of(scaling[i], g)); }; };
       return (p_.is_kernel || low >= least_) && high <= most_ && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
     }
+    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
+    const auto near = [&](int64_t size, const X* mass, const X* tops) {
+      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
+    };
     if (p_.damped) {
       const double bound = 2.0 * safe / 3, least = p_.is_kernel ? std::exp(-bound) : -bound, most = p_.is_kernel ? 1 / least : bound;
       const auto within = [&](const X* scaling) {
         return [=](int64_t i) { return of(scaling[i], g) == 0 || std::abs(std::log(of(scaling[i], g))) <= bound; };
       };
-      return low >= least && high <= most && all_of(n_, within(a_)) && all_of(m_, within(b_));
+      return low >= least && high <= most && near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
+             all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
-    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
     const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       return all_of(size, [&](int64_t i) {  // none is divided by less
         return absent(mass, tops, i) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
@@ -1237,9 +1249,6 @@ template <class X> class Planned {
       return std::log(most) - std::log(least);
     };
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
-    const auto near = [&](int64_t size, const X* mass, const X* tops) {
-      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
-    };
     return near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
            (p_.rows_first ? rows : columns) <= kSpread * safe &&
            (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * safe;
@@ -1263,8 +1272,8 @@ template <class X> class Planned {
   // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
   // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
-    for (int64_t e = 0; p_.is_kernel && e < n_ * m_; ++e)
-      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(s_[e], g)));
+    for (int64_t e = 0; (p_.is_kernel || stabilised_) && e < n_ * m_; ++e)  // beside a constant log 0 is that
+      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(kernel_[e], g)));
     for (int64_t g = 0; g < count_; ++g) {
       for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
       for (int64_t j = 0; j < m_; ++j) set(column_tops_[j], g, std::log(of(b_[j], g)));
