@@ -430,15 +430,20 @@ def test_scalings_of_parts_that_do_not_see_each_other_drift_apart(
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_of_no_mass_is_closed_beside_masked_pairs() -> None:
-    """It takes no part in the first columns; its own half-step then forgets where it began."""
-    q, k, v = tokens(2, 2, 9, 8)
-    i, dual = torch.arange(9), torch.zeros(2, 2, 9)
-    dual[..., 2] = -math.inf
-    bias = torch.where((i[:, None] - i).abs() <= 2, 0.0, -math.inf)
-    settings = (None, bias, dual, None, 0.3, 3, ATTENTION)
-    exact = asap_meaning.asap(*map(double, (q, k, v, *settings)))
-    torch.testing.assert_close(ops.asap(q, k, v, *settings).double(), exact, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_token_of_no_mass_is_closed_by_its_own_half_step(masked: bool, queries: int) -> None:
+    """It takes no part in the first half-step, and its own then forgets where it began."""
+    (q, *_), (_, k, v) = tokens(2, 2, queries, 8), tokens(2, 2, 9, 8, seed=1)
+    i, j = torch.arange(queries)[:, None], torch.arange(9)
+    bias = torch.where((i - j).abs() <= 2, 0.0, -math.inf) if masked else None
+    for source, half_steps in ((True, 1), (True, 3), (False, 1), (False, 2)):
+        dual = torch.zeros(2, 2, queries if source else 9)
+        dual[..., -1] = -math.inf
+        settings = (None, bias, dual if source else None, None if source else dual, 0.3, half_steps)
+        exact = asap_meaning.asap(*map(double, (q, k, v, *settings)), ATTENTION)
+        found = ops.asap(q, k, v, *settings, ATTENTION).double()
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
