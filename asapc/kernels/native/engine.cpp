@@ -65,7 +65,7 @@ constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from o
 
 // The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
 template <class T> constexpr double kSafeRange = std::is_same_v<T, float> ? 40.0 : 340.0;
-// So far below the largest, a score is that of a masked entry: no scalings that a format holds make anything of it.
+// A score that far below the largest is masked: no scalings that a format holds make anything of it.
 constexpr double kMasked = 2500.0;
 
 }  // namespace
@@ -282,8 +282,8 @@ template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, b
   return total == none ? scaling : X(scaling * mass / divisor);
 }
 
-// Whether a scaling beside a constant is one that the format holds. Those of kPlan drift apart where parts of a
-// kernel do not see each other: their products with entries of it must not leave the format unseen.
+// Whether the format holds a scaling beside a constant. Those of kPlan drift apart where parts of a kernel do not see
+// each other, and their products with its entries must not leave the format unseen.
 template <class T> bool is_fine(const Rule& rule, T scaling) {
   if (rule.form != kPlan || scaling == 0) return std::isfinite(scaling);
   return std::abs(std::log(scaling)) <= T(kSafeRange<T>);
@@ -596,7 +596,7 @@ template <class S, class W> class Head {
     return -double(low);
   }
 
-  // Notes which columns a row sees that does not see all: those of -inf alone have no part.
+  // Notes which columns a row with masked entries sees: those of -inf alone have no part.
   void see(const S* s, const W* row) {
     is_sparse_ = true;
     for (int64_t j = 0; j < size_; ++j)
@@ -1140,8 +1140,8 @@ template <class X> class Planned {
   }
 
   // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
-  // given, its largest entries, the lowest above 0, and the highest.  subtracts: what the loop starts with is taken off
-  // first, nothing of what has no score at all; a kernel is divided.
+  // given, its largest entries, the lowest above 0, and the highest.  subtracts: first takes off what the loop starts
+  // with (a kernel is divided by it), and nothing where a row or column has no score at all.
   template <bool subtracts> void find_tops() {
     const bool divides = p_.is_kernel, of_rows = p_.start == kOfRow, of_columns = p_.start == kOfColumn;
     const auto finite = [=](X top) {
@@ -1272,7 +1272,7 @@ template <class X> class Planned {
   // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
   // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
-    for (int64_t e = 0; (p_.is_kernel || stabilised_) && e < n_ * m_; ++e)  // beside a constant log 0 is that
+    for (int64_t e = 0; (p_.is_kernel || stabilised_) && e < n_ * m_; ++e)  // beside a constant, of masked entries too
       for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(kernel_[e], g)));
     for (int64_t g = 0; g < count_; ++g) {
       for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
@@ -1330,7 +1330,7 @@ template <class X> class Planned {
   const bool is_turned_;
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
-  const T nothing_, least_, most_;  // of a hidden entry, and of the safe range; exp of it, of a kernel
+  const T nothing_, least_, most_;  // a hidden entry, and the ends of the safe range; their exp for a kernel
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
