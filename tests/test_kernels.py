@@ -412,6 +412,40 @@ def test_masked_pairs_are_nothing_to_the_linear_domain(
         assert float((found - exact).abs().max()) <= budget, (form, kind, start)
 
 
+@pytest.mark.parametrize("low", [-math.inf, -1e9])
+@pytest.mark.parametrize("rule", [
+    ("plan", "add", 1e-8, "plain"), ("plan", "clamp", 1e-20, "row"),
+], ids=str)  # fmt: skip
+def test_scalings_of_parts_that_do_not_see_each_other_drift_apart(
+    rule: tuple[str, str, float, str], low: float
+) -> None:
+    """With more rows than columns, or fewer, by a factor in each pair of half-steps."""
+    q, k, v = tokens(1, 1, 40, 8)
+    i = torch.arange(40)
+    bias = torch.where((i[:, None] < 30) == (i < 5), 0.0, low)
+    for half_steps in range(60, 140):
+        settings = (0.3, half_steps, True, *rule, False, False, ATTENTION)
+        found = ops.stabilised_sinkhorn(q, k, v, None, bias, *settings)
+        exact = stabilised_sinkhorn(*map(double, (q, k, v)), None, bias.double(), *settings)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_token_of_no_mass_is_closed_by_its_own_half_step(masked: bool, queries: int) -> None:
+    """It takes no part in the first half-step, and its own then forgets where it began."""
+    (q, *_), (_, k, v) = tokens(2, 2, queries, 8), tokens(2, 2, 9, 8, seed=1)
+    i, j = torch.arange(queries)[:, None], torch.arange(9)
+    bias = torch.where((i - j).abs() <= 2, 0.0, -math.inf) if masked else None
+    for source, half_steps in ((True, 1), (True, 3), (False, 1), (False, 2)):
+        dual = torch.zeros(2, 2, queries if source else 9)
+        dual[..., -1] = -math.inf
+        settings = (None, bias, dual if source else None, None if source else dual, 0.3, half_steps)
+        exact = asap_meaning.asap(*map(double, (q, k, v, *settings)), ATTENTION)
+        found = ops.asap(q, k, v, *settings, ATTENTION).double()
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAPC_NATIVE", "0")
     monkeypatch.setattr(native, "missing", native.missing.__wrapped__)

@@ -884,6 +884,41 @@ def test_a_kernel_is_the_exp_of_scores(shape: tuple[int, ...], spread: float, ze
         assert float((found - exact).abs().max()) <= 2 * honest + 1e-5 * float(exact.abs().max())
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 7, 5), (1, 1, 40, 33)])
+def test_a_kernel_of_the_smallest_numbers(shape: tuple[int, ...]) -> None:
+    """One over them leaves the format."""
+    for least, half_steps, log in itertools.product((1e-39, 1e-42), (1, 2), (False, True)):
+        kernel = (random(*shape).abs() + 1) * least
+        rest = (None, None, 1.0, half_steps, True, PLAIN, log)
+        exact = reference.plan(kernel.double(), *rest, kernel=True)
+        torch.testing.assert_close(op(kernel, *rest, kernel=True).double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e4, -3e3])
+@pytest.mark.parametrize("rule", [
+    {"damping": [0.2, 0.2]}, {"constant": 1e-6, "form": "scaling"}, {"constant": 1e-6, "start": "row"},
+], ids=str)  # fmt: skip
+def test_logarithms_of_what_is_masked(rule: dict[str, Any], low: float) -> None:
+    """Damped, a masked row or column has a dual of its own; beside a constant it has log 0."""
+    for where in ((1, slice(None)), (slice(None), 1), (slice(2), slice(3))):
+        s = random(1, 1, 7, 5)
+        s[(..., *where)] = low
+        rest = (None, None, 1.0, 6, True, PLAIN, True)
+        exact = reference.plan(s.double(), *rest, **rule)
+        torch.testing.assert_close(op(s, *rest, **rule).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_constant_beside_parts_that_drift_apart(kernel: bool) -> None:
+    i, j = torch.arange(40)[:, None], torch.arange(33)
+    s = random(1, 1, 40, 33).masked_fill((i < 30) != (j < 5), -torch.inf)
+    s = s.exp() if kernel else s
+    for half_steps in range(80, 140):
+        rest = (None, None, 1.0, half_steps, True, PLAIN, False, None, 1e-8, "plan", "add")
+        exact = reference.plan(s.double(), *rest, kernel=kernel)
+        torch.testing.assert_close(op(s, *rest, kernel=kernel).double(), exact, rtol=1e-4, atol=1e-6)
+
+
 def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
     nothing = torch.full((2, 1, 3, 3), -torch.inf)
     stabiliser = {"constant": 1e-6, "form": "plan", "kind": "add", "start": "tensor"}

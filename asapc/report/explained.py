@@ -55,8 +55,8 @@ class Facts:
             yield "  no loop of rows and columns, and no attention"
         if self.broken_at is not None:
             yield (
-                f"  ends at a graph break, {self.broken_at}: a loop across it is not found here, but by "
-                "torch.compile(asapc.compile(model, data).model)"
+                f"  ends at a graph break, {self.broken_at}: a loop that crosses it stays as it is here; "
+                "torch.compile(asapc.compile(model, data).model) replaces it"
             )
 
 

@@ -241,8 +241,7 @@ class PlanSite(Site):
 
 
 def _log(lifting: Lifting, node: Node) -> Node:
-    """log(node), with a gradient of 0 where the node is 0: what hides an entry multiplies by 0 on the way
-    back, and 0/0 is not 0."""
+    """log(node), with the gradient of operators.plan.logs_of."""
     zero = lifting.call(aten.eq.Scalar, node, 0)
     logs = lifting.call(aten.log.default, lifting.call(aten.masked_fill.Scalar, node, zero, 1))
     return lifting.call(aten.masked_fill.Scalar, logs, zero, -math.inf)

@@ -6,6 +6,7 @@ closed first; every half-step is then a matrix-vector product,
     a = mu / (K b),    b = nu / (K' a),    P = diag(a) K diag(b),    log P = S - top + log a + log b.
 
 Damped scalings are powers of these quotients. They do not take up what is subtracted, so nothing is.
+A kernel that is given takes the place of exp(S); it is divided by its largest entry.
 
 Matrices of at most SMALL entries are worked on side by side, one in each lane of a register. What the
 linear domain cannot hold is found after the loop, matrix by matrix, and computed in logarithms instead,
@@ -31,6 +32,7 @@ from asapc.operators.sinkhorn import widen
 NEAR, FAR = -2e3, -1e7  # scores of masks that are low, but not so low that nothing is left of them
 ALIKE = 1e-5  # difference of the logarithms of two totals that are meant to be one
 ROUNDED = 500.0  # size of duals from which on what float32 rounds off may show
+
 
 def described(scores: Tensor, task: Task) -> tuple[str, str]:
     """What runs, and why."""

@@ -65,7 +65,7 @@ constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from o
 
 // The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
 template <class T> constexpr double kSafeRange = std::is_same_v<T, float> ? 40.0 : 340.0;
-// So far below the largest, a score is that of a masked entry: no scalings that a format holds make anything of it.
+// A score that far below the largest is masked: no scalings that a format holds make anything of it.
 constexpr double kMasked = 2500.0;
 
 }  // namespace
@@ -282,6 +282,13 @@ template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, b
   return total == none ? scaling : X(scaling * mass / divisor);
 }
 
+// Whether the format holds a scaling beside a constant. Those of kPlan drift apart where parts of a kernel do not see
+// each other, and their products with its entries must not leave the format unseen.
+template <class T> bool is_fine(const Rule& rule, T scaling) {
+  if (rule.form != kPlan || scaling == 0) return std::isfinite(scaling);
+  return std::abs(std::log(scaling)) <= T(kSafeRange<T>);
+}
+
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // A thread's memory for one head after the other, kept from one call to the next where it is small.
@@ -452,8 +459,8 @@ template <class S, class W> class Head {
     std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
     for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_ && column_mass(j) > 0);
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
-    const auto finite = [](W x) { return std::isfinite(x); };
-    const bool held = std::all_of(a_, a_ + count_, finite) && std::all_of(b_, b_ + size_, finite);
+    const auto fine = [this](W x) { return is_fine(p_.rule, x); };
+    const bool held = std::all_of(a_, a_ + count_, fine) && std::all_of(b_, b_ + size_, fine);
     return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
   }
 
@@ -589,7 +596,7 @@ template <class S, class W> class Head {
     return -double(low);
   }
 
-  // Notes which columns a row sees that does not see all: those of -inf alone have no part.
+  // Notes which columns a row with masked entries sees: those of -inf alone have no part.
   void see(const S* s, const W* row) {
     is_sparse_ = true;
     for (int64_t j = 0; j < size_; ++j)
@@ -625,7 +632,7 @@ template <class S, class W> class Head {
           dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
         });
       }
-      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(row + r, sums[r], pass);
+      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
       W weights[kRows];
       for (int64_t r = 0; r < count; ++r) {
         const W mass = row_mass(row + r);
@@ -658,10 +665,10 @@ template <class S, class W> class Head {
     return false;
   }
 
-  // A row without scores has no part.
-  W closed_row(int64_t i, W sum, const Pass& pass) const {
-    if (!stabilised_) return log_a_[i] == W(-kInfinity) ? W(0) : W(1) / sum;
-    const W found = closed(p_.rule, a_[i], W(p_.row_mass), sum, p_.rule.softmax && pass.first);
+  // A row that sees no mass has no part.
+  W closed_row(W a, W sum, const Pass& pass) const {
+    if (!stabilised_) return sum == 0 ? W(0) : W(1) / sum;
+    const W found = closed(p_.rule, a, W(p_.row_mass), sum, p_.rule.softmax && pass.first);
     return pass.first || !pass.closes_columns ? found : found * W(p_.rule.gauge);
   }
 
@@ -1142,8 +1149,8 @@ template <class X> class Planned {
   }
 
   // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
-  // given, its largest entries, the lowest above 0, and the highest.  subtracts: what the loop starts with is taken off
-  // first, nothing of what has no score at all; a kernel is divided.
+  // given, its largest entries, the lowest above 0, and the highest.  subtracts: first takes off what the loop starts
+  // with (a kernel is divided by it), and nothing where a row or column has no score at all.
   template <bool subtracts> void find_tops() {
     const bool divides = p_.is_kernel, of_rows = p_.start == kOfRow, of_columns = p_.start == kOfColumn;
     const auto finite = [=](X top) {
@@ -1205,9 +1212,10 @@ template <class X> class Planned {
     return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
   }
 
-  // Whether entries of a kernel may leave the format where it is divided.
+  // Whether entries of a kernel, or one over them, may leave the format where it is divided.
   bool vanishes(int64_t g) const {
-    return p_.is_kernel && p_.start != kOffset && of(low_, g) < of(high_, g) * least_ * least_;
+    const T least = std::max(of(high_, g) * least_ * least_, std::numeric_limits<T>::min());
+    return p_.is_kernel && p_.start != kOffset && of(low_, g) < least;
   }
 
   // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
@@ -1219,17 +1227,21 @@ template <class X> class Planned {
     const T safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
     const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == nothing_; };
     if (stabilised_) {
-      const auto fine = [&](const X* scaling) { return [=](int64_t i) { return std::isfinite(of(scaling[i], g)); }; };
+      const auto fine = [&](const X* scaling) { return [=, this](int64_t i) { return is_fine(p_.rule, of(scaling[i], g)); }; };
       return (p_.is_kernel || low >= least_) && high <= most_ && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
     }
+    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
+    const auto near = [&](int64_t size, const X* mass, const X* tops) {
+      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
+    };
     if (p_.damped) {
       const double bound = 2.0 * safe / 3, least = p_.is_kernel ? std::exp(-bound) : -bound, most = p_.is_kernel ? 1 / least : bound;
       const auto within = [&](const X* scaling) {
         return [=](int64_t i) { return of(scaling[i], g) == 0 || std::abs(std::log(of(scaling[i], g))) <= bound; };
       };
-      return low >= least && high <= most && all_of(n_, within(a_)) && all_of(m_, within(b_));
+      return low >= least && high <= most && near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
+             all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
-    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
     const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       return all_of(size, [&](int64_t i) {  // none is divided by less
         return absent(mass, tops, i) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
@@ -1246,9 +1258,6 @@ template <class X> class Planned {
       return std::log(most) - std::log(least);
     };
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
-    const auto near = [&](int64_t size, const X* mass, const X* tops) {
-      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
-    };
     return near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
            (p_.rows_first ? rows : columns) <= kSpread * safe &&
            (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * safe;
@@ -1272,8 +1281,8 @@ template <class X> class Planned {
   // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
   // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
-    for (int64_t e = 0; p_.is_kernel && e < n_ * m_; ++e)
-      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(s_[e], g)));
+    for (int64_t e = 0; (p_.is_kernel || stabilised_) && e < n_ * m_; ++e)  // beside a constant, of masked entries too
+      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(kernel_[e], g)));
     for (int64_t g = 0; g < count_; ++g) {
       for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
       for (int64_t j = 0; j < m_; ++j) set(column_tops_[j], g, std::log(of(b_[j], g)));
@@ -1330,7 +1339,7 @@ template <class X> class Planned {
   const bool is_turned_;
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
-  const T nothing_, least_, most_;  // of a hidden entry, and of the safe range; exp of it, of a kernel
+  const T nothing_, least_, most_;  // a hidden entry, and the ends of the safe range; their exp for a kernel
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
