@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import operator
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -57,7 +58,7 @@ GONE = object()
 MOST = 2000  # values of one module
 DEEPEST = 12  # steps
 LONGEST = 64  # containers whose items are looked at one by one; longer ones are told apart as a whole
-FEW = 16  # entries of a tensor that are compared at every call: `.data` changes them unseen
+FEW = 16  # entries of a tensor that are compared at every call: a write to `.data` changes nothing else
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
@@ -150,6 +151,11 @@ def reachable(
                 values[(*steps, step)] = ABSENT
             if inner is GONE:
                 continue
+            if isinstance(inner, operator.attrgetter) and names.attributes is not None:
+                asked = frozenset(name for text in inner.__reduce__()[1] for name in text.split("."))
+                if asked - names.attributes:
+                    names = replace(names, attributes=names.attributes | asked)
+                    return reachable(root, names, besides, registered, reached)
             path, value = (*steps, step), encoded(inner)
             of_module = isinstance(inner, nn.Module) and not isinstance(inner, _HOLDERS)
             of_library = isinstance(inner, ModuleType) and _is_librarys(inner)
@@ -733,10 +739,18 @@ def _of_class(thing: Any) -> Any:
     return getattr(type(thing), "forward", GONE)
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """What a write changes of its weights, without a look at them."""
-    tensors = (*module.parameters(), *module.buffers())
-    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+def _versions(module: nn.Module) -> list[tuple[int, Any]]:
+    """What a write changes of its weights."""
+    return [(id(x), _glance(x)) for x in (*module.parameters(), *module.buffers())]
+
+
+def _glance(tensor: Tensor) -> tuple[int, Any]:
+    """The version, which a write changes, and a few entries, which a write to `.data` may."""
+    version = 0 if tensor.is_inference() else tensor._version
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return version, None
+    return version, tensor.detach().view(-1)[:: tensor.numel() // FEW + 1].tolist()
 
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
@@ -744,9 +758,7 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
         return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
-        if thing.numel() <= FEW and thing.device.type == "cpu" and thing.layout is torch.strided:
-            return thing.tolist
-        return None if thing.is_inference() else functools.partial(getattr, thing, "_version")
+        return functools.partial(_glance, thing)
     plain_keys = not isinstance(thing, dict) or all(type(key) in (str, int) for key in thing)
     if isinstance(thing, list | deque | dict) and len(thing) <= LONGEST and plain_keys:
         return functools.partial(len, thing)
