@@ -220,13 +220,14 @@ class Observed:
         )
 
     def left_behind(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> str | None:
-        """Of what is stored, a tensor that would not be missing once it is taken away: nothing takes it
-        from a class or a slot, or what its class has shows up.  before: as above."""
+        """Of what is kept, what would not be missing once it is taken away: nothing takes it from a class
+        or a slot, or what its class has shows up.  before: as above."""
         for steps, value in self.stored(name, module).items():
             holder = found(module, steps[:-1])
             own, key = getattr(holder, "__dict__", {}), str(steps[-1][1])
             goes = can_be_taken_away(steps) and key in own and not hasattr(type(holder), key)
-            if not goes and _is_new_tensor(value, before.get(steps, GONE)):
+            is_own = len(steps) == 1 and key in own
+            if not goes and (is_own or _is_new_tensor(value, before.get(steps, GONE))):
                 return f"sets {text_of(steps)}, {_LEFT}"
         return None
 

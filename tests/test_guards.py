@@ -1963,6 +1963,7 @@ class Publishes(Layer):
     """Its map, for others, where nothing can be taken away."""
 
     kept: Any = None
+    length = 0
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -1972,7 +1973,7 @@ class Publishes(Layer):
         plan = (3 * self.qk(x)[..., :4] @ self.qk(x)[..., 4:].mT).softmax(-1).detach()
         {
             "LAST_MAP": into_global, "slot.plan": into_slot, "record.plan": into_record,
-            "Publishes.kept": into_class, "last_map.plan": into_function,
+            "Publishes.kept": into_class, "last_map.plan": into_function, "length": into_default,
         }[self.where](self, plan)  # fmt: skip
         return attended(self, x)
 
@@ -1998,8 +1999,12 @@ def into_function(layer: Publishes, plan: Tensor) -> None:
     last_map.plan = plan  # type: ignore[attr-defined]
 
 
+def into_default(layer: Publishes, plan: Tensor) -> None:
+    layer.length = plan.shape[1]
+
+
 @pytest.mark.parametrize(
-    "where", ["LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan"]
+    "where", ["LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan", "length"]
 )
 def test_a_map_that_is_left_where_an_old_one_would_stay(where):
     with pytest.raises(asapc.errors.NoSiteError, match=f"sets (the global )?{where}, which comp"):
