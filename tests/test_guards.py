@@ -40,6 +40,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
+from asapc.program import state
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.state import Names, Reads, reachable
 
@@ -364,6 +365,22 @@ def test_state_off_the_beaten_track_is_guarded(kind, change, text, request, monk
     for one in (model[0], compiled[0]):
         change(one, monkeypatch)
     assert_told(own_code(model, compiled, x), text)
+
+
+class Holder:
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+
+def test_what_is_held_in_many_ways_is_looked_at_once():
+    first = thing = Holder([1.0])
+    for _ in range(5):
+        thing = Holder([thing] * 5)
+    with mock.patch.object(state, "_dict_of", wraps=state._dict_of) as looked:
+        before = state.encoded({thing})
+    assert looked.call_count < 100
+    first.parts[0] = 2.0
+    assert state.encoded({thing}) != before
 
 
 class OfChance(Layer):
