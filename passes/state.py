@@ -272,7 +272,6 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
         found.names[name] = replace(
             names, homes=homes.get(name, frozenset()),
             environ=names.environ | profile.environ.get(name, set()),
-            imported=names.imported | {profile.homes[x] for x in codes if "__name__" in x.co_names},
         )  # fmt: skip
         unread = set_globals(codes) - found.names[name].globals
         if unread:

@@ -273,7 +273,7 @@ class OfMadeNames(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         tau = self.get_tau(self) * float(os.environ.get(f"TAU_OF_{self._steps}", "1"))
-        return attended(self, x + self.hidden[0](x)[..., :4], tau * sys.modules[__name__].GLOBAL)
+        return attended(self, x + self.hidden[0](x)[..., :4], tau)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,6 @@ CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: None, None),
         (lambda one, patch: setattr(one.context, "tau", 2.0), "context.tau was captured as 1.0"),
         (lambda one, patch: patch.setenv("TAU_OF_3", "2"), "os.environ['TAU_OF_3']"),
-        (lambda one, patch: patch.setitem(globals(), "GLOBAL", 2.0), "GLOBAL"),
         (lambda one, patch: one.hidden[0].weight.data.mul_(2.0), "the weights of hidden[0]"),
     ],
     "named": [
