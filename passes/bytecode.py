@@ -90,6 +90,12 @@ def compared_by_identity(codes: Collection[CodeType], name: str) -> bool:
     )  # fmt: skip
 
 
+def set_globals(codes: Collection[CodeType]) -> set[str]:
+    """The globals that these functions set."""
+    steps = (step for code in codes for step in instructions_of(code))
+    return {str(step.argval) for step in steps if step.opname == "STORE_GLOBAL"}
+
+
 def stored_names(codes: Collection[CodeType]) -> tuple[set[str], set[str]]:
     """The attributes that these functions set; and those that they only count, as self.calls += 1."""
     stored, counted = set[str](), set[str]()

@@ -16,7 +16,8 @@ from dataclasses import replace
 from torch.fx import Node
 
 from asapc.ir import Program
-from asapc.passes.cut import ancestors, recorded
+from asapc.passes.branches import spoken
+from asapc.passes.cut import ancestors, is_tensor, recorded
 from asapc.passes.decisions import rounded
 from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.families import MATCHERS
@@ -150,6 +151,10 @@ def _unless_it_departs(program: Program, site: Site) -> Site | Refusal:
     """Refuse a site that rounds its scores, or whose loop may end early as its family has not tried."""
     part = site.part()
     reason = rounded(part)
+    nodes = (*part.inputs, *sorted(part.inside))
+    with_imaginary = next((x for x in nodes if is_tensor(x) and x.meta["val"].is_complex()), None)
+    if with_imaginary is not None:
+        reason = f"{spoken(with_imaginary)} gives it complex numbers, which no operator has"
     if not site.stops_on and any(
         ancestors(stop.residual, until=BARRIERS) & part.inside for stop in program.stops
     ):

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
-from asapc.passes.bytecode import loaded_names, questions_of, sets_items, stored_names
+from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
 from asapc.passes.observe import Leave, entering
 from asapc.passes.pure import leaves_nothing
@@ -88,6 +88,10 @@ _SAME_MAP = {
 }  # fmt: skip
 _OF_MEMORY = {"data_ptr", "_version", "is_shared", "is_pinned", "getrefcount"}  # of a tensor
 LOUD = 30  # times the numbers of the example
+_LEFT = (
+    "which compiled code would leave as it was: set an attribute of an instance, without a default in "
+    "its class"
+)
 _ALIKE = 1e-4  # relative difference up to which another layout only rounds
 _COPIES_OR_NOT = {"contiguous", "reshape", "reshape_as", "flatten", "ravel", "unflatten"}
 _OF_THE_WORLD = ("random", "numpy.random", "posix", "nt", "io", "_io")
@@ -100,6 +104,7 @@ _TRACED = [
 _IN_PYTHON = {*_TRACED, *_BY_CODE}  # of torch, what code asks
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
 _AUTOCAST = torch.amp.autocast_mode.autocast.__init__.__code__.co_filename
+_ENVIRON = os._Environ.__getitem__.__code__
 _PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
 
 
@@ -200,7 +205,7 @@ class Observed:
             paths = {(("attr", key),): None for key in vars(module)}
         return {
             steps: found(module, steps) for steps in sorted(paths, key=str)
-            if steps[-1][1] in own and can_be_taken_away(steps)
+            if steps[-1][0] == "attr" and steps[-1][1] in own
         }
 
     def kept(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> tuple[Steps, ...]:
@@ -210,11 +215,21 @@ class Observed:
         called like one that is: there, tensors are meant."""
         return tuple(
             steps for steps, value in self.stored(name, module).items()
-            if len(steps) == 1 or (
-                value is not before.get(steps, GONE)
-                and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-            )
-        )  # fmt: skip
+            if can_be_taken_away(steps)
+            and (len(steps) == 1 or _is_new_tensor(value, before.get(steps, GONE)))
+        )
+
+    def left_behind(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> str | None:
+        """Of what is kept, what would not be missing once it is taken away: nothing takes it from a class
+        or a slot, or what its class has shows up.  before: as above."""
+        for steps, value in self.stored(name, module).items():
+            holder = found(module, steps[:-1])
+            own, key = getattr(holder, "__dict__", {}), str(steps[-1][1])
+            goes = can_be_taken_away(steps) and key in own and not hasattr(type(holder), key)
+            is_own = len(steps) == 1 and key in own
+            if not goes and (is_own or _is_new_tensor(value, before.get(steps, GONE))):
+                return f"sets {text_of(steps)}, {_LEFT}"
+        return None
 
     def of_copy(self, model: nn.Module, copied: nn.Module) -> Observed:
         """The same of a copy of the model."""
@@ -235,6 +250,10 @@ class Observed:
         return reachable(module, _of_torch(module) or names, self.caches, self.registered)
 
 
+def _is_new_tensor(value: Any, before: Any) -> bool:
+    return value is not before and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
 def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
     """What the model reads on these batches, the first of which is its example.  larger: that it may
     take, after which it computes what it did before, or remembers something."""
@@ -249,7 +268,14 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
             codes = codes | profile.codes.get(name.rpartition(".")[0], set())
-        found.names[name] = replace(loaded_names(codes), homes=homes.get(name, frozenset()))
+        names = loaded_names(codes)
+        found.names[name] = replace(
+            names, homes=homes.get(name, frozenset()),
+            environ=names.environ | profile.environ.get(name, set()),
+        )  # fmt: skip
+        unread = set_globals(codes) - found.names[name].globals
+        if unread:
+            found.changing[name] = f"sets the global {min(unread)}, {_LEFT}"
         asked = profile.questions.get(name, set())
         loaded = found.names[name].said | found.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
@@ -364,6 +390,7 @@ class _Profile:
         self.traced = False
         self.spaces: dict[int, dict[str, Any]] = {}
         self.homes: dict[CodeType, str] = {}  # the modules of Python where functions are at home
+        self.environ: dict[str, set[str]] = {}  # names that it is asked for, made while it ran or not
         self.unsteady: dict[str, set[str]] = {}
         self._stack: list[str] = []
         self._users = functools.cache(_is_users)
@@ -403,6 +430,8 @@ class _Profile:
         code = frame.f_code
         if event == "call" and code.co_filename == _AUTOCAST:
             self.questions.setdefault(self._stack[-1], set()).add("autocast")
+        if event == "call" and code is _ENVIRON:
+            self.environ.setdefault(self._stack[-1], set()).add(str(frame.f_locals["key"]))
         if event == "call" and code in _IN_PYTHON:
             if self._users(frame.f_back.f_code.co_filename):
                 self.traced |= code in _TRACED
@@ -527,14 +556,22 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
     """What every module can read, whenever it is entered in one run; and what the model gives."""
     entries: dict[str, list[_Entry]] = {}
 
-    def enter(name: str, *_: Any) -> None:
+    def enter(name: str, *_: Any) -> Leave:
         module = model.get_submodule(name)
+        before = found.stored(name, module)
         values: dict[Steps, Value] = {}
         try:
             values = found.reads(name, module)
         except TooMuch as error:
             found.changing[name] = str(error)
         entries.setdefault(name, []).append(_Entry(values, _weights(module)))
+
+        def leave() -> None:
+            left = found.left_behind(name, module, before)
+            if left is not None:
+                found.changing[name] = left
+
+        return leave
 
     with entering(model, enter):
         output = output_of(model, batch)

@@ -119,6 +119,28 @@ def test_a_product_in_a_half_is_refused() -> None:
     assert "rounds to bfloat16" in analysis.left_alone[0].reason
 
 
+class OfComplex(Layer):
+    """Queries and keys of complex numbers, or values."""
+
+    def __init__(self, scores: bool) -> None:
+        super().__init__(log_loop)
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (torch.complex(y, y.flip(-1)) for y in self.split(x))
+        if self.scores:
+            return self.merge(log_loop((q @ k.mH).real) @ v.real)
+        return self.merge((log_loop(q.real @ k.real.mT).to(v.dtype) @ v).real)
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_complex_numbers_are_refused(scores: bool) -> None:
+    torch.manual_seed(1)
+    analysis = analysed(OfComplex(scores), torch.randn(2, 6, 8))
+    assert not analysis.sites
+    assert "gives it complex numbers, which no operator has" in analysis.left_alone[0].reason
+
+
 def test_scores_that_are_bounded_far_above_are_given() -> None:
     torch.manual_seed(1)
     model = Layer(lambda s: log_loop(s.clamp(-1e4, 1e4))).eval()

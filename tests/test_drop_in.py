@@ -731,6 +731,47 @@ def test_replicas_run_on_their_own_weights(make, expected, monkeypatch):
     assert torch.equal(logits(nn.DataParallel(model), x, keep), expected)
 
 
+class OfEpsilon(nn.Module):
+    """Its epsilon is a constant of the compiled code, its number of heads is guarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.gain = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
+        self.epsilon = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, f = self.gain * self.q(x) @ x.mT / 8**0.5, 0.0
+        for _ in range(3):
+            g = -self.epsilon * torch.logsumexp((scores + f) / self.epsilon, -2, keepdim=True)
+            f = -self.epsilon * torch.logsumexp((scores + g) / self.epsilon, -1, keepdim=True)
+        return torch.exp((scores + f + g) / self.epsilon) @ self.v(x)
+
+
+@torch.no_grad()
+def test_shallow_copies_have_attributes_and_weights_of_their_own():
+    torch.manual_seed(0)
+    model, x = OfEpsilon().eval(), torch.randn(24, 6, 8)
+    patched = asapc.compile(model, {"x": x}, recipe={"operator": "lossless"}, examples=8).model
+    for change, warned in (
+        (lambda one: vars(one).update(gain=2.0), "gain was captured as 1.0, but is 2.0"),
+        (lambda one: vars(one).update(_modules={**one._modules, "v": nn.Identity()}), None),
+        (lambda one: vars(one).update(_parameters={"epsilon": torch.tensor(0.5)}), "epsilon no longer"),
+    ):
+        copies = [copy.copy(one) for one in (model, patched)]
+        for one in copies:
+            change(one)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for _ in range(2):  # it is bound to its own forward by the first call
+                torch.testing.assert_close(copies[1](x), copies[0](x), rtol=1e-5, atol=1e-6)
+        texts = [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+        assert len(texts) == (warned is not None) and all(warned in text for text in texts), texts
+        with warnings.catch_warnings(action="error", category=OwnCodeWarning):
+            torch.testing.assert_close(patched(x), model(x), rtol=1e-5, atol=1e-6)
+    other = OfEpsilon()
+    other.forward = patched.forward  # as a method of another module, it stays that module's
+    torch.testing.assert_close(other(x), model(x), rtol=1e-5, atol=1e-6)
+
+
 # Nothing is faster
 
 

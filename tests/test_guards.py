@@ -40,6 +40,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
+from asapc.program import state
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.state import Names, Reads, reachable
 
@@ -263,6 +264,23 @@ class OfHidden(Layer):
         return attended(self, x, float(self.act(tau)))
 
 
+class OfMadeNames(Layer):
+    """Names that are made while it runs, and weights of its own that nothing registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_tau, self.hidden = operator.attrgetter("context.tau"), [nn.Linear(4, 40)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tau = self.get_tau(self) * float(os.environ.get(f"TAU_OF_{self._steps}", "1"))
+        return attended(self, x + self.hidden[0](x)[..., :4], tau)
+
+
+@pytest.fixture(scope="module")
+def made_names():
+    return made(OfMadeNames)
+
+
 @pytest.fixture(scope="module")
 def hidden():
     return made(OfHidden)
@@ -299,6 +317,12 @@ CHANGES: dict[str, list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: setattr(one.norm, "eps", 1.0), "norm.eps"),
         (lambda one, patch: one.others[0].train(), "others[0].training"),
         (lambda one, patch: one.same.register_full_backward_hook(print), "hooks of gradients"),
+    ],
+    "made_names": [
+        (lambda one, patch: None, None),
+        (lambda one, patch: setattr(one.context, "tau", 2.0), "context.tau was captured as 1.0"),
+        (lambda one, patch: patch.setenv("TAU_OF_3", "2"), "os.environ['TAU_OF_3']"),
+        (lambda one, patch: one.hidden[0].weight.data.mul_(2.0), "the weights of hidden[0]"),
     ],
     "named": [
         (lambda one, patch: setattr(one, "calls", 7), None),
@@ -340,6 +364,22 @@ def test_state_off_the_beaten_track_is_guarded(kind, change, text, request, monk
     for one in (model[0], compiled[0]):
         change(one, monkeypatch)
     assert_told(own_code(model, compiled, x), text)
+
+
+class Holder:
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+
+def test_what_is_held_in_many_ways_is_looked_at_once():
+    first = thing = Holder([1.0])
+    for _ in range(5):
+        thing = Holder([thing] * 5)
+    with mock.patch.object(state, "_dict_of", wraps=state._dict_of) as looked:
+        before = state.encoded({thing})
+    assert looked.call_count < 100
+    first.parts[0] = 2.0
+    assert state.encoded({thing}) != before
 
 
 class OfChance(Layer):
@@ -1991,6 +2031,73 @@ def test_what_changes_between_the_calls_of_one_run():
     torch.manual_seed(0)
     with pytest.raises(VerificationError, match="where other data or weights came first"):
         asapc.compile(ReadsWhatIsLeft().eval(), torch.randn(24, 6, 4), recipe={"operator": "lossless"})
+
+
+@dataclasses.dataclass
+class LastMap:
+    __slots__ = ("plan",)
+    plan: Any
+
+
+@dataclasses.dataclass
+class LastOrNone:
+    plan: Any = None
+
+
+def last_map() -> None:
+    """Has it as an attribute."""
+
+
+class Publishes(Layer):
+    """Its map, for others, where nothing can be taken away."""
+
+    kept: Any = None
+    length = 0
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.slot, self.record = where, LastMap(None), LastOrNone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = (3 * self.qk(x)[..., :4] @ self.qk(x)[..., 4:].mT).softmax(-1).detach()
+        {
+            "LAST_MAP": into_global, "slot.plan": into_slot, "record.plan": into_record,
+            "Publishes.kept": into_class, "last_map.plan": into_function, "length": into_default,
+        }[self.where](self, plan)  # fmt: skip
+        return attended(self, x)
+
+
+def into_global(layer: Publishes, plan: Tensor) -> None:
+    global LAST_MAP
+    LAST_MAP = plan
+
+
+def into_slot(layer: Publishes, plan: Tensor) -> None:
+    layer.slot.plan = plan
+
+
+def into_record(layer: Publishes, plan: Tensor) -> None:
+    layer.record.plan = plan
+
+
+def into_class(layer: Publishes, plan: Tensor) -> None:
+    Publishes.kept = plan
+
+
+def into_function(layer: Publishes, plan: Tensor) -> None:
+    last_map.plan = plan  # type: ignore[attr-defined]
+
+
+def into_default(layer: Publishes, plan: Tensor) -> None:
+    layer.length = plan.shape[1]
+
+
+@pytest.mark.parametrize(
+    "where", ["LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan", "length"]
+)
+def test_a_map_that_is_left_where_an_old_one_would_stay(where):
+    with pytest.raises(asapc.errors.NoSiteError, match=f"sets (the global )?{where}, which comp"):
+        made(functools.partial(Publishes, where))
 
 
 class Twice(nn.Module):

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 import torch
@@ -256,6 +257,22 @@ class Forward:
         made.__dict__[REPLICATE] = forward.replica
         return made
 
+    def _of_copy(self, frame: FrameType) -> Forward | None:
+        """What a shallow copy of the module, which has this forward among its attributes, is given
+        instead.  frame: of who calls."""
+        by_call = frame.f_code.co_filename == nn.modules.module.__file__
+        caller = frame.f_locals.get("self") if by_call else None
+        if caller is self.module or type(caller) is not type(self.module):
+            return None
+        own, replica = vars(caller), self.replica if self.live else None
+        if own.get("forward") is not self or own.get(REPLICATE) != replica:
+            return None
+        forward = own["forward"] = self.bound_to(caller)
+        if self.live:
+            own[REPLICATE] = forward.replica
+        forward.constants = self.constants.of_copy(self.module, caller)
+        return forward
+
     def _another(self, flat: Sequence[Any]) -> str | None:
         problem = asked(self.questions, self.module, flat) if self.questions else None
         if problem is not None:
@@ -267,6 +284,9 @@ class Forward:
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copied = None if torch.compiler.is_compiling() else self._of_copy(sys._getframe(1))
+        if copied is not None:
+            return copied(*args, **kwargs)
         flat, problem = self.call.flat(args, kwargs)
         if problem is None:
             problem = self._another(flat)

@@ -7,6 +7,7 @@ its gradient, are the original's alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,14 @@ class Constants:
     ) -> None:
         self.held = [_Held(root, name) for name in sorted(set(names))] if root is not None else []
         self.no_gradient = no_gradient
+
+    def of_copy(self, module: nn.Module, copied: nn.Module) -> Constants:
+        """The same where a shallow copy stands for a module, with weights of its own."""
+        made = copy.copy(self)
+        made.held = [copy.copy(held) for held in self.held]
+        for held in made.held:
+            held.owner = copied if held.owner is module else held.owner
+        return made
 
     def difference(self) -> str | None:
         """Which weight has another value.  What torch.export makes holds for the values of its trace."""

@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import operator
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -53,11 +54,13 @@ Value = bool | int | float | str | None | tuple[str, str]
 
 Caches = dict[nn.Module, dict[str, Any]]
 """What is in attributes of modules, GONE for nothing."""
+_Known = dict[int, tuple[Any, str]]
+"""Digests by the identity of objects, which are kept so that identities are."""
 GONE = object()
 MOST = 2000  # values of one module
 DEEPEST = 12  # steps
 LONGEST = 64  # containers whose items are looked at one by one; longer ones are told apart as a whole
-FEW = 16  # entries of a tensor that are compared at every call: `.data` changes them unseen
+FEW = 16  # entries of a tensor that are compared at every call: a write to `.data` changes nothing else
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
@@ -150,6 +153,11 @@ def reachable(
                 values[(*steps, step)] = ABSENT
             if inner is GONE:
                 continue
+            if isinstance(inner, operator.attrgetter) and names.attributes is not None:
+                asked = frozenset(name for text in inner.__reduce__()[1] for name in text.split("."))
+                if asked - names.attributes:
+                    names = replace(names, attributes=names.attributes | asked)
+                    return reachable(root, names, besides, registered, reached)
             path, value = (*steps, step), encoded(inner)
             of_module = isinstance(inner, nn.Module) and not isinstance(inner, _HOLDERS)
             of_library = isinstance(inner, ModuleType) and _is_librarys(inner)
@@ -168,12 +176,12 @@ def reachable(
     return values
 
 
-def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
+def encoded(thing: Any, around: tuple[int, ...] = (), known: _Known | None = None) -> Value:
     """A plain value itself; of anything else the kind of it, and what tells it from others.
 
-    around: what it is inside of.
+    around: what it is inside of.  known: what has been looked at, so that nothing is twice.
     """
-    kind = type(thing)
+    kind, known = type(thing), {} if known is None else known
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
         return thing
     if kind is torch.Size:
@@ -190,13 +198,13 @@ def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
         text = repr(list(thing)) if isinstance(thing, dict) and _are_plain(thing) else str(len(thing))
         others = [key for key in thing if type(key) not in (str, int)] if isinstance(thing, dict) else []
         if others:  # no way leads there
-            text += repr([(repr(key), _held(thing[key], around)) for key in others])
+            text += repr([(repr(key), _held(thing[key], around, known)) for key in others])
         if len(thing) > LONGEST:
             held = thing.values() if isinstance(thing, dict) else thing
-            text = repr([*(_held(item, around) for item in held), text])
+            text = repr([*(_held(item, around, known) for item in held), text])
         return (kind.__name__, text if len(text) <= 200 else _digest(text.encode()))
     if isinstance(thing, set | frozenset):
-        items = sorted(repr(_held(item, around)) for item in thing)
+        items = sorted(repr(_held(item, around, known)) for item in thing)
         return ("set", _digest(repr(items).encode()))
     if isinstance(thing, FunctionType):
         home = str(thing.__globals__.get("__name__"))
@@ -214,10 +222,10 @@ def encoded(thing: Any, around: tuple[int, ...] = ()) -> Value:
         text = repr(thing)[:200]
         if " at 0x" not in text:
             return ("value", text)
-    return _state(thing, top, around)
+    return _state(thing, top, around, known)
 
 
-def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
+def _state(thing: Any, top: str, around: tuple[int, ...], known: _Known) -> tuple[str, str]:
     """Of an object of Python's own, which no steps lead into: what it would be pickled as."""
     kind = type(thing)
     walked = kind in (*_NAMESPACES, *_WITH_PARTS) or _is_container(thing)
@@ -230,34 +238,42 @@ def _state(thing: Any, top: str, around: tuple[int, ...]) -> tuple[str, str]:
         text = "" if hasattr(kind, "__iter__") else _ADDRESS.sub("", repr(thing))  # no code of items
         is_shown = text not in ("", _ADDRESS.sub("", object.__repr__(thing)))
         inside.append(text if is_shown or inside[0] else next(_ALWAYS_OTHERS))
-    return ("state", f"{kind.__name__} {_digest(repr(_told(inside, (*around, id(thing)))).encode())}")
+    told = _told(inside, (*around, id(thing)), known)
+    return ("state", f"{kind.__name__} {_digest(repr(told).encode())}")
 
 
-def _held(thing: Any, around: tuple[int, ...]) -> Any:
-    """The value of what no steps lead to, with all that it holds."""
+def _held(thing: Any, around: tuple[int, ...], known: _Known) -> str:
+    """A digest of what no steps lead to, with all that it holds."""
+    if id(thing) not in known:
+        known[id(thing)] = thing, type(thing).__qualname__  # where it holds itself
+        known[id(thing)] = thing, _digest(repr(_all_held(thing, around, known)).encode())
+    return known[id(thing)][1]
+
+
+def _all_held(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
     if id(thing) in around or len(around) > DEEPEST:
         return type(thing).__qualname__
     around = (*around, id(thing))
-    value = encoded(thing, around)
+    value = encoded(thing, around, known)
     if isinstance(thing, list | tuple | deque):
-        return value, [_held(item, around) for item in thing]
+        return value, [_held(item, around, known) for item in thing]
     if isinstance(thing, dict):
-        return value, [(repr(key), _held(item, around)) for key, item in thing.items()]
+        return value, [(repr(key), _held(item, around, known)) for key, item in thing.items()]
     if isinstance(value, tuple) and value[0] == "object" and not isinstance(thing, nn.Module):
         slots = [str(name) for kind in _mro(thing) for name in getattr(kind, "__slots__", ())]
         own = {**_dict_of(thing), **{name: attribute(thing, name) for name in slots}}
-        return value, [(name, _held(item, around)) for name, item in own.items()]
+        return value, [(name, _held(item, around, known)) for name, item in own.items()]
     return value
 
 
-def _told(thing: Any, around: tuple[int, ...]) -> Any:
+def _told(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
     """The values in containers in containers."""
     if len(around) > DEEPEST:
         return type(thing).__qualname__
     if id(thing) in around or type(thing) not in (list, tuple, dict):
-        return encoded(thing, around)
+        return encoded(thing, around, known)
     items = thing.items() if isinstance(thing, dict) else thing
-    return [_told(item, (*around, id(thing))) for item in items]
+    return [_told(item, (*around, id(thing)), known) for item in items]
 
 
 def _code_digests(code: CodeType) -> str:
@@ -733,10 +749,18 @@ def _of_class(thing: Any) -> Any:
     return getattr(type(thing), "forward", GONE)
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """What a write changes of its weights, without a look at them."""
-    tensors = (*module.parameters(), *module.buffers())
-    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+def _versions(module: nn.Module) -> list[tuple[int, Any]]:
+    """What a write changes of its weights."""
+    return [(id(x), _glance(x)) for x in (*module.parameters(), *module.buffers())]
+
+
+def _glance(tensor: Tensor) -> tuple[int, Any]:
+    """The version, which a write changes, and a few entries, which a write to `.data` may."""
+    version = 0 if tensor.is_inference() else tensor._version
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return version, None
+    return version, tensor.detach().view(-1)[:: tensor.numel() // FEW + 1].tolist()
 
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
@@ -744,9 +768,7 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
         return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
-        if thing.numel() <= FEW and thing.device.type == "cpu" and thing.layout is torch.strided:
-            return thing.tolist
-        return None if thing.is_inference() else functools.partial(getattr, thing, "_version")
+        return functools.partial(_glance, thing)
     plain_keys = not isinstance(thing, dict) or all(type(key) in (str, int) for key in thing)
     if isinstance(thing, list | deque | dict) and len(thing) <= LONGEST and plain_keys:
         return functools.partial(len, thing)
