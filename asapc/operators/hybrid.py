@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asapc.operators.catalogue import reference_named
-from asapc.operators.sinkhorn import widen
+from asapc.operators.sinkhorn import masked, widen
 from asapc.operators.tokens import depthwise_values
 
 Named = Callable[[str], Callable[..., Tensor]]
@@ -73,8 +73,8 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
             "bias": without_first(bias, start),
         }  # fmt: skip
         out = inner(*((others | seen | settings)[key] for key in own))
-        if count and seen["keep"] is not None:  # rows without another active key are 0
-            out = out.masked_fill(~seen["keep"].any(-1)[:, None, None, None], 0.0)
+        if count:
+            out = masked(out, seen["keep"], None)  # rows without another active key are 0
         if depthwise is not None and not dense:
             out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
         if count == 0:

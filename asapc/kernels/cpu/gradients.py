@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -56,11 +56,8 @@ class _Heads:
     factor: Tensor
 
     def double(self) -> _Heads:
-        bias, start = (None if x is None else x.double() for x in (self.bias, self.start))
-        return _Heads(
-            self.q.double(), self.k.double(), self.v.double(), self.grad.double(), self.keep, bias, start,
-            self.factor.double(),
-        )  # fmt: skip
+        wide = {name: x.double() for name, x in vars(self).items() if x is not None and name != "keep"}
+        return replace(self, **wide)
 
 
 def sinkhorn_backward(
