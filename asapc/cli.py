@@ -86,9 +86,7 @@ GateFile = Annotated[
     str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit code 1 if exceeded.")
 ]
 Examples = Annotated[int, typer.Option("--examples", min=1, help="Most examples to measure.")]
-Fast = Annotated[
-    bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")
-]
+Fast = Annotated[bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="Trust the file: allow any operator and any memory (see SECURITY.md)."),
@@ -593,8 +591,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "asapc"
-        session.complain(
-            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted"
-        )
+        session.complain(f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted")
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0

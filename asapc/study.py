@@ -321,9 +321,7 @@ class _Bench:
         ]
         fits, _ = stream(
             pending,
-            examples_of_fit(
-                self.source, recipes[0], self.batch_size, pending, processes=self.processes
-            ),
+            examples_of_fit(self.source, recipes[0], self.batch_size, pending, processes=self.processes),
             lambda batch: self.tap(batch)[1], None, self.progress, f"{label}: calibrating",
             self.processes,
         )  # fmt: skip

@@ -36,9 +36,7 @@ class SiteStatistics:
     name: the site, for messages.  plan: see features.predictor.transform_plan.  recipe: of the site.
     """
 
-    def __init__(
-        self, name: str, convention: Convention, plan: TransformPlan, recipe: Recipe
-    ) -> None:
+    def __init__(self, name: str, convention: Convention, plan: TransformPlan, recipe: Recipe) -> None:
         self.name = name
         self.convention = convention
         self.plan = plan

@@ -269,9 +269,7 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
     ]
 
 
-def _digest(
-    teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device
-) -> str:
+def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device) -> str:
     """Of all that replay depends on: what the graphs compute, on what, where, and this code."""
     reading = Reading(json.dumps([teacher.fingerprint, code_digest(), device.type]))
     digest = hashlib.sha256()
@@ -334,9 +332,7 @@ def _matched(
     return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
 
 
-def _of_one_way(
-    model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]
-) -> Capture:
+def _of_one_way(model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]) -> Capture:
     """Without programs that more data refuses, since it takes another way through the code."""
     ways = {program.name: _other_way(model, program, more) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)

@@ -224,9 +224,7 @@ def capture_modules(
     return Capture("module", programs, reason, skipped, state)
 
 
-def program_of(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Program:
+def program_of(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = functional(exported)
@@ -275,9 +273,7 @@ def export_graph(
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module):
-        exported = torch.export.export(
-            module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
-        )
+        exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         return functional(exported)
 
 
@@ -368,9 +364,7 @@ def _traced(
             named = _keywords_named(module, kwargs)
             with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
                   named, emptied(state.caches)):  # fmt: skip
-                exported = export_graph(
-                    module, args, kwargs, _nested(axes, args, kwargs, module.forward)
-                )
+                exported = export_graph(module, args, kwargs, _nested(axes, args, kwargs, module.forward))
     except Exception as error:
         may_be_ours = functions and isinstance(error, TypeError)  # of code that passes float as a dtype
         if not used and not taken and not may_be_ours:
@@ -587,9 +581,7 @@ def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
     return [*map(dims, leaves)]
 
 
-def _with_lengths(
-    module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Axes:
+def _with_lengths(module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
     """Where more axes are as long as a free one, as in [B, D, N] beside [B, N, 2] or in scores [B, N, N],
     they are free as well if the module runs with all of them one shorter."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -822,6 +814,4 @@ def _packed(value: Any) -> Any:
 
 
 def _detached(values: Any) -> Any:
-    return pytree.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values
-    )
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values)

@@ -451,9 +451,7 @@ class _Beyond:
             own = own if own <= TOLERANCE else math.inf
         return None if error <= ROUNDED * own else error
 
-    def _own_rounding(
-        self, sizes: dict[Any, int], change: Change, active: list[int] | None
-    ) -> float:
+    def _own_rounding(self, sizes: dict[Any, int], change: Change, active: list[int] | None) -> float:
         """How far the operator in single precision is from itself; infinite where it is not finite."""
         t = self._masked(self._tensors(sizes, change), active)
         with torch.no_grad():
@@ -613,9 +611,7 @@ def _sorted_difference(expected: Tensor, found: Tensor | None) -> float:
     return math.inf if error != error else error
 
 
-def _all_but(
-    mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None
-) -> Tensor:
+def _all_but(mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None) -> Tensor:
     """The mask with every key but these hidden.  low: by a mask of scores."""
     others = torch.ones(mask.shape[-1], dtype=torch.bool, device=mask.device)
     others[active] = False

@@ -46,9 +46,7 @@ class Hardened:
 Replacement = Amortised | Hardened | Distilled
 
 
-def rewritten_programs(
-    lifted: Sequence[Program], choices: Mapping[str, Replacement]
-) -> list[Program]:
+def rewritten_programs(lifted: Sequence[Program], choices: Mapping[str, Replacement]) -> list[Program]:
     """The lifted programs with the call of every named site replaced by what is chosen for it."""
     programs = []
     for program in lifted:

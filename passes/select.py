@@ -629,9 +629,7 @@ def _reason(opened: OpenSite, tried: Tried) -> str:
     if not isinstance(convention, Convention):
         return "the same map from a faster kernel: nothing is approximated"
     if len(opened.tried) > 1:
-        return "; ".join(
-            f"{t.candidate.label}: {_lost(t)}" for t in opened.tried if t.approximate
-        )
+        return "; ".join(f"{t.candidate.label}: {_lost(t)}" for t in opened.tried if t.approximate)
     if convention.half_steps <= FEW_HALF_STEPS:
         return f"{convention.half_steps} half-steps cost as much as the c-transforms"
     if not fits_needed(convention, opened.recipe):

@@ -170,10 +170,7 @@ class Call(Record):
         """As of the forward."""
         kinds = inspect.Parameter
         return inspect.Signature([
-            kinds(
-                parameter.name, getattr(kinds, parameter.kind),
-                default=_shown_default(parameter),
-            )
+            kinds(parameter.name, getattr(kinds, parameter.kind), default=_shown_default(parameter))
             for parameter in self.parameters
         ])  # fmt: skip
 

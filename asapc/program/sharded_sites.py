@@ -72,9 +72,7 @@ def sinkhorn(
 def asap(*, source_dual: Any, target_dual: Any, c_transforms: int, **given: Any) -> Shard:
     """operators.asap.asap of the own queries, as sinkhorn."""
     rows_first = first_c_transform(source_dual, target_dual, c_transforms) == "row"
-    return sinkhorn(
-        half_steps=c_transforms, rows_first=rows_first, f=source_dual, g=target_dual, **given
-    )
+    return sinkhorn(half_steps=c_transforms, rows_first=rows_first, f=source_dual, g=target_dual, **given)
 
 
 def _predicted(

@@ -90,9 +90,7 @@ def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
         yield loop.at, _examine(program, loop, failed)
 
 
-def _examine(
-    program: Program, loop: Loop, failed: dict[object, _Failure]
-) -> PlanSite | Unidentified:
+def _examine(program: Program, loop: Loop, failed: dict[object, _Failure]) -> PlanSite | Unidentified:
     """failed: why regions of earlier loops are no plans, by what they compute."""
     def refused(reason: str, at: Node | None = loop.at) -> Unidentified:
         return Unidentified(f"a loop of rows and columns: {reason}", frozenset(loop.sums), at)
@@ -118,9 +116,7 @@ def _examine(
     return refused(max(failures, key=lambda failure: failure.reached).reason)
 
 
-def _tried(
-    program: Program, loop: Loop, found: Borders
-) -> Iterator[tuple[Loop, Node, Node, bool]]:
+def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
     """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan."""
     yield from ((loop, start, end, False) for start, end in _by_likeliness(found))
     yield from ((loop, start, end, True) for start, end in _kernels(found))
@@ -197,9 +193,7 @@ class _Region:
         self.graph = graph
         self.cut = self._cut(torch.float64)
         of_it = {start, *inside}
-        self.stops = [
-            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it
-        ]
+        self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
         given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
@@ -764,9 +758,7 @@ def _changed_by_stops(
         return plan_of(replace(fit.convention, half_steps=half_steps), sample)
 
     entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
-    loop = Stopping(
-        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan
-    )
+    loop = Stopping(program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan)
     # In a far larger batch one sharp example does less to a mean, or to its square.
     many = of_many(lengths, region.examples, FAR**2) if region.examples else []
     return what_a_stop_changes(loop, [Crowd(lengths), *many])

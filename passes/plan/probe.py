@@ -113,9 +113,7 @@ def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanC
     if isinstance(multiplier, NoFit) or not all(bool(x.isfinite().all()) for x in given):
         return None
     heads = [sample.head() for sample in mildest]
-    found = identify_damping(
-        [replace(head, scores=multiplier * head.scores) for head in heads], sums
-    )
+    found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
     if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
         return None
     budget = found.budget
@@ -150,9 +148,7 @@ def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanC
     return best if best is not None and best.error <= HELD else None
 
 
-def _masses(
-    convention: PlanConvention, samples: Sequence[Sample]
-) -> list[tuple[int, int, float]]:
+def _masses(convention: PlanConvention, samples: Sequence[Sample]) -> list[tuple[int, int, float]]:
     """(N, M, the mass of the map over that of the convention's plan)."""
     pairs = ((sample, plan_of(convention, sample)) for sample in samples)
     return [(*x.scores.shape[-2:], float(x.attention.sum() / ours.sum())) for x, ours in pairs]

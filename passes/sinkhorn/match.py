@@ -106,9 +106,7 @@ class RegionExperiment(Experiment, Trials):
     neutral: inputs that hide nothing and add nothing, as the roles of the inputs make them.
     """
 
-    def __init__(
-        self, program: Program, region: Region, precision: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, program: Program, region: Region, precision: torch.dtype = torch.float64) -> None:
         inputs = [region.score.result, *map(Canonical, region.inputs)]
         output = Canonical(region.attention, region.value.left_order)
         super().__init__(program.graph, inputs, output, region.inside, precision=precision)
@@ -445,9 +443,7 @@ def _error_together(
     return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
 
 
-def _bias_coefficient(
-    experiment: RegionExperiment, index: int, convention: Convention
-) -> float | NoFit:
+def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float | NoFit:
     """How much of an input is added to the scores, in units of epsilon, at every size of it.
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.

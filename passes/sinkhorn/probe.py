@@ -82,9 +82,7 @@ class Sample:
     def head(self) -> Sample:
         """The first head of the first example, by which loops are searched."""
         keep = None if self.keep is None else self.keep[:1]
-        marginals = (
-            None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in self.marginals
-        )
+        marginals = (None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in self.marginals)
         return Sample(self.scores[:1, :1], self.attention[:1, :1], keep, self.mild, *marginals)
 
     def powered(self, powers: Pair) -> Sample:
@@ -164,9 +162,7 @@ def identify(
     if isinstance(found, NoFit):
         return found
     budget, stabiliser = found
-    convention = Convention(
-        budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser
-    )
+    convention = Convention(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser)
     fit = with_factor(convention, samples, mildest)
     return fit if isinstance(fit, NoFit) else with_rival(fit, budget)
 

@@ -181,9 +181,7 @@ def differentiate(
         lists = {
             name: [None] * len(arguments[name]) for name in needed if _is_tensor_list(arguments[name])
         }
-        return tuple(
-            lists.get(name, found.get(name) if need else None) for name, need in needed.items()
-        )
+        return tuple(lists.get(name, found.get(name) if need else None) for name, need in needed.items())
 
     def gradients(
         arguments: Mapping[str, Any],

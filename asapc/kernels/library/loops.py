@@ -52,9 +52,7 @@ def _run(
     assert v is not None
     if backend == "softmax":
         factor = loop.output_factor
-        return key_c_transform.key_c_transform(
-            q, k, v, keep, bias, start, loop.score_multiplier, factor
-        )
+        return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
 
     values = sinkhorn_reference.clean_values(v, keep)
