@@ -56,12 +56,7 @@ from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
 from asapc.stages.analyse import analyse_teacher, forward_signature, require_sites
-from asapc.stages.calibrate import (
-    calibration_batches,
-    examples_of_fit,
-    selection_batches,
-    site_collector,
-)
+from asapc.stages.calibrate import calibration_batches, examples_of_fit, selection_batches, site_collector
 from asapc.terminal.progress import Progress
 
 MAX_ROWS = 4096  # of a block

@@ -137,10 +137,7 @@ class SiteStatistics:
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        found = [
-            (dual, *dual.restored(tensors, heads, head_dim))
-            for dual in self.duals if examples
-        ]  # fmt: skip
+        found = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
         intercepts = []
         if self.plan.side == "both" and found:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]

@@ -57,28 +57,13 @@ from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.first_call import unchanged
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import (
-    Leave,
-    Observer,
-    entering,
-    replaced_forward,
-    replaced_forwards,
-    written,
-)
+from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards, written
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
-from asapc.passes.state import (
-    LOUD,
-    Observed,
-    emptied,
-    is_the_same_traced,
-    observed,
-    others_for,
-    untraced,
-)
+from asapc.passes.state import LOUD, Observed, emptied, is_the_same_traced, observed, others_for, untraced
 
 ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
 

@@ -23,15 +23,7 @@ from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import OPERATORS, by_name, ordered
 from asapc.passes.verify import check_graph
-from asapc.program.calls import (
-    CALLS,
-    SITE,
-    Operands,
-    copied,
-    operator_calls,
-    put_tensor,
-    sites_of,
-)
+from asapc.program.calls import CALLS, SITE, Operands, copied, operator_calls, put_tensor, sites_of
 
 aten = torch.ops.aten
 

@@ -23,15 +23,7 @@ from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
 from asapc.ir import Coupling, Ties
-from asapc.operators.ranks import (
-    Clouds,
-    counts,
-    group_mass,
-    order_of,
-    padded_last,
-    partners,
-    spread,
-)
+from asapc.operators.ranks import Clouds, counts, group_mass, order_of, padded_last, partners, spread
 
 GATHERED_AT_ONCE = 1 << 24  # entries of the keys gathered for several slices together
 

@@ -23,13 +23,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Coupling, EspConvention, Ties
-from asapc.operators.esp import (
-    esp_hard_attention,
-    esp_soft_attention,
-    lifted_plan,
-    soft_plan,
-    soft_sort,
-)
+from asapc.operators.esp import esp_hard_attention, esp_soft_attention, lifted_plan, soft_plan, soft_sort
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
 from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, relative_error, snapped

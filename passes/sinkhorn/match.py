@@ -44,24 +44,9 @@ from asapc.passes.early_stop import (
     residuals_cut,
     what_a_stop_changes,
 )
-from asapc.passes.experiment import (
-    STABILISED,
-    Experiment,
-    NoFit,
-    assigned,
-    outcome,
-    relative_error,
-)
+from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome, relative_error
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.products import (
-    Canonical,
-    KeyMask,
-    merged_heads,
-    padding_of,
-    rank_of,
-    same,
-    site_name,
-)
+from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
 from asapc.passes.regions import Region, rooted
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
