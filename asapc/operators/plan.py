@@ -140,11 +140,11 @@ def plan(
         raise ValueError("a constant in the divisions of a plan is known of balanced loops alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
     steps = stabilised_plans(s.double(), rows_first, stabiliser, log_mu, log_nu, damping)
-    a, kernel, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
+    a, matrix, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
     given = log_mu is not None or log_nu is not None
     queries, keys = scores.shape[-2:]
     unit = unit_mass(stabiliser, half_steps, rows_first, queries, keys, given)
-    result = a * (factor * unit) * kernel * b.transpose(-1, -2)
+    result = a * (factor * unit) * matrix * b.transpose(-1, -2)
     return (result.log() if log else result).to(dtype)
 
 
