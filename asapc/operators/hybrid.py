@@ -76,7 +76,9 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
         if count:
             out = masked(out, seen["keep"], None)  # rows without another active key are 0
         if depthwise is not None and not dense:
-            out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
+            wide = widen(others["v"])
+            added = depthwise_values(wide, depthwise.to(wide.dtype), seen["keep"])
+            out = (widen(out) + added).to(out.dtype)
         if count == 0:
             return out
         out = out[:, :, count - start :, count - start if dense else 0 :]
@@ -100,15 +102,6 @@ def without_first(bias: Tensor | None, count: int) -> Tensor | None:
         return bias
     rows = bias if bias.shape[-2] == 1 else bias[..., count:, :]
     return rows if rows.shape[-1] == 1 else rows[..., count:]
-
-
-def plus_depthwise(out: Tensor, v: Tensor, depthwise: Tensor, keep: Tensor | None) -> Tensor:
-    """out + DWConv(v): [B, H, N, E] in out's dtype; padded tokens get nothing.
-
-    v: [B, H, N, E]; depthwise: [H, E, w]; keep: [B, N].
-    """
-    values = widen(v)
-    return (widen(out) + depthwise_values(values, depthwise.to(values.dtype), keep)).to(out.dtype)
 
 
 hybrid_lot, hybrid_lot_attention = hybrid("lot"), hybrid("lot_attention")

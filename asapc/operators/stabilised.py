@@ -47,7 +47,7 @@ def stabilised_plans(
     plain = stabiliser.form == "scaling" and stabiliser.start == "plain" and scores.numel() > 0
     plain = plain and damping is None  # of powers no offset is without effect
     rows, columns = damping or (1.0, 1.0)
-    offset = _largest(scores, [-1 if rows_first else -2]) if plain else _offset(scores, stabiliser)
+    offset = _largest(scores, (-1 if rows_first else -2,)) if plain else _offset(scores, stabiliser)
     kernel = torch.exp(scores - offset)
     alike = (1.0 / max(queries, 1), 1.0 / max(keys, 1)) if stabiliser.shares else (1.0, 1.0)
     row_mass, column_mass = (
@@ -99,7 +99,7 @@ def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     return _largest(scores, axes)
 
 
-def _largest(scores: Tensor, axes: Sequence[int]) -> Tensor:
+def _largest(scores: Tensor, axes: tuple[int, ...]) -> Tensor:
     top = scores.amax(axes, keepdim=True)
     return top.masked_fill(top.isneginf(), 0.0)
 

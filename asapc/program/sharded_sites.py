@@ -136,10 +136,8 @@ class _Scores:
     def __init__(self, q: Tensor, k: Tensor, bias: Tensor | None) -> None:
         self.q, self.k, self.bias = q, k, bias
         of_one = max(1, q.shape[0] * q.shape[1] * k.shape[2] * q.element_size())
-        self.rows = [
-            slice(start, min(start + max(1, BLOCK_BYTES // of_one), q.shape[2]))
-            for start in range(0, q.shape[2], max(1, BLOCK_BYTES // of_one))
-        ]
+        step = max(1, BLOCK_BYTES // of_one)
+        self.rows = [slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step)]
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.rows:
