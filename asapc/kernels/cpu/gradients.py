@@ -75,14 +75,12 @@ def sinkhorn_backward(
 
     At least one half-step; every example has an active key.
     """
-    batch, heads, queries, dim = q.shape
-    keys, width = v.shape[2:]
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     limits = thresholds()
     rows_first = loop.first_side == "row"
-    dq = torch.zeros((batch, heads, queries, dim), dtype=work)
-    dk = torch.zeros((batch, heads, keys, dim), dtype=work)
-    dv = torch.zeros((batch, heads, keys, width), dtype=work)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=work) for x in (q, k, v))
     d_dual = None if dual is None else torch.zeros(dual.shape, dtype=work)
     depth = torch.zeros((batch, heads), dtype=torch.int64)
     if batch * heads * queries * keys == 0:
