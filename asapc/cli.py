@@ -56,23 +56,18 @@ MaxMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory limit of the process, such as 2GiB.")
 ]
 OptionalModel = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
+    str | None, typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
 ]
 Data = Annotated[str, typer.Option(metavar="DATA", help="Examples to run the model on.")]
 OptionalData = Annotated[
     str | None, typer.Option("--data", metavar="DATA", help="Examples to run the model on.")
 ]
 RecipeFile = Annotated[
-    str | None,
-    typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
+    str | None, typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
 ]
 Opset = Annotated[
     int | None,
-    typer.Option(
-        "--opset",
-        help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher.",
-    ),
+    typer.Option("--opset", help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher."),
 ]
 Tolerance = Annotated[
     float | None,
@@ -217,12 +212,7 @@ def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:
 
 
 @command()
-def inspect(
-    run: Session,
-    model: Model,
-    data: OptionalData = None,
-    reading: Reading = NO_OPTIONS,
-) -> None:
+def inspect(run: Session, model: Model, data: OptionalData = None, reading: Reading = NO_OPTIONS) -> None:
     """List every attention layer and Sinkhorn loop with its convention, or why it is left alone.
 
     Exit code 3 if the model has neither.
@@ -574,11 +564,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for argument in argv:
             check_text(argument, "an argument")
-        code = command.main(
-            args=argv,
-            prog_name="asapc",
-            standalone_mode=False,
-        )
+        code = command.main(args=argv, prog_name="asapc", standalone_mode=False)
     except KeyboardInterrupt:
         session.complain("asapc: interrupted")
         return EXIT_INTERRUPTED

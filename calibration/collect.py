@@ -371,12 +371,7 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
     maps = sum(piece.columns.shape[0] * piece.columns.shape[1] for piece in pieces)
     direct = recipe.ridge_mode == "direct"
     penalty = recipe.ridge if direct else recipe.ridge * maps / equations.groups
-    kl = fit_kl(
-        pieces,
-        groups=equations.groups,
-        penalty=penalty,
-        start=start.coefficients,
-    )
+    kl = fit_kl(pieces, groups=equations.groups, penalty=penalty, start=start.coefficients)
     quality = FitQuality(
         "kl",
         equations.r2(kl.coefficients),

@@ -163,8 +163,7 @@ def _of_one_factor(
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
     plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
     tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
-             if not other.slice_weights
-             and (c == other.coupling or None in (c, other.coupling))}  # fmt: skip
+             if not other.slice_weights and (c == other.coupling or None in (c, other.coupling))}
     for slices in candidates:
         for convention in tries:
             fit = EspFit(convention, slices).measured(samples)
