@@ -333,10 +333,8 @@ def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
 
 def _is_one_number(node: Node) -> bool:
     """One entry, or one number everywhere by how it is made."""
-    value = node.meta["val"]
-    if all(isinstance(size, int) and size == 1 for size in value.shape):
-        return True
-    if node.target in FILLED:
+    sizes = node.meta["val"].shape
+    if node.target in FILLED or all(isinstance(size, int) and size == 1 for size in sizes):
         return True
     sources = [n for n in node.all_input_nodes if is_tensor(n)]
     return node.target in STEPS and bool(sources) and all(_is_one_number(n) for n in sources)
@@ -448,9 +446,7 @@ def _sides(
         else:
             continue
         before = rank - 1 - (drop is not None)
-        if before and not (leads == 1 or start.kept):
-            continue
-        if before > leads:
+        if before > leads or (before and not (leads == 1 or start.kept)):
             continue
         per_head = leads == 2 and before == 1 and same(shape[0], start.heads)
         by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
