@@ -376,16 +376,13 @@ def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> Non
         for tried in opened.tried:
             assert tried.price is not None
             slower = tried.price.slower_than(opened.teacher)
-            if tried.approximate:
-                beyond = _excess(tried.errors, _of_site(opened.budget))
-                if beyond:
-                    tried.verdict = f"{EXCEEDS}: {beyond}"
-                elif slower is not None:
-                    tried.verdict = _slower(tried.price, opened.teacher, slower)
-                else:
-                    tried.verdict = _hardly_cheaper(tried, exact, objective)
-            elif slower is not None and not drop_maps:
+            beyond = _excess(tried.errors, _of_site(opened.budget)) if tried.approximate else ""
+            if beyond:
+                tried.verdict = f"{EXCEEDS}: {beyond}"
+            elif slower is not None and (tried.approximate or not drop_maps):
                 tried.verdict = _slower(tried.price, opened.teacher, slower)
+            elif tried.approximate:
+                tried.verdict = _hardly_cheaper(tried, exact, objective)
         if exact.verdict:  # nothing exact beats the teacher's own code
             left = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
             opened.tried.insert(0, left)
