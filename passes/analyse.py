@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -365,13 +365,11 @@ def own_rounding(model: nn.Module | None, batch: Batch) -> float:
     if model is None or not any(x.dtype in HALVES for x in model.parameters()):
         return 0.0
     widened = copy.deepcopy(model).float()
-    given = pytree.tree_map(_single, (batch.args, batch.kwargs))
+    given = pytree.tree_map_only(
+        Tensor, lambda x: x.float() if x.dtype in HALVES else x, (batch.args, batch.kwargs)
+    )
     exact = Runner(widened)(replace(batch, args=given[0], kwargs=given[1]))
     return 2 * largest_difference(Runner(model)(batch), exact)
-
-
-def _single(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:

@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -376,7 +377,7 @@ def _traced(
     _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
     shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
-    _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
+    _check_stops(module, args, kwargs, observer.residuals)
     return Program(name, graph, args, kwargs, shapes, stops, layers)
 
 
@@ -705,8 +706,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, stack: list[str]) -> None:
         super().__init__()
         self.stack = stack
-        self.products: dict[str, int] = {}
-        self.sums: dict[str, int] = {}
+        self.products, self.sums = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(
         self,
@@ -718,8 +718,7 @@ class _Counter(TorchDispatchMode):
         packet = func.overloadpacket
         counts = self.products if packet in _PRODUCTS else self.sums if packet in _SUMS else None
         if counts is not None:
-            for module in self.stack:
-                counts[module] = counts.get(module, 0) + 1
+            counts.update(self.stack)
         return func(*args, **(kwargs or {}))
 
 
@@ -741,7 +740,7 @@ def _capture_modules(
 
     def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
         stack.append(name)
-        given = _detached((call_args, call_kwargs))
+        given = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (call_args, call_kwargs))
         if _way(calls.setdefault(name, given)) != _way(given):
             several.add(name)
         return stack.pop
@@ -754,8 +753,8 @@ def _capture_modules(
     # Children come before their parents: longer dotted names first. A loop by itself is taken only where
     # no attention around it is: with its products it is worth more.
     deepest = sorted((name for name in modules if name), key=lambda name: (-name.count("."), name))
-    attention = [name for name in deepest if counter.products.get(name, 0) > 1]
-    loops = [name for name in deepest if counter.sums.get(name, 0) > 1]
+    attention = [name for name in deepest if counter.products[name] > 1]
+    loops = [name for name in deepest if counter.sums[name] > 1]
     for name in dict.fromkeys((*attention, *loops)):
         if any(_related(name, program.name) for program in found):
             continue
@@ -796,7 +795,3 @@ def _way(given: Any) -> str:
 def _packed(value: Any) -> Any:
     """A part of a larger tensor by itself: its strides would tie sizes to those of the example."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
-
-
-def _detached(values: Any) -> Any:
-    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,8 @@ class _Reader:
         self.used = ancestors(*self.nodes[-1].all_input_nodes) | {self.nodes[-1]}  # of the outputs
         self.weights = tensors_of(model)
         self._insides: dict[int, _Inside | str] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter(call.name for call in program.calls if not call.hooked)
         self._known: dict[int, Call] = {}  # by the identity of a ModuleCall of the program
-        for call in program.calls:
-            if not call.hooked:
-                self._counts[call.name] = self._counts.get(call.name, 0) + 1
 
     def around(self, site: Site, mapless: bool) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none.

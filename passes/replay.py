@@ -562,7 +562,8 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        t = _double(selected(t, self._examples(batch, sizes), *map(torch.arange, (n, m))))
+        t = selected(t, self._examples(batch, sizes), *map(torch.arange, (n, m)))
+        t = _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
         return replace(t, q=self.site.moved(t, *of_q), k=t.k * of_k.scale + of_k.shift)
 
@@ -629,10 +630,6 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
 def _single(t: SiteTensors, others: tuple[torch.dtype, ...] = HALVES) -> SiteTensors:
     """Single precision in place of others."""
     return _mapped(t, lambda x: x.float() if x.dtype in others else x)
-
-
-def _double(t: SiteTensors) -> SiteTensors:
-    return _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
 
 
 def _mapped(t: SiteTensors, change: Callable[[Tensor], Tensor]) -> SiteTensors:

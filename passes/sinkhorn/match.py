@@ -119,7 +119,7 @@ class RegionExperiment(Experiment, Trials):
     @cached_property
     def sizes(self) -> list[dict[Any, int]]:
         """`few`, and a second set with every dynamic length moved, where there is one."""
-        symbols = _symbols(self.region.score.result.shape[-2:])
+        symbols = assigned((size, 1) for size in self.region.score.result.shape[-2:])
         moved = {symbol: self.few[symbol] + 5 for symbol in symbols}
         return [self.few, {**self.few, **moved}] if moved else [self.few]
 
@@ -470,8 +470,8 @@ def _stopping(
     """What an early stop would change, None if nothing."""
     region, few = experiment.region, experiment.few
     shape = region.score.result.shape
-    many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
-    long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
+    many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
+    long = assigned((size, MANY_TOKENS) for size in shape[-2:])
     convention = fit.convention if mask is not None else replace(fit.convention, mask="none")
 
     def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
@@ -494,10 +494,6 @@ def _stopping(
     if mask is not None:
         crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
     return what_a_stop_changes(loop, crowds)
-
-
-def _symbols(sizes: Sequence[Any]) -> set[Any]:
-    return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
 
 
 def without_choice(size: Sequence[int]) -> str | None:

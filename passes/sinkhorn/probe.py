@@ -435,15 +435,12 @@ def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
 
 def _masses(sample: Sample, side: Side) -> Tensor:
     """Sums over one side [B, *], restricted to active keys; heads are merged."""
-    if side == "row":
-        sums = sample.attention.sum(-1)
-        if sample.keep is None:
-            return sums.flatten(1)
-        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
-        return sums[sample.keep.any(-1)].flatten(1)
-    sums = sample.attention.sum(-2)
+    sums = sample.attention.sum(-1 if side == "row" else -2)
     if sample.keep is None:
         return sums.flatten(1)
+    if side == "row":
+        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
+        return sums[sample.keep.any(-1)].flatten(1)
     keep = sample.keep[:, None, :].expand_as(sums)
     return torch.where(keep, sums, sums.amax(-1, keepdim=True)).flatten(1)
 
