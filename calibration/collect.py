@@ -178,12 +178,7 @@ class _DualStatistics:
     """One predicted dual: its parameters (made from the first batch), normal equations, KL pieces."""
 
     def __init__(
-        self,
-        name: str,
-        convention: Convention,
-        plan: TransformPlan,
-        side: PredictedSide,
-        recipe: Recipe,
+        self, name: str, convention: Convention, plan: TransformPlan, side: PredictedSide, recipe: Recipe
     ) -> None:
         self.name = name
         self.convention = convention

@@ -148,10 +148,7 @@ class SoftToHard:
 
 
 def prediction_change(
-    model: nn.Module | None,
-    before: Sequence[Program],
-    after: Sequence[Program],
-    batches: Iterable[Batch],
+    model: nn.Module | None, before: Sequence[Program], after: Sequence[Program], batches: Iterable[Batch]
 ) -> float | None:
     """Share of examples whose predicted class differs; None where no class is predicted."""
     outputs = OutputFidelity()

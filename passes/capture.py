@@ -709,11 +709,7 @@ class _Counter(TorchDispatchMode):
         self.products, self.sums = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         packet = func.overloadpacket
         counts = self.products if packet in _PRODUCTS else self.sums if packet in _SUMS else None

@@ -166,12 +166,7 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, amortised: Amor
 
 
 def _dual_call(
-    graph: GraphModule,
-    index: int,
-    o: Operands,
-    predictor: DualPredictor,
-    multiplier: float,
-    mass: bool,
+    graph: GraphModule, index: int, o: Operands, predictor: DualPredictor, multiplier: float, mass: bool
 ) -> Node:
     def constant(what: str, value: Tensor) -> Node:
         return put_tensor(graph, index, f"{predictor.side}_{what}", value)

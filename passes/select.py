@@ -232,11 +232,7 @@ class WholeModel:
     """The whole model on the selection split, whatever its sites become, against the lossless one."""
 
     def __init__(
-        self,
-        analysis: Analysis,
-        batches: Sequence[Batch],
-        recipe: Recipe,
-        exact: Sequence[Any] = (),
+        self, analysis: Analysis, batches: Sequence[Batch], recipe: Recipe, exact: Sequence[Any] = ()
     ) -> None:
         """exact: the lossless model's outputs on the first of the batches, where they are known."""
         self.analysis, self.batches = analysis, batches

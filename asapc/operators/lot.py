@@ -151,11 +151,7 @@ def token_log_mass(keep: Tensor | None, scores: Tensor) -> Tensor:
 
 
 def token_factor(
-    output_factor: Sequence[float],
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
+    output_factor: Sequence[float], q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None
 ) -> float | Tensor:
     """coefficient n_q^a n_k^b N^c, counts at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
     coefficient, query_power, key_power, length_power = output_factor

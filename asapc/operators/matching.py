@@ -214,12 +214,7 @@ def _shared(
 
 
 def matched_costs(
-    clouds: Clouds,
-    queries: Ranked,
-    keys: Ranked,
-    matching: Matching,
-    coupling: Coupling,
-    squared: bool,
+    clouds: Clouds, queries: Ranked, keys: Ranked, matching: Matching, coupling: Coupling, squared: bool
 ) -> Tensor:
     """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
 

@@ -164,11 +164,7 @@ def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
 
 
 def attention_map(
-    scores: Tensor,
-    f: Tensor,
-    g: Tensor,
-    output_factor: Sequence[float],
-    keep: Tensor | None,
+    scores: Tensor, f: Tensor, g: Tensor, output_factor: Sequence[float], keep: Tensor | None
 ) -> Tensor:
     """A = factor * exp(S + f + g): [B, H, N, M], exactly 0 on masked keys."""
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], keep)

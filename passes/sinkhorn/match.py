@@ -173,8 +173,7 @@ def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
 
 
 def first_of_each(
-    places: Sequence[Place],
-    examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None],
+    places: Sequence[Place], examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None]
 ) -> Iterator[Found]:
     """The first site among the regions of each place, or why the likeliest is none, if that is known."""
     for place in places:

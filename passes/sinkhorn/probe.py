@@ -586,11 +586,7 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
 
 
 def _stabilised(
-    samples: Sequence[Sample],
-    multiplier: float,
-    sides: Sequence[Side],
-    guesses: Guesses,
-    most: int,
+    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], guesses: Guesses, most: int
 ) -> tuple[Budget, Stabiliser] | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
