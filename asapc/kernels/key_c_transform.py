@@ -40,6 +40,7 @@ def key_c_transform(
         mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
     if bias is not None:
         mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
+    # 0 * inf of a masked key is nan
     keys, values = (clean_values(x.to(dtype), keep) for x in (wide_k, wide_v))
     out = torch.nn.functional.scaled_dot_product_attention(
         wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier

@@ -146,8 +146,7 @@ class _Lifted:
         value = operator.attrgetter(target)(self.module)
         if target in self._attributes or not isinstance(value, Tensor):
             return
-        kind = InputKind.BUFFER if target in self._buffers else InputKind.CONSTANT_TENSOR
-        kind = InputKind.PARAMETER if target in self._parameters else kind
+        kind = self._kind(target)
         new = self.graph.placeholder(f"{PREFIX[kind]}_{target.replace('.', '_')}")
         held = value.detach() if kind is InputKind.CONSTANT_TENSOR else value
         if "val" in node.meta:
@@ -159,6 +158,11 @@ class _Lifted:
         hidden = self.module.get_submodule(path)._non_persistent_buffers_set
         persistent = leaf not in hidden if kind is InputKind.BUFFER else None
         self.held.append((value, InputSpec(kind, TensorArgument(new.name), target, persistent)))
+
+    def _kind(self, target: str) -> InputKind:
+        if target in self._parameters:
+            return InputKind.PARAMETER
+        return InputKind.BUFFER if target in self._buffers else InputKind.CONSTANT_TENSOR
 
 
 def _is_state(spec: InputSpec) -> bool:
