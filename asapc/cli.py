@@ -56,23 +56,18 @@ MaxMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory limit of the process, such as 2GiB.")
 ]
 OptionalModel = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
+    str | None, typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
 ]
 Data = Annotated[str, typer.Option(metavar="DATA", help="Examples to run the model on.")]
 OptionalData = Annotated[
     str | None, typer.Option("--data", metavar="DATA", help="Examples to run the model on.")
 ]
 RecipeFile = Annotated[
-    str | None,
-    typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
+    str | None, typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
 ]
 Opset = Annotated[
     int | None,
-    typer.Option(
-        "--opset",
-        help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher.",
-    ),
+    typer.Option("--opset", help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher."),
 ]
 Tolerance = Annotated[
     float | None,
@@ -86,9 +81,7 @@ GateFile = Annotated[
     str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit code 1 if exceeded.")
 ]
 Examples = Annotated[int, typer.Option("--examples", min=1, help="Most examples to measure.")]
-Fast = Annotated[
-    bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")
-]
+Fast = Annotated[bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="Trust the file: allow any operator and any memory (see SECURITY.md)."),
@@ -219,12 +212,7 @@ def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:
 
 
 @command()
-def inspect(
-    run: Session,
-    model: Model,
-    data: OptionalData = None,
-    reading: Reading = NO_OPTIONS,
-) -> None:
+def inspect(run: Session, model: Model, data: OptionalData = None, reading: Reading = NO_OPTIONS) -> None:
     """List every attention layer and Sinkhorn loop with its convention, or why it is left alone.
 
     Exit code 3 if the model has neither.
@@ -576,11 +564,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for argument in argv:
             check_text(argument, "an argument")
-        code = command.main(
-            args=argv,
-            prog_name="asapc",
-            standalone_mode=False,
-        )
+        code = command.main(args=argv, prog_name="asapc", standalone_mode=False)
     except KeyboardInterrupt:
         session.complain("asapc: interrupted")
         return EXIT_INTERRUPTED
@@ -593,8 +577,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "asapc"
-        session.complain(
-            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted"
-        )
+        session.complain(f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted")
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0

@@ -89,9 +89,7 @@ def run_demo(
                 "report", artifact, data=data, fast=measured.fast, torch_compile=measured.torch_compile
             ),
             "report",
-            partial(
-                commands.report_artifact, run, artifact, data, measured=measured, reading=reading
-            ),
+            partial(commands.report_artifact, run, artifact, data, measured=measured, reading=reading),
         )
     comparison = side_by_side(reports, compile_seconds)
     shipped, why = to_ship(comparison)

@@ -115,13 +115,7 @@ class _Visit:
 
     def move(self, module: nn.Module) -> None:
         for part in module.modules():
-            for name, parameter in list(part._parameters.items()):
-                if parameter is not None and parameter.device != self.device:
-                    self._put(part, name, parameter, self._copy(parameter))
-            for name, buffer in list(part._buffers.items()):
-                if buffer is not None and buffer.device != self.device:
-                    self._put(part, name, buffer, self._copy(buffer))
-            for name, value in list(vars(part).items()):
+            for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
                 if isinstance(value, Tensor) and value.device != self.device:
                     self._put(part, name, value, self._copy(value))
             if isinstance(part, GraphModule):

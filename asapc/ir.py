@@ -234,9 +234,7 @@ class LotConvention(Kind):
     queries: HalfPlan
     keys: HalfPlan
     pivots: int
-    output_factor: OutputFactor = field(
-        default_factory=lambda: OutputFactor(queries=1), metadata=FACTOR
-    )
+    output_factor: OutputFactor = field(default_factory=lambda: OutputFactor(queries=1), metadata=FACTOR)
     mask: Mask = "none"
 
 

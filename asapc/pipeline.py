@@ -53,10 +53,7 @@ from asapc.training.settings import RefreshSettings
 
 
 def inspect(
-    teacher: Teacher,
-    data: str | None = None,
-    progress: Progress = SILENT,
-    device: torch.device = CPU,
+    teacher: Teacher, data: str | None = None, progress: Progress = SILENT, device: torch.device = CPU
 ) -> Inspection:
     """Every attention region with its convention, or the reason it is left alone."""
     return Inspection.of(teacher, analyse_example(teacher, data, progress, device))

@@ -74,9 +74,7 @@ class Processes:
         parts = list(self.gathered(part))
         return [self.from_first(parts[rank] if parts else None) for rank in range(self.size)]
 
-    def dealt(
-        self, items: Iterable[T], make: Callable[[T], Part]
-    ) -> Iterator[tuple[T, Part]]:
+    def dealt(self, items: Iterable[T], make: Callable[[T], Part]) -> Iterator[tuple[T, Part]]:
         """Every item in order with what `make` gives for it, in all of them; each makes every size-th."""
         if self.alone:
             yield from ((item, make(item)) for item in items)

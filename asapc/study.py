@@ -56,12 +56,7 @@ from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
 from asapc.stages.analyse import analyse_teacher, forward_signature, require_sites
-from asapc.stages.calibrate import (
-    calibration_batches,
-    examples_of_fit,
-    selection_batches,
-    site_collector,
-)
+from asapc.stages.calibrate import calibration_batches, examples_of_fit, selection_batches, site_collector
 from asapc.terminal.progress import Progress
 
 MAX_ROWS = 4096  # of a block
@@ -321,9 +316,7 @@ class _Bench:
         ]
         fits, _ = stream(
             pending,
-            examples_of_fit(
-                self.source, recipes[0], self.batch_size, pending, processes=self.processes
-            ),
+            examples_of_fit(self.source, recipes[0], self.batch_size, pending, processes=self.processes),
             lambda batch: self.tap(batch)[1], None, self.progress, f"{label}: calibrating",
             self.processes,
         )  # fmt: skip

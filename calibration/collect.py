@@ -36,9 +36,7 @@ class SiteStatistics:
     name: the site, for messages.  plan: see features.predictor.transform_plan.  recipe: of the site.
     """
 
-    def __init__(
-        self, name: str, convention: Convention, plan: TransformPlan, recipe: Recipe
-    ) -> None:
+    def __init__(self, name: str, convention: Convention, plan: TransformPlan, recipe: Recipe) -> None:
         self.name = name
         self.convention = convention
         self.plan = plan
@@ -139,10 +137,7 @@ class SiteStatistics:
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        found = [
-            (dual, *dual.restored(tensors, heads, head_dim))
-            for dual in self.duals if examples
-        ]  # fmt: skip
+        found = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
         intercepts = []
         if self.plan.side == "both" and found:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
@@ -183,12 +178,7 @@ class _DualStatistics:
     """One predicted dual: its parameters (made from the first batch), normal equations, KL pieces."""
 
     def __init__(
-        self,
-        name: str,
-        convention: Convention,
-        plan: TransformPlan,
-        side: PredictedSide,
-        recipe: Recipe,
+        self, name: str, convention: Convention, plan: TransformPlan, side: PredictedSide, recipe: Recipe
     ) -> None:
         self.name = name
         self.convention = convention
@@ -376,12 +366,7 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
     maps = sum(piece.columns.shape[0] * piece.columns.shape[1] for piece in pieces)
     direct = recipe.ridge_mode == "direct"
     penalty = recipe.ridge if direct else recipe.ridge * maps / equations.groups
-    kl = fit_kl(
-        pieces,
-        groups=equations.groups,
-        penalty=penalty,
-        start=start.coefficients,
-    )
+    kl = fit_kl(pieces, groups=equations.groups, penalty=penalty, start=start.coefficients)
     quality = FitQuality(
         "kl",
         equations.r2(kl.coefficients),

@@ -79,12 +79,7 @@ class KlFit:
 
 
 def fit_kl(
-    pieces: Sequence[KlPiece],
-    *,
-    groups: int,
-    penalty: float,
-    start: Tensor,
-    max_iterations: int = 500,
+    pieces: Sequence[KlPiece], *, groups: int, penalty: float, start: Tensor, max_iterations: int = 500
 ) -> KlFit:
     """Minimise J for each group of heads: 1 pools them, H fits each head on its own.
 

@@ -231,9 +231,7 @@ def _load(place: Path) -> Calibration:
             got=error.got,
             help="run `asapc calibrate` again",
         ) from error
-    except (
-        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
-    ) as error:  # fmt: skip
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 

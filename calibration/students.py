@@ -78,9 +78,7 @@ def hybrid_of(
     fitted: Distilled, summary_tokens: int, multiplier: float, depthwise: Tensor | None
 ) -> Distilled:
     """The hybrid form of what was fitted.  multiplier: of the softmax layer's scores."""
-    kept = {
-        "summary_tokens": summary_tokens, "summary_multiplier": multiplier, "depthwise": depthwise,
-    }  # fmt: skip
+    kept = {"summary_tokens": summary_tokens, "summary_multiplier": multiplier, "depthwise": depthwise}
     return Distilled(HYBRIDS[fitted.operator], {**fitted.settings, **kept}, fitted.share)
 
 

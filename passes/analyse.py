@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -269,9 +269,7 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
     ]
 
 
-def _digest(
-    teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device
-) -> str:
+def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device) -> str:
     """Of all that replay depends on: what the graphs compute, on what, where, and this code."""
     reading = Reading(json.dumps([teacher.fingerprint, code_digest(), device.type]))
     digest = hashlib.sha256()
@@ -334,9 +332,7 @@ def _matched(
     return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
 
 
-def _of_one_way(
-    model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]
-) -> Capture:
+def _of_one_way(model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]) -> Capture:
     """Without programs that more data refuses, since it takes another way through the code."""
     ways = {program.name: _other_way(model, program, more) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)
@@ -369,13 +365,11 @@ def own_rounding(model: nn.Module | None, batch: Batch) -> float:
     if model is None or not any(x.dtype in HALVES for x in model.parameters()):
         return 0.0
     widened = copy.deepcopy(model).float()
-    given = pytree.tree_map(_single, (batch.args, batch.kwargs))
+    given = pytree.tree_map_only(
+        Tensor, lambda x: x.float() if x.dtype in HALVES else x, (batch.args, batch.kwargs)
+    )
     exact = Runner(widened)(replace(batch, args=given[0], kwargs=given[1]))
     return 2 * largest_difference(Runner(model)(batch), exact)
-
-
-def _single(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:

@@ -10,7 +10,7 @@ Source: ASAP, Appendix C.5, Table C.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -148,10 +148,7 @@ class SoftToHard:
 
 
 def prediction_change(
-    model: nn.Module | None,
-    before: Sequence[Program],
-    after: Sequence[Program],
-    batches: Iterable[Batch],
+    model: nn.Module | None, before: Sequence[Program], after: Sequence[Program], batches: Iterable[Batch]
 ) -> float | None:
     """Share of examples whose predicted class differs; None where no class is predicted."""
     outputs = OutputFidelity()
@@ -161,11 +158,6 @@ def prediction_change(
         outputs.update(first, second)
     agreement = outputs.metrics().get("prediction_agreement")
     return None if agreement is None else 1 - agreement
-
-
-def agreement_of(budget: Mapping[str, float]) -> float:
-    """Smallest share of predictions to stay; a switch to exact sorts is always measured by it."""
-    return budget.get("prediction_agreement", DEFAULT_BUDGET["prediction_agreement"])
 
 
 def settle_exact_sorting(
@@ -199,7 +191,9 @@ def settle_exact_sorting(
 
     settled, auto = list(choices), [i for i in hard if recipes[i].operator == "auto"]
     change, told = measure(hard)
-    budget = min((1 - agreement_of(recipes[i].budget) for i in auto), default=math.inf)
+    key = "prediction_agreement"  # by which a switch to exact sorts is always measured
+    shares = [recipes[i].budget.get(key, DEFAULT_BUDGET[key]) for i in auto]
+    budget = min((1 - share for share in shares), default=math.inf)
     if auto and (change is None or change > budget):
         for i in auto:
             excess = "" if change is None else f", more than the budget of {budget:.2%}"

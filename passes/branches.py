@@ -156,7 +156,8 @@ class Trace(TorchFunctionMode):
 
     def compared(self, residual: torch.Tensor, larger: bool, threshold: object) -> bool:
         """What a comparison says while the loop goes on.  larger: it asks for residual > threshold."""
-        guard = larger and _is_guard(threshold)
+        # `residual > threshold` may ask if a loop diverges, not if it is to go on.
+        guard = larger and not (isinstance(threshold, int | float) and float(threshold) < DIVERGES)
         ends = len(self.thresholds) == self._ends_at
         self.note(residual, None if guard else threshold)
         return (larger and not guard) != ends
@@ -214,11 +215,6 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
               "eq", "ne", "round", "int"):  # fmt: skip
     setattr(_Residual, f"__{_name}__", _computed(f"__{_name}__"))
 _Residual.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _is_guard(threshold: object) -> bool:
-    """Whether `residual > threshold` asks if a loop diverges, not if it is to go on."""
-    return not isinstance(threshold, int | float) or not float(threshold) < DIVERGES
 
 
 DIVERGES = 1.0

@@ -68,9 +68,7 @@ def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
         )
 
 
-def fits_needed(
-    convention: AnyConvention, recipe: Recipe
-) -> list[tuple[Recipe, TransformPlan | None]]:
+def fits_needed(convention: AnyConvention, recipe: Recipe) -> list[tuple[Recipe, TransformPlan | None]]:
     """What calibration has to fit for a site, from the site's recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left

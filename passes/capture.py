@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -57,28 +58,13 @@ from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.first_call import unchanged
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import (
-    Leave,
-    Observer,
-    entering,
-    replaced_forward,
-    replaced_forwards,
-    written,
-)
+from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards, written
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
-from asapc.passes.state import (
-    LOUD,
-    Observed,
-    emptied,
-    is_the_same_traced,
-    observed,
-    others_for,
-    untraced,
-)
+from asapc.passes.state import LOUD, Observed, emptied, is_the_same_traced, observed, others_for, untraced
 
 ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
 
@@ -224,9 +210,7 @@ def capture_modules(
     return Capture("module", programs, reason, skipped, state)
 
 
-def program_of(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Program:
+def program_of(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = functional(exported)
@@ -275,9 +259,7 @@ def export_graph(
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module):
-        exported = torch.export.export(
-            module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
-        )
+        exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         return functional(exported)
 
 
@@ -368,9 +350,7 @@ def _traced(
             named = _keywords_named(module, kwargs)
             with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
                   named, emptied(state.caches)):  # fmt: skip
-                exported = export_graph(
-                    module, args, kwargs, _nested(axes, args, kwargs, module.forward)
-                )
+                exported = export_graph(module, args, kwargs, _nested(axes, args, kwargs, module.forward))
     except Exception as error:
         may_be_ours = functions and isinstance(error, TypeError)  # of code that passes float as a dtype
         if not used and not taken and not may_be_ours:
@@ -397,7 +377,7 @@ def _traced(
     _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
     shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
-    _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
+    _check_stops(module, args, kwargs, observer.residuals)
     return Program(name, graph, args, kwargs, shapes, stops, layers)
 
 
@@ -587,9 +567,7 @@ def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
     return [*map(dims, leaves)]
 
 
-def _with_lengths(
-    module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Axes:
+def _with_lengths(module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
     """Where more axes are as long as a free one, as in [B, D, N] beside [B, N, 2] or in scores [B, N, N],
     they are free as well if the module runs with all of them one shorter."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -728,21 +706,15 @@ class _Counter(TorchDispatchMode):
     def __init__(self, stack: list[str]) -> None:
         super().__init__()
         self.stack = stack
-        self.products: dict[str, int] = {}
-        self.sums: dict[str, int] = {}
+        self.products, self.sums = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         packet = func.overloadpacket
         counts = self.products if packet in _PRODUCTS else self.sums if packet in _SUMS else None
         if counts is not None:
-            for module in self.stack:
-                counts[module] = counts.get(module, 0) + 1
+            counts.update(self.stack)
         return func(*args, **(kwargs or {}))
 
 
@@ -764,7 +736,7 @@ def _capture_modules(
 
     def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
         stack.append(name)
-        given = _detached((call_args, call_kwargs))
+        given = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (call_args, call_kwargs))
         if _way(calls.setdefault(name, given)) != _way(given):
             several.add(name)
         return stack.pop
@@ -777,8 +749,8 @@ def _capture_modules(
     # Children come before their parents: longer dotted names first. A loop by itself is taken only where
     # no attention around it is: with its products it is worth more.
     deepest = sorted((name for name in modules if name), key=lambda name: (-name.count("."), name))
-    attention = [name for name in deepest if counter.products.get(name, 0) > 1]
-    loops = [name for name in deepest if counter.sums.get(name, 0) > 1]
+    attention = [name for name in deepest if counter.products[name] > 1]
+    loops = [name for name in deepest if counter.sums[name] > 1]
     for name in dict.fromkeys((*attention, *loops)):
         if any(_related(name, program.name) for program in found):
             continue
@@ -819,9 +791,3 @@ def _way(given: Any) -> str:
 def _packed(value: Any) -> Any:
     """A part of a larger tensor by itself: its strides would tie sizes to those of the example."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
-
-
-def _detached(values: Any) -> Any:
-    return pytree.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values
-    )

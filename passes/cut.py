@@ -347,9 +347,7 @@ def constants_entering(
                     yield value
 
 
-def constant_at(
-    graph: GraphModule, node: Node, lengths: dict[Any, int] | None = None
-) -> Tensor | None:
+def constant_at(graph: GraphModule, node: Node, lengths: dict[Any, int] | None = None) -> Tensor | None:
     """The float64 value of a tensor computed from parameters and sizes alone, None if it cannot be run.
 
     lengths: of the dynamic sizes, those of the captured example by default.

@@ -70,7 +70,8 @@ class Decisions(Interpreter):
     def __init__(self, module: GraphModule, by: int = 1) -> None:
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
+        sizes = {*SHAPE_ONLY, aten.sym_size.int}  # through which no numbers go
+        self._made = {node for node in descendants(inputs[:by]) if node.target not in sizes}
         asked = {
             node for node in self._made if is_bool(node) or operator_name(node) in BOUNDS | SIGNS
             if not self._made.isdisjoint(node.all_input_nodes)
@@ -202,11 +203,6 @@ def _compared_with(node: Node) -> float | None:
     """The one number among its arguments."""
     numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
     return numbers[0] if len(numbers) == 1 else None
-
-
-def _holds_numbers(node: Node) -> bool:
-    """Whether values, not only the shape, of what a node is made of enter."""
-    return node.target not in SHAPE_ONLY and node.target is not aten.sym_size.int
 
 
 def _is_float(node: Node) -> bool:

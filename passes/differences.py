@@ -229,10 +229,8 @@ def _is_copy(node: Node) -> bool:
 
 def _operands(node: Node) -> list[Node]:
     """The maps that are added; empty where it is no sum of maps."""
-    if node.target in SUMS:
-        maps = [_args(node)[0], _args(node)[1]]
-    elif node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
-        maps = [_args(node)[0], _args(node)[1]]
+    maps = [*_args(node)[:2]]
+    if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
         weight = _args(node)[2]
         if isinstance(weight, Node) and not all(_is_free(weight, x) for x in maps if isinstance(x, Node)):
             return []
@@ -240,7 +238,7 @@ def _operands(node: Node) -> list[Node]:
         maps = [_args(node)[0], _scaled(node, 1)]
     elif node.target is aten.sum.dim_IntList and _summed_axis(node) is not None:
         return [_args(node)[0]]
-    else:
+    elif node.target not in SUMS:
         return []
     alike = [x for x in maps if isinstance(x, Node) and is_tensor(x) and _is_shape(x, _shape(node))]
     return alike if len(alike) == len(maps) else []
@@ -418,7 +416,9 @@ class _Writer:
                 inverse = [back.index(axis) for axis in range(len(back))]
                 result = self.call(aten.permute.default, result, inverse)
         for source in (*self.passed, *(term.map for term in self.terms)):
-            if any(u not in self.passed and u is not node and not _is_inert(u) for u in source.users):
+            # Not an assertion on a tensor's type, and no dropout whose result is not used.
+            readers = {user for user in source.users if user.users or user.target not in INERT}
+            if readers - self.passed - {node}:
                 raise _Stuck  # a sum or a map that is read otherwise, too
         self.nodes[node].replace_all_uses_with(result)
         return result
@@ -586,8 +586,3 @@ class _Writer:
                 if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
                     return self.call(aten.sym_size.int, self.nodes[node], axis)
         return None
-
-
-def _is_inert(node: Node) -> bool:
-    """Whether nothing reads it: an assertion on a tensor's type, dropout whose result is not used."""
-    return not node.users and node.target in INERT

@@ -117,9 +117,7 @@ class Experiment:
         raw = [self.raw(tensor, value, lengths) for tensor, value in given]
         return self.output.canonical(self.cut.run([*raw, *masks], lengths)).double()
 
-    def masks(
-        self, lengths: dict[Any, int], hidden: bool, padded: Tensor | None = None
-    ) -> list[Tensor]:
+    def masks(self, lengths: dict[Any, int], hidden: bool, padded: Tensor | None = None) -> list[Tensor]:
         """The masks with these tokens padded.  hidden: what a mask says of a padded token."""
         made = []
         for node in self.cut.masks:

@@ -270,9 +270,7 @@ def _gradients(
     return [dict(zip(wanted, grads, strict=True)) for grads in found]
 
 
-def _called_with(
-    module: nn.Module, tensors: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
-) -> Any:
+def _called_with(module: nn.Module, tensors: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
     """A model or a program on these weights, as far as it has them.  A layer in two places is given them
     in the first alone: torch would leave it with those that it was given there."""
     places = (

@@ -53,7 +53,8 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     nested = {name for name, _ in exported.graph_module.named_children()}
     inner = any(node.op == "get_attr" and node.target in nested for node in graph.nodes)
     mapped = any(getattr(node.target, "__module__", "") == VMAP for node in graph.nodes)
-    writes = [node for node in graph.nodes if _is_write(node)]
+    called = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    writes = [node for node in called if node.target._schema.is_mutable]
     for node in graph.nodes if writes else ():
         if node.target is aten.dropout.default and not node.args[2]:  # its input itself, written or not
             _replace(node, node.all_input_nodes[0], node, exported.graph_signature)
@@ -64,10 +65,6 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
         exported.graph_module.recompile()
         check_graph(exported.graph_module, "functional")
     return exported
-
-
-def _is_write(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _respelt(node: Node, signature: ExportGraphSignature) -> bool:
@@ -85,8 +82,8 @@ def _respelt(node: Node, signature: ExportGraphSignature) -> bool:
     while base.target in PUT_BACK:
         views.append(base)
         base = base.all_input_nodes[0]
-    if not _is_fresh(base):
-        return False
+    if not isinstance(base.target, torch._ops.OpOverload) or _may_share(base):
+        return False  # something before it has its memory
     sharing = reached([base], lambda one: [user for user in one.users if _may_share(user)])
     others = [one for one in sharing - {base, *views} if one < node]
     if any(user > node for one in others for user in one.users):
@@ -130,11 +127,6 @@ def _keeps_dtype(node: Node) -> bool:
     return written.is_floating_point() and all(
         one.dtype == written.dtype or not (one.is_floating_point() or one.is_complex()) for one in others
     )
-
-
-def _is_fresh(node: Node) -> bool:
-    """Whether nothing before a node has its memory."""
-    return isinstance(node.target, torch._ops.OpOverload) and not _may_share(node)
 
 
 def _may_share(node: Node) -> bool:

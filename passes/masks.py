@@ -84,9 +84,7 @@ def heads_vary(node: Node, heads: int, batch: Any | None) -> bool:
         return False
     if value.dim() == 3 and batch is not None and same(value.shape[0], batch):
         return not _is_one(value.shape[1])
-    if value.dim() == 4:
-        return varies(node, -3)
-    return _merged_varies(node, -3, heads)
+    return varies(node, -3) if value.dim() == 4 else _merged_varies(node, -3, heads)
 
 
 def _merged_varies(node: Node, axis: int, heads: int) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,8 @@ class _Reader:
         self.used = ancestors(*self.nodes[-1].all_input_nodes) | {self.nodes[-1]}  # of the outputs
         self.weights = tensors_of(model)
         self._insides: dict[int, _Inside | str] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter(call.name for call in program.calls if not call.hooked)
         self._known: dict[int, Call] = {}  # by the identity of a ModuleCall of the program
-        for call in program.calls:
-            if not call.hooked:
-                self._counts[call.name] = self._counts.get(call.name, 0) + 1
 
     def around(self, site: Site, mapless: bool) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none.
@@ -317,9 +315,7 @@ class _Reader:
         drops = frozenset(self._homes(inside, (node for node in own if node in of_maps)))
         return ModuleProgram(program, moved, call, children, tuple(constants), modes, drops)
 
-    def _dropping(
-        self, inside: _Inside, called: set[Node], sites: Iterable[Site]
-    ) -> Iterator[str]:
+    def _dropping(self, inside: _Inside, called: set[Node], sites: Iterable[Site]) -> Iterator[str]:
         """Paths of torch's attention that is inlined without its dropout, which a graph of evaluation
         mode does not show, and in which there is no site."""
         places = [self.order[site.part().output] for site in sites]
@@ -468,9 +464,7 @@ def _call_of(module: nn.Module, call: ModuleCall) -> Call:
     return Call(parameters, output, known, limits)
 
 
-def _with_neutral(
-    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call:
+def _with_neutral(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """With the masks that may be None, where the module does with None what it does with a mask that
     hides nothing: libraries leave a mask out where a batch has no padding.  args, kwargs: of a call."""
     for parameter in call.parameters:
@@ -523,9 +517,7 @@ def _is_plain(tree: Tree) -> bool:
 
 def _axes(node: Node) -> dict[int, Any]:
     """For torch.export: free where the model's program has a free size."""
-    return {
-        axis: size_hint(size) or Dim.AUTO for axis, size in enumerate(node.meta["val"].shape)
-    }
+    return {axis: size_hint(size) or Dim.AUTO for axis, size in enumerate(node.meta["val"].shape)}
 
 
 def _within(name: str, outer: str) -> bool:

@@ -94,8 +94,8 @@ class Observer:
         Returns what gives the marks that are copied with their nodes the numbers of the new calls.
         """
         start = self.count
-        for call in self._calls[first : first + count]:
-            self._calls.append(replace(call, name=f"{after}{call.name[len(before) :]}"))
+        again = self._calls[first : first + count]
+        self._calls += [replace(call, name=f"{after}{call.name[len(before) :]}") for call in again]
 
         def renumber(node: Node) -> None:
             if node.target is torch.ops.asapc.seen.default:

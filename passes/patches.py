@@ -7,7 +7,7 @@ after:  the same programs with the chosen operators, and the place of their tens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
@@ -125,14 +125,15 @@ def _compiled(
     for operands in operator_calls(program.graph):
         pairs = zip(_tensors_of(operands), _tensors_of(calls[operands.site]), strict=True)
         fitted.update((mine.target, (number, theirs.target)) for mine, theirs in pairs)  # type: ignore[misc]
-    _check_same(program.graph, whole.graph, fitted)
+    for name, (_, theirs) in fitted.items():
+        assert torch.equal(_tensor(program.graph, name), _tensor(whole.graph, theirs)), name
     constants = {name: _tensor(program.graph, name) for name in module.constants
                  if any(node.target == name for node in program.graph.graph.nodes)}  # fmt: skip
-    dtype = next(
-        (t.dtype for t in _weights(analysis, program.name) if t.is_floating_point()), torch.float32
-    )
     assert analysis.model is not None
-    own_forward = "forward" in vars(analysis.model.get_submodule(program.name))
+    live = analysis.model.get_submodule(program.name)
+    weights = (*live.parameters(), *analysis.model.parameters())
+    dtype = next((x.dtype for x in weights if x.is_floating_point()), torch.float32)
+    own_forward = "forward" in vars(live)
     names = tuple(sites_of(program))
     return CompiledModule(
         program, module.call, module.children, names, constants, fitted, dtype, (), own_forward,
@@ -322,12 +323,6 @@ def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
     ]  # fmt: skip
 
 
-def _weights(analysis: Analysis, name: str) -> Iterator[Tensor]:
-    assert analysis.model is not None
-    yield from analysis.model.get_submodule(name).parameters()
-    yield from analysis.model.parameters()
-
-
 def _tensors_of(operands: Operands) -> list[Node]:
     """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
     stop = {operands.q, operands.k, operands.values, operands.keep, operands.bias, operands.query_keep}
@@ -342,11 +337,6 @@ def _tensors_of(operands: Operands) -> list[Node]:
                 found.append(item)
             stack.extend(reversed(item.args))
     return found
-
-
-def _check_same(graph: GraphModule, whole: GraphModule, fitted: Mapping[str, tuple[int, str]]) -> None:
-    for name, (_, theirs) in fitted.items():
-        assert torch.equal(_tensor(graph, name), _tensor(whole, theirs)), name
 
 
 def _tensor(graph: GraphModule, name: str) -> Tensor:

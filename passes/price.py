@@ -102,10 +102,7 @@ def _at(x: Tensor, places: Mapping[int, Tensor]) -> Tensor:
 
 
 def prices(
-    calls: Mapping[str, Apply],
-    t: SiteTensors,
-    shapes: Sequence[Shape],
-    memory: bool = False,
+    calls: Mapping[str, Apply], t: SiteTensors, shapes: Sequence[Shape], memory: bool = False
 ) -> dict[str, Price]:
     """Every call's price; the calls take turns. memory: also what a call holds at its peak.
 

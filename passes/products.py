@@ -152,17 +152,14 @@ def product_of(node: Node) -> Product | None:
             return None
         batched = min(rank_of(left), rank_of(right)) >= 3 and rank_of(node) == rank_of(left)
         return Product(node, left, right, right_transposed=True) if batched else None
-    if node.target is aten.einsum.default:
-        return _einsum_product(node)
-    return None
+    return _einsum_product(node) if node.target is aten.einsum.default else None
 
 
 def einsum_of_two(node: Node) -> tuple[str, str, str, Node, Node] | None:
     """The letters of both operands and of the result, and the operands."""
     equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
-    if not isinstance(operands, (list, tuple)) or "->" not in equation or "." in equation:
-        return None
-    if len(operands) != 2:
+    explicit = "->" in equation and "." not in equation
+    if not explicit or not isinstance(operands, (list, tuple)) or len(operands) != 2:
         return None
     inputs, out = equation.split("->")
     left, right = inputs.split(",")

@@ -138,11 +138,7 @@ class Repeated:
         )  # fmt: skip
         sources = _sources(tracer, nodes, given, weights)
         known = {*nodes, *(sources or ())}
-        if (
-            unchanged
-            and sources is not None
-            and all(_is_copied(x, tracer, known) for x in returned)
-        ):
+        if unchanged and sources is not None and all(_is_copied(x, tracer, known) for x in returned):
             # sizes that the module found to be equal are one from now on
             now = (key[0], key[1], _described(given))
             self._samples[key] = self._samples[now] = _Sample(

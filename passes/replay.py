@@ -451,9 +451,7 @@ class _Beyond:
             own = own if own <= TOLERANCE else math.inf
         return None if error <= ROUNDED * own else error
 
-    def _own_rounding(
-        self, sizes: dict[Any, int], change: Change, active: list[int] | None
-    ) -> float:
+    def _own_rounding(self, sizes: dict[Any, int], change: Change, active: list[int] | None) -> float:
         """How far the operator in single precision is from itself; infinite where it is not finite."""
         t = self._masked(self._tensors(sizes, change), active)
         with torch.no_grad():
@@ -564,7 +562,8 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        t = _double(selected(t, self._examples(batch, sizes), *map(torch.arange, (n, m))))
+        t = selected(t, self._examples(batch, sizes), *map(torch.arange, (n, m)))
+        t = _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
         of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
         return replace(t, q=self.site.moved(t, *of_q), k=t.k * of_k.scale + of_k.shift)
 
@@ -613,9 +612,7 @@ def _sorted_difference(expected: Tensor, found: Tensor | None) -> float:
     return math.inf if error != error else error
 
 
-def _all_but(
-    mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None
-) -> Tensor:
+def _all_but(mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None) -> Tensor:
     """The mask with every key but these hidden.  low: by a mask of scores."""
     others = torch.ones(mask.shape[-1], dtype=torch.bool, device=mask.device)
     others[active] = False
@@ -633,10 +630,6 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
 def _single(t: SiteTensors, others: tuple[torch.dtype, ...] = HALVES) -> SiteTensors:
     """Single precision in place of others."""
     return _mapped(t, lambda x: x.float() if x.dtype in others else x)
-
-
-def _double(t: SiteTensors) -> SiteTensors:
-    return _mapped(t, lambda x: x.double() if x.is_floating_point() else x)
 
 
 def _mapped(t: SiteTensors, change: Callable[[Tensor], Tensor]) -> SiteTensors:

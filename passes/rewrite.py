@@ -23,15 +23,7 @@ from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import OPERATORS, by_name, ordered
 from asapc.passes.verify import check_graph
-from asapc.program.calls import (
-    CALLS,
-    SITE,
-    Operands,
-    copied,
-    operator_calls,
-    put_tensor,
-    sites_of,
-)
+from asapc.program.calls import CALLS, SITE, Operands, copied, operator_calls, put_tensor, sites_of
 
 aten = torch.ops.aten
 
@@ -46,9 +38,7 @@ class Hardened:
 Replacement = Amortised | Hardened | Distilled
 
 
-def rewritten_programs(
-    lifted: Sequence[Program], choices: Mapping[str, Replacement]
-) -> list[Program]:
+def rewritten_programs(lifted: Sequence[Program], choices: Mapping[str, Replacement]) -> list[Program]:
     """The lifted programs with the call of every named site replaced by what is chosen for it."""
     programs = []
     for program in lifted:
@@ -66,7 +56,12 @@ def rewritten_programs(
 
 def _replace(graph: GraphModule, index: int, operands: Operands, choice: Replacement) -> None:
     with graph.graph.inserting_before(operands.call):
-        replacement = _replacement(graph, index, operands, choice)
+        if isinstance(choice, Amortised):
+            replacement = _amortised_call(graph, index, operands, choice)
+        elif isinstance(choice, Hardened):
+            replacement = _hardened_call(graph, operands, choice)
+        else:
+            replacement = _distilled_call(graph, index, operands, choice)
     operands.call.replace_all_uses_with(replacement)
     graph.graph.erase_node(operands.call)
     for node in graph.graph.nodes:
@@ -90,14 +85,6 @@ def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Progr
 def set_argument(call: Node, name: str, value: Any) -> None:
     """Give an operator call another value of one argument, in place."""
     call.args = ordered(call.target, by_name(call.target, call.args) | {name: value})
-
-
-def _replacement(graph: GraphModule, index: int, o: Operands, choice: Replacement) -> Node:
-    if isinstance(choice, Amortised):
-        return _amortised_call(graph, index, o, choice)
-    if isinstance(choice, Hardened):
-        return _hardened_call(graph, o, choice)
-    return _distilled_call(graph, index, o, choice)
 
 
 def _hardened_call(graph: GraphModule, o: Operands, choice: Hardened) -> Node:
@@ -179,12 +166,7 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, amortised: Amor
 
 
 def _dual_call(
-    graph: GraphModule,
-    index: int,
-    o: Operands,
-    predictor: DualPredictor,
-    multiplier: float,
-    mass: bool,
+    graph: GraphModule, index: int, o: Operands, predictor: DualPredictor, multiplier: float, mass: bool
 ) -> Node:
     def constant(what: str, value: Tensor) -> Node:
         return put_tensor(graph, index, f"{predictor.side}_{what}", value)

@@ -232,11 +232,7 @@ class WholeModel:
     """The whole model on the selection split, whatever its sites become, against the lossless one."""
 
     def __init__(
-        self,
-        analysis: Analysis,
-        batches: Sequence[Batch],
-        recipe: Recipe,
-        exact: Sequence[Any] = (),
+        self, analysis: Analysis, batches: Sequence[Batch], recipe: Recipe, exact: Sequence[Any] = ()
     ) -> None:
         """exact: the lossless model's outputs on the first of the batches, where they are known."""
         self.analysis, self.batches = analysis, batches
@@ -376,16 +372,13 @@ def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> Non
         for tried in opened.tried:
             assert tried.price is not None
             slower = tried.price.slower_than(opened.teacher)
-            if tried.approximate:
-                beyond = _excess(tried.errors, _of_site(opened.budget))
-                if beyond:
-                    tried.verdict = f"{EXCEEDS}: {beyond}"
-                elif slower is not None:
-                    tried.verdict = _slower(tried.price, opened.teacher, slower)
-                else:
-                    tried.verdict = _hardly_cheaper(tried, exact, objective)
-            elif slower is not None and not drop_maps:
+            beyond = _excess(tried.errors, _of_site(opened.budget)) if tried.approximate else ""
+            if beyond:
+                tried.verdict = f"{EXCEEDS}: {beyond}"
+            elif slower is not None and (tried.approximate or not drop_maps):
                 tried.verdict = _slower(tried.price, opened.teacher, slower)
+            elif tried.approximate:
+                tried.verdict = _hardly_cheaper(tried, exact, objective)
         if exact.verdict:  # nothing exact beats the teacher's own code
             left = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
             opened.tried.insert(0, left)
@@ -629,9 +622,7 @@ def _reason(opened: OpenSite, tried: Tried) -> str:
     if not isinstance(convention, Convention):
         return "the same map from a faster kernel: nothing is approximated"
     if len(opened.tried) > 1:
-        return "; ".join(
-            f"{t.candidate.label}: {_lost(t)}" for t in opened.tried if t.approximate
-        )
+        return "; ".join(f"{t.candidate.label}: {_lost(t)}" for t in opened.tried if t.approximate)
     if convention.half_steps <= FEW_HALF_STEPS:
         return f"{convention.half_steps} half-steps cost as much as the c-transforms"
     if not fits_needed(convention, opened.recipe):

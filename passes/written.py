@@ -66,9 +66,7 @@ def moved(
 
     def now(node: Node) -> Node | None:
         copy = nodes.get(node)
-        if copy is None or copy not in gone:
-            return copy
-        return became.get(copy)
+        return copy if copy is None or copy not in gone else became.get(copy)
 
     calls = []
     for call in program.calls:

@@ -278,7 +278,7 @@ def test_hidden_tokens_without_mass_stay_in_the_linear_domain(
     masses = [x.masked_fill(hidden[: x.shape[-1]], -1e12) for x in equal]
     given = (scores, *masses, 1.0, 20, True, [1.0, 0.0, 0.0, 0.0], log)
     expected = operators.plan(*given, form="reversed")
-    monkeypatch.delattr(kernel, "_in_log_domain")
+    monkeypatch.delattr(kernel, "_beyond")
     torch.testing.assert_close(torch.ops.asapc.plan(*given, form="reversed"), expected)
 
 
@@ -289,7 +289,7 @@ def test_the_engine_keeps_the_order_of_a_teachers_sums(
     form: str, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of matrices that are not small, which are padded; beside -1e9 another order shows."""
-    monkeypatch.delattr(kernel, "_in_log_domain")
+    monkeypatch.delattr(kernel, "_beyond")
     sizes = ((20, 37, True, 5, -1e9), (37, 16, False, 4, -1e9), (16, 33, False, 1, LOW[2]))
     for n, m, first, half_steps, low in sizes:
         scores = torch.randn(2, 3, n, m, generator=torch.Generator().manual_seed(n))

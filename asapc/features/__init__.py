@@ -150,10 +150,7 @@ def feature_list(
 
 
 def feature_columns(
-    features: Sequence[Feature],
-    parameters: Sequence[Tensor | None],
-    clouds: Clouds,
-    budget: Budget,
+    features: Sequence[Feature], parameters: Sequence[Tensor | None], clouds: Clouds, budget: Budget
 ) -> Tensor:
     """X [B, H, N, F]: every feature's columns side by side, centred over the points with mass."""
     columns = [

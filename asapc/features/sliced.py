@@ -93,10 +93,7 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
 
 
 def potentials(
-    clouds: Clouds,
-    theta: Tensor,
-    sort: Sort = stable_sort,
-    sort_values: SortValues = stable_sort_values,
+    clouds: Clouds, theta: Tensor, sort: Sort = stable_sort, sort_values: SortValues = stable_sort_values
 ) -> Tensor:
     """The same in the layout it is sorted in: [B, H, L, N].
 

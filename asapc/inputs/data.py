@@ -453,9 +453,7 @@ def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> np
         if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which numbers do not have
             raise ValueError(f"version {version} of the .npy format")
         read = np.lib.format.read_array_header_1_0
-        shape, _, dtype = (
-            read if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )(content)  # fmt: skip
+        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(content)
         if dtype.hasobject:
             raise InputError(
                 f"{path}: arrays must hold numbers",

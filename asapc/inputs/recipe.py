@@ -286,9 +286,7 @@ CANDIDATE_TYPES: Mapping[str, Any] = {
     key: _KEYS[key] for key in itertools.takewhile("candidates".__ne__, _KEYS) if key != "from"
 }
 _Block = model("Candidates", {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()})
-SITE_TYPES = {
-    **CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": model("Budget", BUDGET_TYPES)
-}  # fmt: skip
+SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": model("Budget", BUDGET_TYPES)}
 TYPES: Mapping[str, Any] = {
     **_KEYS, **SITE_TYPES, "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
     "sites": dict[str, model("Site", SITE_TYPES)],  # type: ignore[misc]

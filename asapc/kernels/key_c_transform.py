@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asapc.operators.sinkhorn import factor_value, widen
+from asapc.operators.sinkhorn import clean_values, factor_value, widen
 
 
 def key_c_transform(
@@ -40,10 +40,8 @@ def key_c_transform(
         mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
     if bias is not None:
         mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
-    keys, values = wide_k.to(dtype), wide_v.to(dtype)
-    if keep is not None:  # 0 * inf of a masked key is nan
-        keys = keys.masked_fill(~keep[:, None, :, None], 0.0)
-        values = values.masked_fill(~keep[:, None, :, None], 0.0)
+    # 0 * inf of a masked key is nan
+    keys, values = (clean_values(x.to(dtype), keep) for x in (wide_k, wide_v))
     out = torch.nn.functional.scaled_dot_product_attention(
         wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier
     )

@@ -46,9 +46,7 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
                 custom_translation_table=table,
             )  # fmt: skip
     except Exception as error:  # the exporter's errors share no public base class
-        raise InputError(
-            "the compiled program can be written in ONNX", got=cause(error),
-        ) from error  # fmt: skip
+        raise InputError("the compiled program can be written in ONNX", got=cause(error)) from error
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asapc.features import CLUSTERED, coarse, feature_list, predict_dual
-from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
+from asapc.features.clouds import Budget, active_share, clouds_from
 from asapc.ir import Side
 from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
@@ -130,14 +130,9 @@ def dual_and_row_mass(
     arguments = (features, "target", score_multiplier, half_steps, starts_on_x)
     predicted = dual(q, k, keep, bias, parameters, coefficients, *arguments)
     clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
-    pivots = first_pivots(clouds, features, parameters)
-    if pivots is not None:
-        return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
-    return predicted, active_share(clouds)
-
-
-def first_pivots(clouds: Clouds, features: str, parameters: Sequence[Tensor]) -> Tensor | None:
     for feature, parameter in zip(*feature_list(features, parameters), strict=True):
         if feature.family in CLUSTERED:
-            return feature.parameter_for(clouds, parameter)
-    return None
+            pivots = feature.parameter_for(clouds, parameter)
+            assert pivots is not None
+            return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
+    return predicted, active_share(clouds)

@@ -43,9 +43,7 @@ def _fitted_sinkhorn(
 fitted_sinkhorn, fitted_sinkhorn_attention = pair("fitted_sinkhorn", _fitted_sinkhorn)
 
 
-def scaled(
-    q: Tensor, bias: Tensor | None, head_multiplier: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def scaled(q: Tensor, bias: Tensor | None, head_multiplier: Tensor) -> tuple[Tensor, Tensor | None]:
     """q and bias with every head's scores multiplied.  q: [B, H, N, D]; head_multiplier: [H]."""
     q = widen(q)
     by_head = head_multiplier.to(q.dtype)[:, None, None]

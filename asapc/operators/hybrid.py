@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asapc.operators.catalogue import reference_named
-from asapc.operators.sinkhorn import widen
+from asapc.operators.sinkhorn import masked, widen
 from asapc.operators.tokens import depthwise_values
 
 Named = Callable[[str], Callable[..., Tensor]]
@@ -73,10 +73,12 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
             "bias": without_first(bias, start),
         }  # fmt: skip
         out = inner(*((others | seen | settings)[key] for key in own))
-        if count and seen["keep"] is not None:  # rows without another active key are 0
-            out = out.masked_fill(~seen["keep"].any(-1)[:, None, None, None], 0.0)
+        if count:
+            out = masked(out, seen["keep"], None)  # rows without another active key are 0
         if depthwise is not None and not dense:
-            out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
+            wide = widen(others["v"])
+            added = depthwise_values(wide, depthwise.to(wide.dtype), seen["keep"])
+            out = (widen(out) + added).to(out.dtype)
         if count == 0:
             return out
         out = out[:, :, count - start :, count - start if dense else 0 :]
@@ -100,15 +102,6 @@ def without_first(bias: Tensor | None, count: int) -> Tensor | None:
         return bias
     rows = bias if bias.shape[-2] == 1 else bias[..., count:, :]
     return rows if rows.shape[-1] == 1 else rows[..., count:]
-
-
-def plus_depthwise(out: Tensor, v: Tensor, depthwise: Tensor, keep: Tensor | None) -> Tensor:
-    """out + DWConv(v): [B, H, N, E] in out's dtype; padded tokens get nothing.
-
-    v: [B, H, N, E]; depthwise: [H, E, w]; keep: [B, N].
-    """
-    values = widen(v)
-    return (widen(out) + depthwise_values(values, depthwise.to(values.dtype), keep)).to(out.dtype)
 
 
 hybrid_lot, hybrid_lot_attention = hybrid("lot"), hybrid("lot_attention")

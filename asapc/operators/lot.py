@@ -25,7 +25,7 @@ from torch import Tensor
 from asapc.ir import Side
 from asapc.operators.c_transforms import uniform_log_mass
 from asapc.operators.pair import pair
-from asapc.operators.sinkhorn import alternate
+from asapc.operators.sinkhorn import alternate, clean_values, masked, opened_keys
 
 
 def _lot(
@@ -75,7 +75,7 @@ def _lot(
     if pivot_weight is not None:
         second = second * pivot_weight.to(dtype)[..., None]
     if v is not None:
-        second = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
+        second = second @ clean_values(v, keep).to(second.dtype)  # [B, H, R, E]
     out = first.transpose(-1, -2) @ second
     out = out * token_factor(output_factor, q, k, keep, query_keep)
     return masked(out, keep, query_keep)
@@ -102,7 +102,7 @@ def pivot_scores(
 
     tokens: [B, H, N, D]; keep: [B, N]; bias: [B|1, H|1, 1|R, N]; pivots: [H, R, D].
     """
-    points = _clean(tokens, keep).to(dtype)
+    points = clean_values(tokens, keep).to(dtype)
     scores = (pivots.to(dtype) * multiplier) @ points.transpose(-1, -2)
     if bias is None:
         return scores
@@ -145,17 +145,13 @@ def token_log_mass(keep: Tensor | None, scores: Tensor) -> Tensor:
     """log(1 / n) on the n active tokens, -inf on the others: [N], or [B, 1, N] with keep [B, N]."""
     if keep is None:
         return uniform_log_mass(scores.shape[-1], scores)
-    opened = keep | ~keep.any(-1, keepdim=True)
+    opened = opened_keys(keep)
     log_count = opened.sum(-1, keepdim=True).to(scores.dtype).log()
     return torch.where(opened, -log_count, -math.inf)[:, None, :]
 
 
 def token_factor(
-    output_factor: Sequence[float],
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
+    output_factor: Sequence[float], q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None
 ) -> float | Tensor:
     """coefficient n_q^a n_k^b N^c, counts at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
     coefficient, query_power, key_power, length_power = output_factor
@@ -173,17 +169,3 @@ def token_factor(
 
 def work_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _clean(tokens: Tensor, keep: Tensor | None) -> Tensor:
-    """0 at padded tokens, whatever they hold.  tokens: [B, H, N, D]."""
-    return tokens if keep is None else tokens.masked_fill(~keep[:, None, :, None], 0.0)
-
-
-def masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
-    """0 in padded rows, and in every row of an example without an active key.  out: [B, H, N, ...]."""
-    if query_keep is not None:
-        out = out.masked_fill(~query_keep[:, None, :, None], 0.0)
-    if keep is not None:
-        out = out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
-    return out

@@ -23,15 +23,7 @@ from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
 from asapc.ir import Coupling, Ties
-from asapc.operators.ranks import (
-    Clouds,
-    counts,
-    group_mass,
-    order_of,
-    padded_last,
-    partners,
-    spread,
-)
+from asapc.operators.ranks import Clouds, counts, group_mass, order_of, padded_last, partners, spread
 
 GATHERED_AT_ONCE = 1 << 24  # entries of the keys gathered for several slices together
 
@@ -222,12 +214,7 @@ def _shared(
 
 
 def matched_costs(
-    clouds: Clouds,
-    queries: Ranked,
-    keys: Ranked,
-    matching: Matching,
-    coupling: Coupling,
-    squared: bool,
+    clouds: Clouds, queries: Ranked, keys: Ranked, matching: Matching, coupling: Coupling, squared: bool
 ) -> Tensor:
     """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Coupling, Ties
-from asapc.operators.sinkhorn import clean_values, widen
+from asapc.operators.sinkhorn import clean_values, masked, opened_keys, widen
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,12 @@ def clouds_of(
     """A side without an active token is opened, and `close` empties the result instead."""
     q, k = clean_values(widen(q), query_keep), clean_values(widen(k), keep)
     x, y = projections(q, slices), projections(k, slices)
-    return Clouds(q, k, x, y, opened(keep), opened(query_keep))
-
-
-def opened(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep | ~keep.any(-1, keepdim=True)
+    return Clouds(q, k, x, y, opened_keys(keep), opened_keys(query_keep))
 
 
 def close(result: Tensor, keep: Tensor | None, query_keep: Tensor | None, output_factor: float) -> Tensor:
     """factor * result, 0 for padded queries and examples without a key.  result: [B, H, N, E]."""
-    if keep is not None:
-        result = result.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
-    if query_keep is not None:
-        result = result.masked_fill(~query_keep[:, None, :, None], 0.0)
-    return result * output_factor
+    return masked(result, keep, query_keep) * output_factor
 
 
 def projections(points: Tensor, slices: Tensor | None) -> Tensor:

@@ -48,6 +48,12 @@ def clean_values(v: Tensor, keep: Tensor | None) -> Tensor:
     return v if keep is None else v.masked_fill(~keep[:, None, :, None], 0.0)
 
 
+def masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
+    """0 in padded rows, and in every row of an example without an active key.  out: [B, H, N, ...]."""
+    out = clean_values(out, query_keep)
+    return out if keep is None else out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+
+
 def score_matrix(
     q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float
 ) -> Tensor:
@@ -158,11 +164,7 @@ def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
 
 
 def attention_map(
-    scores: Tensor,
-    f: Tensor,
-    g: Tensor,
-    output_factor: Sequence[float],
-    keep: Tensor | None,
+    scores: Tensor, f: Tensor, g: Tensor, output_factor: Sequence[float], keep: Tensor | None
 ) -> Tensor:
     """A = factor * exp(S + f + g): [B, H, N, M], exactly 0 on masked keys."""
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], keep)

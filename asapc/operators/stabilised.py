@@ -47,7 +47,7 @@ def stabilised_plans(
     plain = stabiliser.form == "scaling" and stabiliser.start == "plain" and scores.numel() > 0
     plain = plain and damping is None  # of powers no offset is without effect
     rows, columns = damping or (1.0, 1.0)
-    offset = _largest(scores, -1 if rows_first else -2) if plain else _offset(scores, stabiliser)
+    offset = _largest(scores, (-1 if rows_first else -2,)) if plain else _offset(scores, stabiliser)
     kernel = torch.exp(scores - offset)
     alike = (1.0 / max(queries, 1), 1.0 / max(keys, 1)) if stabiliser.shares else (1.0, 1.0)
     row_mass, column_mass = (
@@ -94,17 +94,13 @@ def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     """What is subtracted from the scores before exp; without effect but through the constant."""
     if stabiliser.start == "plain" or scores.numel() == 0:
         return scores.new_zeros(())
-    if stabiliser.start == "matrix":
-        top = scores.amax((-1, -2), keepdim=True)
-    elif stabiliser.start == "tensor":
-        top = scores.amax()
-    else:  # "row", and "softmax", whose exp is safe after any offset
-        return _largest(scores, -1)
-    return top.masked_fill(top.isneginf(), 0.0)
+    # Else "row", and "softmax", whose exp is safe after any offset.
+    axes = {"matrix": (-1, -2), "tensor": ()}.get(stabiliser.start, (-1,))
+    return _largest(scores, axes)
 
 
-def _largest(scores: Tensor, axis: int) -> Tensor:
-    top = scores.amax(axis, keepdim=True)
+def _largest(scores: Tensor, axes: tuple[int, ...]) -> Tensor:
+    top = scores.amax(axes, keepdim=True)
     return top.masked_fill(top.isneginf(), 0.0)
 
 

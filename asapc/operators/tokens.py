@@ -45,9 +45,7 @@ def summary_rows(
         attention = torch.softmax(logits, -1).masked_fill(~some[:, :, None, None], 0.0)
     else:
         attention = torch.softmax(logits, -1)
-    if query_keep is not None:
-        attention = attention.masked_fill(~query_keep[:, None, :, None], 0.0)
-    attention = attention.to(widen(q).dtype)
+    attention = clean_values(attention, query_keep).to(widen(q).dtype)
     return (attention @ clean_values(v, keep).to(attention.dtype)).to(v.dtype)
 
 

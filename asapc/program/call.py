@@ -170,10 +170,7 @@ class Call(Record):
         """As of the forward."""
         kinds = inspect.Parameter
         return inspect.Signature([
-            kinds(
-                parameter.name, getattr(kinds, parameter.kind),
-                default=_shown_default(parameter),
-            )
+            kinds(parameter.name, getattr(kinds, parameter.kind), default=_shown_default(parameter))
             for parameter in self.parameters
         ])  # fmt: skip
 
@@ -455,16 +452,13 @@ def _taken(
     if isinstance(tree, Default):
         return f"{name} was captured at its default {tree.text}, but is given"
     if tree.kind == "dict":
-        if not isinstance(value, dict) or tuple(value) != tree.keys:
-            return f"{name} was captured as {shown(tree)}, but is {shortened(value)}"
-        for key, item in zip(tree.keys, tree.items, strict=True):
-            problem = _taken(item, value[key], flat, counts, name)
-            if problem is not None:
-                return problem
-        return None
-    if not isinstance(value, list | tuple) or len(value) != len(tree.items):
+        alike = isinstance(value, dict) and tuple(value) == tree.keys
+    else:
+        alike = isinstance(value, list | tuple) and len(value) == len(tree.items)
+    if not alike:
         return f"{name} was captured as {shown(tree)}, but is {shortened(value)}"
-    for item, part in zip(tree.items, value, strict=True):
+    parts = [value[key] for key in tree.keys] if tree.kind == "dict" else value
+    for item, part in zip(tree.items, parts, strict=True):
         problem = _taken(item, part, flat, counts, name)
         if problem is not None:
             return problem

@@ -64,9 +64,7 @@ def exported_program(program: Program) -> ExportedProgram:
         graph_signature=ExportGraphSignature(
             [spec for _, spec in lifted.held] + lifted.given, lifted.returned
         ),
-        state_dict={
-            str(spec.target): tensor for tensor, spec in lifted.held if _is_state(spec)
-        },
+        state_dict={str(spec.target): tensor for tensor, spec in lifted.held if _is_state(spec)},
         range_constraints={symbol: ranges[symbol] for symbol in symbols if symbol in ranges},
         module_call_graph=[ModuleCallEntry(fqn="", signature=signature)],
         example_inputs=(program.args, program.kwargs),

@@ -116,9 +116,7 @@ class _Limited:
 class Tap:
     """Runs lifted programs and hands out what the named sites saw, in the order of the names."""
 
-    def __init__(
-        self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]
-    ) -> None:
+    def __init__(self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]) -> None:
         self._see: See = _unseen
         self.sites = tuple(sites)
         programs = [replace(program, graph=tapped(program, self._record)) for program in lifted]

@@ -152,12 +152,6 @@ def _on_local(target: Any, bound: Bound) -> Any:
     return _call(target, pytree.tree_map(lambda x: x.local if isinstance(x, Shard) else x, bound))
 
 
-def _only_shard(bound: Bound) -> Shard | None:
-    """The one shard among the arguments; None where there are more."""
-    shards = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Shard)]
-    return shards[0] if len(shards) == 1 else None
-
-
 def _first(bound: Bound) -> Any:
     return next(iter(bound.values()))
 
@@ -208,7 +202,8 @@ def _by_token(
 
     def rule(target: Any, bound: Bound) -> Any:
         x = _first(bound) if tokens is None else bound[tokens]
-        if not isinstance(x, Shard) or _only_shard(bound) is not x or x.axis in along(x, bound):
+        shards = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Shard)]
+        if not isinstance(x, Shard) or len(shards) > 1 or x.axis in along(x, bound):
             return NotImplemented
         # Of native_layer_norm the mean and deviation of a token, too.
         return pytree.tree_map(lambda y: x.like(y) if y.dim() > x.axis else y, _on_local(target, bound))
@@ -233,11 +228,6 @@ def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
         return pytree.tree_map_only(Tensor, lambda part: x.like(part, x.axis - before), result)
 
     return rule
-
-
-def _joined_mean(x: Shard, own: Tensor) -> Tensor:
-    share = x.local.shape[x.axis] / x.size
-    return x.group.summed(own * share)
 
 
 def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
@@ -373,7 +363,7 @@ RULES: dict[str, Rule] = dict((
     *_named(_by_token(_dims), "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort",
             "topk", "argsort", "glu"),
     *_named(_reduction(lambda x, own: x.group.summed(own)), "sum"),
-    *_named(_reduction(_joined_mean), "mean"),
+    *_named(_reduction(lambda x, own: x.group.summed(own * (x.local.shape[x.axis] / x.size))), "mean"),
     *((name, _reduction(partial(_joined_by, name))) for name in ("amax", "amin", "any", "all")),
     *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
             "linalg_vector_norm", "norm"),

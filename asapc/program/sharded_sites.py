@@ -72,9 +72,7 @@ def sinkhorn(
 def asap(*, source_dual: Any, target_dual: Any, c_transforms: int, **given: Any) -> Shard:
     """operators.asap.asap of the own queries, as sinkhorn."""
     rows_first = first_c_transform(source_dual, target_dual, c_transforms) == "row"
-    return sinkhorn(
-        half_steps=c_transforms, rows_first=rows_first, f=source_dual, g=target_dual, **given
-    )
+    return sinkhorn(half_steps=c_transforms, rows_first=rows_first, f=source_dual, g=target_dual, **given)
 
 
 def _predicted(
@@ -138,10 +136,8 @@ class _Scores:
     def __init__(self, q: Tensor, k: Tensor, bias: Tensor | None) -> None:
         self.q, self.k, self.bias = q, k, bias
         of_one = max(1, q.shape[0] * q.shape[1] * k.shape[2] * q.element_size())
-        self.rows = [
-            slice(start, min(start + max(1, BLOCK_BYTES // of_one), q.shape[2]))
-            for start in range(0, q.shape[2], max(1, BLOCK_BYTES // of_one))
-        ]
+        step = max(1, BLOCK_BYTES // of_one)
+        self.rows = [slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step)]
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.rows:

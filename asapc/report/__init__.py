@@ -18,9 +18,7 @@ PAGE_NEEDS = ("jinja2", "markupsafe", "matplotlib")  # the extra `report`
 
 
 def write_report(
-    folder: str | Path,
-    report: Report,
-    note: Callable[[str], None] | None = None,
+    folder: str | Path, report: Report, note: Callable[[str], None] | None = None
 ) -> list[Path]:
     """Write report.json, report.md, junit.xml and report.html into an artefact folder, each replaced
     whole or not at all.

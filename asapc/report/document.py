@@ -146,8 +146,7 @@ class SiteReport(Measured, Record):
 
     name: str
     operator: Annotated[
-        str, "what the site became; teacher: left as it was",
-        {"enum": [TEACHER, *OUTCOMES]},
+        str, "what the site became; teacher: left as it was", {"enum": [TEACHER, *OUTCOMES]},
     ]  # fmt: skip
     reason: str | None = None
     convention: ConventionReport | None = None

@@ -268,12 +268,7 @@ def _only(output: Any) -> Tensor:
 
 
 def _within(
-    limit: MemoryLimit,
-    models: _Models,
-    artifact: Artifact,
-    fast: bool,
-    source: DataSource,
-    most: int,
+    limit: MemoryLimit, models: _Models, artifact: Artifact, fast: bool, source: DataSource, most: int
 ) -> int:
     """The batch that fits into the limit, by trying."""
 

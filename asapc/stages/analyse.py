@@ -113,11 +113,7 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
         help = "`asapc inspect` gives the reason for each layer; docs/recognition.md shows what to write"
         if not any(program.softmax for program in analysis.capture.programs):
             help += "; to replace softmax layers, write `from: softmax` in the recipe"
-        raise NoSiteError(
-            "no attention layer of the model can be compiled",
-            got=reasons,
-            help=help,
-        )
+        raise NoSiteError("no attention layer of the model can be compiled", got=reasons, help=help)
     for left in analysis.left_alone:
         progress.note(f"{left.name} {left.status}: {left.reason}")
 

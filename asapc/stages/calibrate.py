@@ -209,11 +209,7 @@ def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:
 
 
 def _within(
-    limit: MemoryLimit,
-    analysis: Analysis,
-    pending: Sequence[Pending],
-    source: DataSource,
-    recipe: Recipe,
+    limit: MemoryLimit, analysis: Analysis, pending: Sequence[Pending], source: DataSource, recipe: Recipe
 ) -> int:
     """The batch that fits into the limit, by trying; what collectors keep is bounded."""
     keeping = [p for p in pending if isinstance(p.collector, Distiller) or p.collector.recipe.fit == "kl"]

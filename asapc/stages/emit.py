@@ -205,10 +205,7 @@ def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progre
 
 
 def verify_written(
-    folder: Path,
-    model: nn.Module | None,
-    programs: Mapping[Stage, Sequence[Program]],
-    example: Batch,
+    folder: Path, model: nn.Module | None, programs: Mapping[Stage, Sequence[Program]], example: Batch
 ) -> Artifact:
     """What was written, which computes what was verified."""
     written = read_artifact(folder, list(programs), trust=True)

@@ -24,9 +24,9 @@ def escaped(text: str) -> str:
     return _UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def one_line(text: str, between: str = " ") -> str:
-    """The same for a part of a line: it cannot begin a new one.  between: what were lines."""
-    return escaped(between.join(text.split("\n")))
+def one_line(text: str) -> str:
+    """The same for a part of a line: it cannot begin a new one."""
+    return escaped(text.replace("\n", " "))
 
 
 def reason(error: BaseException, most: int = 300) -> str:

@@ -23,13 +23,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Coupling, EspConvention, Ties
-from asapc.operators.esp import (
-    esp_hard_attention,
-    esp_soft_attention,
-    lifted_plan,
-    soft_plan,
-    soft_sort,
-)
+from asapc.operators.esp import esp_hard_attention, esp_soft_attention, lifted_plan, soft_plan, soft_sort
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
 from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, relative_error, snapped
@@ -169,8 +163,7 @@ def _of_one_factor(
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
     plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
     tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
-             if not other.slice_weights
-             and (c == other.coupling or None in (c, other.coupling))}  # fmt: skip
+             if not other.slice_weights and (c == other.coupling or None in (c, other.coupling))}
     for slices in candidates:
         for convention in tries:
             fit = EspFit(convention, slices).measured(samples)

@@ -285,10 +285,7 @@ def _changed_by_stops(
     program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int], hidden: bool
 ) -> str | None:
     """Why the plan may be another than that of the full budget; None where no stop changes it."""
-    stops = [
-        stop for stop in program.stops
-        if ancestors(stop.residual, until=BARRIERS) & half.between
-    ]  # fmt: skip
+    stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & half.between]
     if not stops:
         return None
     # The product of the scores is no sum of a half-step.

@@ -223,9 +223,7 @@ def _best_loop(
         return NoFit("not a finite loop between tokens and pivots")
     if budget.rival is not None and budget.error <= STABILISED:
         rival = budget.rival[1]
-        return NoFit(
-            f"{budget.half_steps} and {rival} half-steps give the same plan in every test"
-        )
+        return NoFit(f"{budget.half_steps} and {rival} half-steps give the same plan in every test")
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
     first = next(sample for sample in samples if sample.mild)
     mass = masses.of(len(first.scores))

@@ -32,9 +32,7 @@ LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number m
 HIGH = 1e6  # of what hides tokens where code adds it to scores as if they were costs
 FINITE = 1e3  # size of a number from which on it is one that hides
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
-ARITHMETIC = {
-    aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor,
-}  # fmt: skip
+ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor}
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
     *(BARRIERS - {aten.embedding.default}), *SOFTMAXES, *SUMS, *NORMS, *PRODUCTS, aten.mm.default,

@@ -48,9 +48,7 @@ NORMS = {  # the place of the order
     aten.linalg_vector_norm.default: 1, aten.linalg_norm.default: 1, aten.norm.ScalarOpt_dim: 1,
 }  # fmt: skip
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mv.default, aten.einsum.default}
-DIVISIONS = {
-    aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.pow.Tensor_Scalar,
-}  # fmt: skip
+DIVISIONS = {aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.pow.Tensor_Scalar}
 TURNS = {aten.transpose.int, aten.permute.default}
 STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,

@@ -90,9 +90,7 @@ def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
         yield loop.at, _examine(program, loop, failed)
 
 
-def _examine(
-    program: Program, loop: Loop, failed: dict[object, _Failure]
-) -> PlanSite | Unidentified:
+def _examine(program: Program, loop: Loop, failed: dict[object, _Failure]) -> PlanSite | Unidentified:
     """failed: why regions of earlier loops are no plans, by what they compute."""
     def refused(reason: str, at: Node | None = loop.at) -> Unidentified:
         return Unidentified(f"a loop of rows and columns: {reason}", frozenset(loop.sums), at)
@@ -118,9 +116,7 @@ def _examine(
     return refused(max(failures, key=lambda failure: failure.reached).reason)
 
 
-def _tried(
-    program: Program, loop: Loop, found: Borders
-) -> Iterator[tuple[Loop, Node, Node, bool]]:
+def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
     """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan."""
     yield from ((loop, start, end, False) for start, end in _by_likeliness(found))
     yield from ((loop, start, end, True) for start, end in _kernels(found))
@@ -197,9 +193,7 @@ class _Region:
         self.graph = graph
         self.cut = self._cut(torch.float64)
         of_it = {start, *inside}
-        self.stops = [
-            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it
-        ]
+        self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
         given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
@@ -339,10 +333,8 @@ def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
 
 def _is_one_number(node: Node) -> bool:
     """One entry, or one number everywhere by how it is made."""
-    value = node.meta["val"]
-    if all(isinstance(size, int) and size == 1 for size in value.shape):
-        return True
-    if node.target in FILLED:
+    sizes = node.meta["val"].shape
+    if node.target in FILLED or all(isinstance(size, int) and size == 1 for size in sizes):
         return True
     sources = [n for n in node.all_input_nodes if is_tensor(n)]
     return node.target in STEPS and bool(sources) and all(_is_one_number(n) for n in sources)
@@ -454,9 +446,7 @@ def _sides(
         else:
             continue
         before = rank - 1 - (drop is not None)
-        if before and not (leads == 1 or start.kept):
-            continue
-        if before > leads:
+        if before > leads or (before and not (leads == 1 or start.kept)):
             continue
         per_head = leads == 2 and before == 1 and same(shape[0], start.heads)
         by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
@@ -764,9 +754,7 @@ def _changed_by_stops(
         return plan_of(replace(fit.convention, half_steps=half_steps), sample)
 
     entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
-    loop = Stopping(
-        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan
-    )
+    loop = Stopping(program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan)
     # In a far larger batch one sharp example does less to a mean, or to its square.
     many = of_many(lengths, region.examples, FAR**2) if region.examples else []
     return what_a_stop_changes(loop, [Crowd(lengths), *many])

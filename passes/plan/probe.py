@@ -62,7 +62,7 @@ def identify_plan(
 
     sums: of the loop where an unbalanced one is looked for if no balanced one is found, 0 where not.
     """
-    if any(x is not None for sample in samples for x in sample.marginals):
+    if _has_marginals(samples):
         return _with_marginals(samples, guesses, most, sums)
     found = identify(samples, guesses=guesses)
     if isinstance(found, NoFit):
@@ -89,11 +89,7 @@ def _with_marginals(
     if isinstance(found, NoFit):
         return (_damped(samples, sums, guesses) if sums else None) or found
     budget, stabiliser = found
-    convention = PlanConvention(
-        budget.half_steps, budget.first_side, multiplier,
-        source_marginal=_kind(sample.log_mu for sample in samples),
-        target_marginal=_kind(sample.log_nu for sample in samples), stabiliser=stabiliser,
-    )  # fmt: skip
+    convention = _of_budget(budget, multiplier, samples, stabiliser=stabiliser)
     # factor_of takes N times a row's mass of a uniform plan: 1 is N there, and the plan itself here.
     factor = factor_of([(n, m, float(m), mass) for n, m, mass in _masses(convention, mildest)])
     if isinstance(factor, NoFit):
@@ -113,17 +109,11 @@ def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanC
     if isinstance(multiplier, NoFit) or not all(bool(x.isfinite().all()) for x in given):
         return None
     heads = [sample.head() for sample in mildest]
-    found = identify_damping(
-        [replace(head, scores=multiplier * head.scores) for head in heads], sums
-    )
+    found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
     if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
         return None
     budget = found.budget
-    convention = PlanConvention(
-        budget.half_steps, budget.first_side, multiplier,
-        source_marginal=_kind(sample.log_mu for sample in samples),
-        target_marginal=_kind(sample.log_nu for sample in samples), damping=found.damping,
-    )  # fmt: skip
+    convention = _of_budget(budget, multiplier, samples, damping=found.damping)
     samples, heads = ([x.powered(found.powers) for x in of] for of in (samples, heads))
     longer = [convention]
     if budget.rival is not None:
@@ -138,28 +128,33 @@ def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanC
         one = replace(one, stabiliser=stabiliser)
         uniform = (one.source_marginal == "uniform", one.target_marginal == "uniform")
         masses = _masses(one, heads)
+        factor: OutputFactor | NoFit | None = factor_of([(n, m, float(m), mass) for n, m, mass in masses])
         if stabiliser is None:
             factor = damped_factor(masses, found.damping, one.first_side, one.half_steps, uniform)
-        else:
-            alike = factor_of([(n, m, float(m), mass) for n, m, mass in masses])
-            factor = None if isinstance(alike, NoFit) else alike
-        if factor is not None:
+        if isinstance(factor, OutputFactor):
             one = replace(one, output_factor=factor)
             fits.append(Fit(one, plan_error(one, samples), powers=found.powers))
     best = min(fits, key=lambda fit: fit.error, default=None)
     return best if best is not None and best.error <= HELD else None
 
 
-def _masses(
-    convention: PlanConvention, samples: Sequence[Sample]
-) -> list[tuple[int, int, float]]:
+def _masses(convention: PlanConvention, samples: Sequence[Sample]) -> list[tuple[int, int, float]]:
     """(N, M, the mass of the map over that of the convention's plan)."""
     pairs = ((sample, plan_of(convention, sample)) for sample in samples)
     return [(*x.scores.shape[-2:], float(x.attention.sum() / ours.sum())) for x, ours in pairs]
 
 
-def _kind(logs: Iterator[Tensor | None]) -> Marginal:
-    return "uniform" if all(x is None for x in logs) else "input"
+def _of_budget(
+    budget: Budget, multiplier: float, samples: Sequence[Sample], **settings: Any
+) -> PlanConvention:
+    kinds: list[Marginal] = [
+        "uniform" if all(x is None for x in logs) else "input"
+        for logs in zip(*(sample.marginals for sample in samples), strict=True)
+    ]
+    return PlanConvention(
+        budget.half_steps, budget.first_side, multiplier, source_marginal=kinds[0],
+        target_marginal=kinds[1], **settings,
+    )  # fmt: skip
 
 
 def plan_of(convention: PlanConvention, sample: Sample) -> Tensor:

@@ -34,9 +34,7 @@ ALIKE = 1e-3  # relative difference of maps in float32
 SPREAD, SHARP = 3.0, 30.0  # of the scores, in units of epsilon
 
 
-def with_low_numbers(
-    experiment: Any, convention: Convention, bias: ScoreBias
-) -> ScoreBias | str:
+def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -> ScoreBias | str:
     """The bias, with its check where it needs one, or why it is none.
 
     experiment: passes.sinkhorn.match.RegionExperiment.

@@ -44,24 +44,9 @@ from asapc.passes.early_stop import (
     residuals_cut,
     what_a_stop_changes,
 )
-from asapc.passes.experiment import (
-    STABILISED,
-    Experiment,
-    NoFit,
-    assigned,
-    outcome,
-    relative_error,
-)
+from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome, relative_error
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.products import (
-    Canonical,
-    KeyMask,
-    merged_heads,
-    padding_of,
-    rank_of,
-    same,
-    site_name,
-)
+from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
 from asapc.passes.regions import Region, rooted
 from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
@@ -106,9 +91,7 @@ class RegionExperiment(Experiment, Trials):
     neutral: inputs that hide nothing and add nothing, as the roles of the inputs make them.
     """
 
-    def __init__(
-        self, program: Program, region: Region, precision: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, program: Program, region: Region, precision: torch.dtype = torch.float64) -> None:
         inputs = [region.score.result, *map(Canonical, region.inputs)]
         output = Canonical(region.attention, region.value.left_order)
         super().__init__(program.graph, inputs, output, region.inside, precision=precision)
@@ -136,7 +119,7 @@ class RegionExperiment(Experiment, Trials):
     @cached_property
     def sizes(self) -> list[dict[Any, int]]:
         """`few`, and a second set with every dynamic length moved, where there is one."""
-        symbols = _symbols(self.region.score.result.shape[-2:])
+        symbols = assigned((size, 1) for size in self.region.score.result.shape[-2:])
         moved = {symbol: self.few[symbol] + 5 for symbol in symbols}
         return [self.few, {**self.few, **moved}] if moved else [self.few]
 
@@ -190,8 +173,7 @@ def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
 
 
 def first_of_each(
-    places: Sequence[Place],
-    examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None],
+    places: Sequence[Place], examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None]
 ) -> Iterator[Found]:
     """The first site among the regions of each place, or why the likeliest is none, if that is known."""
     for place in places:
@@ -445,9 +427,7 @@ def _error_together(
     return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
 
 
-def _bias_coefficient(
-    experiment: RegionExperiment, index: int, convention: Convention
-) -> float | NoFit:
+def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float | NoFit:
     """How much of an input is added to the scores, in units of epsilon, at every size of it.
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
@@ -489,8 +469,8 @@ def _stopping(
     """What an early stop would change, None if nothing."""
     region, few = experiment.region, experiment.few
     shape = region.score.result.shape
-    many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
-    long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
+    many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
+    long = assigned((size, MANY_TOKENS) for size in shape[-2:])
     convention = fit.convention if mask is not None else replace(fit.convention, mask="none")
 
     def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
@@ -513,10 +493,6 @@ def _stopping(
     if mask is not None:
         crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
     return what_a_stop_changes(loop, crowds)
-
-
-def _symbols(sizes: Sequence[Any]) -> set[Any]:
-    return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
 
 
 def without_choice(size: Sequence[int]) -> str | None:

@@ -82,9 +82,7 @@ class Sample:
     def head(self) -> Sample:
         """The first head of the first example, by which loops are searched."""
         keep = None if self.keep is None else self.keep[:1]
-        marginals = (
-            None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in self.marginals
-        )
+        marginals = (None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in self.marginals)
         return Sample(self.scores[:1, :1], self.attention[:1, :1], keep, self.mild, *marginals)
 
     def powered(self, powers: Pair) -> Sample:
@@ -164,9 +162,7 @@ def identify(
     if isinstance(found, NoFit):
         return found
     budget, stabiliser = found
-    convention = Convention(
-        budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser
-    )
+    convention = Convention(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser)
     fit = with_factor(convention, samples, mildest)
     return fit if isinstance(fit, NoFit) else with_rival(fit, budget)
 
@@ -439,15 +435,12 @@ def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
 
 def _masses(sample: Sample, side: Side) -> Tensor:
     """Sums over one side [B, *], restricted to active keys; heads are merged."""
-    if side == "row":
-        sums = sample.attention.sum(-1)
-        if sample.keep is None:
-            return sums.flatten(1)
-        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
-        return sums[sample.keep.any(-1)].flatten(1)
-    sums = sample.attention.sum(-2)
+    sums = sample.attention.sum(-1 if side == "row" else -2)
     if sample.keep is None:
         return sums.flatten(1)
+    if side == "row":
+        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
+        return sums[sample.keep.any(-1)].flatten(1)
     keep = sample.keep[:, None, :].expand_as(sums)
     return torch.where(keep, sums, sums.amax(-1, keepdim=True)).flatten(1)
 
@@ -593,11 +586,7 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
 
 
 def _stabilised(
-    samples: Sequence[Sample],
-    multiplier: float,
-    sides: Sequence[Side],
-    guesses: Guesses,
-    most: int,
+    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], guesses: Guesses, most: int
 ) -> tuple[Budget, Stabiliser] | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)

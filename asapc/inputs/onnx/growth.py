@@ -37,11 +37,7 @@ class Guard(TorchDispatchMode):
         self._known: dict[Any, int] = {}
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(out.alias_info is not None for out in func._schema.returns):  # a view, or in place

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -56,11 +56,8 @@ class _Heads:
     factor: Tensor
 
     def double(self) -> _Heads:
-        bias, start = (None if x is None else x.double() for x in (self.bias, self.start))
-        return _Heads(
-            self.q.double(), self.k.double(), self.v.double(), self.grad.double(), self.keep, bias, start,
-            self.factor.double(),
-        )  # fmt: skip
+        wide = {name: x.double() for name, x in vars(self).items() if x is not None and name != "keep"}
+        return replace(self, **wide)
 
 
 def sinkhorn_backward(
@@ -78,14 +75,12 @@ def sinkhorn_backward(
 
     At least one half-step; every example has an active key.
     """
-    batch, heads, queries, dim = q.shape
-    keys, width = v.shape[2:]
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     limits = thresholds()
     rows_first = loop.first_side == "row"
-    dq = torch.zeros((batch, heads, queries, dim), dtype=work)
-    dk = torch.zeros((batch, heads, keys, dim), dtype=work)
-    dv = torch.zeros((batch, heads, keys, width), dtype=work)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=work) for x in (q, k, v))
     d_dual = None if dual is None else torch.zeros(dual.shape, dtype=work)
     depth = torch.zeros((batch, heads), dtype=torch.int64)
     if batch * heads * queries * keys == 0:

@@ -54,7 +54,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
     if scores.numel() == 0 or settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
         return task.plain(scores).contiguous()
-    starts = None if stabiliser is None else stabiliser.start
+    starts: str | None = None if stabiliser is None else stabiliser.start
     scaled = settings["score_multiplier"] != 1.0 or settings["by_head"] is not None
     if settings["kernel"] and (scaled or task.as_written or starts == "tensor"):
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)

@@ -251,9 +251,7 @@ def _products(
 
 
 @triton.jit
-def _pivot_norms(
-    p_z, stride_zr, stride_zd, o_r, m_r, dim, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _pivot_norms(p_z, stride_zr, stride_zd, o_r, m_r, dim, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """|z|^2 / 2 [WIDTH]; infinite on padding, which is then nearest to nothing."""
     b_norm = tl.zeros([WIDTH], tl.float32)
     for d in range(0, dim, BLOCK_D):

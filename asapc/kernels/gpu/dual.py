@@ -88,10 +88,7 @@ def _finish(
 
 
 _BACKEND = Backend(
-    {
-        "gaussian": gaussian.contribution,
-        "sliced": sliced.contribution,
-    },
+    {"gaussian": gaussian.contribution, "sliced": sliced.contribution},
     coarse.dual_and_mass,
     coarse.farthest_points,
     finish,

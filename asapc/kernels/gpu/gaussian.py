@@ -63,9 +63,7 @@ def _cholesky(b_a, least, DEEP: tl.constexpr):
         b_column = tl.where(o_d > j, b_column / pivot, 0.0)
         b_row = tl.where(o_d > j, b_row / pivot, 0.0)
         b_a -= b_column[:, None] * b_row[None, :]
-        b_l += tl.where(
-            o_d[None, :] == j, tl.where(o_d[:, None] == j, pivot, b_column[:, None]), 0.0
-        )
+        b_l += tl.where(o_d[None, :] == j, tl.where(o_d[:, None] == j, pivot, b_column[:, None]), 0.0)
     return b_l
 
 

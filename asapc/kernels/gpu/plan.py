@@ -95,10 +95,7 @@ def _closed_plan(log_plan, log_mass, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _divided(
-    plan, mass, constant, exact,
-    ADDED: tl.constexpr, AXIS: tl.constexpr,
-):  # fmt: skip
+def _divided(plan, mass, constant, exact, ADDED: tl.constexpr, AXIS: tl.constexpr):
     """A plan whose sums over an axis are brought to a mass, but for the constant."""
     total = tl.sum(plan, AXIS)
     kept = total + constant if ADDED else tl.maximum(total, constant)

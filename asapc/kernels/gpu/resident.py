@@ -201,9 +201,7 @@ def _finish(
         for first in range(0, value_dim, BLOCK_E):
             o_e = first + tl.arange(0, BLOCK_E)
             b_v = load_rows(p_v, o_y, m_y, o_e, value_dim, stride_vn, stride_vd, False)
-            out = product(
-                weights.to(b_v.dtype), b_v, tl.zeros([BLOCK_X, BLOCK_E], tl.float32), PRECISION
-            )
+            out = product(weights.to(b_v.dtype), b_v, tl.zeros([BLOCK_X, BLOCK_E], tl.float32), PRECISION)
             places = p_out + o_x[:, None] * value_dim + o_e[None, :]
             mask = (o_x < queries)[:, None] & (o_e < value_dim)[None, :]
             tl.store(places, (out * factor).to(p_out.dtype.element_ty), mask=mask)
@@ -254,9 +252,7 @@ def _resident(
                 WIDTH, BLOCK_D, CHUNKED,
             )  # fmt: skip
             tl.debug_barrier()  # the scratch is read in another layout than it was written in
-            b = _start_dual(
-                p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL
-            )
+            b = _start_dual(p_head_dual, b_columns, o_y, m_y, keys, stride_dual_n, ROWS_FIRST, HAS_DUAL)
             old = tl.zeros([WIDTH], tl.float32)  # one more name for b is not carried on
             for _ in range(pairs):
                 old = b

@@ -26,10 +26,9 @@ def _dual(plain: Plain, q: Tensor, k: Tensor, features: str, **_rest: Any) -> An
     return getattr(gpu_dual, name)(**plain.keywords)
 
 
-dual = operator(reference.dual, _dual)
-register_fake(dual, fakes.dual)
-differentiate(dual, reference.dual)
-
-dual_and_row_mass = operator(reference.dual_and_row_mass, _dual)
-register_fake(dual_and_row_mass, fakes.dual_and_row_mass)
-differentiate(dual_and_row_mass, reference.dual_and_row_mass)
+for _reference, _fake in (
+    (reference.dual, fakes.dual), (reference.dual_and_row_mass, fakes.dual_and_row_mass)
+):  # fmt: skip
+    _registered = operator(_reference, _dual)
+    register_fake(_registered, _fake)
+    differentiate(_registered, _reference)

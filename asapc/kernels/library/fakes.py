@@ -21,12 +21,8 @@ def share_sizes(
     Raises RuntimeError where sizes differ; a batch of 1 stands for any.
     """
     pairs = [(tensor.shape[0], q.shape[0]) for tensor in (k, v, keep, query_keep) if tensor is not None]
-    if v is not None:
-        pairs.append((v.shape[2], k.shape[2]))
-    if keep is not None:
-        pairs.append((keep.shape[1], k.shape[2]))
-    if query_keep is not None:
-        pairs.append((query_keep.shape[1], q.shape[2]))
+    tokens = ((v, 2, k.shape[2]), (keep, 1, k.shape[2]), (query_keep, 1, q.shape[2]))
+    pairs += [(tensor.shape[axis], size) for tensor, axis, size in tokens if tensor is not None]
     for size, wanted in pairs:
         if not (isinstance(size, int) and size == 1):
             torch._check(

@@ -58,8 +58,7 @@ def loop_gradients(
 
         found = sinkhorn_backward(*given)
     dq, dk, dv, dual_grad, depth = found
-    if keep is not None:
-        dq = dq.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+    dq = sinkhorn_reference.masked(dq, keep, None)
     if dual_grad is None:
         return dq, dk, dv, q.new_empty(0), depth
     return dq, dk, dv, asap_reference.open_dual(dual_grad, keep), depth
@@ -182,9 +181,7 @@ def differentiate(
         lists = {
             name: [None] * len(arguments[name]) for name in needed if _is_tensor_list(arguments[name])
         }
-        return tuple(
-            lists.get(name, found.get(name) if need else None) for name, need in needed.items()
-        )
+        return tuple(lists.get(name, found.get(name) if need else None) for name, need in needed.items())
 
     def gradients(
         arguments: Mapping[str, Any],

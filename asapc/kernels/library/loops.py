@@ -55,9 +55,7 @@ def _run(
     assert v is not None
     if backend == "softmax":
         factor = loop.output_factor
-        return key_c_transform.key_c_transform(
-            q, k, v, keep, bias, start, loop.score_multiplier, factor
-        )
+        return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
 
     values = sinkhorn_reference.clean_values(v, keep)
@@ -83,8 +81,5 @@ def _usual(
     return native.sinkhorn_loop(q, k, v, keep, bias, None, loop)[0]
 
 
-for _name, _as_loop, _at_once in (
-    ("sinkhorn", from_zero, _usual), ("asap", _asap_loop, None)
-):  # fmt: skip
-    gradient = partial(differentiate, as_loop=_as_loop)
-    attention(_name, partial(_run, as_loop=_as_loop), gradient, _at_once)
+attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)
+attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))

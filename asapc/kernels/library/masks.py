@@ -6,11 +6,7 @@ from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import operator, register_fake
 from asapc.operators import masks
 
-kept_keys = operator(masks.kept_keys)
-register_fake(kept_keys, fakes.kept_keys)
-keys_of_empty = operator(masks.keys_of_empty)
-register_fake(keys_of_empty, fakes.keys_of_empty)
-some_keys = operator(masks.some_keys)
-register_fake(some_keys, fakes.keys_of_empty)
-rows_kept = operator(masks.rows_kept)
-register_fake(rows_kept, fakes.rows_kept)
+register_fake(operator(masks.kept_keys), fakes.kept_keys)
+register_fake(operator(masks.keys_of_empty), fakes.keys_of_empty)
+register_fake(operator(masks.some_keys), fakes.keys_of_empty)
+register_fake(operator(masks.rows_kept), fakes.rows_kept)
