@@ -7,6 +7,7 @@ decides what an operator is given, never what happens inside, on any number of t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.ir import FallbackKernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
@@ -179,6 +181,13 @@ def test_every_operator_is_among_the_calls() -> None:
 def reference_of(operator: Any) -> Any:
     name = operator._qualified_op_name.removeprefix("asapc::")
     return getattr(asap, name) if name in ("dual", "dual_and_row_mass") else reference_named(name)
+
+
+def test_no_argument_has_a_name_that_inductor_takes() -> None:
+    """It hands settings on by name, beside its own: `kernel` was one of both."""
+    taken = set(inspect.signature(FallbackKernel.create).parameters)
+    for name, (function, _) in CALLS.items():
+        assert not taken & {argument.name for argument in function.default._schema.arguments}, name
 
 
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "no engine"])

@@ -79,7 +79,7 @@ def test_plans_of_given_scores(shape: tuple[int, int]) -> None:
             settings = (0.4, half_steps, rows_first, [0.5, 1.0, -0.5, 0.0], False, by_head)
             close(twins.plan(scores, None, None, *settings), plan.plan(scores, None, None, *settings))
             given = (scores.clamp(max=100).exp(), None, None, *settings)
-            close(twins.plan(*given, kernel=True), plan.plan(*given, kernel=True))
+            close(twins.plan(*given, is_kernel=True), plan.plan(*given, is_kernel=True))
 
 
 @pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "twins"])

@@ -871,9 +871,9 @@ def test_a_kernel_is_the_exp_of_scores(shape: tuple[int, ...], spread: float, ze
             masses = (log_mu, log_nu)
         rest = (*masses, 1.0, half_steps, rows_first, PLAIN, log)
         doubled = [x.double() if isinstance(x, Tensor) else x for x in rest]
-        exact = reference.plan(kernel.double(), *doubled, **rule, kernel=True)
-        found = op(kernel, *rest, **rule, kernel=True)
-        alone = reference.plan(kernel, *rest, **rule, kernel=True)
+        exact = reference.plan(kernel.double(), *doubled, **rule, is_kernel=True)
+        found = op(kernel, *rest, **rule, is_kernel=True)
+        alone = reference.plan(kernel, *rest, **rule, is_kernel=True)
         rough = [alone, op(reference.logs_of(kernel), *rest, **rule)]
         assert torch.equal(found.isnan(), exact.isnan())
         low = -200.0 if log else 0.0  # of logarithms of nothing
@@ -890,8 +890,9 @@ def test_a_kernel_of_the_smallest_numbers(shape: tuple[int, ...]) -> None:
     for least, half_steps, log in itertools.product((1e-39, 1e-42), (1, 2), (False, True)):
         kernel = (random(*shape).abs() + 1) * least
         rest = (None, None, 1.0, half_steps, True, PLAIN, log)
-        exact = reference.plan(kernel.double(), *rest, kernel=True)
-        torch.testing.assert_close(op(kernel, *rest, kernel=True).double(), exact, rtol=1e-4, atol=1e-4)
+        exact = reference.plan(kernel.double(), *rest, is_kernel=True)
+        found = op(kernel, *rest, is_kernel=True).double()
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("low", [-1e9, -1e4, -3e3])
@@ -915,8 +916,8 @@ def test_a_constant_beside_parts_that_drift_apart(kernel: bool) -> None:
     s = s.exp() if kernel else s
     for half_steps in range(80, 140):
         rest = (None, None, 1.0, half_steps, True, PLAIN, False, None, 1e-8, "plan", "add")
-        exact = reference.plan(s.double(), *rest, kernel=kernel)
-        torch.testing.assert_close(op(s, *rest, kernel=kernel).double(), exact, rtol=1e-4, atol=1e-6)
+        exact = reference.plan(s.double(), *rest, is_kernel=kernel)
+        torch.testing.assert_close(op(s, *rest, is_kernel=kernel).double(), exact, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:

@@ -37,7 +37,7 @@ class Task:
 
     def of_scores(self) -> Task:
         """The same of the logarithm of a kernel."""
-        return replace(self, settings=self.settings | {"kernel": False})
+        return replace(self, settings=self.settings | {"is_kernel": False})
 
     def plain(self, scores: Tensor) -> Tensor:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)

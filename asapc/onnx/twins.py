@@ -189,7 +189,7 @@ def _plan(a: SimpleNamespace) -> Tensor:
     if a.form != "plan" or a.log or any(setting is not None for setting in given):
         return plan_meaning.plan(**vars(a))
     scores = widen(a.scores)
-    if a.kernel:
+    if a.is_kernel:
         scores = plan_meaning.logs_of(scores)
     s = plan_meaning.scaled(scores, a.score_multiplier, a.by_head)
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)

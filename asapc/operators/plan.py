@@ -109,7 +109,7 @@ def plan(
     shares: bool = False,
     start_share: bool = False,
     damping: Sequence[float] | None = None,
-    kernel: bool = False,
+    is_kernel: bool = False,
 ) -> Tensor:
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
@@ -118,12 +118,12 @@ def plan(
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser.
     damping: [of rows, of columns], None for 1 each; not beside a constant of a plan.
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
-    1/N and 1/M in that order, not 1.  kernel: exp(scores) is given in their place, 0 where hidden.
+    1/N and 1/M in that order, not 1.  is_kernel: exp(scores) is given in their place, 0 where hidden.
     """
     if scores.numel() == 0:
         return scores.clone()
     dtype = scores.dtype
-    if kernel:
+    if is_kernel:
         scores = logs_of(widen(scores))
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":

@@ -227,7 +227,7 @@ class PlanSite(Site):
                 scores = lifting.call(aten.sub.Tensor, scores, shift)
                 masses = lifting.call(aten.neg.default, lifting.call(aten.squeeze.dim, level, 0))
                 marginals = {"log_mu": masses, "log_nu": masses}
-            rest = {**marginals, **settings_of(self.convention), "kernel": self.takes_kernel}
+            rest = {**marginals, **settings_of(self.convention), "is_kernel": self.takes_kernel}
             call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
             result: Node = call
             if self.slack is not None and self.convention.log:

@@ -56,7 +56,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         return task.plain(scores).contiguous()
     starts: str | None = None if stabiliser is None else stabiliser.start
     scaled = settings["score_multiplier"] != 1.0 or settings["by_head"] is not None
-    if settings["kernel"] and (scaled or task.as_written or starts == "tensor"):
+    if settings["is_kernel"] and (scaled or task.as_written or starts == "tensor"):
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
@@ -75,7 +75,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     elif not balanced:
         start = "plain"
     else:
-        start = "matrix" if settings["kernel"] else "row" if task.rows_first else "column"
+        start = "matrix" if settings["is_kernel"] else "row" if task.rows_first else "column"
     if start == "tensor":
         offset = float(_largest(given, multiplier)) * multiplier
     shares = balanced and stabiliser is None  # beside a constant a total is no gauge
@@ -164,7 +164,7 @@ def _beyond(
     in which a known order of the sums is followed."""
     require_masses(task)
     chosen = given[which][:, None]
-    if task.settings["kernel"]:
+    if task.settings["is_kernel"]:
         chosen, task = reference.logs_of(chosen), task.of_scores()
     stabiliser, in_float64 = task.stabiliser, given.dtype is torch.float32 and task.stabiliser is not None
     if task.as_written:

@@ -22,7 +22,7 @@ def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
 
-        if not task.settings["kernel"]:
+        if not task.settings["is_kernel"]:
             return plan(scores, task)
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     if backend == "cpu":

@@ -225,7 +225,7 @@ def plan(
         mu is not None and mu.shape[0] > 1, nu is not None and nu.shape[0] > 1,
         settings["half_steps"], task.rows_first, scores.dtype is torch.float64, torch.get_num_threads(),
         beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
-        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"], settings["kernel"],
+        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"], settings["is_kernel"],
         settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
         *task.damping, near, far, one, task.factor(queries, keys),
         *_rule(stabiliser, queries, keys, least(scores.dtype), task.has_masses),
