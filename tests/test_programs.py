@@ -14,6 +14,8 @@ SEEDS = (
     20039, 20554, 21502, 21289,
     # sliced plans of points as large as what hides others, a gradient beside finfo.min
     20296, 21656,
+    # masses of 1 and shares of one, where a sum is as small as the constant beside it
+    900190,
 )  # fmt: skip
 COMPILED = {  # each was refused, or fixed to the lengths of its data
     "a mask [B, 1, M] beside memory of its own length": {"mask": "active_b1m", "cross": True},

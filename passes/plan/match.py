@@ -733,6 +733,10 @@ def _with_masks(
         error = plan_error(fit.convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
             return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
+    if fit.convention.stabiliser is not None and not plan_error(
+        fit.convention, [_below_hidden(trials, fit.convention, lengths)]
+    ) <= STABILISED:
+        return "beside hidden tokens of far higher scores it is another plan"
     given = trials.draw(lengths)
     for x in trials.roles.given:
         if x.hidden is not None:
@@ -742,6 +746,25 @@ def _with_masks(
         both = (trials.roles.log_mu, trials.roles.log_nu)
         trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
     return fit
+
+
+def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> Sample:
+    """Where hidden tokens have far higher scores, every other sum of those shown is as small as the
+    constant: only then it counts whether masses are 1 or shares."""
+    assert convention.stabiliser is not None
+    higher = -math.log(convention.stabiliser.constant) / convention.score_multiplier
+    given, scores = trials.draw(lengths), trials.noise(lengths) / abs(trials.rough)
+    for x, axis in ((trials.roles.log_mu, -1), (trials.roles.log_nu, -2)):
+        along = -2 if x is not None and x.drop == -1 else -1
+        if x is None or not x.is_mask or given[x.node].shape[along] < 2:
+            continue
+        shown = torch.ones_like(given[x.node], dtype=torch.bool)
+        shown.narrow(along, 0, 1).fill_(False)
+        given[x.node] = shown.double() if x.hidden is None else shown != x.hidden
+        hidden = x.read(given[x.node]).isinf().unsqueeze(axis)
+        every_other = torch.arange(scores.shape[axis]) % 2
+        scores = scores + higher * hidden * (every_other if axis == -1 else every_other[:, None])
+    return trials.observe(scores, lengths, given=given)[0]
 
 
 def _changed_by_stops(
