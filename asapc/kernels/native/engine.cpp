@@ -149,8 +149,10 @@ template <class T, int bytes = kBytes, class X, class Op> INLINE T folded(X v, c
     return op(T(v[0]), T(v[1]));
   } else {
     typedef T Half __attribute__((vector_size(bytes / 2)));
-    struct { Half low, high; } halves = __builtin_bit_cast(decltype(halves), v);
-    return folded<T, bytes / 2>(op(halves.low, halves.high), op);
+    Half low, high;
+    std::memcpy(&low, &v, bytes / 2);
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + bytes / 2, bytes / 2);
+    return folded<T, bytes / 2>(op(low, high), op);
   }
 }
 template <class T> INLINE T sum_of(V<T> v) {
