@@ -26,6 +26,7 @@ from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import fingerprint
 from asapc.measure.own_metric import OwnMetric
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.passes.first_call import held_apart
 from asapc.program.summary import Summary, shown_by
 from asapc.report import document, markdown, write_report
 from asapc.report.evaluate import Measuring
@@ -217,12 +218,20 @@ def _teacher(model: nn.Module | str) -> Teacher:
         raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
     model = uncompiled(model)
     # It runs in its place: the same parameters, with buffers and attributes of its own.
+    copies: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     try:
-        model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        copied = copy.deepcopy(model, copies)
     except Exception as error:
         raise InputError(
             "compile: the model must be copyable, so that yours stays unchanged",
             got=f"{type(error).__name__}: {error}",
             help="exclude what cannot be copied, such as locks and files, in its class's __getstate__",
         ) from error
-    return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()))
+    apart = held_apart(model, copies)
+    if apart is not None:
+        raise InputError(
+            "compile: a copy of the model must run by itself, without the original",
+            got=f"a function that it keeps, as a hook or an attribute: {apart}",
+            help="register a method of the module instead, or use the arguments of the hook",
+        )
+    return Teacher(copied, None, type(model).__qualname__, fingerprint(model.state_dict()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import itertools
+import re
 from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any
@@ -34,6 +35,7 @@ _OF_DTYPES = {PRECISION, INTEGERS}
 _OF_TORCH = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional)} - {
     "can_cast", "promote_types", "equal", "typename",
 }  # fmt: skip
+_IN_FORMAT = re.compile(r"\.([^\W\d]\w*)")
 _HANDED_ON = ("BUILD_TUPLE", "BUILD_LIST", "BUILD_SET", "BUILD_STRING", "FORMAT_", "CONVERT_")
 
 
@@ -73,6 +75,10 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
             imported |= texts
         if {"globals", "__globals__"} & (own | loaded):
             loaded |= texts
+        if "modules" in own and "__name__" in loaded:  # sys.modules[__name__].TAU
+            loaded |= own
+        if {"format", "format_map"} & own:  # "{0.tau}"
+            own |= {name for text in texts for name in _IN_FORMAT.findall(text)}
         attributes |= own
     said = frozenset(attributes)
     return Names(

@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from asapc.inputs.data import Batch
+from asapc.passes.bytecode import sets_items, stored_names
 from asapc.passes.observe import replaced_forwards
 from asapc.passes.pure import plain_function
 
@@ -35,6 +36,9 @@ _Holder = Any  # a container, a class or a cell
 _EMPTY = object()
 _KINDS = (type, FunctionType, ModuleType)
 _CONTAINERS = (dict, list, set, deque)
+_CHANGES = {
+    "add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update",
+}  # fmt: skip
 
 
 class Fresh:
@@ -131,6 +135,30 @@ def copied(model: nn.Module, weights: bool = False) -> nn.Module:
             return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     except Exception:
         return model
+
+
+def held_apart(model: nn.Module, copies: Mapping[int, Any]) -> str | None:
+    """A function that a model keeps, such as a hook, and what it holds of the model: a copy has another, and
+    the function does not.  copies: what the copy has, by the identity of the model's."""
+    own = (value for module in model.modules() for value in pytree.tree_leaves({**vars(module)}))
+    queue, known = deque(value for value in own if isinstance(value, FunctionType)), set[int]()
+    while queue:
+        function = queue.popleft()
+        known.add(id(function))
+        cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+        space = function.__globals__
+        for name, value in [*cells, *((x, space[x]) for x in function.__code__.co_names if x in space)]:
+            holder = getattr(value, "__self__", value)  # of a method
+            is_apart = copies.get(id(holder), holder) is not holder
+            if is_apart and (isinstance(holder, nn.Module) or _writes(function.__code__)):
+                return f"{function.__qualname__} holds {name}"
+            if isinstance(value, FunctionType) and id(value) not in known:
+                queue.append(value)
+    return None
+
+
+def _writes(code: CodeType) -> bool:
+    return bool(sets_items([code]) or stored_names([code])[0] or _CHANGES & {*code.co_names})
 
 
 def _sums(model: nn.Module) -> dict[str, list[Any]]:

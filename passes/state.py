@@ -34,7 +34,7 @@ from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
-from asapc.passes.observe import Leave, entering
+from asapc.passes.observe import Leave, entering, replaced_forwards
 from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
     DEVICES,
@@ -556,26 +556,33 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
     """What every module can read, whenever it is entered in one run; and what the model gives."""
     entries: dict[str, list[_Entry]] = {}
 
-    def enter(name: str, *_: Any) -> Leave:
+    def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = model.get_submodule(name)
-        before = found.stored(name, module)
+        before, tags = found.stored(name, module), _tags((args, kwargs))
         values: dict[Steps, Value] = {}
         try:
             values = found.reads(name, module)
         except TooMuch as error:
             found.changing[name] = str(error)
         entries.setdefault(name, []).append(_Entry(values, _weights(module)))
+        output = forward(*args, **kwargs)
+        left = found.left_behind(name, module, before)
+        set_now = {key for _, key in _tags((args, kwargs, output)) - tags}
+        if set_now:
+            left = f"sets an attribute of a tensor, {min(set_now)}, which compiled code would not set"
+        if left is not None:
+            found.changing[name] = left
+        return output
 
-        def leave() -> None:
-            left = found.left_behind(name, module, before)
-            if left is not None:
-                found.changing[name] = left
-
-        return leave
-
-    with entering(model, enter):
+    with replaced_forwards(model, around):
         output = output_of(model, batch)
     return entries, output
+
+
+def _tags(values: Any) -> set[tuple[int, str]]:
+    """The attributes that code has set on tensors."""
+    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+    return {(id(x), key) for x in tensors if type(x) is Tensor for key in vars(x) if key[0] != "_"}
 
 
 def _weights(module: nn.Module) -> dict[str, tuple[Tensor, int]]:

@@ -55,6 +55,8 @@ FUNCTIONS = {
     "vars": ("def f(self): return vars(self)['a']", "*", "vars", ""),
     "dict": ("def f(self): return self.__dict__['a']", "*", "", ""),
     "attrgetter": ("def f(self): return operator.attrgetter('a.b')(self)", "*", "operator", ""),
+    "own module": ("def f(self): return sys.modules[__name__].TAU", "TAU modules", "TAU modules sys", ""),
+    "format": ("def f(self): return '{0.tau} {0.a.b!r} {} 0.5'.format(self)", "a b format tau", "", ""),
     "environ": ("def f(self): return os.environ.get('TAU', '1') + os.getenv('OTHER')",
         "environ get getenv", "os", "environ:1 environ:OTHER environ:TAU"),
     "import": ("def f(self):\n import m.sub as s\n from n import t as u\n return s.p + u",

@@ -1,0 +1,98 @@
+"""Models that a copy, or compiled code, would leave something of behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asapc
+from asapc.errors import AsapcError, InputError, NoSiteError
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.gain = nn.Linear(8, 8), nn.Linear(8, 8), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = (self.to_q(x) @ self.to_k(x).mT).softmax(-1)
+        for _ in range(3):
+            plan = plan / plan.sum(-2, keepdim=True)
+            plan = plan / plan.sum(-1, keepdim=True)
+        return plan @ x
+
+    def scaled(self, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        return output * self.gain
+
+
+class Tags(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x.length = x.shape[1]  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+class TagsOutput(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        output.length = x.shape[1]  # type: ignore[attr-defined]
+        return output
+
+
+class Around(nn.Module):
+    """Reads what a hook keeps, as feature extractors do."""
+
+    def __init__(self, kept: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.attention, self.kept = Attention(), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x) + self.kept["first"]
+
+
+def keeping_in_a_closure() -> nn.Module:
+    kept: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, given: Any, output: Tensor) -> None:
+        kept["first"] = output
+
+    around = Around(kept)
+    around.attention.register_forward_hook(keep)
+    return around
+
+
+def with_a_closure_as_forward() -> nn.Module:
+    attention = Attention()
+    forward = attention.forward
+    attention.forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
+    return attention
+
+
+CASES = {
+    "hook of a closure": (keeping_in_a_closure, InputError, r"keeping_in_a_closure.*keep holds kept"),
+    "forward of a closure": (with_a_closure_as_forward, InputError, r"<lambda> holds forward"),
+    "attribute of an input": (Tags, NoSiteError, "sets an attribute of a tensor, length"),
+    "attribute of the output": (TagsOutput, NoSiteError, "sets an attribute of a tensor, length"),
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), CASES.values(), ids=CASES)
+def test_what_a_copy_would_not_have_is_refused(
+    make: Callable[[], nn.Module], kind: type[AsapcError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        asapc.compile(make().eval(), {"x": torch.randn(48, 5, 8)}, quiet=True)
+
+
+def test_a_hook_may_read_what_the_model_has_as_well() -> None:
+    settings = {"gain": 2.0}
+    model = Attention().eval()
+    model.settings = settings  # type: ignore[assignment]
+    model.register_forward_hook(lambda _, __, output: output * settings["gain"])
+    model.register_forward_hook(model.scaled)
+    x = torch.randn(48, 5, 8)
+    compiled = asapc.compile(model, {"x": x}, quiet=True).model
+    torch.testing.assert_close(compiled(x), model(x))
