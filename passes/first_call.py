@@ -138,8 +138,8 @@ def copied(model: nn.Module, weights: bool = False) -> nn.Module:
 
 
 def held_apart(model: nn.Module, copies: Mapping[int, Any]) -> str | None:
-    """A function that a model keeps, such as a hook, and what it holds of the model: a copy has another, and
-    the function does not.  copies: what the copy has, by the identity of the model's."""
+    """A function that a model keeps, such as a hook, and what it holds of the model, of which a copy has
+    its own.  copies: what the copy has, by the identity of the model's."""
     own = (value for module in model.modules() for value in pytree.tree_leaves({**vars(module)}))
     queue, known = deque(value for value in own if isinstance(value, FunctionType)), set[int]()
     while queue:
