@@ -217,8 +217,12 @@ def _without_set(
     if not cells:
         return tuple(insides)
     is_set = partial(_are_set, model, name, example=example)
+    alone = [
+        key for key, (holder, last) in cells.items()
+        if len(cells) <= MOST_CELLS or isinstance(holder[last], Tensor)
+    ]  # fmt: skip
     found = [*cells] if is_set([*cells.values()]) else [
-        key for key in [*cells][:MOST_CELLS] if is_set([cells[key]])]  # fmt: skip
+        key for key in alone[:MOST_CELLS] if is_set([cells[key]])]  # fmt: skip
     left = {way for key in found for way in ways[key]}
     kept = {ways[key][0] for key in found if isinstance(cells[key][0][cells[key][1]], Tensor)}
     return tuple(
@@ -246,7 +250,7 @@ def _cell(module: nn.Module, steps: Steps) -> _Cell | None:
 def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch) -> bool:
     """Whether a module sets all of these before it reads them: the model gives the same where the module
     is entered with None there, and with what nothing can be done with."""
-    unusable, written = object(), True
+    unusable = object()
     held = [(holder, key, holder[key]) for holder, key in cells]
 
     def run(value: Any) -> Any:
@@ -257,8 +261,8 @@ def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch
                 holder[key] = value
 
             def leave() -> None:
-                nonlocal written
-                written &= all(holder[key] is not unusable for holder, key in cells)
+                if any(holder[key] is unusable for holder, key in cells):
+                    raise LookupError("not set")  # what follows would tell nothing
 
             return leave
 
@@ -268,9 +272,8 @@ def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch
 
     with unchanged(model):
         try:
-            first, other = run(unusable), run(None)
-            return written and identical(first, other)
-        except Exception:  # of the model, which reads it
+            return identical(run(unusable), run(None))
+        except Exception:  # of the model, which reads it, or does not set it
             return False
         finally:
             for holder, key, value in held:
