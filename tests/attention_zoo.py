@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module of these parts that has this forward."""
+    made = type("Module", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
 
 
 class _Projected(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_zoo import Gated
+from attention_zoo import Gated, module
 from plan_nets import Scaled
 from torch import Tensor, nn
 
@@ -51,58 +51,38 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(b, n, 16))
 
 
-class Without(nn.Module):
-    """Its loop is not differentiated."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ x.transpose(-1, -2)
-        with torch.no_grad():
-            plan = scores
-            for axis in (-1, -2) * 2:
-                plan = plan - torch.logsumexp(plan, axis, keepdim=True)
-        return (scores * plan.exp()) @ x
+def log_plan(scores: Tensor) -> Tensor:
+    for axis in (-1, -2) * 2:
+        scores = scores - torch.logsumexp(scores, axis, keepdim=True)
+    return scores
 
 
-class Detached(nn.Module):
-    """Its loop's sums are not differentiated, and what it adds is zero at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        plan = self.scores(x) @ x.transpose(-1, -2) / 4
-        for axis in (-1, -2) * 2:
-            plan = plan - torch.logsumexp(plan, axis, keepdim=True).detach()
-        return x + self.out(plan.exp() @ x)
+def without_gradient(self: Any, x: Tensor) -> Tensor:
+    scores = x @ x.transpose(-1, -2)
+    with torch.no_grad():
+        plan = log_plan(scores)
+    return (scores * plan.exp()) @ x
 
 
-class Sharpened(nn.Module):
-    """It takes its epsilon."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, epsilon: int) -> Tensor:
-        x = self.project(x)
-        plan = x @ x.transpose(-1, -2) / epsilon
-        for axis in (-1, -2) * 2:
-            plan = plan - torch.logsumexp(plan, axis, keepdim=True)
-        return plan.exp() @ x
+def detached(self: Any, x: Tensor) -> Tensor:
+    """The loop's sums are not differentiated."""
+    plan = self.scores(x) @ x.transpose(-1, -2) / 4
+    for axis in (-1, -2) * 2:
+        plan = plan - torch.logsumexp(plan, axis, keepdim=True).detach()
+    return x + self.out(plan.exp() @ x)
 
 
-class Glue(nn.Module):
-    """A plan with dustbins, which are written into a buffer."""
+def sharpened(self: Any, x: Tensor, epsilon: int) -> Tensor:
+    x = self.project(x)
+    return log_plan(x @ x.transpose(-1, -2) / epsilon).exp() @ x
 
-    def forward(self, scores: Tensor) -> Tensor:
-        b, n, m = scores.shape
-        z = scores.new_zeros(b, n + 1, m + 1)
-        z[:, :n, :m] = scores
-        for axis in (-1, -2) * 2:
-            z = z - torch.logsumexp(z, axis, keepdim=True)
-        return z
+
+def with_dustbins(self: Any, scores: Tensor) -> Tensor:
+    """Which are written into a buffer."""
+    b, n, m = scores.shape
+    z = scores.new_zeros(b, n + 1, m + 1)
+    z[:, :n, :m] = scores
+    return log_plan(z)
 
 
 class Counts(nn.Module):
@@ -120,14 +100,9 @@ class Counts(nn.Module):
         return self.attention(x - self.mean)
 
 
-class Inside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.attention(x).float() * 2
+def under_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.attention(x).float() * 2
 
 
 @pytest.fixture(autouse=True)
@@ -224,15 +199,15 @@ def test_what_is_changed_in_place_is_replaced() -> None:
 
 
 def test_a_scores_buffer_is_filled_and_differentiated() -> None:
-    scores = torch.randn(2, 6, 7, requires_grad=True)
-    ours, theirs = compiled(Glue())(scores), Glue()(scores)
+    model, scores = module(with_dustbins), torch.randn(2, 6, 7, requires_grad=True)
+    ours, theirs = compiled(model)(scores), model(scores)
     assert_same(ours, theirs)
     assert_same(*(torch.autograd.grad(x.sin().sum(), scores)[0] for x in (ours, theirs)))
     assert operators() == ["plan"]
 
 
 def test_another_gradient_leaves_its_site_and_no_other_while_it_is_asked_for() -> None:
-    model, x = nn.Sequential(Attention(), Without()), tokens()
+    model, x = nn.Sequential(Attention(), module(without_gradient)), tokens()
     assert_trains_alike(model, x)
     assert operators(model) == ["sinkhorn"] and "its own gradient differs" in reasons()
     with torch.no_grad():
@@ -241,7 +216,8 @@ def test_another_gradient_leaves_its_site_and_no_other_while_it_is_asked_for() -
 
 
 def test_another_gradient_shows_behind_weights_of_zero() -> None:
-    model = Detached()
+    model = module(detached, scores=nn.Linear(16, 16), out=nn.Linear(16, 16))
+    nn.init.zeros_(model.out.weight)
     fast, x = compiled(model), tokens()
     for _ in range(2):
         weight = model.scores.weight
@@ -251,7 +227,7 @@ def test_another_gradient_shows_behind_weights_of_zero() -> None:
 
 
 def test_numbers_that_operators_hold_are_guarded() -> None:
-    model = Sharpened()
+    model = module(sharpened, project=nn.Linear(16, 16))
     fast, x = compiled(model), tokens()
     for epsilon in (2, 3, 9):
         assert_same(fast(x, epsilon), model(x, epsilon))
@@ -339,7 +315,7 @@ def test_another_dtype() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast(inside: bool) -> None:
-    model = Inside() if inside else Attention()
+    model = module(under_autocast, attention=Attention()) if inside else Attention()
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         assert_trains_alike(model, tokens(), 2e-2)
     assert operators(model) == ["sinkhorn"]
@@ -394,17 +370,12 @@ def test_a_long_first_call_says_what_it_does(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_graphs_are_explained_by_model() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Attention(), Attention(3)
+    def broken(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(x)
-
-    model, plain = Broken(), nn.Linear(16, 16)
+    model, plain = module(broken, first=Attention(), second=Attention(3)), nn.Linear(16, 16)
     calls = [compiled(each) for each in (model, plain)]
     for call in calls:
         call(tokens())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import numpy as np
 import pytest
 import torch
@@ -60,20 +61,9 @@ class Attention(nn.Module):
         return x + scores.exp() @ v
 
 
-class Net(nn.Module):
-    def __init__(
-        self, ask: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> None:
-        super().__init__()
-        self.ask, self.layer = ask, Attention(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.ask(x)).mean(1)
-
-
-def net(ask: Callable[[Tensor], Tensor] = lambda x: x, **options: Any) -> Net:
+def net(ask: Callable[[Tensor], Tensor] = lambda x: x, inner: Any = lambda x: x) -> Any:
     torch.manual_seed(0)
-    return Net(ask, **options).eval()
+    return zoo.module(lambda self, x: self.layer(ask(x)).mean(1), layer=Attention(inner)).eval()
 
 
 @dataclass
@@ -186,12 +176,11 @@ def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
 
 
 def test_what_comes_out_of_a_loop_is_no_branch_to_hold_to() -> None:
-    class Sharp(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.softmax(-1)
-            return 2 * x if (x > 0.5).any() else x
+    def sharp(self: nn.Module, x: Tensor) -> Tensor:
+        x = x.softmax(-1)
+        return 2 * x if (x > 0.5).any() else x
 
-    found = capture(Sharp(), (X,), {})
+    found = capture(zoo.module(sharp), (X,), {})
     assert not found.programs and "comes out of a loop" in found.skipped[0][1]
 
 
@@ -205,18 +194,13 @@ def test_one_module_that_cannot_be_captured_is_one_refused_row(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And no dump of a graph."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain, self.asking = Attention(), Attention(UNEXPORTED["numpy"])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.asking(self.plain(x)).mean(1)
-
     torch.manual_seed(0)
     np.savez(tmp_path / "x.npz", x=X.numpy())
-    teacher = Teacher(Two().eval(), None, "two", "0", False, None)
+    model = zoo.module(
+        lambda self, x: self.asking(self.plain(x)).mean(1),
+        plain=Attention(), asking=Attention(UNEXPORTED["numpy"]),
+    )  # fmt: skip
+    teacher = Teacher(model.eval(), None, "two", "0", False, None)
     rows = pipeline.inspect(teacher, str(tmp_path / "x.npz")).sites
     assert {row["name"]: row["status"] for row in rows} == {"plain": "matched", "asking": "refused"}
     (reason,) = [row["reason"] for row in rows if row["status"] == "refused"]
@@ -250,24 +234,18 @@ def test_a_compiled_model_says_where_it_would_be_another(compiled: tuple[nn.Modu
         alone(scaled)
 
 
-class Windows(nn.Module):
+def in_windows(self: Any, x: Tensor) -> Tensor:
     """Attention in windows of 3 x 3, put together as Swin does: the number of images is an int."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        height, width, dim = x.shape[1:]
-        parts = x.view(-1, height // 3, 3, width // 3, 3, dim).transpose(2, 3)
-        windows = self.attention(parts.reshape(-1, 9, dim))
-        count = int(windows.shape[0] / (height * width / 9))
-        parts = windows.view(count, height // 3, width // 3, 3, 3, dim)
-        return parts.transpose(2, 3).reshape(count, height, width, dim)
+    height, width, dim = x.shape[1:]
+    parts = x.view(-1, height // 3, 3, width // 3, 3, dim).transpose(2, 3)
+    windows = self.attention(parts.reshape(-1, 9, dim))
+    count = int(windows.shape[0] / (height * width / 9))
+    parts = windows.view(count, height // 3, width // 3, 3, 3, dim)
+    return parts.transpose(2, 3).reshape(count, height, width, dim)
 
 
 def test_code_that_makes_a_number_of_the_examples_is_compiled_for_any(tmp_path: Path) -> None:
-    model = Windows().eval()
+    model = zoo.module(in_windows, attention=Attention()).eval()
     x = torch.randn(120, 6, 6, 5, generator=torch.Generator().manual_seed(1))
     compiled, report = asapc.compile(model, {"x": x}, recipe={"operator": "sinkhorn"}, examples=16)
     assert [site["operator"] for site in report.facts["sites"]] == ["sinkhorn"]
@@ -277,21 +255,19 @@ def test_code_that_makes_a_number_of_the_examples_is_compiled_for_any(tmp_path: 
             torch.testing.assert_close(compiled(x[:count]), model(x[:count]), atol=1e-5, rtol=1e-5)
 
 
-class Distances(nn.Module):
+def of_distances(longest: int = 1000) -> nn.Module:
     """`torch.cdist` takes another way above 25 points."""
 
-    def __init__(self, longest: int = 1000) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.linspace(0, 1, longest)[:, None])
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = x + self.places[: x.shape[1]]
         return (-torch.cdist(x, x.flip(1))).softmax(-1) @ x
+
+    return zoo.module(forward, places=nn.Parameter(torch.linspace(0, 1, longest)[:, None]))
 
 
 @pytest.mark.parametrize("traced", [9, 30])
 def test_a_harmless_branch_on_a_size_is_left_out(traced: int) -> None:
-    model = Distances()
+    model = of_distances()
     (program,) = capture(model, (torch.randn(3, traced, 5),), {}).programs
     for count in (9, 25, 26, 60):
         x = torch.randn(2, count, 5)
@@ -299,7 +275,7 @@ def test_a_harmless_branch_on_a_size_is_left_out(traced: int) -> None:
 
 
 def test_sizes_that_were_not_tried_are_none_of_the_programs() -> None:
-    model = Distances(longest=20)
+    model = of_distances(longest=20)
     (program,) = capture(model, (torch.randn(3, 9, 5),), {}).programs
     (place,) = (node for node in program.graph.graph.nodes if node.op == "placeholder")
     (known,), limits = known_of([place.meta["val"]])

@@ -65,8 +65,33 @@ def uniform(s: Tensor) -> Tensor:
     return torch.where(largest(s) < 0.2, torch.zeros_like(s), s)
 
 
+class Short(Layer):
+    """Multiplies its map with the values in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        p = self.attention(q @ k.transpose(-1, -2))
+        return self.merge((p.bfloat16() @ v.bfloat16()).float())
+
+
+class OfComplex(Layer):
+    """Queries and keys of complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.complex(y, y.flip(-1)) for y in self.split(x))
+        return self.merge(log_loop((q @ k.mH).real) @ v.real)
+
+
+class OfComplexValues(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge((log_loop(q @ k.mT).to(torch.complex64) @ torch.complex(v, v.flip(-1))).real)
+
+
 SIDE, SEEN = "does not replay on scores on the other side of `", "does not replay on scores"
-REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+COMPLEX = "gives it complex numbers, which no operator has"
+# A layer, or the attention of one, and what is said of it.
+REFUSED: dict[str, tuple[Layer | Callable[[Tensor], Tensor], str]] = {
     # what is decided by scores
     "heads of small scores are uniform": (lambda s: log_loop(uniform(s)), SIDE),
     "a window between two decades": (lambda s: log_loop(torch.where(
@@ -90,55 +115,20 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "to small numbers": (lambda s: log_loop(torch.round(s * 1e7) / 1e7), "rounds scores"),
     "to whole numbers": (lambda s: log_loop(s + (s * 1e-6).int().float()), "rounds scores"),
+    "a product in a half": (Short(log_loop), "rounds to bfloat16"),
+    "complex scores": (OfComplex(log_loop), COMPLEX),
+    "complex values": (OfComplexValues(log_loop), COMPLEX),
 }  # fmt: skip
 
 
 def test_what_is_decided_by_scores_or_rounded_is_refused() -> None:
     torch.manual_seed(1)
-    layers = zoo.Beside(Layer(attention) for attention, _ in REFUSED.values())
+    layers = zoo.Beside(own if isinstance(own, Layer) else Layer(own) for own, _ in REFUSED.values())
     analysis = analysed(layers, torch.randn(2, 6, 8))
     assert not analysis.sites
     reasons = {left.name: left.reason for left in analysis.left_alone}
     for place, (name, (_, rule)) in enumerate(REFUSED.items()):
         assert rule in reasons[f"layers.{place}"], (name, reasons[f"layers.{place}"])
-
-
-class Short(Layer):
-    """Multiplies its map with the values in bfloat16."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = self.split(x)
-        p = self.attention(q @ k.transpose(-1, -2))
-        return self.merge((p.bfloat16() @ v.bfloat16()).float())
-
-
-def test_a_product_in_a_half_is_refused() -> None:
-    torch.manual_seed(1)
-    analysis = analysed(Short(log_loop), torch.randn(2, 6, 8))
-    assert not analysis.sites
-    assert "rounds to bfloat16" in analysis.left_alone[0].reason
-
-
-class OfComplex(Layer):
-    """Queries and keys of complex numbers, or values."""
-
-    def __init__(self, scores: bool) -> None:
-        super().__init__(log_loop)
-        self.scores = scores
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = (torch.complex(y, y.flip(-1)) for y in self.split(x))
-        if self.scores:
-            return self.merge(log_loop((q @ k.mH).real) @ v.real)
-        return self.merge((log_loop(q.real @ k.real.mT).to(v.dtype) @ v).real)
-
-
-@pytest.mark.parametrize("scores", [True, False])
-def test_complex_numbers_are_refused(scores: bool) -> None:
-    torch.manual_seed(1)
-    analysis = analysed(OfComplex(scores), torch.randn(2, 6, 8))
-    assert not analysis.sites
-    assert "gives it complex numbers, which no operator has" in analysis.left_alone[0].reason
 
 
 def test_scores_that_are_bounded_far_above_are_given() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import drop_in_nets
 import pytest
 import torch
+from attention_zoo import module
 from junk import resigned
 from torch import Tensor, nn
 
@@ -235,23 +236,18 @@ def test_it_moves_to_another_dtype(make, dtype, expected):
 def test_its_own_constants_follow_it():
     """A trace says in which dtype, and on which device, forward made its tensors."""
 
-    class Makes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = torch.full((3,), -1e9, dtype=torch.float32)
+        return x * self.weight + torch.where(x > 0, torch.zeros(3), hidden)
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.full((3,), -1e9, dtype=torch.float32)
-            return x * self.weight + torch.where(x > 0, torch.zeros(3), hidden)
-
-    module = Makes()
-    exported = torch.export.export(module, (torch.ones(3),)).module()
+    model = module(forward, weight=nn.Parameter(torch.ones(3)))
+    exported = torch.export.export(model, (torch.ones(3),)).module()
     code = GraphCode(flat_graph(exported), torch.float32)
     x = torch.tensor([1.0, 2.0, -1.0])
-    assert code(module, [x])[0].tolist() == module(x).tolist()
-    (half,) = code(module.half(), [x.half()])
+    assert code(model, [x])[0].tolist() == model(x).tolist()
+    (half,) = code(model.half(), [x.half()])
     assert half.dtype == torch.float16 and half.tolist() == [1.0, 2.0, torch.finfo(torch.float16).min]
-    (meta,) = code(module.to("meta"), [x.half().to("meta")])
+    (meta,) = code(model.to("meta"), [x.half().to("meta")])
     assert meta.device.type == "meta" and meta.dtype == torch.float16
 
 
@@ -655,16 +651,9 @@ class Keeping(nn.Module):
         return plan @ self.v(x)
 
 
-class Reading(nn.Module):
+def reading(self: Any, x: Tensor) -> tuple[Tensor, Any]:
     """Cannot be traced as a whole, and reads what its layer keeps elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = Shared()
-        self.layer = Keeping(self.shared)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        return self.layer(x) * (1.0 + round(x.mean().item(), 1)), self.shared.notes["maps"].last
+    return self.layer(x) * (1.0 + round(x.mean().item(), 1)), self.layer.shared.notes["maps"].last
 
 
 def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path):
@@ -696,8 +685,9 @@ def test_a_file_cannot_have_anything_else_taken_away(steps):
 
 def test_what_the_model_reads_of_such_an_attribute_is_refused():
     torch.manual_seed(0)
+    model = module(reading, layer=Keeping(Shared())).eval()
     with pytest.raises(VerificationError, match="last is only stored"):
-        asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
+        asapc.compile(model, torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 
 # Replicas
@@ -731,26 +721,24 @@ def test_replicas_run_on_their_own_weights(make, expected, monkeypatch):
     assert torch.equal(logits(nn.DataParallel(model), x, keep), expected)
 
 
-class OfEpsilon(nn.Module):
-    """Its epsilon is a constant of the compiled code, its number of heads is guarded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.v, self.gain = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
-        self.epsilon = nn.Parameter(torch.tensor(1.0), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores, f = self.gain * self.q(x) @ x.mT / 8**0.5, 0.0
-        for _ in range(3):
-            g = -self.epsilon * torch.logsumexp((scores + f) / self.epsilon, -2, keepdim=True)
-            f = -self.epsilon * torch.logsumexp((scores + g) / self.epsilon, -1, keepdim=True)
-        return torch.exp((scores + f + g) / self.epsilon) @ self.v(x)
+def of_epsilon(self: Any, x: Tensor) -> Tensor:
+    """Which is a constant of the compiled code; the gain is guarded."""
+    scores, f = self.gain * self.q(x) @ x.mT / 8**0.5, 0.0
+    for _ in range(3):
+        g = -self.epsilon * torch.logsumexp((scores + f) / self.epsilon, -2, keepdim=True)
+        f = -self.epsilon * torch.logsumexp((scores + g) / self.epsilon, -1, keepdim=True)
+    return torch.exp((scores + f + g) / self.epsilon) @ self.v(x)
 
 
 @torch.no_grad()
 def test_shallow_copies_have_attributes_and_weights_of_their_own():
     torch.manual_seed(0)
-    model, x = OfEpsilon().eval(), torch.randn(24, 6, 8)
+    model, other = (
+        module(of_epsilon, q=nn.Linear(8, 8), v=nn.Linear(8, 8), gain=1.0,
+               epsilon=nn.Parameter(torch.tensor(1.0), requires_grad=False)).eval()
+        for _ in "12"
+    )  # fmt: skip
+    x = torch.randn(24, 6, 8)
     patched = asapc.compile(model, {"x": x}, recipe={"operator": "lossless"}, examples=8).model
     for change, warned in (
         (lambda one: vars(one).update(gain=2.0), "gain was captured as 1.0, but is 2.0"),
@@ -767,7 +755,6 @@ def test_shallow_copies_have_attributes_and_weights_of_their_own():
         assert len(texts) == (warned is not None) and all(warned in text for text in texts), texts
         with warnings.catch_warnings(action="error", category=OwnCodeWarning):
             torch.testing.assert_close(patched(x), model(x), rtol=1e-5, atol=1e-6)
-    other = OfEpsilon()
     other.forward = patched.forward  # as a method of another module, it stays that module's
     torch.testing.assert_close(other(x), model(x), rtol=1e-5, atol=1e-6)
 

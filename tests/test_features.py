@@ -357,15 +357,7 @@ SCALE = 0.4
 
 
 def convention(half_steps: int, first_side: str) -> Convention:
-    return Convention(
-        half_steps=half_steps,
-        first_side=first_side,  # type: ignore[arg-type]
-        score_multiplier=SCALE,
-        output_factor=OutputFactor(queries=1),
-        mask="key",
-        bias=False,
-        early_stop=False,
-    )
+    return Convention(half_steps, first_side, SCALE, OutputFactor(queries=1), "key")
 
 
 def site(n: int, m: int, masked: bool, seed: int = 0, spread: float = 1.0) -> SiteTensors:

@@ -150,33 +150,24 @@ def test_what_begins_at_a_size_that_the_data_does_not_have(what: str) -> None:
 
 
 def test_keywords_in_another_order_than_the_signatures_have_axes_of_their_own() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return (x @ x.mT + mask[:, 0]).softmax(-1) @ x
-
+    model = zoo.module(lambda self, x, mask: (x @ x.mT + mask[:, 0]).softmax(-1) @ x)
     given = {"mask": torch.zeros(4, 1, 1, 9), "x": torch.randn(4, 9, 6)}
-    (program,) = capture(Masked(), (), given).programs
+    (program,) = capture(model, (), given).programs
     longer = {"mask": torch.zeros(2, 1, 1, 15), "x": torch.randn(2, 15, 6)}
-    assert torch.allclose(program.graph(**longer), Masked()(**longer), atol=1e-6)
+    assert torch.allclose(program.graph(**longer), model(**longer), atol=1e-6)
 
 
-class OfPairs(nn.Module):
+def of_pairs(self: Any, scores: Tensor, places: Tensor, described: Tensor) -> Tensor:
     """Given scores, and points whose features come before them as a convolution has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(8, 8, 1)
-
-    def forward(self, scores: Tensor, places: Tensor, described: Tensor) -> Tensor:
-        for axis in (-1, -2, -1, -2):
-            scores = scores - scores.logsumexp(axis, keepdim=True)
-        return self.mix(described) @ scores.exp() @ places
+    for axis in (-1, -2, -1, -2):
+        scores = scores - scores.logsumexp(axis, keepdim=True)
+    return self.mix(described) @ scores.exp() @ places
 
 
 @pytest.mark.parametrize("dim", [8, 9])
 def test_axes_as_long_as_a_length_are_lengths(dim: int) -> None:
     """But for the features that are as long by chance."""
-    model = OfPairs().eval()
+    model = zoo.module(of_pairs, mix=nn.Conv1d(8, 8, 1)).eval()
 
     def call(length: int) -> tuple[Tensor, ...]:
         return torch.randn(2, length, length), torch.randn(2, length, 3), torch.randn(2, 8, length)
@@ -211,17 +202,6 @@ def test_whole_slices_begin_nothing() -> None:
             assert limits_of(size.node.shape_env, size.node.expr)[1] == MOST
 
 
-class Scaled(nn.Linear):
-    """Divided by a number that Python makes of the length."""
-
-    def __init__(self, number: Callable[[Tensor], Any]) -> None:
-        super().__init__(16, 16)
-        self.number = number
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) / self.number(input)
-
-
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "float": lambda x: float(x.shape[1]), "float of a ratio": lambda x: float(10 / x.shape[1]),
     "int": lambda x: int(x.shape[1]), "int of a product": lambda x: int(x.shape[1] * 1.5),
@@ -237,7 +217,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_python_makes_of_a_length(name: str) -> None:
-    model = Scaled(NUMBERS[name]).eval()
+    number = NUMBERS[name]
+    model = zoo.module(lambda self, x: self.layer(x) / number(x), layer=nn.Linear(16, 16)).eval()
     program = capture(model, (torch.randn(3, 12, 16),), {}).programs[0]
     fixed = name == "one type"  # where it asks for a type itself, which nothing stands for
     for tokens in (12,) if fixed else (12, 9, 30):
@@ -247,24 +228,14 @@ def test_numbers_that_python_makes_of_a_length(name: str) -> None:
     assert (fixed_size(place.meta["val"].shape[1]) == 12) is fixed
 
 
-class Picking(nn.Module):
-    """Of the tokens as many as the data say."""
-
-    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.pick = zoo.ExpDomain(), pick
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pick(self.layer(x), x[..., 0] > 0)
-
-
 @pytest.mark.parametrize("pick", [
     lambda y, keep: y[keep].relu(), lambda y, keep: y[:, keep[0].nonzero()[:, 0]].mean(1),
     lambda y, keep: y[keep] @ y[keep].mT,
 ], ids=["by a mask", "by places", "and their products"])  # fmt: skip
 @torch.no_grad()
 def test_as_many_tokens_as_the_data_say(pick: Callable[[Tensor, Tensor], Tensor], tmp_path: Path) -> None:
-    model, recipe = Picking(pick).eval(), {"operator": "lossless", "batch_size": 8}
+    model = zoo.module(lambda self, x: pick(self.layer(x), x[..., 0] > 0), layer=zoo.ExpDomain()).eval()
+    recipe = {"operator": "lossless", "batch_size": 8}
     data = {"x": torch.randn(24, 12, 16)}
     live, _ = asapc.compile(model, data, recipe=recipe, out=tmp_path / "out", examples=8, quiet=True)
     alone = asapc.load(tmp_path / "out", trust=True)
@@ -274,20 +245,15 @@ def test_as_many_tokens_as_the_data_say(pick: Callable[[Tensor, Tensor], Tensor]
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-class OneByOne(nn.Module):
+def one_by_one(self: Any, x: Tensor, length: Tensor) -> Tensor:
     """Attends within the active tokens of each example by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = zoo.ExpDomain()
-
-    def forward(self, x: Tensor, length: Tensor) -> Tensor:
-        examples = zip(x, length, strict=True)
-        return torch.cat([self.attention(one[None, : int(n)]).mean(1) for one, n in examples])
+    examples = zip(x, length, strict=True)
+    return torch.cat([self.attention(one[None, : int(n)]).mean(1) for one, n in examples])
 
 
 def test_a_loop_over_the_examples() -> None:
-    model, length = OneByOne().eval(), torch.full((40,), 6)
+    model = zoo.module(one_by_one, attention=zoo.ExpDomain()).eval()
+    length = torch.full((40,), 6)
     x = torch.randn(40, 6, 16)
     compiled = asapc.compile(model, {"x": x, "length": length}, quiet=True)
     with warnings.catch_warnings():

@@ -382,22 +382,16 @@ def branching(condition: str) -> onnx.ModelProto:
     ("c = Greater (n, five)", "depends on the sizes of its inputs"),
     ("c = Equal (n, five)", "depends on the sizes of its inputs"),
     ("long = Greater (n, five) c = Not (long)", "depends on the sizes"),
+    ("long = Greater (n, five) k = Where (long, five, n) c = Greater (k, one)",
+     "Where node k: the condition of Where must be known"),
 ])  # fmt: skip
-def test_a_branch_that_one_trace_cannot_decide(condition: str, told: str) -> None:
+def test_a_branch_or_a_size_that_one_trace_cannot_decide(condition: str, told: str) -> None:
     model = branching(condition)
+    rule = told if "Where" in told else f"If node the_if: the condition of If must .*{told}"
     for n in (5, 7):
         check(model, {"x": f(3, n)})
         found = capture(module_of(model), (torch.ones(3, n),), {})
-        assert not found.programs and found.reason is not None
-        assert re.search(f"If node the_if: the condition of If must .*{told}", found.reason)
-
-
-def test_a_size_that_one_trace_cannot_decide() -> None:
-    model = branching("long = Greater (n, five) k = Where (long, five, n) c = Greater (k, one)")
-    check(model, {"x": f(3, 7)})
-    found = capture(module_of(model), (torch.ones(3, 7),), {})
-    assert not found.programs and found.reason is not None
-    assert "Where node k: the condition of Where must be known" in found.reason
+        assert not found.programs and re.search(rule, found.reason)
 
 
 @pytest.mark.parametrize("condition", [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_zoo import module
 from steps import files, run_json
 from steps import run as call
 from torch import Tensor, nn
@@ -248,9 +249,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
 def test_operators_run_at_lengths_they_were_not_traced_at(name, tmp_path):
     """Against the operators in PyTorch, with padded examples."""
 
-    class Net(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-            return CALLS[name](q, k, v, keep)
+    call = CALLS[name]
+    model = module(lambda self, q, k, v, keep: call(q, k, v, keep))
 
     def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(length)
@@ -261,7 +261,7 @@ def test_operators_run_at_lengths_they_were_not_traced_at(name, tmp_path):
     batch, length = Dim("batch"), Dim("length")
     shapes = [{0: batch, 2: length}] * 3 + [{0: batch, 1: length}]
     with torch.no_grad():
-        program = torch.export.export(Net(), inputs(3, 6), dynamic_shapes=tuple(shapes))
+        program = torch.export.export(model, inputs(3, 6), dynamic_shapes=tuple(shapes))
     path = tmp_path / "model.onnx"
     exporting.save(exporting.onnx_model(program, 18), path)
     exporting.check(path)
@@ -271,7 +271,7 @@ def test_operators_run_at_lengths_they_were_not_traced_at(name, tmp_path):
         given = inputs(*size)
         if size == (4, 9):  # some tokens tie
             given = (*(t.round() for t in given[:2]), *given[2:])
-        ours, theirs = Net()(*given), run(session, dict(zip(names, given, strict=True)))[0]
+        ours, theirs = model(*given), run(session, dict(zip(names, given, strict=True)))[0]
         assert ours.shape == theirs.shape
         assert float((ours - theirs).abs().max()) < 1e-4 * max(1.0, float(ours.abs().max())), size
 
@@ -279,16 +279,13 @@ def test_operators_run_at_lengths_they_were_not_traced_at(name, tmp_path):
 def test_names_of_inputs_and_outputs(tmp_path):
     """Names that the exporter gives to values of its own, an output that is an input, a text argument."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, linear: Tensor, mode: str) -> dict[str, Tensor]:
-            return {"logits": self.inner(x) + linear, "linear": linear, "again": linear}
-
+    model = module(
+        lambda self, x, linear, mode: {
+            "logits": self.inner(x) + linear, "linear": linear, "again": linear},
+        inner=nn.Linear(4, 4),
+    )  # fmt: skip
     given = (torch.randn(3, 4), torch.randn(3, 4))
-    program = torch.export.export(Net(), (*given, "mean"), dynamic_shapes=({0: Dim("b")},) * 2 + (None,))
+    program = torch.export.export(model, (*given, "mean"), dynamic_shapes=({0: Dim("b")},) * 2 + (None,))
     names, outputs = exporting.input_names(program), exporting.output_names(program)
     assert names == ["x", "linear"] and outputs == ["logits", "linear_", "again"]
     model = exporting.onnx_model(program, 18, (names, outputs))
@@ -304,14 +301,13 @@ def test_names_of_inputs_and_outputs(tmp_path):
 
 
 def test_sizes_with_limits_are_fixed_or_told():
-    class Net(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            scale = 2.0 if y.shape[1] < 12 else 1.0
-            return scale * x[:, :7] @ y if x.shape[1] == 7 else y
+    def forward(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scale = 2.0 if y.shape[1] < 12 else 1.0
+        return scale * x[:, :7] @ y if x.shape[1] == 7 else y
 
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     given = (torch.randn(3, 7), torch.randn(7, 9))
-    exported = torch.export.export(Net(), given, dynamic_shapes=(free, free), strict=False)
+    exported = torch.export.export(module(forward), given, dynamic_shapes=(free, free), strict=False)
     model = exporting.onnx_model(exported, 18)
     assert [[str(size) for size in value.shape] for value in model.graph.inputs] == [
         ["batch", "7"], ["7", "length"]
@@ -320,11 +316,8 @@ def test_sizes_with_limits_are_fixed_or_told():
 
 
 def test_an_output_that_is_no_tensor():
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"y": x + 1, "count": 3}
-
-    program = torch.export.export(Net(), (torch.randn(3, 4),))
+    model = module(lambda self, x: {"y": x + 1, "count": 3})
+    program = torch.export.export(model, (torch.randn(3, 4),))
     with pytest.raises(InputError, match=r"outputs of the model are tensors.*count: int 3"):
         exporting.output_names(program)
 

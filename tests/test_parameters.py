@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_zoo import module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -325,22 +326,17 @@ def test_another_value_of_a_constant_is_no_secret(outs):
                 torch.testing.assert_close(model(x), original(x))
 
 
-class Slopes(nn.Module):
+def of_slopes(self: Any, x: Tensor) -> Tensor:
     """Two tensors that are no weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v, self.gain = nn.Linear(4, 4), torch.tensor([1.0, 2.0, 1.0, 0.5])
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ (x * torch.tensor([0.5, 1.0, 2.0, 1.0])).mT
-        for axis in (-1, -2, -1, -2):
-            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
-        return scores.exp() @ self.v(x) * self.gain
+    plan = plan_of(x @ (x * torch.tensor([0.5, 1.0, 2.0, 1.0])).mT, 2)
+    return plan @ self.v(x) * self.gain
 
 
 def test_tensors_of_the_code_are_in_no_state_dict(tmp_path):
-    original, other, x = Slopes().eval(), Slopes().eval(), torch.randn(24, 6, 4)
+    original, other = (
+        module(of_slopes, v=nn.Linear(4, 4), gain=torch.tensor([1.0, 2.0, 1.0, 0.5])).eval() for _ in "12"
+    )
+    x = torch.randn(24, 6, 4)
     live, _ = asapc.compile(original, {"x": x}, recipe=RECIPE, out=tmp_path / "out", examples=8)
     for model in (live, asapc.load(tmp_path / "out")):
         assert model.state_dict().keys() == original.state_dict().keys()
@@ -349,22 +345,10 @@ def test_tensors_of_the_code_are_in_no_state_dict(tmp_path):
         other.float()
 
 
-class Hidden(nn.Module):
-    """A temperature that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tau", torch.tensor(2.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ x.mT / self.tau
-        for axis in (-1, -2, -1, -2):
-            scores = scores - torch.logsumexp(scores, axis, keepdim=True)
-        return scores.exp() @ x
-
-
 def test_a_constant_that_no_state_dict_has(tmp_path):
-    original, x = Hidden().eval(), torch.randn(24, 6, 4)
+    original = module(lambda self, x: plan_of(x @ x.mT / self.tau, 2) @ x).eval()
+    original.register_buffer("tau", torch.tensor(2.0), persistent=False)
+    x = torch.randn(24, 6, 4)
     asapc.compile(original, {"x": x}, recipe=RECIPE, out=tmp_path / "out", examples=8)
     alone = asapc.load(tmp_path / "out")
     torch.testing.assert_close(alone(x), original(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,28 +140,12 @@ def test_what_is_not_alike_is_traced(copied: list[Repeated]) -> None:
     torch.testing.assert_close(found.programs[0].graph(x.clone()), model(x.clone()))
 
 
-def test_a_users_hooks_see_every_layer(copied: list[Repeated]) -> None:
-    model = Stack(Layer(), Layer()).eval()
-    for layer in model.layers:
-        layer.out.register_forward_hook(lambda module, given, output: output * 2)
-    x = torch.randn(2, 5, 8)
-    found = capture(model, (x,), {})
-    assert [made.copied for made in copied] == [0]
-    torch.testing.assert_close(found.programs[0].graph(x), model(x))
-
-
-class Collects(nn.Module):
+def collected(self: nn.Module, x: Tensor) -> Tensor:
     """Layers leave their maps in a list of the module's, which a copy would not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Tells(), Tells(), Tells()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        TOLD.clear()
-        for layer in self.layers:
-            x = layer(x)
-        return torch.stack(TOLD).sum(0)
+    TOLD.clear()
+    for layer in self.layers:
+        x = layer(x)
+    return torch.stack(TOLD).sum(0)
 
 
 TOLD: list[Tensor] = []
@@ -173,10 +158,15 @@ class Tells(Layer):
         return y
 
 
-def test_what_a_layer_leaves_elsewhere_is_not_lost(copied: list[Repeated]) -> None:
-    """Nothing shows it but the output, which is compared."""
+@pytest.mark.parametrize("leaves", [False, True], ids=["hooks", "a list elsewhere"])
+def test_what_is_done_beside_a_layer_is_not_lost(copied: list[Repeated], leaves: bool) -> None:
+    """By a user's hooks, or by code of which nothing shows but the output, which is compared."""
     torch.manual_seed(0)
-    model, x = Collects().eval(), torch.randn(2, 5, 8)
+    model, x = Stack(Layer(), Layer()).eval(), torch.randn(2, 5, 8)
+    for layer in model.layers:
+        layer.out.register_forward_hook(lambda module, given, output: output * 2)
+    if leaves:
+        model = zoo.module(collected, layers=nn.ModuleList([Tells(), Tells(), Tells()])).eval()
     found = capture(model, (x,), {})
-    assert [made.copied for made in copied] == [2, 0]  # once more, without copies
+    assert [made.copied for made in copied] == ([2, 0] if leaves else [0])  # once more, without copies
     torch.testing.assert_close(found.programs[0].graph(x), model(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,17 @@ def plan(scores: Tensor, half_steps: int) -> Tensor:
     return scores.exp()
 
 
-class Crossed(nn.Module):
+def crossed(self: Any, x: Tensor, pivots: Tensor) -> Tensor:
     """Both products of scores come first; the later plan is the first to be used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.z, self.k, self.v = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor, pivots: Tensor) -> Tensor:
-        q, z, k, v = self.q(x), self.z(pivots), self.k(x), self.v(x)
-        first, second = q @ z.transpose(-1, -2), z @ k.transpose(-1, -2)
-        gathered = plan(second, 4) @ v
-        return plan(first, 3) @ gathered
+    q, z, k, v = self.q(x), self.z(pivots), self.k(x), self.v(x)
+    first, second = q @ z.transpose(-1, -2), z @ k.transpose(-1, -2)
+    gathered = plan(second, 4) @ v
+    return plan(first, 3) @ gathered
 
 
 def test_sites_are_paired_with_their_own_calls() -> None:
     torch.manual_seed(0)
-    model = Crossed().eval()
+    model = zoo.module(crossed, **{name: nn.Linear(8, 8) for name in "qzkv"}).eval()
     x, pivots = torch.randn(3, 9, 8), torch.randn(3, 5, 8)
     teacher = Teacher(model, None, "crossed", "0", False, None)
     analysis = analyse(teacher, batch(x, pivots), more=[batch(-2 * x, pivots + 1)])
@@ -106,24 +101,19 @@ def test_every_condition_is_tried_on_every_batch() -> None:
     assert max(errors.values()) < 1e-9  # float64
 
 
-class Stacked(nn.Module):
+def stacked(self: Any, x: Tensor) -> Tensor:
     """Two layers that are alike, and one whose loop is longer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            q, k, v = layer(x).chunk(3, -1)
-            x = x + plan(q @ k.transpose(-1, -2), 3 if place == 2 else 2) @ v
-        return x
+    for place, layer in enumerate(self.layers):
+        q, k, v = layer(x).chunk(3, -1)
+        x = x + plan(q @ k.transpose(-1, -2), 3 if place == 2 else 2) @ v
+    return x
 
 
 def test_layers_that_are_alike_are_tried_far_from_the_data_once() -> None:
     torch.manual_seed(0)
     given = batch(torch.randn(3, 9, 8))
-    program = capture(Stacked().eval(), given.args, {}).programs[0]
+    model = zoo.module(stacked, layers=nn.ModuleList(nn.Linear(8, 24) for _ in range(3)))
+    program = capture(model.eval(), given.args, {}).programs[0]
     sites = [site for site in match(program) if not isinstance(site, Refusal)]
     first, second, longer = replay(None, [program], [sites], [given]).values()
     assert set(second.errors) == {"the data", "rows nearly one-hot"}
@@ -148,24 +138,24 @@ def test_what_only_sharp_scores_show_is_seen() -> None:
     assert any(found.errors[tried] > TOLERANCE for tried in ("queries x 4", "sharper queries"))
 
 
+def largest(change: Tensor) -> Tensor:
+    return change.abs().max()
+
+
+def mean_square(change: Tensor) -> Tensor:
+    """What one example or a few tokens still need hardly moves it."""
+    return change.square().mean()
+
+
 class While(nn.Module):
-    """Ends on a residual, or after `most` iterations; looks at it as `how` says."""
+    """Ends where `small` says so of what `residual` makes of a change, or after `most` iterations."""
 
-    def __init__(self, threshold: float, how: str = "item", most: int = 3) -> None:
+    def __init__(
+        self, threshold: Any, small: Callable[[Tensor, Any], bool] = lambda r, t: r.item() < t,
+        residual: Callable[[Tensor], Tensor] = largest, most: int = 3,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.threshold, self.how, self.most = threshold, how, most
-
-    def small(self, residual: Tensor) -> bool:
-        if self.how == "item":
-            return residual.item() < self.threshold
-        if self.how == "tensor":
-            return bool(residual <= self.threshold)
-        if self.how == "reversed":
-            return not residual.item() > self.threshold
-        return float(residual) < self.threshold
-
-    def residual(self, change: Tensor) -> Tensor:
-        return change.abs().max()
+        self.threshold, self.small, self.residual, self.most = threshold, small, residual, most
 
     def forward(self, x: Tensor) -> Tensor:
         scores = x @ x.transpose(-1, -2)
@@ -173,7 +163,7 @@ class While(nn.Module):
         for _ in range(self.most):
             g = -torch.logsumexp(scores + f[..., None], -2)
             before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
-            if self.small(self.residual(f - before)):
+            if self.small(self.residual(f - before), self.threshold):
                 break
         return (scores + f[..., None] + g[..., None, :]).exp() @ x
 
@@ -181,27 +171,6 @@ class While(nn.Module):
 def outcome_of(model: nn.Module) -> Any:
     (outcome,) = match(capture(model, (torch.randn(2, 9, 4),), {}).programs[0])
     return outcome
-
-
-def test_a_stop_that_changes_nothing_is_reproduced() -> None:
-    found = outcome_of(While(1e-13))
-    assert isinstance(found, AttentionSite), found
-    c = found.convention
-    assert (c.half_steps, c.first_side, c.early_stop) == (6, "column", True)
-
-
-class Guarded(While):
-    """Looks whether it diverges, in ways that end the loop if they are taken to be true: taken for a loop
-    that goes on while the residual is large, it once cut a loop to one iteration."""
-
-    def __init__(self, guard: str) -> None:
-        super().__init__(1e-13)
-        self.guard = guard
-
-    def small(self, residual: Tensor) -> bool:
-        if self.guard == "number":
-            return residual.item() > 1e6
-        return math.isnan(residual.item())
 
 
 class StoppingGlue(zoo.Glued):
@@ -250,35 +219,17 @@ def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way(model: nn.Module
     assert not found.programs and "other than to end a loop early" in reason
 
 
-class Diluted(While):
-    """Ends on a mean: what one example or a few tokens still need hardly moves it."""
-
-    def residual(self, change: Tensor) -> Tensor:
-        return change.square().mean()
-
-
-class Averaged(Diluted):
+def root_mean_square(change: Tensor) -> Tensor:
     """At 512 examples of 300 tokens, one of which is not flat, 5e-6 changes the attention by 4e-3."""
-
-    def residual(self, change: Tensor) -> Tensor:
-        return change.square().mean().sqrt()
-
-
-class Half(nn.Module):
-    """A layer that is known, and one that ends early where it should not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known, self.stops = zoo.ExpDomain(), While(1e-2, "item")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stops(self.known(x)[..., :4])
+    return change.square().mean().sqrt()
 
 
 def test_a_layer_that_stays_as_it_is_still_ends_early() -> None:
-    """The graph of the whole model holds its full budget: it is not the model."""
+    """Beside a known one. The graph of the whole model holds its full budget: it is not the model."""
     torch.manual_seed(0)
-    model = Half().eval()
+    model = zoo.module(
+        lambda self, x: self.stops(self.known(x)[..., :4]), known=zoo.ExpDomain(), stops=While(1e-2)
+    ).eval()
     x = torch.randn(3, 10, 16)
     found = analyse(Teacher(model, None, "half", "0", False, None), batch(x))
     assert found.capture.kind == "module" and len(found.sites) == 1
@@ -406,25 +357,19 @@ class Before(While):
         return plan(scores, 4 if scores.abs().max().item() < 10 else 12) @ x
 
 
-class Threshold(Diluted):
-    """The tolerance is a tensor, and comes first."""
-
-    def __init__(self) -> None:
-        super().__init__(0.3, "item")
-        self.register_buffer("tolerance", torch.tensor(0.3))
-
-    def small(self, residual: Tensor) -> bool:
-        return bool(self.tolerance > residual)
-
-
 ENDS, UNKNOWN = "ends early where a residual is at most 0.01", "compared with an unknown number"
 STOPS = {
-    "a tensor": (While(1e-2, "tensor"), ENDS), "reversed": (While(1e-2, "reversed"), ENDS),
-    "a mean, of which few need more steps": (Diluted(1e-8, most=5), "ends early"),
-    "a mean, in a larger batch": (Averaged(5e-6, most=5), "ends early"),
-    "nobody sees the threshold": (While(1e-13, "float"), UNKNOWN),
-    "the threshold comes first": (Threshold(), UNKNOWN),
-    "a guard by a number": (Guarded("number"), UNKNOWN), "a guard by isnan": (Guarded("isnan"), UNKNOWN),
+    "a tensor": (While(1e-2, lambda r, t: bool(r <= t)), ENDS),
+    "reversed": (While(1e-2, lambda r, t: not r.item() > t), ENDS),
+    "a mean, of which few need more steps": (While(1e-8, residual=mean_square, most=5), "ends early"),
+    "a mean, in a larger batch": (While(5e-6, residual=root_mean_square, most=5), "ends early"),
+    "nobody sees the threshold": (While(1e-13, lambda r, t: float(r) < t), UNKNOWN),
+    "the threshold is a tensor, and comes first": (
+        While(nn.Buffer(torch.tensor(0.3)), lambda r, t: bool(t > r), mean_square), UNKNOWN),
+    # Looks whether it diverges: taken for a loop that goes on while the residual is large, it once cut a
+    # loop to one iteration.
+    "a guard by a number": (While(1e-13, lambda r, t: r.item() > 1e6), UNKNOWN),
+    "a guard by isnan": (While(1e-13, lambda r, t: math.isnan(r.item())), UNKNOWN),
     "before": (Before(0.1), "before its loop begins"),
 }  # fmt: skip
 

@@ -50,17 +50,15 @@ BRANCHES: dict[str, Callable[[int, int], int]] = {
 FREE = {"none", "isinstance(n, int)"}
 
 
-class Steps(nn.Module):
-    """As many steps as the sizes say."""
+def steps(branch: str) -> nn.Module:
+    """As many as the sizes say."""
 
-    def __init__(self, branch: str) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(BRANCHES[self.branch](x.shape[0], x.shape[1])):
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(BRANCHES[branch](x.shape[0], x.shape[1])):
             x = x.log_softmax(-1) + x.mean(1, keepdim=True)
         return x
+
+    return zoo.module(forward)
 
 
 def allowed(program: Any) -> tuple[tuple[int, int], ...]:
@@ -75,7 +73,7 @@ def allowed(program: Any) -> tuple[tuple[int, int], ...]:
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_program_is_the_model_wherever_it_says_so(branch: str) -> None:
     torch.manual_seed(0)
-    model = Steps(branch)
+    model = steps(branch)
     (program,) = capture(model, (torch.randn(*EXAMPLE, 4),), {}).programs
     limits = allowed(program)
     ran = 0
@@ -94,7 +92,7 @@ def test_a_program_from_a_file_keeps_to_its_guards_too() -> None:
     x = torch.randn(*EXAMPLE, 4)
     free = ({0: Dim.AUTO, 1: Dim.AUTO, 2: Dim.STATIC},)
     stored = io.BytesIO()
-    torch.export.save(torch.export.export(Steps("n % 5"), (x,), dynamic_shapes=free), stored)
+    torch.export.save(torch.export.export(steps("n % 5"), (x,), dynamic_shapes=free), stored)
     stored.seek(0)
     (program,) = capture(torch.export.load(stored), (x,), {}).programs
     assert allowed(program) == ((0, MOST), (6, 9))
@@ -114,26 +112,24 @@ ONES: dict[str, tuple[Callable[[int, int], bool], int, int]] = {
 }  # fmt: skip
 
 
-class Asking(nn.Module):
-    def __init__(self, branch: str) -> None:
-        super().__init__()
-        self.asks = ONES[branch][0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.softmax(-1) if self.asks(x.shape[0], x.shape[1]) else x.log_softmax(-1)
+def asking(branch: str) -> nn.Module:
+    asks = ONES[branch][0]
+    return zoo.module(
+        lambda self, x: x.softmax(-1) if asks(x.shape[0], x.shape[1]) else x.log_softmax(-1)
+    )
 
 
 @pytest.mark.parametrize("branch", ONES)
 def test_what_code_asks_of_small_sizes_is_held_to_in_combination(branch: str) -> None:
     """One example alone does the same as several, and a trace has no guard for it."""
-    (program,) = capture(Asking(branch), (torch.randn(*EXAMPLE, 4),), {}).programs
+    (program,) = capture(asking(branch), (torch.randn(*EXAMPLE, 4),), {}).programs
     _, examples, tokens = ONES[branch]
     assert allowed(program) == ((examples, MOST), (tokens, MOST))
 
 
 def test_one_example_of_one_token_is_tried_where_torch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size_guards, "_NOT_THE_MODELS", str(Path(__file__).parent))
-    (program,) = capture(Asking("b * n < 2"), (torch.randn(*EXAMPLE, 4),), {}).programs
+    (program,) = capture(asking("b * n < 2"), (torch.randn(*EXAMPLE, 4),), {}).programs
     assert allowed(program) == ((0, MOST), (2, MOST))
 
 
@@ -164,20 +160,15 @@ FUNCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-class Entropy(nn.Module):
+def entropy(function: str) -> nn.Module:
     """Scores scaled with a function of their number."""
-
-    def __init__(self, function: str) -> None:
-        super().__init__()
-        self.function = FUNCTIONS[function]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x @ x.transpose(-1, -2), x.shape[1]).softmax(-1)
+    own = FUNCTIONS[function]
+    return zoo.module(lambda self, x: own(x @ x.transpose(-1, -2), x.shape[1]).softmax(-1))
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "a number"])
 def test_a_function_of_a_length_is_computed_where_the_program_runs(function: str) -> None:
-    model = Entropy(function)
+    model = entropy(function)
     (program,) = capture(model, (torch.randn(*EXAMPLE, 4),), {}).programs
     assert allowed(program) == ((0, MOST), (0, MOST))
     for n in (2, 5, 100):
@@ -187,7 +178,7 @@ def test_a_function_of_a_length_is_computed_where_the_program_runs(function: str
 
 
 def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
-    model = Entropy("a number")
+    model = entropy("a number")
     x = torch.randn(*EXAMPLE, 4, generator=torch.Generator().manual_seed(0))
     run = Runner(model, capture(model, (x,), {}).programs)
     torch.testing.assert_close(run(Batch((x[:2],), {}, None, [0, 1])), model(x[:2]))
@@ -204,11 +195,10 @@ def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
     ],
 )  # fmt: skip
 def test_what_no_file_holds_of_a_size_is_told(function: Callable[[Any], int], says: str) -> None:
-    class Rounding(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ x.mT * torch.ones(function(x.shape[1])).sum()).softmax(-1) @ x
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return (x @ x.mT * torch.ones(function(x.shape[1])).sum()).softmax(-1) @ x
 
-    ((_, reason),) = capture(Rounding(), (torch.randn(*EXAMPLE, 4),), {}).skipped
+    ((_, reason),) = capture(zoo.module(forward), (torch.randn(*EXAMPLE, 4),), {}).skipped
     assert says in reason and "test_size_guards.py, line " in reason
 
 
@@ -242,20 +232,15 @@ def test_a_part_of_a_larger_tensor_ties_no_size_to_the_example() -> None:
     assert allowed(program) == ((0, MOST), (0, MOST))
 
 
-class Tabled(nn.Module):
-    def __init__(self, *leads: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(*leads, 12, 12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1]
-        return (x @ x.mT + self.table[..., :n, :n]).softmax(-1) @ x
+def tabled(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return (x @ x.mT + self.table[..., :n, :n]).softmax(-1) @ x
 
 
 @pytest.mark.parametrize("tokens", [12, 7])
 @pytest.mark.parametrize("leads", [(), (1, 1), (1, 3)])
 def test_a_part_of_a_table_holds_for_all_of_it(leads: tuple[int, ...], tokens: int) -> None:
-    net = Tabled(*leads)
+    net = zoo.module(tabled, table=nn.Parameter(torch.randn(*leads, 12, 12)))
     (program,) = capture(net, (torch.randn(3, tokens, 4),), {}).programs
     assert allowed(program)[1] == (0, 12)
     for length in (1, 5, 12):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_zoo import module
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -169,16 +170,12 @@ def test_layers_of_torch_itself(tmp_path: Path) -> None:
 def test_multi_head_attention_of_torch() -> None:
     """With weights, where its scores are one operator with the mask."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
-
-        def forward(self, x: Tensor, padding: Tensor) -> Any:
-            return self.attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)
-
     torch.manual_seed(0)
-    model = Net().eval()
+    model = module(
+        lambda self, x, padding: self.attention(
+            x, x, x, key_padding_mask=padding, average_attn_weights=False),
+        attention=nn.MultiheadAttention(DIM, HEADS, batch_first=True),
+    ).eval()  # fmt: skip
 
     def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
         return torch.randn(batch, length, DIM), torch.arange(length) > torch.arange(batch)[:, None] + 2
@@ -319,28 +316,22 @@ KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-class Attention(nn.Module):
+def attention(mask_of: Callable[[Tensor], Tensor]) -> nn.Module:
     """Fused, of q, k and v [B, N, D] each, which are queries, keys and values side by side."""
 
-    def __init__(self, mask_of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.mask_of = mask_of
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in x.chunk(3, -1))
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_of(keep))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(keep))
+
+    return module(forward)
 
 
 def test_key_masks_of_any_making_are_one_mask() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(map(Attention, KEY_MASKS.values()))
-
-        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-            return torch.stack([layer(x, keep) for layer in self.layers])
-
-    model, keep = Net(), torch.from_numpy(tokens(4)) != 0
+    model = module(
+        lambda self, x, keep: torch.stack([layer(x, keep) for layer in self.layers]),
+        layers=nn.ModuleList(map(attention, KEY_MASKS.values())),
+    )
+    keep = torch.from_numpy(tokens(4)) != 0
     program, found = found_in(model, torch.randn(4, 12, 3 * DIM), keep)
     assert len(found) == len(KEY_MASKS)
     assert not any(isinstance(one, Refusal) or one.bias is not None or one.mask is None for one in found)
@@ -353,7 +344,7 @@ def test_key_masks_of_any_making_are_one_mask() -> None:
 def test_rows_without_keys_are_0_whatever_was_seen(name: str, padded: bool) -> None:
     keep = torch.ones(4, 12, dtype=torch.bool)
     keep[1:, 7:] = not padded
-    model = Attention(KEY_MASKS[name])
+    model = attention(KEY_MASKS[name])
     program, (found,) = found_in(model, torch.randn(4, 12, 3 * DIM), keep)
     x = torch.randn(3, 12, 3 * DIM)
     keep = torch.tensor([[True], [False], [True]]).expand(3, 12)
@@ -367,24 +358,23 @@ def test_the_lowest_number_of_another_dtype() -> None:
         return torch.where(keep[:, None, None], torch.ones(1, 1, 12, 12).half(), LOWEST)
 
     given = torch.randn(3, 12, 3 * DIM).half(), torch.from_numpy(tokens(3)) != 0
-    found_in(Attention(mask_of), *given)  # where LOWEST is -inf
+    found_in(attention(mask_of), *given)  # where LOWEST is -inf
 
 
 def test_a_hidden_number_that_is_a_size_is_left_in_the_mask() -> None:
-    class Net(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-            mask = torch.where(keep[:, None, None], q[..., :1], -1e5 * k.shape[2])
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    def forward(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        mask = torch.where(keep[:, None, None], q[..., :1], -1e5 * k.shape[2])
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     q, k, v = torch.randn(3, 2, HEADS, 6, 8)
-    _, (found,) = found_in(Net(), q, k, v, torch.arange(6) < torch.tensor([[6], [4]]))
+    _, (found,) = found_in(module(forward), q, k, v, torch.arange(6) < torch.tensor([[6], [4]]))
     assert isinstance(found, Refusal)
 
 
 def test_the_reason_why_a_softmax_layer_is_none() -> None:
-    class Shared(nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    shared = module(
+        lambda self, q, k: functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    )
 
     def reason(model: nn.Module, *args: Tensor) -> str:
         program, (refusal,) = found_in(model, *args)
@@ -394,7 +384,7 @@ def test_the_reason_why_a_softmax_layer_is_none() -> None:
     inputs = torch.from_numpy(tokens(3))
     assert "causal" in reason(teacher(layers=1, is_causal=True), inputs)
     assert "dropout" in reason(teacher(layers=1, dropout_p=0.1), inputs)
-    assert "enable_gqa" in reason(Shared(), torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8))
+    assert "enable_gqa" in reason(shared, torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8))
     assert "one query" in reason(teacher(layers=1), inputs[:, :1])
 
 

@@ -98,17 +98,6 @@ def test_every_name_of_the_list_is_an_operator():
     assert {name for names in GROUPS.values() for name in names.split()} | OWN <= known
 
 
-class Several(torch.nn.Module):
-    """Models side by side, for one export of them all."""
-
-    def __init__(self, models: list[torch.nn.Module]) -> None:
-        super().__init__()
-        self.models = torch.nn.ModuleList(models)
-
-    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> list[Any]:
-        return [model(*own) for model, own in zip(self.models, inputs, strict=True)]
-
-
 def test_models_of_attention_need_nothing_else():
     """Some of the zoo, as torch.export takes them, functional and decomposed."""
     torch.manual_seed(0)
@@ -119,25 +108,21 @@ def test_models_of_attention_need_nothing_else():
         image_size=4, patch_size=2, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8, max_iter=2
     )
     inputs = [*map(attention_zoo.inputs_for, zoo), tuple(vit.example_inputs(3).values())]
+    side_by_side = attention_zoo.module(
+        lambda self, *inputs: [own(*given) for own, given in zip(self.models, inputs, strict=True)],
+        models=torch.nn.ModuleList([*zoo, vit]),
+    )
     with warnings.catch_warnings(action="ignore"):
-        program = torch.export.export(Several([*zoo, vit]).eval(), tuple(inputs))
+        program = torch.export.export(side_by_side.eval(), tuple(inputs))
         for form in (program, program.run_decompositions({}), program.run_decompositions()):
             assert unlisted(form.graph_module) == set()
             assert len(form.graph.nodes) > 200
 
 
-class Normed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x).relu_()
-
-
 def test_statistics_of_fewer_channels_are_not_read_beyond_their_end(tmp_path):
     """The operator that decompositions write reads on; the file's program runs the one that checks."""
-    program = torch.export.export(Normed().eval(), (torch.ones(2, 4),)).run_decompositions({})
+    normed = attention_zoo.module(lambda self, x: self.norm(x).relu_(), norm=torch.nn.BatchNorm1d(4))
+    program = torch.export.export(normed.eval(), (torch.ones(2, 4),)).run_decompositions({})
     assert unlisted(program.graph_module) == set()
     assert {str(own.target) for own in program.graph.nodes} & REPLACED
     torch.export.save(program, tmp_path / "x.pt2")
@@ -152,19 +137,16 @@ def test_statistics_of_fewer_channels_are_not_read_beyond_their_end(tmp_path):
 def crashing(tmp_path_factory):
     """A program that writes where an entry of its buffer says."""
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("place", torch.full((1, 1, 2, 2), 1 << 40))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        pooled = torch.nn.functional.max_pool2d(x, 2)
+        return torch.ops.aten.max_pool2d_with_indices_backward(
+            pooled, x, [2, 2], [2, 2], [0, 0], [1, 1], False, self.place
+        )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            pooled = torch.nn.functional.max_pool2d(x, 2)
-            return torch.ops.aten.max_pool2d_with_indices_backward(
-                pooled, x, [2, 2], [2, 2], [0, 0], [1, 1], False, self.place
-            )
-
+    model = attention_zoo.module(forward)
+    model.register_buffer("place", torch.full((1, 1, 2, 2), 1 << 40))
     path = tmp_path_factory.mktemp("crashing") / "x.pt2"
-    torch.export.save(torch.export.export(Net(), (torch.ones(1, 1, 4, 4),)), path)
+    torch.export.save(torch.export.export(model, (torch.ones(1, 1, 4, 4),)), path)
     return path
 
 
