@@ -66,7 +66,7 @@ def inspect(run: Session, model: Model, data: OptionalData = None, reading: Read
     place, teacher = reading.place(), reading.teacher(model)
     from asapc import pipeline
 
-    result = pipeline.inspect(teacher, data, run.progress, place).to_dict()
+    result = pipeline.inspect(teacher, data, run.progress, place)
     run.present(result, "inspect")
     if not result["sites"]:
         raise nothing_found()

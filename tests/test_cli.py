@@ -102,8 +102,7 @@ def calls(monkeypatch, tmp_path):
         return function
 
     pipeline = ModuleType("asapc.pipeline")
-    inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
-    pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
+    pipeline.inspect = stand_in("inspect", INSPECTION)  # type: ignore[attr-defined]
     calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", SimpleNamespace(manifest=MANIFEST, selection=TRAIL))  # type: ignore[attr-defined]
@@ -420,7 +419,7 @@ def test_names_that_stdout_cannot_hold(options, calls, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
-    monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts))
+    monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: facts)
     assert cli.main([*ARGUMENTS["inspect"], *options]) == 0
     sys.stdout.flush()
     if options:

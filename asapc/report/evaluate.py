@@ -277,7 +277,6 @@ def _within(
         sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
         _Fidelity(models, sites).add(batch, models.outputs(batch)[0], source)
 
-    step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
 
 
