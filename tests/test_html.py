@@ -35,7 +35,7 @@ def pair(value: float = 0.25) -> MapPair:
     teacher = torch.full((4, 4), 0.25)
     compiled = teacher.clone()
     compiled[0, 0] = value
-    return MapPair(0, 0, 4, teacher, compiled, 0.1)
+    return MapPair(0, 0, 4, teacher.tolist(), compiled.tolist(), 0.1)
 
 
 @pytest.fixture(scope="module")
