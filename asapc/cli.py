@@ -1,214 +1,58 @@
-"""The command line: arguments in, one pipeline call, result out.  Exit codes are asapc.errors'.
+"""The command line: files are read, one pipeline call, results shown.  Exit codes are asapc.errors'.
 
-torch takes seconds to import, so everything that needs it is imported inside the commands.
+torch takes seconds to import, so what needs it is imported after what can be refused without it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect as introspection
+import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asapc import commands, session
+from asapc import session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
-from asapc.inputs.paths import check_artifact, check_data, check_file, check_model, is_array_file
-from asapc.inputs.reading import AUTO, NO_OPTIONS, Reading
+from asapc.inputs.onnx.settings import MODEL, OnnxSettings, is_unverified, read_record
+from asapc.inputs.paths import (
+    check_artifact,
+    check_calibration,
+    check_data,
+    check_file,
+    check_model,
+    is_array_file,
+)
+from asapc.inputs.reading import NO_OPTIONS, ON_CPU, Reading
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.options import (
+    ArtifactFolder,
+    Data,
+    Judged,
+    Measured,
+    Model,
+    NewFolder,
+    OptionalData,
+    OptionalModel,
+    RecipeFile,
+    app,
+    command,
+)
 from asapc.processes import joined
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
 from asapc.training.settings import RefreshSettings
 
 if TYPE_CHECKING:
+    from asapc.inputs.teacher import Teacher
     from asapc.report import Report
+    from asapc.report.gates import Gate
 
-app = typer.Typer(
-    name="asapc",
-    help=(
-        "Make trained Sinkhorn-attention models faster.\n\n"
-        "MODEL is pkg.module:factory or file.py:factory with --weights (and --kwargs), a folder with "
-        "config.json and model.safetensors (a built-in architecture or a Hugging Face model), a .pt2 "
-        "program, or an .onnx file. "
-        "DATA is an .npz or .safetensors file with one array per argument of forward, or "
-        "module:callable, which yields batches.\n\n"
-        "Exit codes: 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled; "
-        "4 replay or verification failed; 70 internal error; 130 interrupted."
-    ),
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory, .pt2 or .onnx file.")
-]
-ArtifactFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder written by `asapc compile`.")]
-Weights = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Weights for a factory: .safetensors, .pt or .pth.")
-]
-Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="Keyword arguments for a factory.")]
-MaxMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory limit of the process, such as 2GiB.")
-]
-OptionalModel = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
-]
-Data = Annotated[str, typer.Option(metavar="DATA", help="Examples to run the model on.")]
-OptionalData = Annotated[
-    str | None, typer.Option("--data", metavar="DATA", help="Examples to run the model on.")
-]
-RecipeFile = Annotated[
-    str | None, typer.Option("--recipe", metavar="FILE", help="YAML: what to try, and error limits."),
-]
-Opset = Annotated[
-    int | None,
-    typer.Option("--opset", help="ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher."),
-]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        "--tolerance",
-        help="Largest allowed difference of each ONNX output, relative to its largest entry. Default: "
-        "1e-4, or four times PyTorch's own error in float16.",
-    ),
-]
-GateFile = Annotated[
-    str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit code 1 if exceeded.")
-]
-Examples = Annotated[int, typer.Option("--examples", min=1, help="Most examples to measure.")]
-Fast = Annotated[bool, typer.Option("--fast", help="Skip certificates and pictures of attention.")]
-Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Trust the file: allow any operator and any memory (see SECURITY.md)."),
-]
-RemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code from a transformers folder MODEL that you trust."),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:1; auto uses a GPU if there is one."
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="N", min=1, help="Number of CPU threads. Default: torch's."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing on success, except the output of --json.")
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables of the result.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback on failure.")]
-
-
-# What every command takes last, and the options that a parameter of some type stands for.
-OUTPUT: dict[str, Any] = {"json": Json, "quiet": Quiet, "verbose": Verbose, "debug": Debug}
-
-
-def _given(kind: Any, help: str, *names: str, **more: Any) -> Any:
-    """The type of an option."""
-    return Annotated[kind, typer.Option(*names, help=help, **more)]
-
-
-BUNDLES: dict[Any, dict[str, Any]] = {
-    Reading: {
-        "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
-        "device": Device, "threads": Threads,
-    },
-    commands.Measured: {
-        "examples": Examples, "fast": Fast, "max_memory": MaxMemory,
-        "torch_compile": _given(
-            bool, "Also time teacher and compiled model under torch.compile.", "--torch-compile"
-        ),
-        "metric": _given(
-            str | None, "Your own validation function, called on the outputs of both models.",
-            metavar="FUNCTION",
-        ),
-        "lower_is_better": _given(bool, "Smaller values of --metric are better.", "--lower-is-better"),
-    },
-    commands.Judged: {
-        "gate": GateFile,
-        "baseline": _given(
-            str | None, "An earlier report.json; exit code 1 if the new report is worse.", metavar="FILE"
-        ),
-        "max_regression": _given(
-            list[str] | None,
-            "Allowed regression from the baseline, such as 2% (default) or speedup=10%; repeatable.",
-            metavar="[METRIC=]SHARE",
-        ),
-        "junit": _given(str | None, "Also write the checks to this file, as JUnit XML.", metavar="FILE"),
-    },
-    RefreshSettings: {
-        "labels": _given(bool, "Train on the labels in DATA (cross entropy).", "--labels"),
-        "distil": _given(bool, "Train on the teacher's predictions (KL, no labels).", "--distil"),
-        "anneal": _given(bool, "Turn the soft sorts of ESP layers into exact ones.", "--anneal"),
-        "tail": _given(
-            str | None,
-            "Pass gradients through only the last R half-steps of each exact loop, or through as few "
-            "as --tolerance allows. Default: all.",
-            metavar="R|certified",
-        ),
-        "tolerance": _given(
-            float, "Fraction of a layer's score gradient that a certified tail may omit."
-        ),
-        "epochs": _given(int, "Number of passes over the calibration split.", min=1),
-        "learning_rate": _given(float, "Adam's learning rate."),
-        "batch_size": _given(int, "Examples per step.", min=1),
-        "parameters": _given(
-            list[str] | None, "Parameters to train instead of the default; repeatable.", metavar="PATTERN"
-        ),
-        "examples": _given(int | None, "Most examples to train on; held in memory.", min=1),
-        "seed": _given(int, "Seed of the order of examples.", min=0, max=2**63 - 1),
-    },
-}  # fmt: skip
-NO_TRAINING, NOT_JUDGED, AS_USUAL = RefreshSettings(), commands.Judged(), commands.Measured()
-
-
-def command(name: str | None = None, processes: bool = False) -> Callable[..., Any]:
-    """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options.
-
-    A parameter of a type in BUNDLES becomes the options that it holds.  processes: several, started by
-    torchrun, may run it.
-    """
-
-    def register(body: Callable[..., int | None]) -> Callable[..., int]:
-        own = list(introspection.signature(body, eval_str=True).parameters.values())[1:]
-        bundles = {x.name: x.annotation for x in own if x.annotation in BUNDLES}
-
-        def call(**given: Any) -> int:
-            output = {key: given.pop(key) for key in OUTPUT}
-            for name, kind in bundles.items():
-                given[name] = kind(**{key: given.pop(key) for key in BUNDLES[kind]})
-            return session.run(lambda run: body(run, **given), processes=processes, **output)
-
-        parameters = [x for parameter in own for x in _options(parameter)]
-        parameters += [_option(key, False, kind) for key, kind in OUTPUT.items()]
-        call.__name__, call.__doc__ = body.__name__, body.__doc__
-        call.__annotations__ = {x.name: x.annotation for x in parameters}
-        call.__signature__ = introspection.Signature(parameters)  # type: ignore[attr-defined]
-        app.command(name=name)(call)
-        return call
-
-    return register
-
-
-def _options(parameter: introspection.Parameter) -> list[introspection.Parameter]:
-    kinds = BUNDLES.get(parameter.annotation)
-    if kinds is None:
-        return [parameter]
-    return [_option(x.name, x.default, kinds[x.name]) for x in fields(parameter.annotation)]
-
-
-def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:
-    positional = introspection.Parameter.POSITIONAL_OR_KEYWORD
-    return introspection.Parameter(name, positional, default=default, annotation=kind)
+NO_TRAINING, NOT_JUDGED, AS_USUAL, AS_IT_IS = RefreshSettings(), Judged(), Measured(), OnnxSettings()
+Memory = Annotated[Measured, "max_memory"]
 
 
 @command()
@@ -217,7 +61,12 @@ def inspect(run: Session, model: Model, data: OptionalData = None, reading: Read
 
     Exit code 3 if the model has neither.
     """
-    result = commands.inspect_model(model, data, reading, run.progress)
+    check_model(model, reading.weights)
+    check_data(data)
+    place, teacher = reading.place(), reading.teacher(model)
+    from asapc import pipeline
+
+    result = pipeline.inspect(teacher, data, run.progress, place)
     run.present(result, "inspect")
     if not result["sites"]:
         raise nothing_found()
@@ -239,15 +88,33 @@ def calibrate(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start over instead of resuming an interrupted run.")
     ] = False,
-    max_memory: MaxMemory = None,
+    measured: Memory = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> None:
     """Fit each site's dual on streamed data, or distil the operator that the recipe names."""
-    summary = commands.calibrate_model(
-        run, model, data, out, recipe, reading, sequential, restart, max_memory
-    )
+    check_model(model, reading.weights)
+    check_data(data)
+    check_file(recipe, "recipe")
+    from asapc.inputs.recipe import load_recipe
+
+    resolved, limit = load_recipe(recipe), measured.memory
+    place, teacher = reading.place(), _teacher(run, model, reading)
+    from asapc import pipeline
+    from asapc.calibration.stored import fit_facts
+
+    with joined() as processes:
+        fitted = pipeline.calibrate(
+            teacher, data, out, resolved, run.progress, sequential, restart, limit,
+            processes=processes, device=place,
+        )  # fmt: skip
+    sites = [
+        {"name": name, **fit_facts(fit), "tokens": fit.tokens, "fit_seconds": fit.fit_seconds}
+        for name, fits in fitted.sites.items() for fit in fits
+    ]  # fmt: skip
+    summary = {"model": model, "calibration": out, "order": fitted.order, "sites": sites,
+               "warnings": [dict(warning) for warning in fitted.warnings]}  # fmt: skip
     run.present(summary, "calibration")
-    if not summary["sites"]:
+    if not sites:
         run.note("nothing to fit: `asapc compile` says why each layer keeps its own loop")
     run.note(f"wrote {out}")
     run.next(  # compile reads the calibration's recipe, and its data where that is a file
@@ -262,7 +129,7 @@ def study(
     model: Model,
     data: Data,
     grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try.")],
-    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    out: NewFolder,
     test: Annotated[
         str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data.")
     ] = None,
@@ -301,36 +168,41 @@ def compile(
     calibration: Annotated[
         str, typer.Option(metavar="CALIB", help="Folder written by `asapc calibrate`.")
     ],
-    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    out: NewFolder,
     recipe: RecipeFile = None,
     data: OptionalData = None,
     emit: Annotated[
         str | None,
         typer.Option(metavar="onnx", help="Also write OUT/model.onnx (always done for an .onnx MODEL)."),
     ] = None,
-    opset: Opset = None,
-    tolerance: Tolerance = None,
-    max_memory: MaxMemory = None,
+    settings: Annotated[OnnxSettings, "opset", "tolerance"] = AS_IT_IS,
+    measured: Memory = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> None:
     """Choose an operator for each site, then rewrite, verify and save the model."""
     _only_onnx("--emit", emit)
-    asked = opset is not None or tolerance is not None
-    is_onnx = Path(model).suffix == ".onnx" and not Path(model).is_dir()
+    asked, is_onnx = settings != AS_IT_IS, Path(model).suffix == ".onnx" and not Path(model).is_dir()
     if asked and emit is None and not is_onnx:
         raise InputError(
             "--opset and --tolerance apply only to ONNX files", got="no --emit onnx",
             help="add --emit onnx, or drop them",
         )  # fmt: skip
-    from asapc.inputs.onnx.settings import MODEL, OnnxSettings, read_record
+    check_model(model, reading.weights)
+    check_calibration(calibration)
+    check_data(data)
+    check_file(recipe, "recipe")
+    from asapc.inputs.recipe import load_recipe
 
-    onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
-    manifest = commands.compile_model(
-        run, model, calibration, out, recipe, data, reading, onnx=onnx, max_memory=max_memory
-    )
-    record = read_record(Path(out))
-    result = manifest if record is None else {**manifest, "onnx_file": record}
-    run.present(result, "compile")
+    resolved, limit = None if recipe is None else load_recipe(recipe), measured.memory
+    place, teacher = reading.place(), _teacher(run, model, reading)
+    from asapc import pipeline
+
+    written = pipeline.compile(
+        teacher, calibration, out, resolved, data, run.progress,
+        settings if asked or emit is not None else None, max_memory=limit, device=place,
+    )  # fmt: skip
+    record, manifest = read_record(Path(out)), _with_margins(written.manifest, written.selection)
+    run.present(manifest if record is None else {**manifest, "onnx_file": record}, "compile")
     if record is not None:
         run.note(f"wrote {Path(out) / MODEL}; ONNX Runtime gives the same outputs")
     around = manifest["capture"] == "module"
@@ -347,17 +219,47 @@ def whole(
     run: Session,
     model: Model,
     data: Data,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    out: NewFolder,
     recipe: RecipeFile = None,
-    gate: GateFile = None,
-    measured: commands.Measured = AS_USUAL,
+    judged: Annotated[Judged, "gate"] = NOT_JUDGED,
+    measured: Measured = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> int:
     """Calibrate, compile and report in one go; write OUT.calibration and OUT.
 
     An interrupted run resumes. Output and exit codes are those of `asapc report`.
     """
-    result = commands.run_all(run, model, data, out, recipe, gate, measured, reading)
+    check_model(model, reading.weights)
+    check_data(data)
+    check_file(recipe, "recipe")
+    check_file(judged.gate, "gates")
+    from asapc.formats.atomic import check_replaceable
+    from asapc.inputs.recipe import load_recipe
+
+    limits = _limits(judged.gate, measured)
+    calibration = f"{Path(out)}.calibration"
+    for folder in (calibration, out):
+        check_replaceable(folder, [model, data])
+    resolved, measuring = load_recipe(recipe), measured.settings()
+    place, teacher = reading.place(), _teacher(run, model, reading)
+    from asapc import pipeline
+    from asapc.report import write_report
+    from asapc.stages.analyse import analysed_once
+
+    once: dict[str, Any] = {"analyse": analysed_once(), "device": place}
+    once["max_memory"] = measuring.max_memory
+    _tell_shortage(run, limits, resolved.budget, data, teacher, measuring.examples)
+    run.note(f"1 of 3: calibrating into {calibration}")
+    pipeline.calibrate(teacher, data, calibration, resolved, run.progress, **once)
+    run.note(f"2 of 3: compiling into {out}")
+    written = pipeline.compile(teacher, calibration, out, resolved, data, run.progress, **once)
+    run.note("3 of 3: measuring")
+    result = pipeline.report(
+        written, data, limits, model=model if written.manifest["capture"] == "module" else None,
+        reading=replace(reading, trust=True), measuring=measuring, progress=run.progress,
+    )  # fmt: skip
+    with run.progress.phase("drawing the page"):
+        write_report(out, result, run.note)
     return _reported(run, result, out, data)
 
 
@@ -367,13 +269,8 @@ def export(
     artifact: ArtifactFolder,
     format: Annotated[str, typer.Option("--format", metavar="onnx", help="What to write.")] = "onnx",
     data: OptionalData = None,
-    opset: Opset = None,
-    float16: Annotated[
-        bool, typer.Option("--float16", help="Store weights and activations in half precision.")
-    ] = False,
-    tolerance: Tolerance = None,
-    trust: Trust = False,
-    threads: Threads = None,
+    settings: OnnxSettings = AS_IT_IS,
+    reading: Annotated[Reading, "trust", "threads"] = ON_CPU,
 ) -> None:
     """Write a compiled model as OUT/model.onnx, run it in ONNX Runtime and compare.
 
@@ -383,13 +280,10 @@ def export(
     _only_onnx("--format", format)
     check_artifact(artifact)
     check_data(data)
-    from asapc.inputs.onnx.settings import MODEL, OnnxSettings
-
-    settings = OnnxSettings(opset, tolerance, float16)
-    Reading(device="cpu", threads=threads).place()
+    reading.place()
     from asapc import pipeline
 
-    record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
+    record = pipeline.export(artifact, data, settings, run.progress, trust=reading.trust)
     run.present({"artifact": artifact, **record}, "onnx")
     run.note(f"wrote {Path(artifact) / MODEL}")
 
@@ -414,7 +308,6 @@ def refresh(
     check_data(data)
     settings.check()
     from asapc import pipeline
-    from asapc.inputs.onnx.settings import MODEL
 
     has_onnx = (Path(artifact) / MODEL).exists()
     with joined() as processes:
@@ -439,8 +332,8 @@ def report(
     run: Session,
     artifact: ArtifactFolder,
     data: OptionalData = None,
-    judged: commands.Judged = NOT_JUDGED,
-    measured: commands.Measured = AS_USUAL,
+    judged: Judged = NOT_JUDGED,
+    measured: Measured = AS_USUAL,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
 ) -> int:
@@ -449,7 +342,31 @@ def report(
     With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
     kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
     """
-    result = commands.report_artifact(run, artifact, data, judged, measured, model, reading)
+    check_artifact(artifact)
+    check_data(data)
+    from asapc.formats.atomic import make_parent, replace_file
+    from asapc.report import baseline, junit_text, write_report
+
+    limits = _limits(judged.gate, measured)
+    allowance = baseline.parse_allowance(judged.max_regression or ())
+    if judged.baseline is None and judged.max_regression:
+        raise InputError("--max-regression needs a --baseline to compare with")
+    earlier = None if judged.baseline is None else baseline.load_baseline(judged.baseline, allowance)
+    measuring = measured.settings()
+    if judged.junit is not None:
+        make_parent(judged.junit)  # before minutes of measuring, not after
+    from asapc import pipeline
+
+    with joined() as processes:
+        result = pipeline.report(
+            artifact, data, limits, earlier, model=model, reading=reading, measuring=measuring,
+            progress=run.progress, processes=processes,
+        )  # fmt: skip
+        if processes.first:
+            with run.progress.phase("drawing the page"):
+                write_report(artifact, result, run.note)
+            if judged.junit is not None:
+                replace_file(judged.junit, junit_text(result))
     return _reported(run, result, artifact, data)
 
 
@@ -494,16 +411,15 @@ def demo(
     example: Annotated[
         str, typer.Option("--example", metavar="NAME", help="code (the default) or digits (smaller).")
     ] = "code",
-    device: Device = AUTO,
-    threads: Threads = None,
-) -> None:
+    reading: Annotated[Reading, "device", "threads"] = NO_OPTIONS,
+) -> int:
     """Compile a bundled checkpoint step by step, and say which result to ship.
 
     code: tell which package of Python's standard library a snippet comes from. digits: 8 x 8 images.
     """
     from asapc.demo import run_demo
 
-    run_demo(run, out, example, Reading(device=device, threads=threads))
+    return run_demo(run, main, out, example, reading)
 
 
 @app.callback(invoke_without_command=True)
@@ -549,12 +465,75 @@ def _reported(run: Session, result: Report, artifact: str, data: str | None) -> 
 
 
 def _note_unverified(run: Session, artifact: str, data: str | None) -> None:
-    from asapc.inputs.onnx.settings import MODEL, is_unverified
-
     if is_unverified(Path(artifact)):
         place = Path(artifact) / MODEL
         again = command_line("export", artifact, data=data)
         run.note(f"{place} is not the file that was verified, so it is left out: {again}")
+
+
+def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
+    if ":" in model and reading.weights is None:
+        run.note(f"no --weights: using what {model} returns, untrained unless it loads weights itself")
+    return reading.teacher(model)
+
+
+def _limits(gate: str | None, measured: Measured) -> list[Gate]:
+    """Of a gates file.  Raises InputError before the work where a limit needs what is not asked for."""
+    from asapc.report.gates import load_gates
+
+    limits = [] if gate is None else load_gates(gate)
+    own = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
+    if own is not None and measured.metric is None:
+        raise InputError(
+            f"gates {gate}: {own} needs your own metric", got="no --metric",
+            help="pass --metric FILE.py:FUNCTION (a gates file cannot run code)",
+        )  # fmt: skip
+    return limits
+
+
+def _tell_shortage(
+    run: Session, limits: Sequence[Gate], budget: Mapping[str, float], data: str, teacher: Teacher,
+    most: int,
+) -> None:  # fmt: skip
+    """Warn before the work where the report will have too few examples for its limits, or, where there
+    are none, to prove the budget's share of equal predictions."""
+    from asapc.inputs.data import GATE_SHARE, open_data, split_of
+    from asapc.report.gates import Gate, examples_asked
+    from asapc.stages.analyse import forward_signature
+
+    asking = "the limits need"
+    share = None if limits else budget.get("prediction_agreement")
+    if share is not None:
+        asking = f"to prove {100 * share:.4g} % equal predictions takes"
+        limits = [Gate("prediction_agreement", "min", share, confidence=True)]
+    needed = examples_asked(limits)
+    if not needed or not is_array_file(data):
+        return
+    if most < needed:
+        run.note(f"warning: {asking} {needed} examples: pass --examples {needed}")
+    source = open_data(data, forward_signature(teacher))
+    if (source.examples or 0) > 20 * needed:
+        return  # enough, and long to count
+    hashes = [content for batch in source.batches(1024) for content in batch.hashes]
+    held_out = sum(split_of(content) == "gate" for content in hashes)
+    if held_out < needed:
+        run.note(
+            f"warning: {asking} {needed} examples, and the report will have {held_out}, the gate "
+            f"split of {data}: add about {math.ceil((needed - held_out) / GATE_SHARE)}"
+        )
+
+
+def _with_margins(manifest: dict[str, Any], selection: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasons of a manifest, which are the same in every run, with what was timed in this one."""
+    from asapc.passes.select import GAINS_TOO_LITTLE
+
+    sites = {site["name"]: dict(site) for site in manifest["sites"]}
+    for trail in selection.get("sites", ()):
+        site = sites[trail["name"]]
+        for tried in trail["candidates"]:
+            lost = f"{tried['label']}: {GAINS_TOO_LITTLE}"
+            site["reason"] = site["reason"].replace(lost, f"{lost}: {tried['verdict']}")
+    return {**manifest, "sites": [*sites.values()]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,27 +1,28 @@
-"""`asapc demo`: the whole pipeline on a shipped checkpoint, each step with its command line."""
+"""`asapc demo`: the whole pipeline on a shipped checkpoint, each step by its own command line."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import shlex
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from asapc import commands
-from asapc.errors import InputError
-from asapc.inputs.reading import NO_OPTIONS, Reading
+from asapc.errors import EXIT_OK, InputError
+from asapc.inputs.reading import AUTO, Reading
 from asapc.inputs.recipe import Recipe
 from asapc.report import Report
 from asapc.report.advice import NEARLY
+from asapc.report.baseline import read_report
 from asapc.report.tables import comparison_table
 from asapc.session import Session
 from asapc.terminal.hints import command_line
 
-T = TypeVar("T")
 OPERATORS = {"lossless": "sinkhorn", "asap": "asap"}  # of the two compiled models
 
 
@@ -37,61 +38,53 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def run_demo(
-    run: Session, out: str, example: str = "code", reading: Reading = NO_OPTIONS
-) -> dict[str, Any]:
-    """Inspect, calibrate, compile and report in folder `out`; returns what --json prints.
+    run: Session, main: Callable[[Sequence[str]], int], out: str, example: str, reading: Reading
+) -> int:
+    """Inspect, calibrate, compile and report in folder `out`; the exit code of the first that fails.
 
-    The model is compiled twice: with the loop kept exactly, and with the loop removed, so that the
-    closing table can tell what a better loop brings from what amortisation brings.  Raises InputError.
+    main: runs the arguments of a command line.  The model is compiled twice: with the loop kept exactly,
+    and with the loop removed, so that the closing table can tell what a better loop brings from what
+    amortisation brings.  Raises InputError.
     """
     if example not in EXAMPLES:
         raise InputError(f"--example must be one of {', '.join(EXAMPLES)}", got=example)
     folder = Path(out)
     _place(folder, example)
     teacher, data, calibration = (str(folder / name) for name in ("teacher", f"{example}.npz", "calib"))
+    where: dict[str, Any] = {"device": None if reading.device == AUTO else reading.device,
+                             "threads": reading.threads}  # fmt: skip
+    commands = [
+        command_line("inspect", teacher, **where),
+        command_line(
+            "calibrate", teacher, data=data, o=calibration, recipe=folder / "asap.yaml", **where
+        ),
+    ]
+    for name in OPERATORS:
+        commands += [
+            command_line(
+                "compile", teacher, calibration=calibration, o=folder / name,
+                recipe=folder / f"{name}.yaml", data=data, **where,
+            ),
+            # One page, and one report that times all models, are enough.
+            command_line(
+                "report", folder / name, data=data, fast=name != "asap", torch_compile=name == "asap",
+                **where,
+            ),
+        ]  # fmt: skip
+    options = [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(run, name)]
     steps: list[dict[str, Any]] = []
-
-    def step(command: str, kind: str, action: Callable[[], T]) -> T:
+    for command in commands:
         run.note(f"\n$ {command}")
         start = time.monotonic()
-        result = action()
-        seconds = time.monotonic() - start
-        steps.append({"command": command, "seconds": seconds})
-        if not run.json:
-            run.present(result, kind)
-        run.note(f"{seconds:.1f} s")
-        return result
-
-    step(
-        command_line("inspect", teacher), "inspect",
-        partial(commands.inspect_model, teacher, None, reading),
-    )  # fmt: skip
-    recipe = str(folder / "asap.yaml")
-    step(
-        command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe), "calibration",
-        partial(commands.calibrate_model, run, teacher, data, calibration, recipe, reading),
-    )  # fmt: skip
-    reports, compile_seconds = {}, {}
-    for name in OPERATORS:
-        artifact, recipe = str(folder / name), str(folder / f"{name}.yaml")
-        step(
-            command_line(
-                "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
-            ),
-            "compile",
-            partial(commands.compile_model, run, teacher, calibration, artifact, recipe, data, reading),
-        )
-        compile_seconds[name] = steps[-1]["seconds"]
-        # One page, and one report that times all models, are enough.
-        measured = commands.Measured(fast=name != "asap", torch_compile=name == "asap")
-        reports[name] = step(
-            command_line(
-                "report", artifact, data=data, fast=measured.fast, torch_compile=measured.torch_compile
-            ),
-            "report",
-            partial(commands.report_artifact, run, artifact, data, measured=measured, reading=reading),
-        )
-    comparison = side_by_side(reports, compile_seconds)
+        with contextlib.redirect_stdout(io.StringIO() if run.json else run.results):
+            code = main([*shlex.split(command)[1:], *options])
+        if code:
+            return code
+        steps.append({"command": command, "seconds": time.monotonic() - start})
+        run.note(f"{steps[-1]['seconds']:.1f} s")
+    reports = {name: read_report(folder / name / "report.json") for name in OPERATORS}
+    compiling = [step["seconds"] for step in steps if step["command"].startswith("asapc compile")]
+    comparison = side_by_side(reports, dict(zip(OPERATORS, compiling, strict=True)))
     shipped, why = to_ship(comparison)
     result = {
         "folder": out, "example": example, "steps": steps, "comparison": comparison, "ship": shipped,
@@ -100,7 +93,7 @@ def run_demo(
     closing = comparison_table(comparison)
     run.show(result, lambda _: [*closing, f"ship {folder / shipped}: {why}"], lambda _: closing)
     run.note(f"the compiled models and their reports are in {folder / 'lossless'} and {folder / 'asap'}")
-    return result
+    return EXIT_OK
 
 
 def side_by_side(

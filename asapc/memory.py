@@ -115,6 +115,7 @@ class MemoryLimit:
         """
         room = self.left * share
         size = 1
+        run(size)  # what is loaded on a first call is not a batch's
         while True:
             taken = self._growth(run, size)
             if taken > room and size == 1:

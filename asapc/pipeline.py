@@ -36,10 +36,10 @@ from asapc.report.evaluate import bench as bench
 from asapc.report.gates import Gate, gate_result
 from asapc.stages.analyse import (
     Analyse,
-    Inspection,
     analyse_example,
     analyse_teacher,
     forward_signature,
+    inspection,
     require_sites,
 )
 from asapc.stages.calibrate import fit, plan_fits, tell_shortages, unfinished
@@ -54,9 +54,9 @@ from asapc.training.settings import RefreshSettings
 
 def inspect(
     teacher: Teacher, data: str | None = None, progress: Progress = SILENT, device: torch.device = CPU
-) -> Inspection:
+) -> dict[str, Any]:
     """Every attention region with its convention, or the reason it is left alone."""
-    return Inspection.of(teacher, analyse_example(teacher, data, progress, device))
+    return inspection(teacher, analyse_example(teacher, data, progress, device))
 
 
 def calibrate(

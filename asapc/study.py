@@ -28,11 +28,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from asapc.calibration.stored import AnySiteCalibration, SiteCalibration, fit_facts
+from asapc.calibration.stored import AnySiteCalibration, fit_facts
 from asapc.calibration.stream import Collector, Pending, stream
 from asapc.device import CPU, moved
 from asapc.errors import InputError
-from asapc.features.predictor import Amortised, transform_plan
+from asapc.features.predictor import Amortised
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
@@ -287,47 +287,40 @@ class _Bench:
     def block(self, rows: Sequence[Recipe], label: str) -> list[dict[str, Any]]:
         """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
         keeps its activations."""
-        together: dict[tuple[int, int], list[Recipe]] = {}
-        for place, row in enumerate(rows, start=1):  # of which every process has the same order
+        together: dict[tuple[int, int], list[int]] = {}
+        for place, row in enumerate(rows):  # of which every process has the same order
             if row.operator != LOOP:
-                alone = place if row.operator in DISTILLED else 0
-                together.setdefault((alone, row.max_examples), []).append(row)
+                alone = place + 1 if row.operator in DISTILLED else 0
+                together.setdefault((alone, row.max_examples), []).append(place)
         fitted: dict[int, Fits] = {}
         for _, alike in sorted(together.items()):
-            fitted |= self._fit_pass(alike, label)
+            fitted |= self._fit_pass({place: rows[place] for place in alike}, label)
 
-        def measure(row: Recipe) -> Part:
-            start = {**dict.fromkeys(COLUMNS), **described(row)}
-            return {}, {**start, **self._measure(row, fitted.get(id(row), ()))}
+        def measure(place: int) -> Part:
+            start = {**dict.fromkeys(COLUMNS), **described(rows[place])}
+            return {}, {**start, **self._measure(rows[place], fitted.get(place, ()))}
 
-        tracked = self.progress.track(rows, f"{label}: measuring", len(rows))
+        tracked = self.progress.track(range(len(rows)), f"{label}: measuring")
         return [found for _, (_, found) in self.processes.dealt(tracked, measure)]
 
-    def _fit_pass(self, rows: Sequence[Recipe], label: str) -> dict[int, Fits]:
+    def _fit_pass(self, rows: Mapping[int, Recipe], label: str) -> dict[int, Fits]:
         """The fits of rows that are fitted on the same examples, one a site."""
-        recipes: list[Recipe] = []
-        for recipe in map(_fitted_as, rows):
-            if recipe not in recipes:
-                recipes.append(recipe)
-        pending = [
-            Pending(place, site.name, number, _collector(site, recipe))
-            for number, recipe in enumerate(recipes)
-            for place, site in enumerate(self.analysis.sites)
-        ]
+        pending = {
+            place: [Pending(at, site.name, place, _collector(site, row))
+                    for at, site in enumerate(self.analysis.sites)]
+            for place, row in rows.items()
+        }  # fmt: skip
+        every = list(itertools.chain(*pending.values()))
+        shared = next(iter(rows.values()))
         fits, _ = stream(
-            pending,
-            examples_of_fit(self.source, recipes[0], self.batch_size, pending, processes=self.processes),
+            every,
+            examples_of_fit(self.source, shared, self.batch_size, every, processes=self.processes),
             lambda batch: self.tap(batch)[1], None, self.progress, f"{label}: calibrating",
             self.processes,
         )  # fmt: skip
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
-        fitted: dict[int, Fits] = {}
-        for row in rows:
-            number = recipes.index(_fitted_as(row))
-            pairs = zip(self.analysis.sites, (p for p in pending if p.candidate == number), strict=True)
-            fitted[id(row)] = [_planned(fits[p.key], site, row) for site, p in pairs]
-        return fitted
+        return {place: [fits[p.key] for p in own] for place, own in pending.items()}
 
     def _measure(self, row: Recipe, fits: Fits) -> dict[str, Any]:
         """What a row does at every site, and the whole model.  fits: one a site; none of a loop that is
@@ -371,21 +364,6 @@ class _Bench:
             **attention.metrics(),
             **{key: output.metrics()[key] for key in ("output_rmse", "output_rel_l2")},
         }
-
-
-def _fitted_as(recipe: Recipe) -> Recipe:
-    """The recipe whose fit this one takes: where c-transforms go on from the last dual, one for all."""
-    one = recipe.operator not in DISTILLED and recipe.aim == "last" and recipe.c_transforms > 1
-    return replace(recipe, c_transforms=1) if one else recipe
-
-
-def _planned(fit: AnySiteCalibration, site: Site, recipe: Recipe) -> AnySiteCalibration:
-    """The fit with the plan that the recipe asks for."""
-    if not isinstance(fit, SiteCalibration):
-        return fit
-    plan = transform_plan(site.loop, recipe.c_transforms, recipe.side, recipe.aim)
-    assert plan is not None
-    return replace(fit, amortised=replace(fit.amortised, plan=plan))
 
 
 def _collector(site: Site, recipe: Recipe) -> Collector:

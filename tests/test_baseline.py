@@ -23,7 +23,7 @@ from asapc.report.baseline import (
     load_baseline,
     parse_allowance,
 )
-from asapc.report.document import Check, GateReport
+from asapc.report.document import GateReport
 from asapc.report.gates import gate_result
 
 REPORT: dict[str, Any] = {
@@ -46,43 +46,56 @@ def typed(report: dict[str, Any]) -> Report:
     return Report.from_json(report, "report")
 
 
-def skipped(comparison: GateReport) -> list[Any]:
-    return list(comparison.baseline.skipped)
-
-
-def changed(**model: Any) -> dict[str, Any]:
+def with_(*changes: tuple[str, Any]) -> dict[str, Any]:
+    """The report with other values, by "sites.0.operator"; None: without it."""
     report = deepcopy(REPORT)
-    report["model"].update(model)
+    for way, value in changes:
+        *parents, key = way.split(".")
+        holder: Any = report
+        for parent in parents:
+            holder = holder[int(parent) if parent.isdigit() else parent]
+        holder[key] = value
     return report
 
 
-def against(
-    report: dict[str, Any], earlier: dict[str, Any] | None = None, *allowed: str
-) -> dict[tuple[str, str], Check]:
-    """(scope, metric) to the check."""
+def changed(**model: Any) -> dict[str, Any]:
+    return with_(*((f"model.{key}", value) for key, value in model.items()))
+
+
+def against(report: dict[str, Any], earlier: dict[str, Any] | None = None, *allowed: str) -> GateReport:
     baseline = Baseline("b.json", typed(earlier or REPORT), parse_allowance(allowed))
-    checks = compare(typed(report), baseline).checks
-    return {(own.scope, own.metric): own for own in checks}
+    return compare(typed(report), baseline)
 
 
-def worse(*arguments: Any) -> dict[tuple[str, str], str]:
+def worse(comparison: GateReport) -> dict[tuple[str, str], str]:
     """(scope, metric) to the class of what is not accepted."""
-    return {key: own.verdict for key, own in against(*arguments).items() if not own.passed}
+    return {(own.scope, own.metric): own.verdict for own in comparison.checks if not own.passed}
 
 
 def test_a_report_is_no_worse_than_itself_and_absolute_times_are_not_compared() -> None:
-    found = against(REPORT, None, "0%")
-    assert {own.verdict for own in found.values()} == {"ACCEPT"}
-    assert set(found) == {
+    found = against(REPORT, None, "0%").checks
+    assert {own.verdict for own in found} == {"ACCEPT"}
+    assert {(own.scope, own.metric) for own in found} == {
         ("model", "prediction_agreement"), ("model", "accuracy_drop"), ("model", "output_rel_l2"),
         ("model", "max_abs_error"), ("model", "speedup"), ("layers.0", "attention_rel_l2"),
         ("layers.0", "r2"),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "fails"),
-    [
+DOUBLED, SLOW = changed(output_rel_l2=0.2), ("model.speedup", 0.1)
+ERROR, R2 = ("layers.0", "attention_rel_l2"), ("layers.0", "r2")
+SITE = "sites.0.metrics.attention_rel_l2"
+UNPROVEN = [("model", name) for name in ("prediction_agreement", "accuracy_drop")]
+
+
+def sure(low: float, high: float) -> tuple[str, Any]:
+    return "model.confidence", {"output_rel_l2": [low, high]}
+
+
+# A report, an earlier one, what is allowed, and what is not accepted, a REGRESSION unless told.
+CASES: list[tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...], list[Any]]] = [
+    *((changed(**{metric: value}), None, (), [("model", metric)] if fails else [])
+      for metric, value, fails in (
         ("prediction_agreement", 0.97, False),  # exactly two points
         ("prediction_agreement", 0.969, True),
         ("accuracy_drop", 0.021, False),  # points, not 20 times the baseline's
@@ -90,103 +103,69 @@ def test_a_report_is_no_worse_than_itself_and_absolute_times_are_not_compared() 
         ("output_rel_l2", 0.1021, True),
         ("max_abs_error", 9e-6, False),  # rounding
         ("max_abs_error", 2e-5, True),  # any part of nothing is too much
-        ("speedup", 2.7, False), ("speedup", 2.6, True), ("latency_compiled_ms", 1e9, False),
-    ],
-)
-def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
-    expected = {("model", metric): "REGRESSION"} if fails else {}
-    assert worse(changed(**{metric: value})) == expected
+        ("speedup", 2.7, False), ("speedup", 2.6, True), ("latency_compiled_ms", 1e9, False))),
+    # The limit is the user's.
+    *((changed(output_rel_l2=0.105, speedup=3.5), None, allowed, fails) for allowed, fails in (
+        (("5%",), []), (("0.04",), [("model", "output_rel_l2")]),
+        (("output_rel_l2=5%", "speedup=10%"), [("model", "speedup")]))),
+    (changed(speedup=2.1), None, ("50%",), []),
+    # What chance explains is no regression, by the interval of either report.
+    *((with_(("model.output_rel_l2", 0.2), own), with_(its), (), fails) for own, its, fails in (
+        (sure(0.1, 0.2), sure(0.1, 0.1), []), (sure(0.2, 0.2), sure(0.1, 0.2), []),
+        (sure(0.1001, 0.2), sure(0.1, 0.1999), [("model", "output_rel_l2")]))),
+    # Sites are compared by name.
+    (with_((SITE, 0.05), ("sites", REPORT["sites"][::-1])), None, (), []),
+    (with_((SITE, 0.05)), with_(("sites", REPORT["sites"][::-1])), (), [ERROR]),
+    (with_((SITE, 0.05), ("sites.0.confidence", {"attention_rel_l2": [0.03, 0.06]})), None, (), []),
+    (with_(("sites.0.name", "layers.2")), None, (), [("layers.0", "sites")]),
+    # A dual that is fitted another way is another quantity; so are speeds of other machines.
+    (with_(("sites.0.metrics.r2", 0.1)), None, (), [R2]),
+    (with_(("sites.0.metrics.r2", 0.1), ("sites.0.features", ["norm"])), None, (), []),
+    (with_(SLOW), None, (), [("model", "speedup")]),
+    *((with_(SLOW, other), None, (), []) for other in (("environment.threads", 16), ("model.batch", 1))),
+    # What the baseline has must be measured again.
+    *((changed(output_rel_l2=value), None, (), [("model", "output_rel_l2", "ANOMALOUS")])
+      for value in (None, float("nan"), float("inf"))),
+    (with_((SITE, float("nan"))), None, (), [(*ERROR, "ANOMALOUS")]),
+    # Too few examples to see a regression; without an allowance any difference is seen.
+    *((report, earlier, allowed, [(*own, "ANOMALOUS") for own in fails])
+      for report, earlier in ((changed(examples=49), REPORT), (REPORT, changed(examples=49)))
+      for allowed, fails in (((), UNPROVEN), (("3%",), []), (("0",), []))),
+]  # fmt: skip
 
 
-def test_the_limit_is_the_users() -> None:
-    report = changed(output_rel_l2=0.105, speedup=3.5)
-    assert worse(report, None, "5%") == {}
-    assert worse(report, None, "0.04") == {("model", "output_rel_l2"): "REGRESSION"}
-    assert worse(report, None, "output_rel_l2=5%", "speedup=10%") == {("model", "speedup"): "REGRESSION"}
-    assert worse(changed(speedup=2.1), None, "50%") == {}
+@pytest.mark.parametrize(("report", "earlier", "allowed", "fails"), CASES)
+def test_what_counts_as_worse(
+    report: dict[str, Any], earlier: dict[str, Any] | None, allowed: tuple[str, ...], fails: list[Any]
+) -> None:
+    expected = {own[:2]: (*own, "REGRESSION")[2] for own in fails}
+    assert worse(against(report, earlier, *allowed)) == expected
 
 
-@pytest.mark.parametrize("holder", ["own", "its"])
-def test_what_chance_explains_is_no_regression(holder: str) -> None:
-    report, earlier = changed(output_rel_l2=0.2), deepcopy(REPORT)
-    narrow, wide = {"output_rel_l2": [0.1001, 0.1999]}, {"output_rel_l2": [0.1, 0.2]}
-    side = report if holder == "own" else earlier
-    side["model"]["confidence"] = narrow
-    assert worse(report, earlier) == {("model", "output_rel_l2"): "REGRESSION"}
-    side["model"]["confidence"] = wide
-    entry = against(report, earlier)["model", "output_rel_l2"]
-    assert entry.passed and "inside the confidence interval" in entry.message
+@pytest.mark.parametrize(("report", "metric", "scope", "why"), [
+    (with_(("sites.0.name", "layers.2")), "sites", "layers.2", "not in the baseline"),
+    (with_(("sites.0.features", ["norm"])), "r2", "layers.0", "another features"),
+    (with_(SLOW, ("environment.threads", 16)), "speedup", "model", "measured with another threads"),
+    (with_(SLOW, ("model.batch", 1)), "speedup", "model", "measured with another batch size"),
+])  # fmt: skip
+def test_what_is_not_compared_says_why(report: dict[str, Any], metric: str, scope: str, why: str) -> None:
+    comparison = against(report).baseline
+    assert comparison is not None
+    assert [*comparison.skipped] == [{"metric": metric, "scope": scope, "why": why}]
 
 
-def test_sites_are_compared_by_name() -> None:
-    report = deepcopy(REPORT)
-    report["sites"].reverse()
-    report["sites"][1]["metrics"]["attention_rel_l2"] = 0.05
-    assert worse(report) == {("layers.0", "attention_rel_l2"): "REGRESSION"}
-    report["sites"][1]["confidence"] = {"attention_rel_l2": [0.03, 0.06]}
-    assert worse(report) == {}
-
-
-def test_a_site_that_is_gone_is_a_regression_and_a_new_one_is_not() -> None:
-    report = deepcopy(REPORT)
-    report["sites"][0]["name"] = "layers.2"
-    comparison = compare(typed(report), Baseline("b", typed(REPORT), Allowance()))
-    gone = [own for own in comparison.checks if not own.passed]
-    assert [(own.scope, own.verdict) for own in gone] == [("layers.0", "REGRESSION")]
-    assert "no longer compiled" in gone[0].message
-    assert {"metric": "sites", "scope": "layers.2", "why": "not in the baseline"} in skipped(comparison)
-
-
-def test_a_dual_fitted_another_way_is_another_quantity() -> None:
-    report = deepcopy(REPORT)
-    report["sites"][0]["metrics"]["r2"] = 0.1
-    assert worse(report) == {("layers.0", "r2"): "REGRESSION"}
-    report["sites"][0]["features"] = ["norm"]
-    comparison = compare(typed(report), Baseline("b", typed(REPORT), Allowance()))
-    assert all(own.passed for own in comparison.checks)
-    why = {"metric": "r2", "scope": "layers.0", "why": "another features"}
-    assert skipped(comparison) == [why]
-
-
-@pytest.mark.parametrize("what", ["threads", "batch size"])
-def test_speeds_of_other_machines_are_not_compared(what: str) -> None:
-    report = changed(speedup=0.1)
-    assert worse(report) == {("model", "speedup"): "REGRESSION"}
-    if what == "threads":
-        report["environment"]["threads"] = 16
-    else:
-        report["model"]["batch"] = 1
-    comparison = compare(typed(report), Baseline("b", typed(REPORT), Allowance()))
-    assert all(own.passed for own in comparison.checks)
-    why = f"measured with another {what}"
-    assert skipped(comparison) == [{"metric": "speedup", "scope": "model", "why": why}]
-
-
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_what_the_baseline_has_must_be_measured_again(value: Any) -> None:
-    report = changed(output_rel_l2=value)
-    assert worse(report) == {("model", "output_rel_l2"): "ANOMALOUS"}
-    del report["model"]["output_rel_l2"]
-    assert worse(report) == {("model", "output_rel_l2"): "ANOMALOUS"}
-    report = deepcopy(REPORT)
-    report["sites"][0]["metrics"]["attention_rel_l2"] = float("nan")
-    assert worse(report) == {("layers.0", "attention_rel_l2"): "ANOMALOUS"}
-
-
-@pytest.mark.parametrize("few", ["now", "then"])
-def test_too_few_examples_to_see_a_regression(few: str) -> None:
-    report, earlier = deepcopy(REPORT), deepcopy(REPORT)
-    (report if few == "now" else earlier)["model"]["examples"] = 49
-    found = worse(report, earlier)
-    assert found == {("model", name): "ANOMALOUS" for name in ("prediction_agreement", "accuracy_drop")}
-    assert "at least 50 are needed" in against(report, earlier)["model", "accuracy_drop"].message
-    assert worse(report, earlier, "3%") == {}
-    assert worse(report, earlier, "0") == {}  # any difference is seen
+@pytest.mark.parametrize(("report", "told"), [
+    (with_(("sites.0.name", "layers.2")), "no longer compiled"),
+    (changed(examples=49), "at least 50 are needed"),
+    (with_(("model.output_rel_l2", 0.2), sure(0.1, 0.2)), "inside the confidence interval"),
+    (DOUBLED, "output_rel_l2 of model is 0.2, 100 % worse than the baseline's 0.1 (2 % allowed)"),
+])  # fmt: skip
+def test_checks_say_why(report: dict[str, Any], told: str) -> None:
+    assert any(told in own.message for own in against(report).checks)
 
 
 def test_the_verdict_goes_into_the_gate_without_any_limit() -> None:
-    report = changed(output_rel_l2=0.2, max_abs_error=1e-6)
-    found = typed(report)
+    found = typed(changed(output_rel_l2=0.2, max_abs_error=1e-6))
     comparison = compare(found, Baseline("b.json", typed(REPORT), Allowance()))
     result = gate_result(found, [], comparison).to_json()
     assert (result["verdict"], result["passed"]) == ("REGRESSION", False)

@@ -201,13 +201,13 @@ def test_one_module_that_cannot_be_captured_is_one_refused_row(
         plain=Attention(), asking=Attention(UNEXPORTED["numpy"]),
     )  # fmt: skip
     teacher = Teacher(model.eval(), None, "two", "0", False, None)
-    rows = pipeline.inspect(teacher, str(tmp_path / "x.npz")).sites
+    rows = pipeline.inspect(teacher, str(tmp_path / "x.npz"))["sites"]
     assert {row["name"]: row["status"] for row in rows} == {"plain": "matched", "asking": "refused"}
     (reason,) = [row["reason"] for row in rows if row["status"] == "refused"]
     assert "cannot be captured: `\"numpy\": lambda" in reason and "is read as a NumPy array" in reason
     assert capfd.readouterr() == ("", "")
     nothing = Teacher(net(inner=UNEXPORTED["scale"]), None, "net", "0", False, None)
-    (row,) = pipeline.inspect(nothing, str(tmp_path / "x.npz")).sites
+    (row,) = pipeline.inspect(nothing, str(tmp_path / "x.npz"))["sites"]
     assert row["status"] == "refused" and "test_branches.py, line " in row["reason"]
 
 

@@ -102,8 +102,7 @@ def calls(monkeypatch, tmp_path):
         return function
 
     pipeline = ModuleType("asapc.pipeline")
-    inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
-    pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
+    pipeline.inspect = stand_in("inspect", INSPECTION)  # type: ignore[attr-defined]
     calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", SimpleNamespace(manifest=MANIFEST, selection=TRAIL))  # type: ignore[attr-defined]
@@ -334,13 +333,11 @@ def test_a_lossless_model_that_is_as_fast_is_named_by_its_folder(calls, monkeypa
     assert """the lossless model: asapc.load('my out', stage="lossless")""" in err
 
 
-@pytest.mark.parametrize("command", [["export", "out"], ["demo", "--example", "none"]], ids=str)
-def test_export_and_demo_take_a_number_of_threads(command, calls, monkeypatch, capsys):
+def test_export_takes_a_number_of_threads(calls, monkeypatch, capsys):
     asked: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", asked.append)
     monkeypatch.setattr(asapc.pipeline, "export", lambda *_, **__: {}, raising=False)
-    monkeypatch.setattr("asapc.demo.run_demo", lambda run, out, example, reading: reading.place())
-    assert cli.main([*command, "--threads", "3", "--json"]) == 0
+    assert cli.main(["export", "out", "--threads", "3", "--json"]) == 0
     assert asked == [3]
 
 
@@ -422,7 +419,7 @@ def test_names_that_stdout_cannot_hold(options, calls, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
-    monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts))
+    monkeypatch.setattr("asapc.pipeline.inspect", lambda *_: facts)
     assert cli.main([*ARGUMENTS["inspect"], *options]) == 0
     sys.stdout.flush()
     if options:
@@ -494,7 +491,8 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     (demo / "teacher").mkdir()
     (demo / "teacher" / "config.json").write_text("{}")
     (demo / "digits.npz").write_text("")
-    assert cli.main(["demo", "--example", "digits", "--json"]) == 0
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    assert cli.main(["demo", "--example", "digits", "--json", "--threads", "3"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     rows = {row["model"]: row for row in result["comparison"]}
@@ -503,7 +501,7 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     assert ("no compiler" in rows["torch.compile"]["name"]) == (timed is UNCOMPILED)
     assert rows["torch.compile"]["speedup"] == (None if timed is UNCOMPILED else 1.6)
     for step in result["steps"]:
-        assert f"$ {step['command']}" in err
+        assert f"$ {step['command']}" in err and step["command"].endswith("--threads 3")
     assert sum(step["command"].startswith("asapc compile") for step in result["steps"]) == 2
     assert result["ship"] == shipped and result["why"].startswith(why)
     assert cli.main(["demo", "--example", "digits"]) == 0

@@ -298,7 +298,7 @@ def test_what_is_told_of_a_spelling(told: str, block: str, name: str, tmp_path: 
     x[::2, 9:] = 0  # padding, for the layer that asks
     np.savez(tmp_path / "x.npz", x=x)
     teacher = load_teacher(f"{tmp_path / 'layer.py'}:{name}")
-    (layer,) = inspect(teacher, str(tmp_path / "x.npz")).sites
+    (layer,) = inspect(teacher, str(tmp_path / "x.npz"))["sites"]
     if told == "compiles":
         assert layer["status"] == "matched", layer["reason"]
     else:

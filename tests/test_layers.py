@@ -13,7 +13,7 @@ LAYERS = [  # the lowest first
     "features", "operators", "kernels", "models",
     "inputs", "program", "measure", "calibration", "passes", "artifact",
     "onnx", "training", "report",
-    "stages", "pipeline", "study", "api", "backend", "session", "commands", "demo", "cli", "__main__",
+    "stages", "pipeline", "study", "api", "backend", "session", "options", "demo", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asapc import cli, commands, pipeline
+from asapc import cli, pipeline
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.settings import OnnxSettings, is_unverified, read_record
@@ -44,17 +44,20 @@ def write(folder: Path, content: bytes | None = CONTENT, **changes: Any) -> Path
 def asked(monkeypatch, tmp_path):
     """What `asapc compile` asks for; it writes a model.onnx where asked to, or for an .onnx model."""
     monkeypatch.chdir(tmp_path)
+    for place in ("teacher/config.json", "teacher.onnx", "calib/x"):
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(place).touch()
     seen: list[OnnxSettings | None] = []
 
-    def compile_model(
-        run: Any, model: str, calibration: str, out: str, *rest: Any, **options: Any
-    ) -> Any:
-        seen.append(options["onnx"])
-        if options["onnx"] is not None or model.endswith(".onnx"):
+    def compile(teacher: str, calibration: str, out: str, *rest: Any, **options: Any) -> Any:
+        *_, onnx = rest
+        seen.append(onnx)
+        if onnx is not None or teacher.endswith(".onnx"):
             write(Path(out))
-        return MANIFEST
+        return SimpleNamespace(manifest=MANIFEST, selection={})
 
-    monkeypatch.setattr(commands, "compile_model", compile_model)
+    monkeypatch.setattr("asapc.inputs.load.load_teacher", lambda model, **_: model)
+    monkeypatch.setattr(pipeline, "compile", compile)
     return seen
 
 
@@ -150,7 +153,7 @@ def test_a_file_that_is_not_the_verified_one_is_told(command, tmp_path, monkeypa
     result = {"model": {}, "sites": [], "gate": {"passed": True}}
     monkeypatch.setattr(pipeline, "bench", lambda *args, **kwargs: result)
     report = Report.from_json(result, "report")
-    monkeypatch.setattr(commands, "report_artifact", lambda *args, **kwargs: report)
+    monkeypatch.setattr(pipeline, "report", lambda *args, **kwargs: report)
     folder, data = write(tmp_path / "my out"), tmp_path / "d.npz"
     for place in (folder / "manifest.json", data):
         place.touch()

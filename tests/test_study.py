@@ -116,13 +116,13 @@ def test_calibration_sizes_and_sharing_are_kept_apart(result):
     assert len(errors) == 4  # four different fits
 
 
-def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result):
+def test_the_last_dual_is_fitted_alike_for_any_number_of_c_transforms(result):
     rows = {(row["points"], row["c_transforms"]): row for row in result["rows"][10:14]}
     assert result["output_values"] == "own" and len(rows) == 4
     for points in ("all", "active"):
         one, three = rows[points, 1], rows[points, 3]
         assert (one["aim"], three["aim"]) == ("aligned", "last")
-        assert one["r2"] == three["r2"] and one["fit_seconds"] == three["fit_seconds"]
+        assert one["r2"] == three["r2"]
         assert three["attention_rel_l2"] < one["attention_rel_l2"]
     assert rows["all", 1]["r2"] != rows["active", 1]["r2"]
 

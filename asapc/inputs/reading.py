@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from asapc.terminal.hints import option
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,16 +20,20 @@ AUTO = "auto"  # of --device
 
 @dataclass(frozen=True)
 class Reading:
-    """weights, kwargs: of a factory.  trust: a program may call any operator.  trust_remote_code: code in
-    a transformers folder may run.  device: by its name, see asapc.device.  threads: of a CPU, as many as
-    torch takes where None."""
+    """device: see asapc.device."""
 
-    weights: str | None = None
-    kwargs: str | None = None
-    trust: bool = False
-    trust_remote_code: bool = False
-    device: str = AUTO
-    threads: int | None = None
+    weights: str | None = option(
+        None, "Weights for a factory: .safetensors, .pt or .pth.", metavar="FILE"
+    )
+    kwargs: str | None = option(None, "Keyword arguments for a factory.", metavar="JSON")
+    trust: bool = option(
+        False, "Trust the file: allow any operator and any memory (see SECURITY.md)."
+    )
+    trust_remote_code: bool = option(False, "Run code from a transformers folder MODEL that you trust.")
+    device: str = option(
+        AUTO, "auto, cpu, cuda, or cuda:1; auto uses a GPU if there is one.", metavar="DEVICE"
+    )
+    threads: int | None = option(None, "Number of CPU threads. Default: torch's.", metavar="N", min=1)
 
     def teacher(self, model: str) -> Teacher:
         from asapc.inputs.load import load_teacher

@@ -29,6 +29,8 @@ from scipy.special import betaincinv, ndtr, ndtri  # scipy.stats takes a second 
 from torch import Tensor
 
 LEVEL = 0.95
+TAILS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+SEED = 0
 RESAMPLES = 2000
 _PIECE = 2**22  # drawn indices at a time: 32 MB
 
@@ -36,18 +38,18 @@ Interval = tuple[float, float]
 Values = NDArray[np.float64]
 
 
-def mean(values: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+def mean(values: Tensor) -> Interval | None:
     """Of the mean of values [n]."""
-    return ratio(values, None, level, seed)
+    return ratio(values, None)
 
 
-def root_ratio(above: Tensor, below: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+def root_ratio(above: Tensor, below: Tensor) -> Interval | None:
     """Of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
-    found = ratio(above, below, level, seed)
+    found = ratio(above, below)
     return None if found is None else (math.sqrt(max(0.0, found[0])), math.sqrt(max(0.0, found[1])))
 
 
-def ratio(above: Tensor, below: Tensor | None, level: float = LEVEL, seed: int = 0) -> Interval | None:
+def ratio(above: Tensor, below: Tensor | None) -> Interval | None:
     """Of sum above / sum below (below: ones where None); infinite where a value is not finite."""
     numerator = above.double().numpy()
     denominator = np.ones_like(numerator) if below is None else below.double().numpy()
@@ -59,26 +61,26 @@ def ratio(above: Tensor, below: Tensor | None, level: float = LEVEL, seed: int =
     if totals[1] == 0:
         return (0.0, 0.0) if totals[0] == 0 else (math.inf, math.inf)
     estimate = totals[0] / totals[1]
-    drawn_above, drawn_below = _resampled_sums(np.stack([numerator, denominator], 1), seed).T
+    drawn_above, drawn_below = _resampled_sums(np.stack([numerator, denominator], 1)).T
     # A resample of nothing but zeros below has nothing to say.
     drawn = np.sort(drawn_above / np.where(drawn_below > 0, drawn_below, np.nan))
     drawn = drawn[np.isfinite(drawn)]
     # What each example adds to the estimate, to first order and up to one factor.
     influence = numerator - estimate * denominator
-    return _bca(drawn, float(estimate), influence, level)
+    return _bca(drawn, float(estimate), influence)
 
 
-def share(hits: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+def share(hits: Tensor) -> Interval | None:
     """Of the share of True in hits [n]: percentiles, widened to the Clopper-Pearson interval."""
     count = len(hits)
     if count == 0:
         return None
-    exact = _clopper_pearson(int(hits.sum()), count, level)
-    low, high = _percentiles(hits.double(), level, seed)
+    exact = _clopper_pearson(int(hits.sum()), count)
+    low, high = _percentiles(hits.double())
     return min(low, exact[0]), max(high, exact[1])
 
 
-def difference(first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+def difference(first: Tensor, second: Tensor) -> Interval | None:
     """Of mean first - mean second, both bool [n] on the same examples, e.g. a drop of accuracy.
 
     Percentiles, widened to the square-and-add interval of the two discordant shares (only first,
@@ -90,7 +92,7 @@ def difference(first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 
         return None
     only = [int((first & ~second).sum()), int((second & ~first).sum())]
     shares = [n / count for n in only]
-    limits = [_clopper_pearson(n, count, level) for n in only]
+    limits = [_clopper_pearson(n, count) for n in only]
     # Two shares of one sample are negatively correlated: an example is in one of them at most.
     spread = math.prod(p * (1 - p) for p in shares)
     correlation = -math.prod(shares) / math.sqrt(spread) if spread > 0 else 0.0
@@ -101,21 +103,20 @@ def difference(first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 
     apart = shares[0] - shares[1]
     below = away(shares[0] - limits[0][0], limits[1][1] - shares[1])
     above = away(limits[0][1] - shares[0], shares[1] - limits[1][0])
-    low, high = _percentiles(first.double() - second.double(), level, seed)
+    low, high = _percentiles(first.double() - second.double())
     return max(-1.0, min(low, apart - below)), min(1.0, max(high, apart + above))
 
 
-def _clopper_pearson(hits: int, count: int, level: float) -> Interval:
+def _clopper_pearson(hits: int, count: int) -> Interval:
     """Of a share: its ends are quantiles of beta distributions."""
-    tail = (1 - level) / 2
-    low = 0.0 if hits == 0 else float(betaincinv(hits, count - hits + 1, tail))
-    high = 1.0 if hits == count else float(betaincinv(hits + 1, count - hits, 1 - tail))
+    low = 0.0 if hits == 0 else float(betaincinv(hits, count - hits + 1, TAILS[0]))
+    high = 1.0 if hits == count else float(betaincinv(hits + 1, count - hits, TAILS[1]))
     return low, high
 
 
-def _resampled_sums(columns: Values, seed: int) -> Values:
+def _resampled_sums(columns: Values) -> Values:
     """Sums of RESAMPLES draws of n examples with replacement.  columns: [n, c]; [RESAMPLES, c]."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(SEED)
     count = len(columns)
     rows = max(1, _PIECE // count)
     sums = []
@@ -125,13 +126,13 @@ def _resampled_sums(columns: Values, seed: int) -> Values:
     return np.concatenate(sums)
 
 
-def _percentiles(values: Tensor, level: float, seed: int) -> Interval:
-    drawn = _resampled_sums(values.double().numpy()[:, None], seed)[:, 0] / len(values)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+def _percentiles(values: Tensor) -> Interval:
+    drawn = _resampled_sums(values.double().numpy()[:, None])[:, 0] / len(values)
+    low, high = np.quantile(drawn, TAILS)
     return float(low), float(high)
 
 
-def _bca(drawn: Values, estimate: float, influence: Values, level: float) -> Interval:
+def _bca(drawn: Values, estimate: float, influence: Values) -> Interval:
     """Bias-corrected and accelerated percentiles.  drawn: sorted resampled estimates."""
     scale = float(np.abs(influence).max())
     if scale == 0 or len(drawn) == 0 or drawn[0] == drawn[-1]:
@@ -142,7 +143,7 @@ def _bca(drawn: Values, estimate: float, influence: Values, level: float) -> Int
     under = ((drawn < estimate).mean() + (drawn <= estimate).mean()) / 2
     bias = float(ndtri(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
     ends = []
-    for tail in ((1 - level) / 2, (1 + level) / 2):
+    for tail in TAILS:
         shifted = bias + float(ndtri(tail))
         moved = bias + shifted / max(1 - acceleration * shifted, 1e-3)
         ends.append(float(np.quantile(drawn, float(ndtr(moved)))))

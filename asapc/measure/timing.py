@@ -17,20 +17,15 @@ from scipy.special import bdtrik  # scipy.stats takes a second to import
 from asapc.measure.bootstrap import LEVEL, Interval
 from asapc.memory import current, forget_peak, give_back, peak
 
-MAX_ROUNDS = 10_000
 FEWEST = 6  # rounds of calls of a few seconds: with fewer, a ratio has no interval
 ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 
 def interleaved_medians(
-    functions: Mapping[str, Callable[[], Any]],
-    repeats: int = 10,
-    warmup: int = 2,
-    min_time: float = 0.0,
-    enough: float = math.inf,
+    functions: Mapping[str, Callable[[], Any]], repeats: int = 10, warmup: int = 2
 ) -> dict[str, dict[str, float]]:
     """Median and quartiles of `interleaved_times`: name -> {"median_ms", "q1", "q3"}, all in ms."""
-    times = interleaved_times(functions, repeats, warmup, min_time, enough)
+    times = interleaved_times(functions, repeats, warmup)
     return {name: quartiles(values) for name, values in times.items()}
 
 
@@ -38,23 +33,19 @@ def interleaved_times(
     functions: Mapping[str, Callable[[], Any]],
     repeats: int = 10,
     warmup: int = 2,
-    min_time: float = 0.0,
     enough: float = math.inf,
 ) -> dict[str, list[float]]:
     """Wall times of one call in ms, round by round: name -> as many as there were rounds.
 
-    Rounds go through every function once, starting one further each round.  There are at least
-    `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS), but no more
-    than FEWEST once `enough` seconds have, and one where it takes more than half of that.  Where this
-    process uses a GPU, calls are timed by its events, from an idle stream to its end.  `warmup` rounds
-    are not counted; the first is enough where it takes a tenth of `enough`.
+    Rounds go through every function once, starting one further each round.  There are `repeats` rounds,
+    but no more than FEWEST once `enough` seconds have passed, and one where it takes more than half of
+    that.  Where this process uses a GPU, calls are timed by its events, from an idle stream to its end.
+    `warmup` rounds are not counted; the first is enough where it takes a tenth of `enough`.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
     names = list(functions)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    if not names:
-        return {}
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     timed = _timed_by_events if on_gpu else _timed
     start = time.perf_counter()
@@ -67,17 +58,13 @@ def interleaved_times(
     gc.disable()  # a collection would be charged to whoever happens to run
     try:
         start = time.perf_counter()
-        rounds = 0
-        while rounds < MAX_ROUNDS:
+        for rounds in range(repeats):
             passed = time.perf_counter() - start
-            wanted = min(FEWEST, repeats) if passed >= enough else repeats
-            wanted = 1 if rounds and 2 * passed > enough * rounds else wanted
-            if rounds >= wanted and passed >= min_time:
+            if rounds and (2 * passed > enough * rounds or (passed >= enough and rounds >= FEWEST)):
                 break
-            turn = rounds % len(names)
+            turn = rounds % max(1, len(names))
             for name in names[turn:] + names[:turn]:
                 samples[name].append(timed(functions[name]))
-            rounds += 1
     finally:
         if collecting:
             gc.enable()
@@ -145,12 +132,12 @@ def ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
     return {**told, "confidence": confidence}
 
 
-def ratio_interval(above: list[float], below: list[float], level: float = LEVEL) -> Interval | None:
+def ratio_interval(above: list[float], below: list[float]) -> Interval | None:
     """Of the median of above / below, round by round: order statistics, whatever the distribution.
 
     None where rounds of both are too few, which at 95 % are five. Two functions that are equally fast
     have an interval about 1.
     """
     ratios = sorted(a / b for a, b in zip(above, below, strict=False))
-    outside = math.ceil(bdtrik((1 - level) / 2, len(ratios), 0.5)) if ratios else 0
+    outside = math.ceil(bdtrik((1 - LEVEL) / 2, len(ratios), 0.5)) if ratios else 0
     return (ratios[outside - 1], ratios[-outside]) if outside else None

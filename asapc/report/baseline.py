@@ -90,6 +90,11 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
     return Allowance(given.pop("", MAX_REGRESSION), given)
 
 
+def read_report(path: str | Path) -> Report:
+    """A report.json, with no check but that of its types.  Raises OSError, ValueError, InputError."""
+    return Report.from_json(read_json(path, MAX_BYTES, strict=True), str(path))
+
+
 def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Baseline:
     """Read and check a report.json.  Raises InputError."""
     where = f"baseline {path}"

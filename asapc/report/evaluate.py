@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from asapc.memory import MemoryLimit, give_back
 from asapc.metrics import MAP_ENTRIES, MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
-from asapc.processes import ALONE, Part, Processes, apart, together
+from asapc.processes import ALONE, Part, Processes
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
 from asapc.report.gates import Gate, check_patterns
-from asapc.report.pictures import SitePictures
+from asapc.report.pictures import MapPair, SitePictures
 from asapc.report.site_metrics import (
     SiteFidelity,
     environment,
@@ -277,7 +277,6 @@ def _within(
         sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
         _Fidelity(models, sites).add(batch, models.outputs(batch)[0], source)
 
-    step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
 
 
@@ -285,19 +284,13 @@ def _of_all(
     own: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
 ) -> tuple[list[dict[str, Any]], tuple[SitePictures, ...]]:
     """Results and pictures of the sites in this order, wherever they were measured."""
-    drawn = {name: site.pictures for name, site in own.items() if site.pictures is not None}
+    drawn = {n: list(map(astuple, s.pictures.pairs)) for n, s in own.items() if s.pictures is not None}
     results = {name: site.result() for name, site in own.items()}
-    if not processes.alone:
-        made = {name: pictures.part() for name, pictures in drawn.items()}
-        tensors = together((name, its) for name, (its, _) in made.items())
-        facts = {name: its for name, (_, its) in made.items()}
-        for parts, (its_results, its_facts) in processes.exchanged((tensors, [results, facts])):
-            results |= its_results
-            drawn |= {
-                name: SitePictures.from_part((apart(parts, name), its))
-                for name, its in its_facts.items()
-            }
-    return [results[name] for name in names], tuple(drawn[name] for name in names if name in drawn)
+    for _, (its_results, its_drawn) in processes.exchanged(({}, [results, drawn])):
+        results |= its_results
+        drawn |= its_drawn
+    pictures = (SitePictures(n, [MapPair(*pair) for pair in drawn[n]]) for n in names if n in drawn)
+    return [results[name] for name in names], tuple(pictures)
 
 
 class Unseen:

@@ -303,7 +303,7 @@ def draw_candidates(points: Sequence[Point], unit: str, limit: float | None) -> 
 
 def draw_maps(pair: MapPair) -> Figure:
     """Teacher and compiled on one colour scale; compiled - teacher on its own, around 0."""
-    teacher, compiled = pair.teacher.double(), pair.compiled.double()
+    teacher, compiled = (torch.tensor(x, dtype=torch.float64) for x in (pair.teacher, pair.compiled))
     difference = compiled - teacher
     top, end = _scale(torch.stack([teacher, compiled])), _scale(difference.abs())
     figure = Figure(figsize=(9.2, 3.2))

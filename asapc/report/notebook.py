@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from asapc.errors import InputError
-from asapc.formats.json_text import read_json
 from asapc.report.advice import LOSSLESS_PYTHON, advise, decide
-from asapc.report.baseline import MAX_BYTES
+from asapc.report.baseline import read_report
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
 from asapc.report.html import rendered
@@ -43,9 +42,8 @@ def model_html(title: str, lines: Sequence[str], folder: str) -> str:
     title: what it was compiled from.
     """
     heading = f"compiled model of {title}"
-    path = Path(folder) / "report.json"
     try:  # anybody may have written it, and a notebook goes on without
-        report = Report.from_json(read_json(path, MAX_BYTES, strict=True), str(path))
+        report = read_report(Path(folder) / "report.json")
     except (OSError, ValueError, InputError):
         rest = len(lines) - ROWS
         return _fragment(heading, lines=[*lines[:ROWS], *([f"and {rest} more"] if rest > 0 else [])])

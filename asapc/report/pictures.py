@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from asapc.processes import Part
-
 EXAMPLES = 3
 CELLS = 64  # a side of a map, at most: finer is not seen on a page
 
@@ -18,15 +16,15 @@ CELLS = 64  # a side of a map, at most: finer is not seen on a page
 class MapPair:
     """One head's attention in one example, in attention units: rows sum to about 1.
 
-    Only active queries and keys are kept.  teacher, compiled: [n, m] float32, n and m at most CELLS,
-    see `pooled`.  error: |A^ - A|_F / |A|_F before pooling.
+    Only active queries and keys are kept.  teacher, compiled: [n, m] in lists, as processes exchange
+    them, n and m at most CELLS, see `pooled`.  error: |A^ - A|_F / |A|_F before pooling.
     """
 
     example: int  # place among the examples that were measured
     head: int
     active: int  # keys
-    teacher: Tensor
-    compiled: Tensor
+    teacher: list[list[float]]
+    compiled: list[list[float]]
     error: float = 0.0
 
 
@@ -58,22 +56,6 @@ class SitePictures:
                 self.pairs += [] if pair is None else [pair]
         self.seen += len(teacher_map)
 
-    def part(self) -> Part:
-        """What another process makes the same of, see from_part."""
-        facts = [(pair.example, pair.head, pair.active, pair.error) for pair in self.pairs]
-        tensors: dict[str, Tensor] = {}
-        for number, pair in enumerate(self.pairs):
-            tensors |= {f"{number}.teacher": pair.teacher, f"{number}.compiled": pair.compiled}
-        return tensors, [self.name, facts]
-
-    @classmethod
-    def from_part(cls, part: Part) -> SitePictures:
-        tensors, (name, facts) = part
-        return cls(name, [
-            MapPair(example, head, active, tensors[f"{n}.teacher"], tensors[f"{n}.compiled"], error)
-            for n, (example, head, active, error) in enumerate(facts)
-        ])  # fmt: skip
-
 
 def pooled(attention: Tensor, cells: int = CELLS) -> Tensor:
     """[N, M] to at most [cells, cells]: the mean over pooled queries, the sum over pooled keys."""
@@ -97,5 +79,5 @@ def _pair(
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1)).clamp(min=1e-300)
     error = torch.nan_to_num(difference / norm, nan=torch.inf)  # a broken head is the one to show
     head = int(error.argmax())
-    teacher, compiled = (pooled(x[head]).float().cpu() for x in (exact, approx))
-    return MapPair(example, head, exact.shape[-1], teacher, compiled, float(error[head]))
+    maps = (pooled(x[head]).tolist() for x in (exact, approx))
+    return MapPair(example, head, exact.shape[-1], *maps, float(error[head]))

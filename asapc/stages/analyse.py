@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect as inspection
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,25 +24,15 @@ EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
 REPLAYED_BATCHES = 3
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What `asapc inspect` shows."""
-
-    model: str
-    capture: str
-    capture_reason: str | None
-    sites: list[dict[str, Any]]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, teacher: Teacher, analysis: Analysis) -> Inspection:
-        """Every site and every layer that is left alone, in the order of the graph."""
-        found: dict[str, Site | LeftAlone] = {site.name: site for site in analysis.sites}
-        found.update({left.name: left for left in analysis.left_alone})
-        entries = [_entry(found[name]) for name in analysis.regions]
-        return cls(teacher.source, analysis.capture.kind, analysis.capture.reason, entries)
+def inspection(teacher: Teacher, analysis: Analysis) -> dict[str, Any]:
+    """What `asapc inspect` shows: every site and every layer that is left alone, in the graph's order."""
+    found: dict[str, Site | LeftAlone] = {site.name: site for site in analysis.sites}
+    found.update({left.name: left for left in analysis.left_alone})
+    return {
+        "model": teacher.source, "capture": analysis.capture.kind,
+        "capture_reason": analysis.capture.reason,
+        "sites": [_entry(found[name]) for name in analysis.regions],
+    }  # fmt: skip
 
 
 def _entry(site: Site | LeftAlone) -> dict[str, Any]:
@@ -118,7 +107,7 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
         progress.note(f"{left.name} {left.status}: {left.reason}")
 
 
-def forward_signature(teacher: Teacher) -> inspection.Signature:
+def forward_signature(teacher: Teacher) -> inspect.Signature:
     """Of the teacher's forward, or of the call that an exported program was traced with.
 
     Raises InputError for a model that torch.jit has made.
@@ -129,7 +118,7 @@ def forward_signature(teacher: Teacher) -> inspection.Signature:
             got="one that torch.jit has scripted or traced", help="compile the model it was made from",
         )  # fmt: skip
     if teacher.model is not None:
-        return inspection.signature(teacher.model.forward)
+        return inspect.signature(teacher.model.forward)
     assert teacher.program is not None
     spec = teacher.program.call_spec.in_spec
     _, keywords = pytree.tree_unflatten([None] * spec.num_leaves, spec)

@@ -221,7 +221,6 @@ def _within(
         batch = next(source.batches(examples))
         take_in(_pending(analysis, recipe), tap(batch)[1])
 
-    step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, recipe.batch_size)
 
 

@@ -93,7 +93,6 @@ def _within(limit: MemoryLimit, analysis: Analysis, source: DataSource, most: in
                 apply_lossless(site.convention, t, None)  # its map, as it is compared
         give_back()
 
-    step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
 
 

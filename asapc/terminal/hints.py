@@ -6,7 +6,9 @@ Paths are as this run was given them, so it is to be run in the same folder.
 from __future__ import annotations
 
 import shlex
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 
 def command_line(command: str, *arguments: str | Path, **options: str | Path | bool | None) -> str:
@@ -25,6 +27,11 @@ def command_line(command: str, *arguments: str | Path, **options: str | Path | b
         if value is not True:
             words.append(str(value))
     return shlex.join(words)
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field of a dataclass that commands take as an option, see asapc.options.  more: of the option."""
+    return field(default=default, metadata={"help": help, **more})
 
 
 def install_line(extra: str) -> str:

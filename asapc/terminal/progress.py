@@ -61,13 +61,13 @@ class PlainProgress(Progress):
             now = time.monotonic()
             if now - last >= self.interval:
                 last = now
-                self.note(f"{label}: {done}{of_total}{left(now - start, done, total)}")
-        self.note(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
+                self.line(f"{label}: {done}{of_total}{_left(now - start, done, total)}")
+        self.line(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
         start = time.monotonic()
-        running = threading.Timer(LONGER, self.note, [f"{label} ..."])
+        running = threading.Timer(LONGER, self.line, [f"{label} ..."])
         running.daemon = True
         running.start()
         try:
@@ -76,15 +76,25 @@ class PlainProgress(Progress):
             running.cancel()
         took = time.monotonic() - start
         if took >= LONG:
-            self.note(f"{label}: {took:.1f} s")
+            self.line(f"{label}: {took:.1f} s")
+
+    def line(self, text: str) -> None:
+        """How far a loop or a phase is."""
+        self.note(text)
 
     def note(self, text: str) -> None:
         self.stream.write(f"{escaped(text)}\n")  # in one piece: a phase's line comes from another thread
         self.stream.flush()
 
 
-class Bars(Progress):
-    """A bar for each loop and phase, gone when it ends."""
+class RichProgress(Progress):
+    """Bars on a terminal, gone when their loop or phase ends; notes are printed above them."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+
+        self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
+        self._bars: RichBars | None = None
 
     def track(self, iterable: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
         with self._bar(label, _length(iterable, total)) as advance:
@@ -96,20 +106,6 @@ class Bars(Progress):
     def phase(self, label: str) -> Iterator[None]:
         with self._bar(label, None):
             yield
-
-    def _bar(self, label: str, total: int | None) -> AbstractContextManager[Callable[[], None]]:
-        """Gives what advances it by one."""
-        raise NotImplementedError
-
-
-class RichProgress(Bars):
-    """Bars on a terminal; notes are printed above them."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        from rich.console import Console
-
-        self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
-        self._bars: RichBars | None = None
 
     def note(self, text: str) -> None:
         self.console.print(escaped(text), markup=False, soft_wrap=True)
@@ -164,7 +160,7 @@ def _length(iterable: Iterable[Item], total: int | None) -> int | None:
     return len(iterable) if isinstance(iterable, Sized) else None
 
 
-def left(passed: float, done: int, total: int | None) -> str:
+def _left(passed: float, done: int, total: int | None) -> str:
     """", about 40 s left", where that is known and more than a moment."""
     seconds = passed / done * (total - done) if total is not None and done else 0.0
     return f", about {seconds:.0f} s left" if seconds >= LONG else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asapc.errors import InputError
+from asapc.terminal.hints import option
 
 CERTIFIED = "certified"
 TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
@@ -14,25 +15,27 @@ TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
 
 @dataclass(frozen=True)
 class RefreshSettings:
-    """Each field is an option of `asapc refresh`.
+    """tail, tolerance: of the loops that are left, see training.tails.  parameters: patterns of names,
+    instead of those read off the graph.  examples: at most, of each split, None for all."""
 
-    labels, distil: one of the two, cross entropy on the data's labels or KL(teacher || compiled).
-    anneal: cool soft sorts from stage to stage, and make them exact at the end.  tail, tolerance: of the
-    loops that are left, see training.tails.  parameters: patterns of names, instead of those read off the
-    graph.  examples: at most, of each split, None for all.
-    """
-
-    labels: bool = False
-    distil: bool = False
-    anneal: bool = False
-    tail: str | None = None
-    tolerance: float = TOLERANCE
-    epochs: int = 5
-    learning_rate: float = 2e-4
-    batch_size: int = 32
-    parameters: list[str] | None = None
-    examples: int | None = None
-    seed: int = 0
+    labels: bool = option(False, "Train on the labels in DATA (cross entropy).")
+    distil: bool = option(False, "Train on the teacher's predictions (KL, no labels).")
+    anneal: bool = option(False, "Turn the soft sorts of ESP layers into exact ones.")
+    tail: str | None = option(
+        None, "Pass gradients through only the last R half-steps of each exact loop, or through as few "
+        "as --tolerance allows. Default: all.", metavar="R|certified",
+    )  # fmt: skip
+    tolerance: float = option(
+        TOLERANCE, "Fraction of a layer's score gradient that a certified tail may omit."
+    )
+    epochs: int = option(5, "Number of passes over the calibration split.", min=1)
+    learning_rate: float = option(2e-4, "Adam's learning rate.")
+    batch_size: int = option(32, "Examples per step.", min=1)
+    parameters: list[str] | None = option(
+        None, "Parameters to train instead of the default; repeatable.", metavar="PATTERN"
+    )
+    examples: int | None = option(None, "Most examples to train on; held in memory.", min=1)
+    seed: int = option(0, "Seed of the order of examples.", min=0, max=2**63 - 1)
 
     @property
     def mode(self) -> Literal["labels", "distil"]:

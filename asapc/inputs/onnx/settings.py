@@ -14,7 +14,7 @@ from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 from asapc.formats.places import DIGEST, digest_of
 from asapc.inputs.settings import Switch
-from asapc.terminal.hints import install_line
+from asapc.terminal.hints import install_line, option
 
 MODEL, RECORD = "model.onnx", "onnx.json"
 DOMAIN = "ai.asapc"  # of the functions that asapc writes
@@ -25,17 +25,18 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class OnnxSettings:
-    """opset: None for DEFAULT_OPSET, or for the teacher's where its file is edited.
-    tolerance: largest difference of an output, relative to its largest entry, which counts as 1e-3 at
-    least; None for TOLERANCE, or in float16 for four times what PyTorch itself loses there.
-    float16: weights and activations in half precision, attention operators inside in float32.
+    """tolerance: an output's largest entry counts as 1e-3 at least.  float16: attention operators inside
+    stay in float32.
 
     Raises InputError for an opset that is not written, or a tolerance that is none.
     """
 
-    opset: int | None = None
-    tolerance: float | None = None
-    float16: bool = False
+    opset: int | None = option(None, "ONNX opset, 18 to 23. Default: 18, or that of an .onnx teacher.")
+    tolerance: float | None = option(
+        None, "Largest allowed difference of each ONNX output, relative to its largest entry. Default: "
+        "1e-4, or four times PyTorch's own error in float16.",
+    )  # fmt: skip
+    float16: bool = option(False, "Store weights and activations in half precision.")
 
     def __post_init__(self) -> None:
         if self.opset is not None and not OPSETS[0] <= self.opset <= OPSETS[1]:
