@@ -24,8 +24,8 @@ from asapc.kernels.gpu.tiles import (
     LN_2,
     LOG2_E,
     Tile,
+    add_exponentials,
     block_of,
-    finite_or_zero,
     in_range,
     is_half,
     load_dual,
@@ -204,11 +204,7 @@ def _half_step(
                     if attempt == 0:
                         total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
                     else:
-                        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-                        shift = finite_or_zero(new_maximum)
-                        added = tl.sum(tl.exp2(logits - shift[:, None]), 1)
-                        total = total * tl.exp2(maximum - shift) + added
-                        maximum = new_maximum
+                        maximum, total = add_exponentials(maximum, total, logits, 1)
             if attempt == 0:
                 result = log_mass + b_old - tl.log2(total)
                 again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0

@@ -32,6 +32,7 @@ from asapc.kernels.gpu.tiles import (
     is_half,
     load_dual,
     load_rows,
+    log_sum,
     logit_tile,
     pitch_of,
     spread_bias,
@@ -209,8 +210,7 @@ def _form(
                 total = tl.sum(entries, 0)
             else:
                 tl.store(p_kernel + places, logits, mask=m_place)
-                top = finite_or_zero(tl.max(logits, 0))
-                total = top + tl.log2(tl.sum(tl.exp2(logits - top[None, :]), 0))
+                total = log_sum(logits, 0)
             tl.store(p_sums + o_y, total, mask=o_y < pitch)
     if LINEAR:
         least = tl.where(m_x, least, 0.0)
