@@ -28,6 +28,7 @@ from asapc.kernels.gpu.tiles import (
     FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
+    Scores,
     finite_or_zero,
     is_half,
     load_dual,
@@ -69,29 +70,21 @@ def stored_loop(
 
     Arguments as in `streaming_loop`.
     """
-    scale, bias = loop.score_multiplier, spread_bias(bias, q, k)
+    scores = Scores(q, k, keep, spread_bias(bias, q, k), loop.score_multiplier)
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:
-        dual = close_columns(q, k, keep, bias, dual, scale, natural=False)
-    f_first = close_rows(q, k, keep, bias, dual, scale, natural=False)
+        dual = close_columns(scores, dual, natural=False)
+    f_first = close_rows(scores, dual, natural=False)
     pairs = (loop.half_steps - loop.ends_on_rows - (1 if rows_first else 2) - 1) // 2
-    f, g = _run(q, k, keep, bias, f_first, dual is not None, scale, pairs)
+    f, g = _run(scores, f_first, dual is not None, pairs)
     closes = loop.ends_on_rows
-    return attend(q, k, v, keep, bias, f, g, scale, loop.output_factor, closes, natural=False)
+    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f_first: Tensor,
-    has_dual: bool,
-    scale: float,
-    pairs: int,
-) -> tuple[Tensor, Tensor]:
+def _run(scores: Scores, f_first: Tensor, has_dual: bool, pairs: int) -> tuple[Tensor, Tensor]:
     """f [B, H, N], g [B, H, M] after a column half-step from f_first and `pairs` of row and column."""
+    q, k, keep, bias, scale = scores
     batch, heads, queries, dim = q.shape
     keys, pitch = k.shape[2], pitch_of(k)
     f, g = torch.empty_like(f_first), torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)

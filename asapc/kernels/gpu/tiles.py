@@ -44,6 +44,19 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+class Scores(NamedTuple):
+    """What scores are made of.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M].
+    """
+
+    q: Tensor
+    k: Tensor
+    keep: Tensor | None
+    bias: Tensor | None
+    multiplier: float
+
+
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
     return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
