@@ -22,12 +22,12 @@ from asapc.kernels.gpu.tiles import (
     LOG2_E,
     add_exponentials,
     block_of,
-    finite_or_zero,
     is_half,
     load_bias,
     load_dual,
     load_keep,
     load_rows,
+    log_sum,
     pitch_of,
     product,
     products,
@@ -165,9 +165,8 @@ def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X: tl.constexpr)
 @triton.jit
 def _row_dual(logits, queries):
     """-LSE_j of logits [BLOCK_X, WIDTH] in log2: f + log2 N, where f is 0 on empty rows."""
-    most = finite_or_zero(tl.max(logits, 1))
-    total = tl.sum(tl.exp2(logits - most[:, None]), 1)
-    return tl.where(total == 0.0, tl.log2(queries * 1.0), -most - tl.log2(total))
+    logs = log_sum(logits, 1)
+    return tl.where(logs == float("-inf"), tl.log2(queries * 1.0), -logs)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     LOG2_E,
     Scores,
-    finite_or_zero,
+    add_exponentials,
     is_half,
     load_dual,
     load_rows,
@@ -257,25 +257,19 @@ def _sweep(
             tl.store(p_sums + o_y, sums, mask=o_y < pitch)
         log_total = tl.log2(total)
     else:
-        tops = tl.full([ROWS, CHUNK], float("-inf"), tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        added = tl.zeros([ROWS], tl.float32)
         for start in range(0, pitch, CHUNK):
             o_y = start + o_c
             b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
-            tops = tl.maximum(tops, b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")))
-        top = finite_or_zero(tl.max(tops, 1, keep_dims=True))
-        terms = tl.zeros([ROWS, CHUNK], tl.float32)
-        for start in range(0, pitch, CHUNK):
-            o_y = start + o_c
-            b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
-            terms += tl.exp2(b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - top)
-        total = tl.sum(terms, 1, keep_dims=True)
-        log_total = tl.where(total == 0.0, 0.0, top + tl.log2(total))
+            logs = b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf"))
+            top, added = add_exponentials(top, added, logs, 1)
+        total = added[:, None]
+        log_total = tl.where(total == 0.0, 0.0, top[:, None] + tl.log2(total))
         for start in range(0, pitch, CHUNK):
             o_y = start + o_c
             logs = _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - log_total
-            most = finite_or_zero(tl.max(logs, 0, keep_dims=True))
-            sums = most + tl.log2(tl.sum(tl.exp2(logs - most), 0, keep_dims=True))
-            tl.store(p_sums + o_y, sums, mask=o_y < pitch)
+            tl.store(p_sums + o_y, log_sum(logs, 0)[None, :], mask=o_y < pitch)
     f = tl.where(total == 0.0, 0.0, b_f - log_total)
     tl.store(p_f + i_bh * queries + o_x, f, mask=m_x)
 
@@ -301,10 +295,8 @@ def _join(
         b = tl.where(total == 0.0, 1.0, tl.exp2(log_ratio + tl.zeros_like(total)) / total)
         g = tl.log2(b)
     else:
-        logs = tl.load(places, mask=mask, other=float("-inf"))
-        top = finite_or_zero(tl.max(logs, 0))
-        total = tl.sum(tl.exp2(logs - top[None, :]), 0)
-        g = tl.where(total == 0.0, 0.0, log_ratio - top - tl.log2(total))
+        logs = log_sum(tl.load(places, mask=mask, other=float("-inf")), 0)
+        g = tl.where(logs == float("-inf"), 0.0, log_ratio - logs)
         b = g
     tl.store(p_b + local * pitch + o_y, b, mask=o_y < pitch)
     tl.store(p_g + i_bh * keys + o_y, g, mask=o_y < keys)
