@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from asapc.kernels import dispatch
-from asapc.kernels.gpu import backward, block, half_step, resident, sinkhorn, stored
+from asapc.kernels.gpu import backward, block, half_step, resident, sinkhorn, stored, tiles
 from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_meaning
@@ -235,17 +235,18 @@ def assert_gradients(case: Case, loop: Any) -> None:
 def test_half_steps(name: str) -> None:
     case = Case(**CASES[name])
     q, k, _, keep, bias = case.given()
+    scored = tiles.Scores(q, k, keep, bias, SCALE)
     for start, far in ((False, None), (True, None), (True, 0.5), (True, 500.0)):
         f, g = (case.dual(first) if start else None for first in ("column", "row"))
         own = (
-            half_step.close_rows(q, k, keep, bias, g, SCALE),
-            half_step.close_columns(q, k, keep, bias, f, SCALE),
+            half_step.close_rows(scored, g),
+            half_step.close_columns(scored, f),
         )
         if far is not None:  # from earlier duals, which may be anything
             early = [x + far * torch.arange(x.shape[2], device=x.device).sin() for x in own]
             own = (
-                half_step.close_rows(q, k, keep, bias, g, SCALE, early[0]),
-                half_step.close_columns(q, k, keep, bias, f, SCALE, early[1]),
+                half_step.close_rows(scored, g, early[0]),
+                half_step.close_columns(scored, f, early[1]),
             )
         results = []
         for dtype in (torch.float64, torch.float32):

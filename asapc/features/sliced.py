@@ -19,7 +19,6 @@ Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the general case is ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,27 +33,9 @@ Sort = Callable[[Tensor], tuple[Tensor, Tensor]]
 SortValues = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Lines:
-    """a = theta . x [B, H, L, N] and b = theta . y [B, H, L, M], the largest float without mass.
-
-    n_x, n_y: [B|1, 1, 1, 1] int64, how many points carry mass.
-    """
-
-    a: Tensor
-    b: Tensor
-    n_x: Tensor
-    n_y: Tensor
-
-
-def project(clouds: Clouds, theta: Tensor) -> Lines:
-    """Both clouds on the directions theta [L, D]; O((N + M) L D) a head."""
-    a, n_x = _project(clouds.x, clouds.x_keep, theta)
-    b, n_y = _project(clouds.y, clouds.y_keep, theta)
-    return Lines(a, b, n_x, n_y)
-
-
 def _project(points: Tensor, keep: Tensor | None, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """theta . x [B, H, L, N], the largest float without mass; and how many points carry mass,
+    [B|1, 1, 1, 1] int64.  O(N L D) a head."""
     # One product per head, so that a head's rounding does not depend on the heads beside it.
     directions = theta.to(points).expand(*points.shape[:2], -1, -1)
     values = directions @ points.transpose(-1, -2)
@@ -70,20 +51,11 @@ def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sort(values, dim=-1, stable=True)
 
 
-def stable_sort_values(values: Tensor) -> Tensor:
-    return stable_sort(values)[0]
-
-
-def drop_massless(ordered: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
+def _drop_massless(ordered: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
     """0 in place of the points without mass, which are behind the first `count` sorted ones."""
     if keep is None:
         return ordered
     return ordered.masked_fill(torch.arange(ordered.shape[-1], device=ordered.device) >= count, 0.0)
-
-
-def at(ordered: Tensor, index: Tensor) -> Tensor:
-    """ordered [B, H, L, M] at int64 indices that broadcast to [B, H, L, R]."""
-    return ordered.gather(-1, index.expand(*ordered.shape[:-1], -1))
 
 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
@@ -93,26 +65,29 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
 
 
 def potentials(
-    clouds: Clouds, theta: Tensor, sort: Sort = stable_sort, sort_values: SortValues = stable_sort_values
+    clouds: Clouds, theta: Tensor, sort: Sort = stable_sort, sort_values: SortValues | None = None
 ) -> Tensor:
     """The same in the layout it is sorted in: [B, H, L, N].
 
-    Both sorts run along the last dimension, may treat ties as they like and overwrite their input.
+    Both sorts run along the last dimension, may treat ties as they like and overwrite their input;
+    sort_values gives no order.
     """
-    lines = project(clouds, theta)
-    num_x, num_y = lines.a.shape[-1], lines.b.shape[-1]
+    a, n_x = _project(clouds.x, clouds.x_keep, theta)
+    b, n_y = _project(clouds.y, clouds.y_keep, theta)
+    num_x, num_y = a.shape[-1], b.shape[-1]
     if num_x * num_y == 0:
-        return torch.zeros_like(lines.a)
-    ordered, order = sort(lines.a)
-    ordered = drop_massless(ordered, clouds.x_keep, lines.n_x)
-    ordered_y = drop_massless(sort_values(lines.b), clouds.y_keep, lines.n_y)
+        return torch.zeros_like(a)
+    ordered, order = sort(a)
+    ordered = _drop_massless(ordered, clouds.x_keep, n_x)
+    ordered_y = _drop_massless(sort_values(b) if sort_values else sort(b)[0], clouds.y_keep, n_y)
     if clouds.x_keep is None and clouds.y_keep is None and num_x == num_y:
         slope = ordered_y[..., :-1]
     else:
         ranks = torch.arange(1, num_x, device=ordered.device)
-        n_x = lines.n_x.clamp(min=1)
-        last = (ranks * lines.n_y + n_x - 1).div(n_x, rounding_mode="floor") - 1
-        slope = at(ordered_y, torch.minimum(last, lines.n_y - 1).clamp(min=0))
+        n_x = n_x.clamp(min=1)
+        last = (ranks * n_y + n_x - 1).div(n_x, rounding_mode="floor") - 1
+        last = torch.minimum(last, n_y - 1).clamp(min=0)
+        slope = ordered_y.gather(-1, last.expand(*ordered_y.shape[:-1], -1))
     low, high = ordered[..., :-1], ordered[..., 1:]
     steps = (high - low) * ((high + low) / 2 - slope)
     ranked = torch.nn.functional.pad(torch.cumsum(steps, dim=-1), (1, 0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asapc.features import CLUSTERED, Feature, feature_list
+from asapc.features import CLUSTERED, feature_list
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 from asapc.features.farthest import farthest_points
 
@@ -35,84 +36,52 @@ class Backend:
     farthest: Callable[[Clouds, int], Tensor] = farthest_points
     finish: Callable[[Tensor, Clouds], Tensor] = finished
 
+    @torch.no_grad()
     def dual(
-        self,
-        q: Tensor,
-        k: Tensor,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        parameters: Sequence[Tensor],
-        coefficients: Tensor,
-        features: str,
-        side: str,
-        score_multiplier: float,
-        half_steps: int,
-        starts_on_x: bool,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None,
+        parameters: Sequence[Tensor], coefficients: Tensor, features: str, side: str,
+        score_multiplier: float, half_steps: int, starts_on_x: bool,
+    ) -> Tensor:  # fmt: skip
         """Arguments and result as operators.asap.dual; without gradients."""
-        with torch.no_grad():
-            clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
-            listed = list(zip(*feature_list(features, parameters), strict=True))
-            return self._predicted(clouds, listed, coefficients, Budget(half_steps, starts_on_x), {})
+        clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
+        budget = Budget(half_steps, starts_on_x)
+        return self._predicted(clouds, features, parameters, coefficients, budget, False)[0]
 
+    @torch.no_grad()
     def dual_and_row_mass(
-        self,
-        q: Tensor,
-        k: Tensor,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        parameters: Sequence[Tensor],
-        coefficients: Tensor,
-        features: str,
-        score_multiplier: float,
-        half_steps: int,
-        starts_on_x: bool,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None,
+        parameters: Sequence[Tensor], coefficients: Tensor, features: str, score_multiplier: float,
+        half_steps: int, starts_on_x: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
-        with torch.no_grad():
-            clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
-            listed = list(zip(*feature_list(features, parameters), strict=True))
-            budget = Budget(half_steps, starts_on_x)
-            clustered = (i for i, (own, _) in enumerate(listed) if own.family in CLUSTERED)
-            first = next(clustered, None)
-            if first is None:
-                predicted = self._predicted(clouds, listed, coefficients, budget, {})
-                return predicted, active_share(clouds)
-            pivots = self._parameter(clouds, *listed[first])
-            assert pivots is not None
-            column, mass = self.dual_and_mass(clouds, pivots, budget, True)
-            assert mass is not None
-            return self._predicted(clouds, listed, coefficients, budget, {first: column}), mass
-
-    def _parameter(self, clouds: Clouds, feature: Feature, parameter: Tensor | None) -> Tensor | None:
-        return self.farthest(clouds, feature.count) if feature.family == "farthest" else parameter
+        clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
+        budget = Budget(half_steps, starts_on_x)
+        predicted, mass = self._predicted(clouds, features, parameters, coefficients, budget, True)
+        return predicted, active_share(clouds) if mass is None else mass
 
     def _predicted(
-        self,
-        clouds: Clouds,
-        listed: Sequence[tuple[Feature, Tensor | None]],
-        coefficients: Tensor,
-        budget: Budget,
-        known: Mapping[int, Tensor],
-    ) -> Tensor:
-        """known: features of one column that are there already, [B, H, N] each."""
-        total: Tensor | None = None
-        used = 0
-        for index, (feature, parameter) in enumerate(listed):
+        self, clouds: Clouds, features: str, parameters: Sequence[Tensor], coefficients: Tensor,
+        budget: Budget, want_mass: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The dual; and the mass of the other side's points where it is wanted, by the first feature with
+        clusters, None without one."""
+        contributions, used = list[Tensor](), 0
+        mass: Tensor | None = None
+        for feature, parameter in zip(*feature_list(features, parameters), strict=True):
             width = feature.width(clouds)
             weights = coefficients[:, used : used + width].to(clouds.x.dtype)
             used += width
             fast = self.contributions.get(feature.family)
-            if index in known:
-                contribution = known[index] * weights
-            elif feature.family in CLUSTERED:
-                pivots = self._parameter(clouds, feature, parameter)
-                assert pivots is not None
-                contribution = self.dual_and_mass(clouds, pivots, budget, False)[0] * weights
+            if feature.family in CLUSTERED:
+                pivots = self.farthest(clouds, feature.count) if parameter is None else parameter
+                column, found = self.dual_and_mass(clouds, pivots, budget, want_mass and mass is None)
+                mass = found if mass is None else mass
+                contributions.append(column * weights)
             elif fast is not None:
-                contribution = fast(clouds, parameter, weights, budget)
+                contributions.append(fast(clouds, parameter, weights, budget))
             else:
                 columns = feature.columns(clouds, parameter, budget)
-                contribution = (columns @ weights[:, :, None])[..., 0]
-            total = contribution if total is None else total + contribution
-        return self.finish(torch.zeros_like(clouds.x[..., 0]) if total is None else total, clouds)
+                contributions.append((columns @ weights[:, :, None])[..., 0])
+        if not contributions:
+            contributions.append(torch.zeros_like(clouds.x[..., 0]))
+        return self.finish(reduce(torch.add, contributions), clouds), mass

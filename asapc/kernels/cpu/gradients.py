@@ -44,16 +44,19 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True)
 class _Heads:
     """Some heads' inputs.  q: [G, N, D], times the score multiplier; k: [G, M, D]; v: [G, M, E];
-    grad: [G, N, E]; keep: [G, M]; bias: [G, N, M]; start: [G, N] or [G, M]; factor: [G, 1, 1]."""
+    grad: [G, N, E]; factor: [G, 1, 1]; start: [G, N] or [G, M]; keep: [G, M]; bias: [G, N, M]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     grad: Tensor
-    keep: Tensor | None
-    bias: Tensor | None
-    start: Tensor | None
     factor: Tensor
+    start: Tensor | None
+    keep: Tensor | None
+    bias: Tensor | None = None
+
+    def part(self, heads: slice) -> _Heads:
+        return replace(self, **{name: x[heads] for name, x in vars(self).items() if x is not None})
 
     def double(self) -> _Heads:
         wide = {name: x.double() for name, x in vars(self).items() if x is not None and name != "keep"}
@@ -75,66 +78,53 @@ def sinkhorn_backward(
 
     At least one half-step; every example has an active key.
     """
-    batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    count, depth = batch * heads, torch.zeros((batch, heads), dtype=torch.int64)
+    given = [x for x in (q, k, v, dual) if x is not None]
+    if count * queries * keys == 0:
+        dq, dk, dv, *rest = (x.new_zeros(x.shape) for x in given)
+        return Gradients(dq, dk, dv, rest[0] if rest else None, depth)
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     limits = thresholds()
-    rows_first = loop.first_side == "row"
-    dq, dk, dv = (torch.zeros(x.shape, dtype=work) for x in (q, k, v))
-    d_dual = None if dual is None else torch.zeros(dual.shape, dtype=work)
-    depth = torch.zeros((batch, heads), dtype=torch.int64)
-    if batch * heads * queries * keys == 0:
-        return _as(Gradients(dq, dk, dv, d_dual, depth), q, k, v, dual)
-    factor = factor_value(loop.output_factor, queries, keys, keep)
-    factors = torch.as_tensor(factor, dtype=work).expand(batch, heads, 1, 1).flatten(0, 1)
-    flat_q, flat_k, flat_v, flat_grad = (x.to(work).flatten(0, 1) for x in (q, k, v, grad_out))
-    scaled_q = flat_q * loop.score_multiplier
+    factor = torch.as_tensor(factor_value(loop.output_factor, queries, keys, keep), dtype=work)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.to(work).flatten(0, 1)
+
+    whole = _Heads(
+        flat(q) * loop.score_multiplier, flat(k), flat(v), flat(grad_out),
+        flat(factor.expand(batch, heads, 1, 1)), None if dual is None else flat(dual),
+        None if keep is None else keep.repeat_interleave(heads, 0),
+    )  # fmt: skip
     full_bias = None if bias is None else bias.expand(batch, heads, queries, keys)
-    start = None if dual is None else dual.to(work).flatten(0, 1)
-    bound = _range_bound(scaled_q, flat_k, start if rows_first else None, bias)
-    outs = [x.flatten(0, 1) for x in (dq, dk, dv)]
-    out_dual = None if d_dual is None else d_dual.flatten(0, 1)
-    out_depth = depth.view(-1)
-    per_group = max(1, limits.tile_bytes // (queries * keys * scaled_q.element_size()))
-    rounds = math.ceil(batch * heads / (per_group * torch.get_num_threads()))
-    per_group = math.ceil(batch * heads / (rounds * torch.get_num_threads()))
+    bound = _range_bound(whole, loop, bias)
+    outs = [torch.zeros(x.shape, dtype=work) for x in given]
+    per_group = max(1, limits.tile_bytes // (queries * keys * work.itemsize))
+    rounds = math.ceil(count / (per_group * torch.get_num_threads()))
+    per_group = math.ceil(count / (rounds * torch.get_num_threads()))
 
     def work_on(starts: Iterator[int]) -> None:
         for first in starts:
-            part = slice(first, min(first + per_group, batch * heads))
-            numbers = torch.arange(part.start, part.stop)
-            inputs = _Heads(
-                scaled_q[part],
-                flat_k[part],
-                flat_v[part],
-                flat_grad[part],
-                None if keep is None else keep[numbers // heads],
-                None if full_bias is None else full_bias[numbers // heads, numbers % heads].to(work),
-                None if start is None else start[part],
-                factors[part],
-            )
+            part = slice(first, min(first + per_group, count))
+            inputs, numbers = whole.part(part), torch.arange(part.start, part.stop)
+            if full_bias is not None:  # which is not copied for all heads that share it
+                inputs = replace(inputs, bias=full_bias[numbers // heads, numbers % heads].to(work))
             found = _group(inputs, loop, tail, limits, bound)
-            for out, gradient in zip(outs, found[:3], strict=True):
-                out[part] = gradient
-            outs[0][part] *= loop.score_multiplier
-            if out_dual is not None and found.dual is not None:
-                out_dual[part] = found.dual
-            out_depth[part] = found.depth
+            for out, gradient in zip(outs, found, strict=False):
+                out.flatten(0, 1)[part] = gradient
+            outs[0].flatten(0, 1)[part] *= loop.score_multiplier
+            depth.view(-1)[part] = found.depth
 
-    each_worker(work_on, range(0, batch * heads, per_group))
-    return _as(Gradients(dq, dk, dv, d_dual, depth), q, k, v, dual)
-
-
-def _as(found: Gradients, q: Tensor, k: Tensor, v: Tensor, dual: Tensor | None) -> Gradients:
-    d_dual = None if found.dual is None or dual is None else found.dual.to(dual.dtype)
-    return Gradients(found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), d_dual, found.depth)
+    each_worker(work_on, range(0, count, per_group))
+    dq, dk, dv, *rest = (out.to(x.dtype) for out, x in zip(outs, given, strict=True))
+    return Gradients(dq, dk, dv, rest[0] if rest else None, depth)
 
 
-def _range_bound(q: Tensor, k: Tensor, key_dual: Tensor | None, bias: Tensor | None) -> float:
+def _range_bound(inputs: _Heads, loop: Loop, bias: Tensor | None) -> float:
     """Upper bound of a row's range of scores, by Cauchy-Schwarz; infinite where only scores tell."""
-    if bias is not None or key_dual is not None:
+    if bias is not None or (inputs.start is not None and loop.first_side == "row"):
         return math.inf
-    return 2.0 * float((q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)).max())
+    return 2.0 * float((inputs.q.norm(dim=-1).amax(-1) * inputs.k.norm(dim=-1).amax(-1)).max())
 
 
 def _group(inputs: _Heads, loop: Loop, tail: Tail, limits: Thresholds, bound: float) -> Gradients:

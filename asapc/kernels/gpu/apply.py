@@ -24,6 +24,7 @@ from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     LN_2,
     LOG2_E,
+    Scores,
     Tile,
     block_of,
     finite_or_zero,
@@ -37,48 +38,6 @@ from asapc.kernels.gpu.tiles import (
     spread_bias,
     strides_of,
 )
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f: Tensor | None,
-    g: Tensor | None,
-    score_multiplier: float,
-    output_factor: Sequence[float],
-    closes: bool,
-    natural: bool = True,
-) -> Tensor:
-    """factor * exp(S + f + g) v: [B, H, N, E] in v's dtype.
-
-    q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool; bias: broadcastable to
-    [B, H, N, M]; f: [B, H, N]; g: [B, H, M], None for 0; output_factor as in operators.sinkhorn.
-    closes: by a row c-transform first, of which f, if given, is an older result; natural: as in
-    half_step.close_rows.
-    """
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
-    _launch(q, k, v, keep, bias, f, g, score_multiplier, output_factor, closes, natural, out, None)
-    return out
-
-
-def attend_and_dual(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    g: Tensor | None,
-    score_multiplier: float,
-    output_factor: Sequence[float],
-) -> tuple[Tensor, Tensor]:
-    """`attend` with the last row c-transform, in float32, and the dual f [B, H, N] it ends on."""
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-    f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _launch(q, k, v, keep, bias, None, g, score_multiplier, output_factor, True, True, out, f)
-    return out, f
 
 
 def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, has_keep: bool) -> Tile:
@@ -99,25 +58,23 @@ def tile_for(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, has_keep: bool) ->
     return Tile(*blocks, num_warps=warps, num_stages=stages)
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f: Tensor | None,
-    g: Tensor | None,
-    score_multiplier: float,
-    output_factor: Sequence[float],
-    closes: bool,
-    natural: bool,
-    out: Tensor,
-    new_f: Tensor | None,
-) -> None:
-    """out: [B, H, N, E]; new_f: [B, H, N] where the closed rows' dual is wanted; both contiguous."""
+def attend(
+    scores: Scores, v: Tensor, f: Tensor | None, g: Tensor | None, output_factor: Sequence[float],
+    closes: bool, natural: bool = True, with_dual: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """factor * exp(S + f + g) v: [B, H, N, E] in v's dtype; and None.
+
+    v: [B, H, M, E]; f: [B, H, N]; g: [B, H, M], None for 0; output_factor as in operators.sinkhorn.
+    closes: by a row c-transform first, of which f, if given, is an older result; natural: as in
+    half_step.close_rows.  with_dual: the product in float32, and f [B, H, N] of this transform.
+    """
+    q, k, keep, bias, score_multiplier = scores
     batch, heads, queries, dim = q.shape
+    out_dtype = torch.float32 if with_dual else v.dtype
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=out_dtype, device=q.device)
+    new_f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if with_dual else None
     if queries * batch * heads == 0:
-        return
+        return out, new_f
     bias = spread_bias(bias, q, k)
     factor, factors = split_factor(output_factor, queries, k.shape[2], keep)
 
@@ -158,6 +115,7 @@ def _launch(
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
+    return out, new_f
 
 
 @triton.jit

@@ -30,10 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels.gpu.apply import attend_and_dual
+from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
+    Scores,
     block_of,
     is_half,
     load_dual,
@@ -51,16 +52,6 @@ from asapc.operators.sinkhorn import factor_value, score_matrix
 SIZE_ENTRIES = 1 << 24  # of a block of scores in plain PyTorch
 RANK_STEP = tl.constexpr(16)  # of an orbit's rank: what a product takes at once
 REACH = 40.0  # of the duals' moves: a plan's entry of 1e-8 stays far from the end of float32's range
-
-
-class Inputs(NamedTuple):
-    """What scores are made of.  q: [B, H, N, D]; k: [B, H, M, D]; shapes as in operators/."""
-
-    q: Tensor
-    k: Tensor
-    keep: Tensor | None
-    bias: Tensor | None
-    score_multiplier: float
 
 
 class Output(NamedTuple):
@@ -108,7 +99,7 @@ def sinkhorn_backward(
 
     A tolerance of the tail waits for the GPU after every half-step.
     """
-    inputs = Inputs(q, k, keep, bias, loop.score_multiplier)
+    inputs = Scores(q, k, keep, bias, loop.score_multiplier)
     output = Output(grad_out, v, loop.output_factor)
     rows_first = loop.first_side == "row"
     sides: list[Side] = [
@@ -120,12 +111,12 @@ def sinkhorn_backward(
     pairs, out = [], None
     for step, side in enumerate(sides):
         if side == "column":
-            g = close_columns(q, k, keep, bias, f, loop.score_multiplier)
+            g = close_columns(inputs, f)
         elif step + 1 < len(sides):
-            f = close_rows(q, k, keep, bias, g, loop.score_multiplier)
+            f = close_rows(inputs, g)
         else:
-            out, f = _attend_again(inputs, output, g)
-        pairs.append((f, g))
+            out, f = attend(inputs, v, None, g, output.factor, True, with_dual=True)
+        pairs.append((_given(f), g))
     grad = None  # of the dual that the step at hand has made; then of the other, which it was made from
     terms: list[Terms] = []
     most = min(tail.most, len(sides))
@@ -134,7 +125,7 @@ def sinkhorn_backward(
         side, pair = sides[step], pairs[step]
         applied = output if step + 1 == len(sides) else None
         if out is not None and applied is not None:
-            grad = _row_products(output, out)
+            grad = (grad_out.float() * out).sum(-1)  # sum_j factor <dout_i, v_j> P_ij
         elif applied is not None:
             grad = _slopes(inputs, one_term(inputs, *pair, side, None), output, side, sums=True)[2]
         terms.append(one_term(inputs, *pair, side, grad))
@@ -164,7 +155,7 @@ def sinkhorn_backward(
     return _given(dq), _given(dk), _given(dv), grad_dual, depth
 
 
-def _allowed(tail: Tail, inputs: Inputs, output: Output, f: Tensor, g: Tensor) -> Tensor:
+def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -> Tensor:
     """What a tail may leave out [B, H], in plain PyTorch, by blocks of rows."""
     q, k, keep, bias, score_multiplier = inputs
     batch, heads, queries, _ = q.shape
@@ -204,14 +195,14 @@ def _finite(values: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values, 0.0)
 
 
-def zero_duals(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def zero_duals(inputs: Scores) -> tuple[Tensor, Tensor]:
     shapes = inputs.q.shape[:3], inputs.k.shape[:3]
     f, g = (torch.zeros(shape, dtype=torch.float32, device=inputs.q.device) for shape in shapes)
     return f, g
 
 
 def one_term(
-    inputs: Inputs, f: Tensor | None, g: Tensor | None, closed: Side, grad: Tensor | None
+    inputs: Scores, f: Tensor | None, g: Tensor | None, closed: Side, grad: Tensor | None
 ) -> Terms:
     """The half-step that closed a side with the plan exp(S + f + g); grad: of its new dual, None 0."""
     zero_f, zero_g = zero_duals(inputs)
@@ -224,23 +215,13 @@ def one_term(
     return Terms(full_f[None], full_g[None], row[None], column[None])
 
 
-def _attend_again(inputs: Inputs, output: Output, g: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, k, keep, bias, score_multiplier = inputs
-    return attend_and_dual(q, k, output.v, keep, bias, g, score_multiplier, output.factor)
-
-
-def _row_products(output: Output, out: Tensor) -> Tensor:
-    """df_i of the apply: sum_j factor <dout_i, v_j> P_ij = <dout_i, out_i>: [B, H, N]."""
-    return (output.grad.float() * out).sum(-1)
-
-
 def _given(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 
 
 def _slopes(
-    inputs: Inputs,
+    inputs: Scores,
     terms: Terms,
     output: Output | None,
     side: Side,

@@ -18,7 +18,17 @@ from torch import Tensor
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import CoarseProblem, columns, row_mass
 from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
-from asapc.kernels.gpu.tiles import FLOAT32_PRECISION, LN_2, LOG2_E, finite_or_zero
+from asapc.kernels.gpu.tiles import (
+    FLOAT32_PRECISION,
+    LN_2,
+    LOG2_E,
+    add_exponentials,
+    finite_or_zero,
+    load_rows,
+    log_sum,
+    products,
+    with_mass,
+)
 
 MAX_PIVOTS = 128
 TILE = 4096  # entries of S that a program reads at once
@@ -182,12 +192,8 @@ def _farthest(
     b_active = tl.zeros([BLOCK_Y], tl.float32)
     for start in range(0, num_y, BLOCK_Y):
         o_m = start + o_y
-        m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
-        b_y = tl.load(
-            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
-            mask=m_y[:, None] & m_d[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_sum += tl.sum(b_y, 0)
+        m_y = with_mass(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
+        b_sum += tl.sum(load_rows(p_y, o_m, m_y, o_d, dim, stride_ym, stride_yd, True), 0)
         b_active += m_y.to(tl.float32)
     b_pivot = b_sum / tl.maximum(tl.sum(b_active, 0), 1.0)
 
@@ -197,11 +203,8 @@ def _farthest(
         for start in range(0, num_y, BLOCK_Y):
             o_m = start + o_y
             m_m = o_m < num_y
-            m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
-            b_y = tl.load(
-                p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
-                mask=m_m[:, None] & m_d[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+            m_y = with_mass(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
+            b_y = load_rows(p_y, o_m, m_m, o_d, dim, stride_ym, stride_yd, True)
             b_away = tl.where(m_d[None, :], b_y - b_pivot[None, :], 0.0)
             b_least = tl.sum(b_away * b_away, 1)
             if step > 1:  # the mean, which the first was compared with, is no pivot
@@ -220,46 +223,12 @@ def _farthest(
 
 
 @triton.jit
-def _kept(p_keep, stride_keep, o_n, length, KEEP: tl.constexpr):
-    """The points that exist and carry mass."""
-    m_n = o_n < length
-    if KEEP:
-        m_n = m_n & (tl.load(p_keep + o_n * stride_keep, mask=m_n, other=0) != 0)
-    return m_n
-
-
-@triton.jit
-def _products(
-    p_a, stride_a, stride_ad, o_a, m_a, p_b, stride_b, stride_bd, o_b, m_b, dim,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """a_i . b_j [BLOCK_A, BLOCK_B], a few dimensions at a time."""
-    b_dot = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
-    for d in range(0, dim, BLOCK_D):
-        o_d = d + tl.arange(0, BLOCK_D)
-        m_d = o_d < dim
-        b_a = tl.load(
-            p_a + o_a[:, None] * stride_a + o_d[None, :].to(tl.int64) * stride_ad,
-            mask=m_a[:, None] & m_d[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_b = tl.load(
-            p_b + o_b[None, :] * stride_b + o_d[:, None].to(tl.int64) * stride_bd,
-            mask=m_b[None, :] & m_d[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_dot = tl.dot(b_a, b_b, b_dot, input_precision=PRECISION)
-    return b_dot
-
-
-@triton.jit
 def _pivot_norms(p_z, stride_zr, stride_zd, o_r, m_r, dim, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """|z|^2 / 2 [WIDTH]; infinite on padding, which is then nearest to nothing."""
     b_norm = tl.zeros([WIDTH], tl.float32)
     for d in range(0, dim, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        b_z = tl.load(
-            p_z + o_r[:, None] * stride_zr + o_d[None, :].to(tl.int64) * stride_zd,
-            mask=m_r[:, None] & (o_d < dim)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        b_z = load_rows(p_z, o_r, m_r, o_d, dim, stride_zr, stride_zd, True)
         b_norm += tl.sum(b_z * b_z, 1)
     return tl.where(m_r, b_norm * 0.5, float("inf"))
 
@@ -293,10 +262,10 @@ def _clusters(
     first = tl.program_id(1) * rows
     for start in range(first, tl.minimum(first + rows, num_y), BLOCK_Y):
         o_m = start + tl.arange(0, BLOCK_Y).to(tl.int64)
-        m_y = _kept(p_keep, stride_km, o_m, num_y, KEEP)
-        b_dot = _products(
-            p_y, stride_ym, stride_yd, o_m, m_y, p_z, stride_zr, stride_zd, o_r, m_r, dim, BLOCK_Y, WIDTH,
-            BLOCK_D, PRECISION,
+        m_y = with_mass(p_keep, stride_km, o_m, num_y, KEEP)
+        b_dot = products(
+            None, p_y, p_z, o_m, o_r, m_y, m_r, dim, stride_ym, stride_yd, stride_zr, stride_zd, True,
+            PRECISION, BLOCK_Y, WIDTH, BLOCK_D, True,
         )  # fmt: skip
         b_far = b_norm[None, :] - b_dot
         b_nearest = (b_far == tl.min(b_far, 1)[:, None]) & m_y[:, None]
@@ -304,12 +273,8 @@ def _clusters(
         b_member = b_member / tl.maximum(tl.sum(b_member, 1), 1.0)[:, None]
         places = p_member + (i_bh * num_y + o_m)[:, None] * count + o_r[None, :]
         tl.store(places, b_member, mask=(o_m < num_y)[:, None] & m_r[None, :])
-        m_local = m_y[:, None] & m_d[None, :]
-        b_y = tl.load(
-            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
-            mask=m_local, other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_local = tl.where(m_local, b_y - b_centre[None, :], 0.0)
+        b_y = load_rows(p_y, o_m, m_y, o_d, dim, stride_ym, stride_yd, True)
+        b_local = tl.where(m_y[:, None] & m_d[None, :], b_y - b_centre[None, :], 0.0)
         b_offset = tl.dot(tl.trans(b_member), b_local, b_offset, input_precision=PRECISION)
         b_second += tl.sum(b_member * tl.sum(b_local * b_local, 1)[:, None], 0)
         b_count += tl.sum(b_member, 0)
@@ -343,10 +308,7 @@ def _scores(
         b_mean = tl.load(p_rows[None, :] + o_d[:, None], mask=m_d[:, None] & m_r[None, :], other=0.0)
         b_mean = b_mean / b_count[None, :]
         b_centre = tl.load(p_centre + i_bh * dim + o_d, mask=m_d, other=0.0)
-        b_x = tl.load(
-            p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
-            mask=m_n[:, None] & m_d[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        b_x = load_rows(p_x, o_n, m_n, o_d, dim, stride_xn, stride_xd, True)
         b_dot = tl.dot(b_x, b_mean + b_centre[:, None], b_dot, input_precision=PRECISION)
         b_norm += tl.sum(b_x * b_x, 1)
         b_square += tl.sum(b_mean * b_mean, 0)
@@ -368,8 +330,7 @@ def _joined(p_parts, first, parts, count, o_r, PARTS: tl.constexpr):
         p_parts + (first + o_p)[:, None] * count + o_r[None, :],
         mask=(o_p < parts)[:, None] & (o_r < count)[None, :], other=float("-inf"),
     )  # fmt: skip
-    b_most = finite_or_zero(tl.max(b_parts, 0))
-    return b_most + tl.log2(tl.sum(tl.exp2(b_parts - b_most[None, :]), 0))
+    return log_sum(b_parts, 0)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -421,12 +382,9 @@ def _sweep(
             b_u = -(b_most + tl.log2(tl.where(b_total > 0, b_total, 1.0)))
             tl.store(p_u + o_n, b_u * LN_2, mask=m_n)
             b_logit += b_u[:, None]
-        m_x = _kept(p_keep, stride_keep, o_n, num_x, KEEP)
+        m_x = with_mass(p_keep, stride_keep, o_n, num_x, KEEP)
         b_logit = tl.where(m_x[:, None], b_logit, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_logit, 0))
-        b_safe = finite_or_zero(b_new)
-        b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(b_logit - b_safe[None, :]), 0)
-        b_top = b_new
+        b_top, b_sum = add_exponentials(b_top, b_sum, b_logit, 0)
     return b_top + tl.log2(b_sum)
 
 

@@ -16,6 +16,7 @@ from asapc.features.clouds import Clouds
 from asapc.kernels.dual import Backend
 from asapc.kernels.gpu import coarse, gaussian, sliced, tiles
 from asapc.kernels.gpu.launch import keep_arguments, padded
+from asapc.kernels.gpu.tiles import load_rows, with_mass
 
 
 def supported(q: Tensor, k: Tensor, features: str) -> str | None:
@@ -66,22 +67,15 @@ def _finish(
     b_count = tl.zeros([BLOCK_ALL], tl.float32)
     for start in range(0, num_x, BLOCK_ALL):
         o_n = start + tl.arange(0, BLOCK_ALL).to(tl.int64)
-        m_n = o_n < num_x
-        if KEEP:
-            m_n = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
+        m_n = with_mass(p_keep, stride_kn, o_n, num_x, KEEP)
         b_sum += tl.load(p_total + o_n * stride_tn, mask=m_n, other=0.0)
         b_count += m_n.to(tl.float32)
     mean = tl.sum(b_sum, 0) / tl.maximum(tl.sum(b_count, 0), 1.0)
     o_d = tl.arange(0, DEEP)
     o_n = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < num_x
-    b_x = tl.load(
-        p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
-        mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    m_mass = m_n
-    if KEEP:
-        m_mass = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
+    b_x = load_rows(p_x, o_n, m_n, o_d, dim, stride_xn, stride_xd, True)
+    m_mass = with_mass(p_keep, stride_kn, o_n, num_x, KEEP)
     b_own = tl.load(p_total + o_n * stride_tn, mask=m_mass, other=0.0)
     b_own = tl.where(m_mass, b_own - mean, 0.0)
     tl.store(p_out + i_bh * num_x + o_n, b_own - tl.sum(b_x * b_x, 1) * 0.5, mask=m_n)

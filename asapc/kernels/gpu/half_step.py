@@ -23,9 +23,10 @@ from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     LN_2,
     LOG2_E,
+    Scores,
     Tile,
+    add_exponentials,
     block_of,
-    finite_or_zero,
     in_range,
     is_half,
     load_dual,
@@ -38,45 +39,28 @@ from asapc.kernels.gpu.tiles import (
 
 
 def close_rows(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    g: Tensor | None,
-    score_multiplier: float,
-    old: Tensor | None = None,
-    natural: bool = True,
+    scores: Scores, g: Tensor | None, old: Tensor | None = None, natural: bool = True,
     launches: Launches | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """T_Q: f [B, H, N] float32 from the target dual g [B, H, M], None for 0; 0 without active keys.
 
-    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M]; old: an
-    earlier f, if there is one; natural: the unit of all duals is that of ln, else that of log2.
+    old: an earlier f, if there is one; natural: the unit of all duals is that of ln, else that of log2.
     """
-    bias = spread_bias(bias, q, k)
-    f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(q, k, keep, bias, g, old, score_multiplier, f, False, natural, launches or Launches())
+    bias = spread_bias(scores.bias, scores.q, scores.k)
+    return _close(scores._replace(bias=bias), g, old, False, natural, launches or Launches())
 
 
 def close_columns(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f: Tensor | None,
-    score_multiplier: float,
-    old: Tensor | None = None,
-    natural: bool = True,
+    scores: Scores, f: Tensor | None, old: Tensor | None = None, natural: bool = True,
     launches: Launches | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys.
 
     old, natural, launches: as in `close_rows`.
     """
-    bias = spread_bias(bias, q, k)
-    bias = None if bias is None else bias.transpose(2, 3)
-    g = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
-    return _close(k, q, keep, bias, f, old, score_multiplier, g, True, natural, launches or Launches())
+    bias = spread_bias(scores.bias, scores.q, scores.k)
+    turned = scores._replace(q=scores.k, k=scores.q, bias=None if bias is None else bias.mT)
+    return _close(turned, f, old, True, natural, launches or Launches())
 
 
 def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
@@ -97,20 +81,13 @@ def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
 
 
 def _close(
-    x: Tensor,
-    y: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    old: Tensor | None,
-    score_multiplier: float,
-    out: Tensor,
-    keep_on_x: bool,
-    natural: bool,
+    scores: Scores, dual: Tensor | None, old: Tensor | None, keep_on_x: bool, natural: bool,
     launches: Launches,
-) -> Tensor:
-    """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; old, out: [B, H, X]."""
+) -> Tensor:  # fmt: skip
+    """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; old: [B, H, X]."""
+    x, y, keep, bias, score_multiplier = scores
     batch, heads, count_x, dim = x.shape
+    out = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     if out.numel() == 0:
         return out
 
@@ -204,11 +181,7 @@ def _half_step(
                     if attempt == 0:
                         total += tl.sum(tl.exp2(logits + b_old[:, None]), 1)
                     else:
-                        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-                        shift = finite_or_zero(new_maximum)
-                        added = tl.sum(tl.exp2(logits - shift[:, None]), 1)
-                        total = total * tl.exp2(maximum - shift) + added
-                        maximum = new_maximum
+                        maximum, total = add_exponentials(maximum, total, logits, 1)
             if attempt == 0:
                 result = log_mass + b_old - tl.log2(total)
                 again = tl.max((m_x & ~in_range(total)).to(tl.int32), 0) > 0

@@ -20,13 +20,14 @@ from asapc.kernels.gpu.tiles import (
     FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
+    add_exponentials,
     block_of,
-    finite_or_zero,
     is_half,
     load_bias,
     load_dual,
     load_keep,
     load_rows,
+    log_sum,
     pitch_of,
     product,
     products,
@@ -135,10 +136,7 @@ def _form(
             if HAS_F:
                 scores += LOG2_E * load_dual(p_f, o_x, m_x, stride_fn)[:, None]
             scores = tl.where(m_x[:, None], scores, float("-inf"))
-            b_new = tl.maximum(b_top, tl.max(scores, 0))
-            b_safe = finite_or_zero(b_new)
-            b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
-            b_top = b_new
+            b_top, b_sum = add_exponentials(b_top, b_sum, scores, 0)
     return b_top + tl.log2(b_sum)
 
 
@@ -167,9 +165,8 @@ def _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X: tl.constexpr)
 @triton.jit
 def _row_dual(logits, queries):
     """-LSE_j of logits [BLOCK_X, WIDTH] in log2: f + log2 N, where f is 0 on empty rows."""
-    most = finite_or_zero(tl.max(logits, 1))
-    total = tl.sum(tl.exp2(logits - most[:, None]), 1)
-    return tl.where(total == 0.0, tl.log2(queries * 1.0), -most - tl.log2(total))
+    logs = log_sum(logits, 1)
+    return tl.where(logs == float("-inf"), tl.log2(queries * 1.0), -logs)
 
 
 @triton.jit
@@ -180,10 +177,7 @@ def _pair(p_scratch, queries, keys, pitch, o_y, m_pitch, b, BLOCK_X: tl.constexp
     for start in range(0, queries, BLOCK_X):
         scores = _rows(p_scratch, start, queries, pitch, o_y, m_pitch, BLOCK_X)
         scores += _row_dual(scores + b[None, :], queries)[:, None]
-        b_new = tl.maximum(b_top, tl.max(scores, 0))
-        b_safe = finite_or_zero(b_new)
-        b_sum = b_sum * tl.exp2(b_top - b_safe) + tl.sum(tl.exp2(scores - b_safe[None, :]), 0)
-        b_top = b_new
+        b_top, b_sum = add_exponentials(b_top, b_sum, scores, 0)
     b = tl.log2(queries * 1.0 / keys) - b_top - tl.log2(b_sum)
     return tl.where(b_sum == 0.0, float("-inf"), b)
 

@@ -14,7 +14,7 @@ from asapc.kernels.gpu import resident, stored
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.launch import Launches
-from asapc.kernels.gpu.tiles import LOG2_E, supported
+from asapc.kernels.gpu.tiles import LOG2_E, Scores, supported
 from asapc.kernels.loop import Loop
 
 __all__ = ["sinkhorn_loop", "streaming_loop", "supported"]
@@ -52,18 +52,18 @@ def streaming_loop(
     loop: Loop,
 ) -> Tensor:
     """The same in O(N + M) memory beside the output, for any N and M."""
-    scale = loop.score_multiplier
+    scores = Scores(q, k, keep, bias, loop.score_multiplier)
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_turn = loop.first_side == "row"
     f, g = (None, dual) if rows_turn else (dual, None)
     launches = Launches()
     for _ in range(loop.half_steps - loop.ends_on_rows):
         if rows_turn:
-            f = close_rows(q, k, keep, bias, g, scale, f, False, launches)
+            f = close_rows(scores, g, f, False, launches)
         else:
-            g = close_columns(q, k, keep, bias, f, scale, g, False, launches)
+            g = close_columns(scores, f, g, False, launches)
         rows_turn = not rows_turn
     if not loop.ends_on_rows and f is None:
         f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
     closes = loop.ends_on_rows  # within the product with the values
-    return attend(q, k, v, keep, bias, f, g, scale, loop.output_factor, closes, natural=False)
+    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]

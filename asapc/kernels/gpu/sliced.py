@@ -16,6 +16,7 @@ from torch import Tensor
 from asapc.features import sliced
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.gpu.launch import keep_arguments, padded
+from asapc.kernels.gpu.tiles import products, with_mass
 
 MAX_POINTS = 1024
 SORTED = 2048  # keys that a program sorts at once
@@ -82,36 +83,17 @@ def _project(
     o_n = ((i_block % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     o_l = ((i_block // blocks_n) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
     m_n, m_l = o_n < count, o_l < slices
-    b_lines = tl.zeros([BLOCK_L, BLOCK_N], tl.float32)
-    for d in range(0, dim, BLOCK_D):
-        o_d = d + tl.arange(0, BLOCK_D)
-        m_d = o_d < dim
-        b_theta = tl.load(
-            p_theta + o_l[:, None] * stride_tl + o_d[None, :].to(tl.int64) * stride_td,
-            mask=m_l[:, None] & m_d[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_a = tl.load(
-            p_a + o_n[None, :] * stride_an + o_d[:, None].to(tl.int64) * stride_ad,
-            mask=m_n[None, :] & m_d[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        b_lines = tl.dot(b_theta, b_a, b_lines, input_precision=PRECISION)
+    b_lines = products(
+        None, p_theta, p_a, o_l, o_n, m_l, m_n, dim, stride_tl, stride_td, stride_an, stride_ad, True,
+        PRECISION, BLOCK_L, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
     p_lines += i_bh * slices * count
     tl.store(p_lines + o_l[:, None] * count + o_n[None, :], b_lines, mask=m_l[:, None] & m_n[None, :])
 
 
 @triton.jit
-def _mass(p_keep, stride_keep, o_n, length, KEEP: tl.constexpr):
-    """The points that exist and carry mass, and how many they are."""
-    m_n = o_n < length
-    if KEEP:
-        m_n = m_n & (tl.load(p_keep + o_n * stride_keep, mask=m_n, other=0) != 0)
-    return m_n, tl.sum(m_n.to(tl.int32), 0)
-
-
-@triton.jit
-def _ordered_bits(b_a):
-    """int32 with the order of the float32 it is made of; its own inverse on the bits."""
-    b_bits = b_a.to(tl.int32, bitcast=True)
+def _ordered(b_bits):
+    """int32 with the order of the float32 whose bits are given; its own inverse."""
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
 
@@ -135,19 +117,18 @@ def _potentials(
     m_l = (o_l < slices)[:, None]
     o_x = tl.arange(0, BLOCK_X)
     o_y = tl.arange(0, BLOCK_Y)
-    m_x, n_x = _mass(p_xkeep + i_b * stride_xkb, stride_xkn, o_x, num_x, X_KEEP)
-    m_y, n_y = _mass(p_ykeep + i_b * stride_ykb, stride_ykm, o_y, num_y, Y_KEEP)
+    m_x = with_mass(p_xkeep + i_b * stride_xkb, stride_xkn, o_x, num_x, X_KEEP)
+    m_y = with_mass(p_ykeep + i_b * stride_ykb, stride_ykm, o_y, num_y, Y_KEEP)
+    n_x, n_y = tl.sum(m_x.to(tl.int32), 0), tl.sum(m_y.to(tl.int32), 0)
     p_a = p_x + o_l[:, None] * num_x
     p_b = p_y + o_l[:, None] * num_y
 
     # Points beyond the cloud have the largest index of all: they sort behind those without mass.
     b_a = tl.load(p_a + o_x[None, :], mask=m_l & m_x[None, :], other=LARGEST)
-    b_key = (_ordered_bits(b_a).to(tl.int64) << 32) | o_x[None, :].to(tl.int64)
+    b_key = (_ordered(b_a.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | o_x[None, :].to(tl.int64)
     b_key = tl.sort(b_key)
     b_order = (b_key & 0xFFFFFFFF).to(tl.int32)
-    b_bits = (b_key >> 32).to(tl.int32)
-    b_bits = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-    b_high = b_bits.to(tl.float32, bitcast=True)
+    b_high = _ordered((b_key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
     b_high = tl.where(m_l & (o_x < n_x)[None, :], b_high, 0.0)
     b_b = tl.load(p_b + o_y[None, :], mask=m_l & m_y[None, :], other=LARGEST)
     b_b = tl.sort(b_b)

@@ -28,10 +28,12 @@ from asapc.kernels.gpu.tiles import (
     FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
-    finite_or_zero,
+    Scores,
+    add_exponentials,
     is_half,
     load_dual,
     load_rows,
+    log_sum,
     logit_tile,
     pitch_of,
     spread_bias,
@@ -68,29 +70,21 @@ def stored_loop(
 
     Arguments as in `streaming_loop`.
     """
-    scale, bias = loop.score_multiplier, spread_bias(bias, q, k)
+    scores = Scores(q, k, keep, spread_bias(bias, q, k), loop.score_multiplier)
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:
-        dual = close_columns(q, k, keep, bias, dual, scale, natural=False)
-    f_first = close_rows(q, k, keep, bias, dual, scale, natural=False)
+        dual = close_columns(scores, dual, natural=False)
+    f_first = close_rows(scores, dual, natural=False)
     pairs = (loop.half_steps - loop.ends_on_rows - (1 if rows_first else 2) - 1) // 2
-    f, g = _run(q, k, keep, bias, f_first, dual is not None, scale, pairs)
+    f, g = _run(scores, f_first, dual is not None, pairs)
     closes = loop.ends_on_rows
-    return attend(q, k, v, keep, bias, f, g, scale, loop.output_factor, closes, natural=False)
+    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    f_first: Tensor,
-    has_dual: bool,
-    scale: float,
-    pairs: int,
-) -> tuple[Tensor, Tensor]:
+def _run(scores: Scores, f_first: Tensor, has_dual: bool, pairs: int) -> tuple[Tensor, Tensor]:
     """f [B, H, N], g [B, H, M] after a column half-step from f_first and `pairs` of row and column."""
+    q, k, keep, bias, scale = scores
     batch, heads, queries, dim = q.shape
     keys, pitch = k.shape[2], pitch_of(k)
     f, g = torch.empty_like(f_first), torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
@@ -209,8 +203,7 @@ def _form(
                 total = tl.sum(entries, 0)
             else:
                 tl.store(p_kernel + places, logits, mask=m_place)
-                top = finite_or_zero(tl.max(logits, 0))
-                total = top + tl.log2(tl.sum(tl.exp2(logits - top[None, :]), 0))
+                total = log_sum(logits, 0)
             tl.store(p_sums + o_y, total, mask=o_y < pitch)
     if LINEAR:
         least = tl.where(m_x, least, 0.0)
@@ -264,25 +257,19 @@ def _sweep(
             tl.store(p_sums + o_y, sums, mask=o_y < pitch)
         log_total = tl.log2(total)
     else:
-        tops = tl.full([ROWS, CHUNK], float("-inf"), tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        added = tl.zeros([ROWS], tl.float32)
         for start in range(0, pitch, CHUNK):
             o_y = start + o_c
             b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
-            tops = tl.maximum(tops, b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")))
-        top = finite_or_zero(tl.max(tops, 1, keep_dims=True))
-        terms = tl.zeros([ROWS, CHUNK], tl.float32)
-        for start in range(0, pitch, CHUNK):
-            o_y = start + o_c
-            b = tl.load(p_b + o_y, mask=o_y < pitch, other=0.0)
-            terms += tl.exp2(b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - top)
-        total = tl.sum(terms, 1, keep_dims=True)
-        log_total = tl.where(total == 0.0, 0.0, top + tl.log2(total))
+            logs = b + _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf"))
+            top, added = add_exponentials(top, added, logs, 1)
+        total = added[:, None]
+        log_total = tl.where(total == 0.0, 0.0, top[:, None] + tl.log2(total))
         for start in range(0, pitch, CHUNK):
             o_y = start + o_c
             logs = _entries(p_kernel, o_x, o_y, m_x, pitch, False, float("-inf")) - log_total
-            most = finite_or_zero(tl.max(logs, 0, keep_dims=True))
-            sums = most + tl.log2(tl.sum(tl.exp2(logs - most), 0, keep_dims=True))
-            tl.store(p_sums + o_y, sums, mask=o_y < pitch)
+            tl.store(p_sums + o_y, log_sum(logs, 0)[None, :], mask=o_y < pitch)
     f = tl.where(total == 0.0, 0.0, b_f - log_total)
     tl.store(p_f + i_bh * queries + o_x, f, mask=m_x)
 
@@ -308,10 +295,8 @@ def _join(
         b = tl.where(total == 0.0, 1.0, tl.exp2(log_ratio + tl.zeros_like(total)) / total)
         g = tl.log2(b)
     else:
-        logs = tl.load(places, mask=mask, other=float("-inf"))
-        top = finite_or_zero(tl.max(logs, 0))
-        total = tl.sum(tl.exp2(logs - top[None, :]), 0)
-        g = tl.where(total == 0.0, 0.0, log_ratio - top - tl.log2(total))
+        logs = log_sum(tl.load(places, mask=mask, other=float("-inf")), 0)
+        g = tl.where(logs == float("-inf"), 0.0, log_ratio - logs)
         b = g
     tl.store(p_b + local * pitch + o_y, b, mask=o_y < pitch)
     tl.store(p_g + i_bh * keys + o_y, g, mask=o_y < keys)

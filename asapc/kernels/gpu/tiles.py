@@ -44,6 +44,19 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+class Scores(NamedTuple):
+    """What scores are made of.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M].
+    """
+
+    q: Tensor
+    k: Tensor
+    keep: Tensor | None
+    bias: Tensor | None
+    multiplier: float
+
+
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
     return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
@@ -233,6 +246,15 @@ def load_keep(p_keep, o_x, m_x, stride):
 
 
 @triton.jit
+def with_mass(p_keep, stride, o_x, count, KEEP: tl.constexpr):
+    """Which points o_x [BLOCK_X] exist and, if KEEP, are active."""
+    m_x = o_x < count
+    if KEEP:
+        m_x = load_keep(p_keep, o_x, m_x, stride)
+    return m_x
+
+
+@triton.jit
 def load_dual(p_dual, o_x, m_x, stride):
     """A dual of the points o_x [BLOCK_X], 0 where masked."""
     return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32)
@@ -248,3 +270,20 @@ def in_range(total):
 def finite_or_zero(maximum):
     """What exponents are shifted by: -inf - (-inf) would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def log_sum(logits, AXIS: tl.constexpr):
+    """The logarithm of the sum of exponentials along an axis, in log2; -inf of nothing."""
+    shift = finite_or_zero(tl.max(logits, AXIS))
+    return shift + tl.log2(tl.sum(tl.exp2(logits - tl.expand_dims(shift, AXIS)), AXIS))
+
+
+@triton.jit
+def add_exponentials(maximum, total, logits, AXIS: tl.constexpr):
+    """The running maximum of logits in log2, and the total of their exponentials relative to it, a tile
+    further along an axis."""
+    larger = tl.maximum(maximum, tl.max(logits, AXIS))
+    shift = finite_or_zero(larger)
+    added = tl.sum(tl.exp2(logits - tl.expand_dims(shift, AXIS)), AXIS)
+    return larger, total * tl.exp2(maximum - shift) + added

@@ -32,7 +32,7 @@ from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM = Struct("9P26q7d4q3d")  # of engine.cpp, its Rule last
+PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
 PLAN = Struct("8P17q10d4q3d")
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
@@ -100,7 +100,6 @@ def sinkhorn_loop(
     loop: Loop,
     stabiliser: Stabiliser | None = None,
     mass: Tensor | None = None,
-    rows_weigh: bool = False,
     to_columns: bool = False,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
@@ -109,9 +108,9 @@ def sinkhorn_loop(
     starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
     [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
     more than float64 holds, what is returned means nothing then.
-    mass: [B, H, N] of rows that weigh, by N times which the output is divided, or [B, H, M] of columns.
+    mass: [B, H, N], of rows, by N times which the output is divided.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
-    of the plan as it is where rows weigh.
+    of the plan as it is where there are masses.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -128,7 +127,7 @@ def sinkhorn_loop(
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
     keep, shown = _masks(q, k, v, keep, shown, to_columns)
     if mass is not None:
-        mass = mass.to(dtype).expand(batch, heads, queries if rows_weigh else keys).contiguous()
+        mass = mass.to(dtype).expand(batch, heads, queries).contiguous()
     if dual is not None:
         starts = queries if loop.first_side == "column" else keys
         dual = dual.to(dtype).expand(batch, heads, starts).contiguous()
@@ -137,8 +136,8 @@ def sinkhorn_loop(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
-        rows_weigh, to_columns, dtype is torch.float64, thresholds().resident_bytes,
-        torch.get_num_threads(), loop.score_multiplier, *loop.output_factor,
+        to_columns, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
+        loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
@@ -177,7 +176,7 @@ def lot(
     z, mass = pivots.expand(batch, -1, -1, -1).to(dtype), each(pivot_mass)
     run = loop(key_multiplier, key_half_steps, keys_first, 1.0)
     mixed, widest = sinkhorn_loop(
-        z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass, rows_weigh=True
+        z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass
     )
     factor = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
     if pivot_weight is not None:
@@ -187,7 +186,7 @@ def lot(
         mixed.masked_fill_(~keep.any(-1)[:, None, None, None], 0.0)
     run = loop(query_multiplier, query_half_steps, queries_first, 0.0)
     out, wider = sinkhorn_loop(
-        z, q.to(dtype), mixed, query_keep, None, None, run, mass=mass, rows_weigh=True, to_columns=True
+        z, q.to(dtype), mixed, query_keep, None, None, run, mass=mass, to_columns=True
     )
     return out.to(v.dtype), max(widest, wider)
 

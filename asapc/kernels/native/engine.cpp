@@ -94,10 +94,10 @@ struct Rule {
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
 // [B, H, N, E or M]; query_keep: [B, N] bytes or null: rows of 0 are no part of the problem, and not written, unless
-// no key is kept; mass: [B, H, N] of rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows
-// of the output are divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v,
-// [B, H, M, E], of the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none
-// is given, tensors are contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
+// no key is kept; mass: [B, H, N], of rows, of total 1, or null where all weigh the same; rows of the output are
+// divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of
+// the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors
+// are contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -107,7 +107,7 @@ struct Problem {
   const void* mass;
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
-  int64_t bias_key_stride, half_steps, rows_first, rows_weigh, to_columns, is_double, resident_bytes, threads;
+  int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
 };
@@ -433,11 +433,10 @@ template <class S, class W> class Head {
     const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
     stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
-    const int64_t weighing = p.rows_weigh ? p.queries : p.keys;
-    const S* mass = p.mass ? static_cast<const S*>(p.mass) + index * weighing : nullptr;
-    row_mass_ = p.rows_weigh ? mass : nullptr, column_mass_ = p.rows_weigh ? nullptr : mass;
+    row_mass_ = p.mass ? static_cast<const S*>(p.mass) + index * p.queries : nullptr;
     double least = 1;
-    for (int64_t i = 0; mass && i < weighing; ++i) if (mass[i] > 0) least = std::min(least, double(mass[i]));
+    for (int64_t i = 0; row_mass_ && i < p.queries; ++i)
+      if (row_mass_[i] > 0) least = std::min(least, double(row_mass_[i]));
     spare_ = std::max(0.0, -std::log(least) - 8) / 2;
     kept_ = p.to_columns || count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(count_) / double(size_);
@@ -459,7 +458,7 @@ template <class S, class W> class Head {
     highest_ = -kInfinity;
     sees_all_ = is_sparse_ = false;
     std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
-    for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_ && column_mass(j) > 0);
+    for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_);
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
     const auto fine = [this](W x) { return is_fine(p_.rule, x); };
     const bool held = std::all_of(a_, a_ + count_, fine) && std::all_of(b_, b_ + size_, fine);
@@ -470,8 +469,7 @@ template <class S, class W> class Head {
   void logarithmic() {
     // What blocks that are formed are shifted by: the duals, or the last columns' part where they are kept.
     for (int64_t i = 0; i < count_; ++i) a_[i] = start_of(i);
-    for (int64_t j = 0; j < size_; ++j) b_[j] = column_mass(j) > 0 ? W(0) : W(-kInfinity);
-    std::fill(b_ + size_, b_ + padded_, W(0));
+    std::fill_n(b_, padded_, W(0));
     each_pass([&](const Pass& pass) { logarithmic_pass(pass); return true; });
   }
 
@@ -483,7 +481,6 @@ template <class S, class W> class Head {
 
   // Of a mean of 1; tokens without mass have no part.
   W row_mass(int64_t i) const { return row_mass_ ? W(row_mass_[rows_[i]]) * W(count_) : W(1); }
-  W column_mass(int64_t j) const { return column_mass_ ? W(column_mass_[active_[j]]) * W(size_) : W(1); }
 
   W start_of(int64_t i) const {
     return !(row_mass(i) > 0) ? W(-kInfinity) : query_dual_ ? W(query_dual_[rows_[i]]) : W(0);
@@ -611,7 +608,7 @@ template <class S, class W> class Head {
     const W reach = W(std::exp(kSafeRange<W> + 5));
     for (int64_t i = 0; i < count_; ++i) if (!(a_[i] <= reach)) return false;
     for (int64_t j = 0; j < size_; ++j) {
-      const bool absent = !(column_mass(j) > 0) || (!sees_all_ && top_[j] == 0);
+      const bool absent = !sees_all_ && top_[j] == 0;
       if (!absent && !(b_[j] > 0 && b_[j] <= reach)) return false;
       if (!sees_all_ && top_[j] == kHardlySeen) return false;
     }
@@ -651,7 +648,7 @@ template <class S, class W> class Head {
       if (p_.to_columns) apply_to_columns(b_, scale);
       return true;
     }
-    if (stabilised_ || column_mass_) {
+    if (stabilised_) {
       for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
     } else {
       for (int64_t j = 0; j < padded_; j += L) {
@@ -675,7 +672,6 @@ template <class S, class W> class Head {
   }
 
   W closed_column(int64_t j, W sum, const Pass& pass) const {
-    if (!stabilised_) return sum == 0 ? W(0) : W(share_) * column_mass(j) / sum;
     const W own = pass.closes_rows && !pass.first ? b_[j] / W(p_.rule.gauge) : b_[j];
     return closed(p_.rule, own, W(p_.column_mass), sum, p_.rule.softmax && pass.first && !pass.closes_rows);
   }
@@ -730,7 +726,7 @@ template <class S, class W> class Head {
       return;
     }
     for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
-      const W correction = top_[j] == W(-kInfinity) ? W(0) : std::log(column_mass(j)) - (top_[j] + std::log(total_[j]));
+      const W correction = top_[j] == W(-kInfinity) ? W(0) : -(top_[j] + std::log(total_[j]));
       b_[j] = kept_ ? correction : b_[j] + correction;
     }
   }
@@ -812,7 +808,7 @@ template <class S, class W> class Head {
   const Tokens &queries_, &keys_;
   const std::vector<int64_t> &rows_, &active_;
   const int64_t count_, size_, padded_;
-  const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_, *row_mass_, *column_mass_;
+  const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_, *row_mass_;
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
