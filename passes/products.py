@@ -228,6 +228,7 @@ PRIMES = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049]
 
 
 def merged_heads(node: Node) -> int:
+    """H, where a view made [B * H, N, D] of [B, H, N, D], or [N, B * H, D] of [N, B, H * D], else 1."""
     while node.target in VIEWS or node.target is aten.transpose.int or (
         node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
     ):
@@ -236,8 +237,11 @@ def merged_heads(node: Node) -> int:
             return 1
         before, after = source.meta["val"].shape, node.meta["val"].shape
         if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
-            merged = before[0] * before[1]
-            return int(before[1]) if same(merged, after[0]) else 1
+            return before[1] if same(before[0] * before[1], after[0]) else 1
+        if len(before) == len(after) == 3 and isinstance(before[2], int) and isinstance(after[2], int):
+            heads = before[2] // max(after[2], 1)
+            if heads > 1 and same(before[1] * heads, after[1]):
+                return heads
         node = source
     return 1
 

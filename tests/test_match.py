@@ -275,6 +275,49 @@ def test_merged_heads_are_read_where_they_lie() -> None:
     assert torch.ops.aten.reshape.default not in {node.target for node in lifted.graph.nodes}
 
 
+class MergedAndMasked(nn.Module):
+    """Scores of merged heads, padded and biased as [B, H, N, M], after one of the usual reshapes."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.qkv, self.form = nn.Linear(8, 24), form
+
+    def merged(self, x: Tensor) -> Tensor:
+        if self.form == "batch first":
+            return x.view(*x.shape[:2], 2, 4).transpose(1, 2).reshape(-1, x.shape[1], 4)
+        if self.form == "length first":  # as torch.nn.MultiheadAttention
+            x = x.transpose(0, 1)
+            return x.contiguous().view(x.shape[0], x.shape[1] * 2, 4).transpose(0, 1)
+        return torch.cat(x.split(4, 2))  # of which nothing tells the heads
+
+    def forward(self, x: Tensor, padded: Tensor, bias: Tensor) -> Tensor:
+        batch, n, _ = x.shape
+        q, k, v = map(self.merged, self.qkv(x).chunk(3, -1))
+        hidden, given = padded[:, None, None], bias[:, None]
+        axes = (batch, 2)
+        if self.form == "heads first":
+            hidden, given, axes = hidden.transpose(0, 1), given.transpose(0, 1), (2, batch)
+        s = ((q @ k.mT).view(*axes, n, n) + given).masked_fill(hidden, -1e9).view(-1, n, n)
+        for _ in range(3):
+            s = s - s.logsumexp(-1, keepdim=True)
+            columns = s.logsumexp(-2, keepdim=True).view(*axes, 1, n).masked_fill(hidden, 0.0)
+            s = s - columns.view(-1, 1, n)
+        return s.exp() @ v
+
+
+@pytest.mark.parametrize("form", ["batch first", "length first", "heads first"])
+def test_masks_and_biases_with_an_axis_of_heads_that_scores_do_not_have(form: str) -> None:
+    net, padded = MergedAndMasked(form).eval(), torch.arange(6) >= torch.tensor([6, 4, 5, 3])[:, None]
+    given = (torch.randn(4, 6, 8), padded, torch.randn(4, 6, 6))
+    program = capture(net, given, {}).programs[0]
+    (site,) = match(program)
+    if form == "heads first":
+        assert isinstance(site, Refusal) and "do not tell how many heads" in site.reason
+        return
+    assert isinstance(site, AttentionSite) and site.bias is not None and site.mask is not None
+    torch.testing.assert_close(lift(program, [site]).graph(*given), net(*given))
+
+
 # What torch can say in several ways
 
 

@@ -162,8 +162,10 @@ class RegionExperiment(Experiment, Trials):
     def added(self, bias: Tensor) -> Tensor:
         """Over the scores, whose heads may be merged with the batch."""
         dims = self.dims(self.region.score.result, self.few)
-        spread = (bias if bias.dim() <= len(dims) else bias.flatten(0, -3)).expand(dims)
-        return spread.reshape(self.size())
+        if len(dims) == 3 and bias.shape[:-2] != dims[:1]:
+            heads = heads_of(self.region)
+            dims = [dims[0] // heads, heads, *dims[1:]]
+        return bias.expand([*dims]).reshape(self.size())
 
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
@@ -277,6 +279,8 @@ def run_experiments(
     region = experiment.region
     roles: list[str] = []
     for node in region.inputs:
+        if not _fits(node, region):
+            return f"the scores do not tell how many heads they have, which {spoken(node)} tells apart"
         role = "band" if node in shown else _input_role(experiment, node)
         if role is None:
             return f"the attention depends on {spoken(node)}, which is neither a mask nor a bias"
@@ -641,7 +645,7 @@ def used_outside(region: Region, besides: Iterable[Node] = ()) -> Node | None:
 
 
 def heads_of(region: Region) -> int:
-    """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
+    """H: the second of four dimensions, or what a view merged with the batch, else 1."""
     shape = region.score.result.shape
     if len(shape) == 4:
         return int(shape[1])
@@ -649,8 +653,22 @@ def heads_of(region: Region) -> int:
     return heads.pop() if len(heads) == 1 else 1
 
 
+def _fits(node: Node, region: Region) -> bool:
+    """Whether an input's leading axes are those of scores [B * H, N, M], of [B, H, N, M], or 1."""
+    shape, leading = region.score.result.shape, node.meta["val"].shape[:-2]
+    if len(shape) != 3 or not leading:
+        return True
+    heads = heads_of(region)
+    *examples, last = leading
+    of_examples = all(same(size, 1) or same(size * heads, shape[0]) for size in examples)
+    of_heads = same(last, 1) or same(last, heads) or (not examples and same(last, shape[0]))
+    return len(examples) <= 1 and of_examples and of_heads
+
+
 def _merged(node: Node, region: Region) -> bool:
     """Whether a mask's leading dimension is batch times heads, as that of scores or of a value that it
     feeds with three dimensions."""
-    consumers = [user for user in node.users if user in set(region.inside)]
-    return any(rank_of(x) == 3 for x in (region.score.node, *consumers))
+    shape = region.score.result.shape
+    if len(shape) == 3:
+        return rank_of(node) in (2, 3) and same(node.meta["val"].shape[0], shape[0])
+    return any(rank_of(user) == 3 for user in node.users if user in region.inside)
