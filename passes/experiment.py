@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -39,12 +38,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class NoFit:
-    """Why no convention reproduces the samples; error is that of the best one tried, if any."""
+class NoFit(Exception):
+    """Why no convention reproduces what was observed; error is that of the best one tried, if any.
 
-    reason: str
-    error: float | None = None
+    reached: how many experiments were passed before, where several explanations are tried.
+    """
+
+    def __init__(self, reason: str, error: float | None = None, reached: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.error, self.reached = reason, error, reached
 
     def __str__(self) -> str:
         return self.reason if self.error is None else f"{self.reason}; relative error {self.error:.2g}"
@@ -67,15 +69,28 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return math.inf if error != error else error
 
 
-def outcome(experiments: Callable[[], Result]) -> Result | str:
-    """What the experiments give, or why they cannot be made."""
+def outcome(experiments: Callable[[], Result]) -> Result | NoFit:
+    """What the experiments give, or why they give nothing or cannot be made."""
     try:
         return experiments()
+    except NoFit as no_fit:
+        return no_fit.with_traceback(None)
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
         if "'NoneType'" in line and line.startswith("int()"):  # of a size that SymPy has no number for
-            return "a size in the region depends on the data"
-        return f"the region cannot be run on its own: {type(error).__name__}: {line}"
+            return NoFit("a size in the region depends on the data")
+        return NoFit(f"the region cannot be run on its own: {type(error).__name__}: {line}")
+
+
+def first_fit(tries: Iterable[Callable[[], Result]]) -> Result:
+    """What the first try that fits gives.  Raises the NoFit of the very first where none does."""
+    failures = []
+    for attempt in tries:
+        try:
+            return attempt()
+        except NoFit as no_fit:
+            failures.append(no_fit)
+    raise failures[0]
 
 
 class Experiment:

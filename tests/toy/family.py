@@ -16,7 +16,7 @@ from asapc.ir import Program
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.softmax import SoftmaxConvention
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Part
-from asapc.passes.experiment import EXACT, Experiment, assigned, outcome, snapped
+from asapc.passes.experiment import EXACT, Experiment, NoFit, assigned, outcome, snapped
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import site_name
 from asapc.passes.regions import Region
@@ -53,10 +53,10 @@ def find_softmax(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     for place in places:
         if place.regions and not place.regions[0].inputs:
             found = outcome(lambda place=place: _probed(program, place.regions[0]))
-            yield place.value.node, Unidentified(found) if isinstance(found, str) else found
+            yield place.value.node, Unidentified(str(found)) if isinstance(found, NoFit) else found
 
 
-def _probed(program: Program, region: Region) -> SoftmaxSite | str:
+def _probed(program: Program, region: Region) -> SoftmaxSite:
     """log A of a softmax is the scores, up to a number for each row."""
     score, value = region.score, region.value
     experiment = Experiment(program.graph, [score.result], value.map, region.inside)
@@ -72,7 +72,7 @@ def _probed(program: Program, region: Region) -> SoftmaxSite | str:
     multiplier = snapped(float((logs * centred).sum() / centred.square().sum()))
     error = float((torch.softmax(multiplier * scores, -1) - attention).abs().max())
     if not error <= EXACT:
-        return "not a softmax of its scores"
+        raise NoFit("not a softmax of its scores")
     q = score.map.shape
     return SoftmaxSite(
         site_name(program, value.node), SoftmaxConvention(multiplier), int(q[1]), int(q[-1]), error,
