@@ -151,14 +151,6 @@ class Experiment:
         finite = bool(result.isfinite().all())
         return result.reshape(self.shape(self.output, lengths)) if finite else None
 
-    def lengths(self, clouds: Sequence[Canonical], shift: int = 0) -> dict[Any, int]:
-        """Small lengths for every dynamic size of queries and keys; `shift` more tokens."""
-        sizes = [
-            (size, PROBE_LENGTHS[index] + shift if axis == len(cloud.shape) - 2 else PROBE_BATCH)
-            for index, cloud in enumerate(clouds) for axis, size in enumerate(cloud.shape)
-        ]  # fmt: skip
-        return self.cut.lengths(assigned(sizes))
-
 
 def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     """A number for every symbol in the sizes, the first that one is given."""
@@ -168,6 +160,20 @@ def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 found.setdefault(symbol, value)
     return found
+
+
+def small_sizes(
+    cut: Cut, batch: Sequence[Any], tokens: Sequence[Any], more: int = 5, examples: int = 0
+) -> list[dict[Any, int]]:
+    """Small, different numbers for the sizes that are free, and a second time with `more` tokens and so
+    many more examples; once where none is free.  tokens: of queries and of keys."""
+    found = []
+    for longer, count in ((0, PROBE_BATCH), (more, PROBE_BATCH + examples)):
+        lengths = [length + longer for length in PROBE_LENGTHS]
+        wanted = assigned([*zip(tokens, lengths, strict=True), *((size, count) for size in batch)])
+        free = _free([*tokens, *batch])
+        found.append(cut.lengths(_within(free, [wanted[symbol] for symbol in free])))
+    return found if found[0] != found[1] else found[:1]
 
 
 def larger_sizes(

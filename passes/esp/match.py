@@ -44,7 +44,14 @@ from asapc.passes.esp.probe import (
     tied_points,
 )
 from asapc.passes.esp.site import EspSite
-from asapc.passes.experiment import STABILISED, Experiment, NoFit, larger_sizes, outcome
+from asapc.passes.experiment import (
+    STABILISED,
+    Experiment,
+    NoFit,
+    larger_sizes,
+    outcome,
+    small_sizes,
+)
 from asapc.passes.products import (
     SORTS,
     UNSTABLE,
@@ -156,9 +163,8 @@ def _examine(
         raise NoFit(f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})")
     clouds = [Canonical(node) for node in pair]
     experiment = Experiment(program.graph, clouds, value.map, between, masks)
-    sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
-    if sizes[0] == sizes[1]:
-        sizes = sizes[:1]
+    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+    sizes = small_sizes(experiment.cut, batch, tokens, LONGER)
     fits: list[tuple[EspFit, Trial]] = []
     reasons: list[str] = []
     for swapped in (False, True):
@@ -189,7 +195,7 @@ def _examine(
         raise NoFit(f"{NO_ORDER}: {STABLY}")
     alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
     if alike not in checked:
-        checked[alike] = outcome(lambda: _check_larger_sizes(trial, clouds, sizes[0], fit))
+        checked[alike] = outcome(lambda: _check_larger_sizes(trial, batch, tokens, sizes[0], fit))
     wrong = checked[alike]
     if wrong is not None:
         raise wrong
@@ -247,11 +253,10 @@ def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.
 
 
 def _check_larger_sizes(
-    trial: Trial, clouds: Sequence[Canonical], lengths: dict[Any, int], fit: EspFit
+    trial: Trial, batch: Sequence[Any], tokens: Sequence[Any], lengths: dict[Any, int], fit: EspFit
 ) -> None:
     """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
     generator = torch.Generator().manual_seed(3)
-    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
     q, _ = trial.shapes(lengths)
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
     for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):

@@ -25,7 +25,6 @@ from asapc.operators.lot import pivot_plan
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
-    PROBE_BATCH,
     ancestors,
     data_dependent,
     descendants,
@@ -43,6 +42,7 @@ from asapc.passes.experiment import (
     larger_sizes,
     outcome,
     relative_error,
+    small_sizes,
     snapped,
 )
 from asapc.passes.lot.probe import Half, HalfFit, Masses, candidates, identify_half, per_head
@@ -312,13 +312,9 @@ def _check_stops(
 
 def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
     """Two assignments of sizes, the second of more tokens and examples, or the only one."""
-    clouds = [side[0].points for side in candidate.sides]
-    experiment = candidate.sides[0][0]
-    more = assigned((cloud.shape[0], PROBE_BATCH + 1) for cloud in clouds)
-    tokens = {symbol for cloud in clouds for symbol in assigned([(cloud.shape[-2], 1)])}
-    few, many = (experiment.lengths(clouds, shift) for shift in (0, 5))
-    many |= {symbol: size for symbol, size in more.items() if symbol not in tokens}
-    return [few] if few == many else [few, many]
+    halves = [side[0] for side in candidate.sides]
+    batch, tokens = ([half.points.shape[axis] for half in halves] for axis in (0, -2))
+    return small_sizes(halves[0].cut, batch, tokens, examples=1)
 
 
 def _fitted(

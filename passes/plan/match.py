@@ -21,12 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.formats.limits import limits_of
 from asapc.ir import OutputFactor, PlanConvention, Program, Side, Stabiliser
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
-    PROBE_BATCH,
-    PROBE_LENGTHS,
     SHAPE_ONLY,
     Cut,
     ancestors,
@@ -36,13 +33,12 @@ from asapc.passes.cut import (
     holds_tensors,
     is_bool,
     is_tensor,
-    line_of,
     may_change,
     reached,
     recorded,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, of_many
-from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
+from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
@@ -236,23 +232,13 @@ class _Region:
     @property
     def examples(self) -> set[Any]:
         """The sizes of what stands before rows and columns, where they are free."""
-        return {symbol for size in self.start.tensor.shape[:-2] if (symbol := _free(size)) is not None}
+        return {*assigned((size, 1) for size in self.start.tensor.shape[:-2])}
 
-    def lengths(self, shift: int = 0) -> dict[Any, int]:
-        """Small, different numbers of rows and columns where they are free, `shift` more of both; few
-        examples where their number is."""
-        found = self.cut.lengths()
-        *leads, rows, columns = self.start.tensor.shape
-        wanted = [*((size, PROBE_BATCH) for size in leads if (line_of(size) or [])[1:] == (1, 0)),
-                  *zip((rows, columns), (length + shift for length in PROBE_LENGTHS), strict=True)]
-        set_: set[Any] = set()
-        for size, length in wanted:
-            symbol = _free(size)
-            if symbol is not None and symbol not in set_:
-                low, high = limits_of(size.node.shape_env, symbol)
-                found[symbol] = max(low, min(length, high))
-                set_.add(symbol)
-        return found
+    @cached_property
+    def sizes(self) -> list[dict[Any, int]]:
+        """At which it is observed, see small_sizes."""
+        shape = self.start.tensor.shape
+        return small_sizes(self.cut, shape[:-2], shape[-2:])
 
 
 def _made_of(start: Node) -> set[Node]:
@@ -261,12 +247,6 @@ def _made_of(start: Node) -> set[Node]:
         return [x for x in node.users if holds_tensors(x) and x.target not in SHAPE_ONLY]
 
     return reached(onward(start), onward)
-
-
-def _free(size: Any) -> Any:
-    """The symbol of a size that is one, or one and a few more; None for others."""
-    line = line_of(size)
-    return line.symbol if line is not None and line.factor == 1 else None
 
 
 def _given(
@@ -398,7 +378,7 @@ def _distinct(region: _Region) -> dict[Node, bool]:
     inputs: dict[Node, bool] = {}
     values: list[Tensor] = []
     for node, is_data in region.given.items():
-        value = None if is_data else constant_at(region.graph, node, region.lengths())
+        value = None if is_data else constant_at(region.graph, node, region.sizes[0])
         if value is not None:
             if any(torch.equal(value, other) for other in values):
                 continue
@@ -607,7 +587,7 @@ def _site(
     for role in roles:
         trials = _Trials(region, role)
         try:
-            fit = _identified(trials, region.lengths(), sums)
+            fit = _identified(trials, region.sizes[0], sums)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
             continue
@@ -647,10 +627,9 @@ def _identified(trials: _Trials, lengths: dict[Any, int], sums: int) -> Fit[Plan
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
         identify_plan(few, region.guesses, region.most, sums)
     trials.reached = 4
-    longer = region.lengths(5)
     identify = partial(identify_plan, guesses=region.guesses, sums=sums)
     try:
-        fit = trials.fitted([lengths] if longer == lengths else [lengths, longer], identify)
+        fit = trials.fitted(region.sizes, identify)
     except NoFit as no_fit:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
@@ -754,7 +733,7 @@ def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) ->
     def plan(sample: Sample, half_steps: int) -> Tensor:
         return map_of(replace(fit.convention, half_steps=half_steps), sample)
 
-    region, lengths = trials.region, trials.region.lengths()
+    region, lengths = trials.region, trials.region.sizes[0]
     entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
     loop = Stopping(
         program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan, "plan"

@@ -26,7 +26,6 @@ from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
-    PROBE_LENGTHS,
     ancestors,
     is_bool,
     is_tensor,
@@ -52,6 +51,7 @@ from asapc.passes.experiment import (
     first_fit,
     outcome,
     relative_error,
+    small_sizes,
 )
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
@@ -118,19 +118,15 @@ class RegionExperiment(Experiment, Trials):
         return self.shape(self.region.score.result, self.few if at is None else at)
 
     @cached_property
-    def few(self) -> dict[Any, int]:
-        """Small, different lengths for every dynamic dimension of the scores."""
-        *batch, queries, keys = self.region.score.result.shape
-        sizes = [(size, PROBE_BATCH) for size in batch]
-        sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
-        return self.cut.lengths(assigned(sizes))
-
-    @cached_property
     def sizes(self) -> list[dict[Any, int]]:
-        """`few`, and a second set with every dynamic length moved, where there is one."""
-        symbols = assigned((size, 1) for size in self.region.score.result.shape[-2:])
-        moved = {symbol: self.few[symbol] + 5 for symbol in symbols}
-        return [self.few, {**self.few, **moved}] if moved else [self.few]
+        """At which it is observed, see small_sizes."""
+        shape = self.region.score.result.shape
+        return small_sizes(self.cut, shape[:-2], shape[-2:])
+
+    @property
+    def few(self) -> dict[Any, int]:
+        """The smallest."""
+        return self.sizes[0]
 
     def attention(
         self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: dict[Any, int] | None = None

@@ -15,8 +15,8 @@ from torch.fx import Node
 from asapc.ir import Program
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.softmax import SoftmaxConvention
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Part
-from asapc.passes.experiment import EXACT, Experiment, NoFit, assigned, outcome, snapped
+from asapc.passes.cut import Part
+from asapc.passes.experiment import EXACT, Experiment, NoFit, outcome, small_sizes, snapped
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import site_name
 from asapc.passes.regions import Region
@@ -60,10 +60,7 @@ def _probed(program: Program, region: Region) -> SoftmaxSite:
     """log A of a softmax is the scores, up to a number for each row."""
     score, value = region.score, region.value
     experiment = Experiment(program.graph, [score.result], value.map, region.inside)
-    *batch, queries, keys = score.result.shape
-    sizes = [(size, PROBE_BATCH) for size in batch]
-    sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
-    lengths = experiment.cut.lengths(assigned(sizes))
+    lengths, *_ = small_sizes(experiment.cut, score.result.shape[:-2], score.result.shape[-2:])
     generator = torch.Generator().manual_seed(0)
     shape = experiment.dims(score.result, lengths)
     scores = torch.randn(shape, generator=generator, dtype=torch.float64)
