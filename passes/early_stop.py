@@ -21,7 +21,7 @@ from torch.fx import Node
 from asapc.ir import Program, Stop
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Cut, ancestors, descendants, may_change
-from asapc.passes.experiment import relative_error
+from asapc.passes.experiment import NoFit, relative_error
 from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
 
@@ -86,7 +86,7 @@ class Stopping:
     inputs: of its region, the scores first.  inside: the region, in order.  half_steps: the full budget.
     size: of what stands for the scores, at some lengths.  feed: of these in units of epsilon, at lengths,
     with the keys that are active (None: all), what is fed to the inputs, and what was observed.  plan: of
-    what was observed, after so many half-steps.
+    what was observed, after so many half-steps.  gives: what the loop gives, in words.
     """
 
     program: Program
@@ -97,6 +97,7 @@ class Stopping:
     size: Callable[[Lengths], Sequence[int]]
     feed: Callable[[Tensor, Lengths, Tensor | None], tuple[Sequence[Tensor], Any]]
     plan: Callable[[Any, int], Tensor]
+    gives: str = "attention"
 
     @cached_property
     def _residuals(self) -> Cut:
@@ -160,16 +161,15 @@ def of_many(few: Lengths, examples: Iterable[Any], smaller: float | None = None)
     return [Crowd(few, grown, (one,), smaller=smaller) for one in (slice(0, 1), slice(-1, None))]
 
 
-def what_a_stop_changes(loop: Stopping, crowds: Iterable[Crowd]) -> str | None:
-    """Why the full budget is not what the teacher computes, at the first scores that show it; None where
-    stopping changes nothing."""
+def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
+    """Hold the full budget against what the teacher computes where it stops.  Raises NoFit."""
     if any(stop.threshold is None for stop in loop.stops):
-        return (
+        raise NoFit(
             "its loop ends early on a residual that is compared with an unknown number: compare "
             "`residual.item()` or the tensor itself with the threshold"
         )
     if any(not _sums_before(stop.residual, loop.inside) for stop in loop.stops):
-        return "it branches on its scores before its loop begins"
+        raise NoFit("it branches on its scores before its loop begins")
     generator = torch.Generator().manual_seed(4)
     for crowd in crowds:
         lengths = crowd.lengths
@@ -187,11 +187,10 @@ def what_a_stop_changes(loop: Stopping, crowds: Iterable[Crowd]) -> str | None:
             for done in _half_steps_before(first.residual, loop.inside, loop.half_steps):
                 error = relative_error(loop.plan(observed, done), full)
                 if error > HELD:
-                    return (
+                    raise NoFit(
                         f"its loop ends early where a residual is at most {first.threshold:g}, which "
-                        f"changes the attention by {error:.2g} of its largest entry"
+                        f"changes the {loop.gives} by {error:.2g} of its largest entry"
                     )
-    return None
 
 
 def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:

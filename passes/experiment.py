@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -39,12 +38,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class NoFit:
-    """Why no convention reproduces the samples; error is that of the best one tried, if any."""
+class NoFit(Exception):
+    """Why no convention reproduces what was observed; error is that of the best one tried, if any.
 
-    reason: str
-    error: float | None = None
+    reached: how many experiments were passed before, where several explanations are tried.
+    """
+
+    def __init__(self, reason: str, error: float | None = None, reached: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.error, self.reached = reason, error, reached
 
     def __str__(self) -> str:
         return self.reason if self.error is None else f"{self.reason}; relative error {self.error:.2g}"
@@ -67,15 +69,28 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return math.inf if error != error else error
 
 
-def outcome(experiments: Callable[[], Result]) -> Result | str:
-    """What the experiments give, or why they cannot be made."""
+def outcome(experiments: Callable[[], Result]) -> Result | NoFit:
+    """What the experiments give, or why they give nothing or cannot be made."""
     try:
         return experiments()
+    except NoFit as no_fit:
+        return no_fit.with_traceback(None)
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
         if "'NoneType'" in line and line.startswith("int()"):  # of a size that SymPy has no number for
-            return "a size in the region depends on the data"
-        return f"the region cannot be run on its own: {type(error).__name__}: {line}"
+            return NoFit("a size in the region depends on the data")
+        return NoFit(f"the region cannot be run on its own: {type(error).__name__}: {line}")
+
+
+def first_fit(tries: Iterable[Callable[[], Result]]) -> Result:
+    """What the first try that fits gives.  Raises the NoFit of the very first where none does."""
+    failures = []
+    for attempt in tries:
+        try:
+            return attempt()
+        except NoFit as no_fit:
+            failures.append(no_fit)
+    raise failures[0]
 
 
 class Experiment:
@@ -136,14 +151,6 @@ class Experiment:
         finite = bool(result.isfinite().all())
         return result.reshape(self.shape(self.output, lengths)) if finite else None
 
-    def lengths(self, clouds: Sequence[Canonical], shift: int = 0) -> dict[Any, int]:
-        """Small lengths for every dynamic size of queries and keys; `shift` more tokens."""
-        sizes = [
-            (size, PROBE_LENGTHS[index] + shift if axis == len(cloud.shape) - 2 else PROBE_BATCH)
-            for index, cloud in enumerate(clouds) for axis, size in enumerate(cloud.shape)
-        ]  # fmt: skip
-        return self.cut.lengths(assigned(sizes))
-
 
 def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     """A number for every symbol in the sizes, the first that one is given."""
@@ -153,6 +160,20 @@ def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 found.setdefault(symbol, value)
     return found
+
+
+def small_sizes(
+    cut: Cut, batch: Sequence[Any], tokens: Sequence[Any], more: int = 5, examples: int = 0
+) -> list[dict[Any, int]]:
+    """Small, different numbers for the sizes that are free, and a second time with `more` tokens and so
+    many more examples; once where none is free.  tokens: of queries and of keys."""
+    found = []
+    for longer, count in ((0, PROBE_BATCH), (more, PROBE_BATCH + examples)):
+        lengths = [length + longer for length in PROBE_LENGTHS]
+        wanted = assigned([*zip(tokens, lengths, strict=True), *((size, count) for size in batch)])
+        free = _free([*tokens, *batch])
+        found.append(cut.lengths(_within(free, [wanted[symbol] for symbol in free])))
+    return found if found[0] != found[1] else found[:1]
 
 
 def larger_sizes(

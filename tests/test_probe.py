@@ -14,7 +14,7 @@ import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Convention, OutputFactor, Side, Stabiliser
 from asapc.operators import sinkhorn as meaning
 from asapc.passes.experiment import NoFit
-from asapc.passes.sinkhorn.probe import Fit, Guesses, Sample, attention_of, identify
+from asapc.passes.sinkhorn.probe import Guesses, Sample, attention_of, identify
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "sinkhorn.json").read_text())
@@ -31,8 +31,7 @@ def test_published_implementations_are_recognised_and_reproduced(case: dict[str,
         scores, plan = scores[:, None], plan[:, None]
     else:
         scores = scores.masked_fill(~keep[:, None, None, :], 0.0)
-    found = identify([Sample(scores, plan, keep)], tolerance=2e-5)
-    assert isinstance(found, Fit), found
+    found = identify([Sample(scores, plan, keep)], Convention, tolerance=2e-5)
     convention = found.convention
     assert convention.half_steps == half_steps and convention.first_side == "row"
     assert convention.score_multiplier == pytest.approx(1 / epsilon, rel=1e-6)
@@ -59,8 +58,7 @@ def test_every_budget_and_order_is_told_apart(half_steps: int, rows_first: bool)
         factor = [1.0, 0.0, 1.0, 0.0]
         a = meaning.sinkhorn_attention(q, k, None, s, 1.0, half_steps, rows_first, factor)
         samples.append(Sample(s / 0.4, a))
-    found = identify(samples)
-    assert isinstance(found, Fit), found
+    found = identify(samples, Convention)
     assert found.convention.half_steps == half_steps
     assert found.convention.first_side == ("row" if rows_first else "column")
     assert found.convention.score_multiplier == pytest.approx(0.4)
@@ -83,15 +81,15 @@ SHARP = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 @pytest.mark.parametrize(("half_steps", "first"), [(66, "row"), (200, "column"), (1024, "row")])
 def test_long_loops_are_told_apart_at_sharp_scores(half_steps: int, first: Side) -> None:
     law = Convention(half_steps, first, 1.0)
-    found = identify(observed(law, SHARP))
-    assert isinstance(found, Fit) and found.rival is None
+    found = identify(observed(law, SHARP), Convention)
+    assert found.rival is None
     assert (found.convention.half_steps, found.convention.first_side) == (half_steps, first)
 
 
 def test_what_only_mild_scores_have_seen_has_a_rival() -> None:
     """T = 80 was once taken for 33: at these spreads both have converged."""
-    found = identify(observed(Convention(80, "row", 1.0), (0.5, 1.0)))
-    assert isinstance(found, Fit) and found.rival is not None
+    found = identify(observed(Convention(80, "row", 1.0), (0.5, 1.0)), Convention)
+    assert found.rival is not None
 
 
 @pytest.mark.parametrize(("form", "kind", "constant"), [
@@ -101,20 +99,20 @@ def test_a_stabilising_constant_is_part_of_the_convention(form: Any, kind: Any, 
     start = "softmax" if form == "plan" else "matrix"
     own = Stabiliser(form, kind, constant, start)
     law = Convention(7, "row", 1.0, OutputFactor(queries=1), stabiliser=own)
-    found = identify(observed(law, SHARP), guesses=Guesses([1e-5, constant]))
-    assert isinstance(found, Fit) and found.error < 1e-9
+    found = identify(observed(law, SHARP), Convention, guesses=Guesses([1e-5, constant]))
+    assert found.error < 1e-9
     assert found.convention.half_steps == 7 and found.convention.stabiliser == law.stabiliser
-    unknown = identify(observed(law, SHARP))
-    assert isinstance(unknown, NoFit) and "something else at sharp ones" in unknown.reason
+    with pytest.raises(NoFit, match="something else at sharp ones"):
+        identify(observed(law, SHARP), Convention)
 
 
 def test_what_is_not_a_scaling_is_refused() -> None:
     s = torch.randn(1, 1, 6, 6, dtype=torch.float64)
     squared = (s + 5).square()
-    found = identify([Sample(s, squared / squared.sum(-1, keepdim=True))])
-    assert isinstance(found, NoFit) and "row and column scaling" in found.reason
-    found = identify([Sample(s, s.exp())])
-    assert isinstance(found, NoFit) and "neither rows nor columns" in found.reason
+    with pytest.raises(NoFit, match="row and column scaling"):
+        identify([Sample(s, squared / squared.sum(-1, keepdim=True))], Convention)
+    with pytest.raises(NoFit, match="neither rows nor columns"):
+        identify([Sample(s, s.exp())], Convention)
 
 
 def test_a_perturbed_loop_is_refused_with_its_error() -> None:
@@ -124,5 +122,6 @@ def test_a_perturbed_loop_is_refused_with_its_error() -> None:
     for _ in range(3):
         log_a = log_a - 0.7 * log_a.logsumexp(-2, keepdim=True)
         log_a = log_a - log_a.logsumexp(-1, keepdim=True)
-    found = identify([Sample(s, log_a.exp())])
-    assert isinstance(found, NoFit) and found.error is not None and found.error > 1e-6
+    with pytest.raises(NoFit) as refused:
+        identify([Sample(s, log_a.exp())], Convention)
+    assert refused.value.error is not None and refused.value.error > 1e-6

@@ -44,7 +44,14 @@ from asapc.passes.esp.probe import (
     tied_points,
 )
 from asapc.passes.esp.site import EspSite
-from asapc.passes.experiment import STABILISED, Experiment, NoFit, larger_sizes, outcome
+from asapc.passes.experiment import (
+    STABILISED,
+    Experiment,
+    NoFit,
+    larger_sizes,
+    outcome,
+    small_sizes,
+)
 from asapc.passes.products import (
     SORTS,
     UNSTABLE,
@@ -77,7 +84,7 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The sliced plans that are multiplied by values, and what sorts without being one."""
     within: set[Node] = set()
     likely: list[EspConvention] = []  # conventions of other layers, tried first
-    checked: dict[object, str | None] = {}
+    checked: dict[object, NoFit | None] = {}
     for place in places:
         value = place.value
         if not place.regions and value.node in within:
@@ -87,8 +94,8 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
             continue
         site = outcome(partial(_examine, program, value, *found, likely, checked))
         within |= found[1]
-        if isinstance(site, str):
-            yield value.node, Unidentified(site, frozenset(found[1]))
+        if isinstance(site, NoFit):
+            yield value.node, Unidentified(str(site), frozenset(found[1]))
         else:
             likely.append(site.convention)
             yield value.node, site
@@ -149,16 +156,15 @@ def _examine(
     between: set[Node],
     masks: Sequence[Node],
     likely: Sequence[EspConvention],
-    checked: dict[object, str | None],
-) -> EspSite | str:
-    """The site, or why it is none.  checked: what was wrong at larger sizes in layers that are alike."""
+    checked: dict[object, NoFit | None],
+) -> EspSite:
+    """checked: what was wrong at larger sizes in layers that are alike.  Raises NoFit."""
     if len(masks) > 1:
-        return f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})"
+        raise NoFit(f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})")
     clouds = [Canonical(node) for node in pair]
     experiment = Experiment(program.graph, clouds, value.map, between, masks)
-    sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
-    if sizes[0] == sizes[1]:
-        sizes = sizes[:1]
+    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+    sizes = small_sizes(experiment.cut, batch, tokens, LONGER)
     fits: list[tuple[EspFit, Trial]] = []
     reasons: list[str] = []
     for swapped in (False, True):
@@ -168,13 +174,13 @@ def _examine(
                 continue
             few = [shape[2] for shape in trial.shapes(sizes[0])]
             if max(few) > LARGEST_LENGTH:
-                return f"a fixed length of {few[0]} is too long to be probed"
+                raise NoFit(f"a fixed length of {few[0]} is too long to be probed")
             unmasked = [replace(other, mask="none") for other in likely]
-            fit = identify_esp(trial, sizes, _slices(program.graph, pair, between), unmasked)
-            if isinstance(fit, NoFit):
-                reasons.append(str(fit))
-            else:
-                fits.append((fit, trial))
+            slices = _slices(program.graph, pair, between)
+            try:
+                fits.append((identify_esp(trial, sizes, slices, unmasked), trial))
+            except NoFit as no_fit:
+                reasons.append(str(no_fit))
         if fits:
             break
     open_order = any(_leaves_order_open(node) for node in between)
@@ -183,23 +189,20 @@ def _examine(
         # the other way, not even the plans are there.
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
         reason = (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
-        return f"{reason}: {STABLY}" if open_order and reason.startswith(NO_ORDER) else reason
+        raise NoFit(f"{reason}: {STABLY}" if open_order and reason.startswith(NO_ORDER) else reason)
     fit, trial = min(fits, key=lambda entry: entry[0].error)
     if open_order and fit.convention.ties != "shared":
-        return f"{NO_ORDER}: {STABLY}"
+        raise NoFit(f"{NO_ORDER}: {STABLY}")
     alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
     if alike not in checked:
-        checked[alike] = _at_larger_sizes(trial, clouds, sizes[0], fit)
+        checked[alike] = outcome(lambda: _check_larger_sizes(trial, batch, tokens, sizes[0], fit))
     wrong = checked[alike]
     if wrong is not None:
-        return wrong
+        raise wrong
     q, k = (pair[1], pair[0]) if trial.swapped else pair
     mask: KeyMask | None = None
     if masks:
-        masked = _with_mask(trial, sizes[0], fit, masks[0])
-        if isinstance(masked, str):
-            return masked
-        fit = masked
+        fit = _with_mask(trial, sizes[0], fit, masks[0])
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
     shape = canonical_shape(value.left, value.left_order)
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
@@ -218,17 +221,17 @@ def _leaves_order_open(node: Node) -> bool:
     return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
 
 
-def _with_mask(trial: Trial, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit | str:
-    """The fit of a layer whose mask leaves tokens out of the sorts, or what else it does."""
+def _with_mask(trial: Trial, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit:
+    """The fit of a layer whose mask leaves tokens out of the sorts.  Raises NoFit."""
     fit = replace(fit, convention=replace(fit.convention, mask="key"))
     masked = fit.measured([_masked(trial, lengths, tied) for tied in (False, True)])
     if not masked.error <= STABILISED:
-        return (
-            f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts; relative "
-            f"error {masked.error:.2g}"
+        raise NoFit(
+            f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
+            masked.error,
         )
     if not fit.measured([_masked(trial, lengths, False, scale) for scale in FAR]).error <= STABILISED:
-        return (
+        raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
             f"hide those by a lower number, such as {HIDDEN_SCORE:g}"
         )
@@ -249,12 +252,11 @@ def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.
     return EspSample(q, k, result, active.expand(q.shape[0], -1))
 
 
-def _at_larger_sizes(
-    trial: Trial, clouds: Sequence[Canonical], lengths: dict[Any, int], fit: EspFit
-) -> str | None:
-    """What is wrong with a convention where there are many tokens or examples, None if nothing."""
+def _check_larger_sizes(
+    trial: Trial, batch: Sequence[Any], tokens: Sequence[Any], lengths: dict[Any, int], fit: EspFit
+) -> None:
+    """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
     generator = torch.Generator().manual_seed(3)
-    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
     q, _ = trial.shapes(lengths)
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
     for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
@@ -263,8 +265,7 @@ def _at_larger_sizes(
         error = math.inf if result is None else fit.measured([EspSample(x, y, result)]).error
         if not error <= STABILISED:
             sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"
-            return f"another sliced plan where there are {sizes}; relative error {error:.2g}"
-    return None
+            raise NoFit(f"another sliced plan where there are {sizes}", error)
 
 
 def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> list[Tensor | None]:

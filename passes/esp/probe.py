@@ -105,8 +105,8 @@ class Trial:
 def identify_esp(
     trial: Trial, sizes: Sequence[dict[Any, int]], candidates: Sequence[Tensor | None],
     likely: Sequence[EspConvention],
-) -> EspFit | NoFit:  # fmt: skip
-    """The sliced-plan convention that reproduces the code to 1e-6, or why none does.
+) -> EspFit:  # fmt: skip
+    """The sliced-plan convention that reproduces the code to 1e-6.  Raises NoFit.
 
     candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
     likely: conventions of other layers, tried before anything is searched for.
@@ -119,19 +119,16 @@ def identify_esp(
             q, k = (spread * _POINTS[kind](shape, generator) for shape in trial.shapes(at))
             attention = trial.observe(q, k, at)
             if attention is None:
-                return NoFit("the region gives NaN or infinity on random queries and keys")
+                raise NoFit("the region gives NaN or infinity on random queries and keys")
             seen[kind].append(EspSample(q, k, attention))
-    found = _factor([s for group in seen.values() for s in group])
-    if isinstance(found, NoFit):
-        return found
-    factor, powers = found
+    factor, powers = _factor([s for group in seen.values() for s in group])
     lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
     seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}
     fit = _of_one_factor(seen, factor, candidates, likely)
-    return fit if isinstance(fit, NoFit) else replace(fit, convention=replace(fit.convention, **lengths))
+    return replace(fit, convention=replace(fit.convention, **lengths))
 
 
-def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]] | NoFit:
+def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]]:
     """The mass of a query, and the powers of N and M that it goes with."""
     masses = [(float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2], s.q.shape[2], s.k.shape[2])
               for s in samples]  # fmt: skip
@@ -143,8 +140,8 @@ def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]] | NoF
     for mass, n, m in masses:
         lengths.setdefault((n, m), []).append(mass)
     if all(max(of) - min(of) <= 1e-6 * max(abs(x) for x in of) for of in lengths.values()):
-        return NoFit("not a sliced plan: the mass of the map depends on the lengths in no known way")
-    return NoFit("not a sliced plan: the mass of the map depends on the queries and keys")
+        raise NoFit("not a sliced plan: the mass of the map depends on the lengths in no known way")
+    raise NoFit("not a sliced plan: the mass of the map depends on the queries and keys")
 
 
 def _without(s: EspSample, powers: tuple[int, int]) -> EspSample:
@@ -156,7 +153,7 @@ def _of_one_factor(
     factor: float,
     candidates: Sequence[Tensor | None],
     likely: Sequence[EspConvention],
-) -> EspFit | NoFit:
+) -> EspFit:
     """identify_esp of maps whose rows have the mass `factor` at every length."""
     samples = seen["apart"]
     square = all(s.q.shape[2] == s.k.shape[2] for s in samples)
@@ -175,7 +172,7 @@ def _of_one_factor(
     ]  # fmt: skip
     mixture, residual = min(mixtures, key=lambda pair: pair[1])
     if not residual <= DISTINCT:
-        return NoFit(NO_TEMPERATURE, residual)
+        raise NoFit(NO_TEMPERATURE, residual)
     fits = [
         EspFit(convention, mixture.slices).measured(samples)
         for convention in _weighted(samples, mixture)
@@ -183,10 +180,10 @@ def _of_one_factor(
     if not any(fit.error <= STABILISED for fit in fits):
         fits += _with_weights(samples, mixture)
     if not fits:
-        return NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
+        raise NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
     least = min(one.error for one in fits)
     if not least <= STABILISED:
-        return NoFit("not a sliced plan weighted by softmax(-tau cost)", least)
+        raise NoFit("not a sliced plan weighted by softmax(-tau cost)", least)
     # At one length a mean is a sum with another tau: the first that is as good, not rounding, decides.
     return _with_ties(next(one for one in fits if one.error <= max(2 * least, EXACT)), seen)
 
@@ -210,7 +207,7 @@ def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 _POINTS = {"apart": apart, "tied": tied_points}
 
 
-def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit | NoFit:
+def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit:
     """The fit with what the layer does where points tie, which other points do not show."""
     fitted = fit.convention
     kinds: tuple[Ties, ...] = get_args(Ties) if fitted.softsort_temperature is None else ("shared",)
@@ -218,7 +215,7 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
-    return NoFit(NO_ORDER, best.error)
+    raise NoFit(NO_ORDER, best.error)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ whatever they are made of: they are then inner products with the R unit vectors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,6 @@ from asapc.operators.lot import pivot_plan
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
-    PROBE_BATCH,
     ancestors,
     data_dependent,
     descendants,
@@ -32,15 +32,17 @@ from asapc.passes.cut import (
     reached,
     separate,
 )
-from asapc.passes.early_stop import Crowd, Stopping, of_many, what_a_stop_changes
+from asapc.passes.early_stop import Crowd, Stopping, check_stops, of_many
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
     NoFit,
     assigned,
+    first_fit,
     larger_sizes,
     outcome,
     relative_error,
+    small_sizes,
     snapped,
 )
 from asapc.passes.lot.probe import Half, HalfFit, Masses, candidates, identify_half, per_head
@@ -93,8 +95,8 @@ def find_lot(program: Program, places: Sequence[Place]) -> Iterator[Found]:
         if candidate.outer.node in within:  # the row sums of one before
             continue
         site = outcome(partial(_examine, program, candidate))
-        if isinstance(site, str):
-            yield candidate.outer.node, Unidentified(site, candidate.inside)
+        if isinstance(site, NoFit):
+            yield candidate.outer.node, Unidentified(str(site), candidate.inside)
         else:
             within |= site.covers
             yield candidate.outer.node, site
@@ -255,39 +257,38 @@ _Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
 """The glued plan times values, the output, N, M, the active keys, and what is padded."""
 
 
-def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
+def _examine(program: Program, candidate: _Candidate) -> LotSite:
     for name, side in zip(SIDES, candidate.sides, strict=True):
         for half in side[:1]:
             if len(half.cut.masks) > 1:
                 one, other = map(spoken, half.cut.masks[:2])
-                return f"two masks enter the {name} plan ({one} and {other})"
+                raise NoFit(f"two masks enter the {name} plan ({one} and {other})")
     masked = any(half.cut.masks for side in candidate.sides for half in side[:1])
-    reason = ""
-    for hidden in (True, False) if masked else (True,):
-        found: list[tuple[Half, HalfFit]] = []
-        for name, side in zip(SIDES, candidate.sides, strict=True):
-            fit = _fitted(side, _sizes(candidate), hidden)
-            if isinstance(fit, NoFit):
-                reason = reason or f"{name} plan: {fit}"
-                break
-            found.append(fit)
-        if len(found) < 2:
-            continue
-        for half, its_fit in found:
-            changed = _changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
-            if changed is not None:
-                return changed
-        return _glued(program, candidate, found, hidden)
-    return reason
+    polarities = (True, False) if masked else (True,)
+    found, hidden = first_fit(partial(_both, candidate, hidden) for hidden in polarities)
+    for half, fit in found:
+        _check_stops(program, half, fit, _sizes(candidate)[0], hidden)
+    return _glued(program, candidate, found, hidden)
 
 
-def _changed_by_stops(
+def _both(candidate: _Candidate, hidden: bool) -> tuple[list[tuple[Half, HalfFit]], bool]:
+    """Both plans, and what the masks say of a padded token."""
+    found = []
+    for name, side in zip(SIDES, candidate.sides, strict=True):
+        try:
+            found.append(_fitted(side, _sizes(candidate), hidden))
+        except NoFit as no_fit:
+            raise NoFit(f"{name} plan: {no_fit}") from None
+    return found, hidden
+
+
+def _check_stops(
     program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int], hidden: bool
-) -> str | None:
-    """Why the plan may be another than that of the full budget; None where no stop changes it."""
+) -> None:
+    """That no stop changes the plan."""
     stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & half.between]
     if not stops:
-        return None
+        return
     # The product of the scores is no sum of a half-step.
     inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
     unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
@@ -306,63 +307,56 @@ def _changed_by_stops(
     steps = fit.half.half_steps
     loop = Stopping(program, stops, entering, inside, steps, half.size, feed, plan)
     examples = assigned([(half.points.shape[0], 1)])
-    return what_a_stop_changes(loop, [Crowd(lengths), *of_many(lengths, examples)])
+    check_stops(loop, [Crowd(lengths), *of_many(lengths, examples)])
 
 
 def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
     """Two assignments of sizes, the second of more tokens and examples, or the only one."""
-    clouds = [side[0].points for side in candidate.sides]
-    experiment = candidate.sides[0][0]
-    more = assigned((cloud.shape[0], PROBE_BATCH + 1) for cloud in clouds)
-    tokens = {symbol for cloud in clouds for symbol in assigned([(cloud.shape[-2], 1)])}
-    few, many = (experiment.lengths(clouds, shift) for shift in (0, 5))
-    many |= {symbol: size for symbol, size in more.items() if symbol not in tokens}
-    return [few] if few == many else [few, many]
+    halves = [side[0] for side in candidate.sides]
+    batch, tokens = ([half.points.shape[axis] for half in halves] for axis in (0, -2))
+    return small_sizes(halves[0].cut, batch, tokens, examples=1)
 
 
 def _fitted(
     side: Sequence[Half], sizes: Sequence[dict[Any, int]], hidden: bool, known: HalfFit | None = None
-) -> tuple[Half, HalfFit] | NoFit:
+) -> tuple[Half, HalfFit]:
     """A plan by its tokens and pivots or, where that fails, by its scores.
 
     known: whose masses it must have.
     """
-    reason: NoFit | None = None
-    for half in side:
+    def fitted(half: Half) -> tuple[Half, HalfFit]:
         pivots, masses = candidates(half, sizes)
-        if known is not None:
-            masses = [known.masses]
-        fit = identify_half(half, hidden, sizes, pivots, masses)
-        if not isinstance(fit, NoFit):
-            return half, fit
-        reason = reason or fit
-    assert reason is not None
-    return reason
+        return half, identify_half(
+            half, hidden, sizes, pivots, masses if known is None else [known.masses]
+        )
+
+    return first_fit(partial(fitted, half) for half in side)
 
 
 def _glued(
     program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]], hidden: bool
-) -> LotSite | str:
+) -> LotSite:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
     sizes = _sizes(candidate)
     if found[0][0].is_scores != found[1][0].is_scores:  # one operator takes either tokens or scores
         both = [[half for half in side if half.is_scores] for side in candidate.sides]
-        again = [_fitted(side, sizes, hidden) for side in both if side]
-        found = [fit for fit in again if not isinstance(fit, NoFit)]
+        found = []
+        with contextlib.suppress(NoFit):
+            found = [_fitted(side, sizes, hidden) for side in both if side]
         if len(found) < 2:
-            return "one plan is of inner products with pivots and the other is not"
+            raise NoFit("one plan is of inner products with pivots and the other is not")
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
         if not found[0][1].masses.is_like(found[1][1].masses):
-            refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
-            if not isinstance(refitted, NoFit):
+            with contextlib.suppress(NoFit):
+                refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
                 found = [refitted, found[1]] if other == 0 else [found[0], refitted]
     (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
     if shared is None or not queries.masses.is_like(keys.masses):
-        return "the query and the key plan have different pivots or masses"
+        raise NoFit("the query and the key plan have different pivots or masses")
     whole = _Whole(program.graph, candidate, [found[0], (key_half, shared)], hidden)
     if not whole.apart:
-        return "another value enters between the two plans and the values"
+        raise NoFit("another value enters between the two plans and the values")
     glue: Masses | None = None
     rows = whole.observed(sizes)
     factor, error = _factor(rows)
@@ -373,7 +367,7 @@ def _glued(
             if weighed[1] <= STABILISED:
                 glue, (factor, error) = weight, weighed
     if not error <= STABILISED:
-        return _why_not_glued(whole, rows, error)
+        raise _why_not_glued(whole, rows, error)
     few, clouds = sizes[0], [half.points for half in whole.halves]
     batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
     for at in larger_sizes(whole.cut, few, batch, tokens, query_half.heads):
@@ -381,7 +375,7 @@ def _glued(
         worst = max(_error(row, factor) for row in rows)
         if not worst <= STABILISED:
             sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
-            return f"other plans where there are {sizes_tried}; relative error {worst:.2g}"
+            raise NoFit(f"other plans where there are {sizes_tried}", worst)
     query_mask, mask = (
         KeyMask(half.cut.masks[0], hidden, False) if half.cut.masks else None for half in whole.halves
     )
@@ -400,18 +394,18 @@ def _glued(
     return _with_row_sums(site, whole, glue)
 
 
-def _why_not_glued(whole: _Whole, rows: Sequence[_Row], error: float) -> str:
+def _why_not_glued(whole: _Whole, rows: Sequence[_Row], error: float) -> NoFit:
     """Why the whole is not what its plans make.  error: the largest, of these rows."""
     masks = whole.halves[1].cut.masks
     if masks and _factor([row for row in rows if row[-1] is None])[1] <= STABILISED:
         weight = _padding_weight(whole)
         if weight:
-            return (
+            return NoFit(
                 f"the layer's own code gives keys that {spoken(masks[0])} masks {weight:.0%} of the "
                 "weight they have without it: the loop moves mass back to what is only a low or a high "
                 "score"
             )
-    return f"not the glued plan of its two halves; relative error {error:.2g}"
+    return NoFit("not the glued plan of its two halves", error)
 
 
 def _read_weight(whole: _Whole) -> Masses | None:
@@ -482,7 +476,7 @@ def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
         (n, m, active, float((seen * unit).sum() / unit.square().sum()))
         for unit, seen, n, m, active, _ in rows
     ]
-    found = factor_of(observed)
+    found = outcome(lambda: factor_of(observed))
     factor = OutputFactor(observed[0][-1]) if isinstance(found, NoFit) else found
     factor = replace(factor, coefficient=snapped(factor.coefficient))
     return factor, max(_error(row, factor) for row in rows)

@@ -10,9 +10,11 @@ one: such a tensor is made at the sizes of an experiment and folded again.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import HalfPlan, Side
 from asapc.operators.lot import by_example, pivot_plan
 from asapc.passes.cut import constants_entering, line_of
-from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, snapped
+from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, outcome, snapped
 from asapc.passes.products import Canonical, merged_heads
 from asapc.passes.sinkhorn.probe import (
     MILD,
@@ -165,8 +167,8 @@ def per_head(
 def identify_half(
     code: Half, hidden: bool, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor],
     masses: Sequence[Masses],
-) -> HalfFit | NoFit:  # fmt: skip
-    """The finite loop between tokens and pivots that reproduces the code to 1e-6, or why none does.
+) -> HalfFit:  # fmt: skip
+    """The finite loop between tokens and pivots that reproduces the code to 1e-6.  Raises NoFit.
 
     hidden: what its masks say of a padded token.  pivots: candidates [H, R, D].  masses: candidates.
     """
@@ -174,44 +176,39 @@ def identify_half(
     first = torch.randn(code.size(sizes[0]), generator=generator, dtype=torch.float64)
     trial = code.plan(first, sizes[0], hidden)
     if trial is None or not bool((trial > 0).all()):
-        return NoFit("the region gives NaN or infinity on random tokens")
+        raise NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
-    unsure: NoFit | None = None
+    unsure = NoFit("no parameter of the layer gives its scores as inner products")
     for z in pivots:
         if trial.shape[1:] != (first.shape[1], trial.shape[2], z.shape[1]):
             continue
-        rough = score_multiplier([Sample(first @ z.transpose(-1, -2), trial)])
-        if isinstance(rough, NoFit):
-            continue
-        samples = []
-        for spread in SPREADS:
-            for at in sizes:
-                x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
-                x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
-                plan = code.plan(x, at, hidden)
-                if plan is not None:
-                    samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
-        multiplier = score_multiplier([sample for sample in samples if sample.mild])
-        if isinstance(multiplier, NoFit):
-            continue
-        for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
-            fit = _best_loop(samples, multiplier, z, sigma)
-            if isinstance(fit, NoFit):
-                unsure = fit
-            elif best is None or fit.error < best.error:
-                best = fit
-            if best is not None and best.error <= EXACT:
-                return best
+        with contextlib.suppress(NoFit):
+            rough = score_multiplier([Sample(first @ z.transpose(-1, -2), trial)])
+            samples = []
+            for spread in SPREADS:
+                for at in sizes:
+                    x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
+                    x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
+                    plan = code.plan(x, at, hidden)
+                    if plan is not None:
+                        samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
+            multiplier = score_multiplier([sample for sample in samples if sample.mild])
+            for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
+                fit = outcome(partial(_best_loop, samples, multiplier, z, sigma))
+                if isinstance(fit, NoFit):
+                    unsure = fit
+                elif best is None or fit.error < best.error:
+                    best = fit
+                if best is not None and best.error <= EXACT:
+                    return best
     if best is None:
-        return unsure or NoFit("no parameter of the layer gives its scores as inner products")
+        raise unsure
     if not best.error <= STABILISED:
-        return NoFit("not a finite loop between tokens and pivots", best.error)
+        raise NoFit("not a finite loop between tokens and pivots", best.error)
     return best
 
 
-def _best_loop(
-    samples: Sequence[Sample], multiplier: float, z: Tensor, masses: Masses
-) -> HalfFit | NoFit:
+def _best_loop(samples: Sequence[Sample], multiplier: float, z: Tensor, masses: Masses) -> HalfFit:
     """The shortest loop that is as good as the best, with these masses, by its first head."""
     targets, plans = [], []
     for group in groups_of(samples, multiplier):
@@ -220,10 +217,10 @@ def _best_loop(
         targets.append(group.attention)
     budget = search_budget(targets, plans)
     if not budget.error < math.inf:
-        return NoFit("not a finite loop between tokens and pivots")
+        raise NoFit("not a finite loop between tokens and pivots")
     if budget.rival is not None and budget.error <= STABILISED:
         rival = budget.rival[1]
-        return NoFit(f"{budget.half_steps} and {rival} half-steps give the same plan in every test")
+        raise NoFit(f"{budget.half_steps} and {rival} half-steps give the same plan in every test")
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
     first = next(sample for sample in samples if sample.mild)
     mass = masses.of(len(first.scores))

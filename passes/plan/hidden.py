@@ -19,11 +19,10 @@ from torch.fx import Node
 
 from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor, reached
-from asapc.passes.experiment import relative_error
+from asapc.passes.experiment import NoFit, relative_error
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
-from asapc.passes.plan.probe import plan_of
 from asapc.passes.products import BARRIERS
-from asapc.passes.sinkhorn.probe import HELD, Fit, Sample
+from asapc.passes.sinkhorn.probe import HELD, Fit, Sample, map_of
 
 aten = torch.ops.aten
 
@@ -75,8 +74,8 @@ def _has_large(node: Node) -> bool:
 def with_hidden(
     draw: Callable[[], Tensor], show: Callable[[Tensor], Sample], fit: Fit[PlanConvention],
     own: torch.dtype | None, raised: bool,
-) -> Fit[PlanConvention] | str:  # fmt: skip
-    """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
+) -> Fit[PlanConvention]:  # fmt: skip
+    """The fit that also gives what the loop makes of hidden rows and columns.  Raises NoFit.
 
     draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  own: the dtype
     of the loop, None where nothing can hide any of its scores.  raised: whether something may raise them.
@@ -102,7 +101,9 @@ def with_hidden(
             return replace(fit, convention=convention)
         failures.append(wrong)
     text, error = failures[0]
-    return f"{text} gives another plan (relative error {error:.2g}): hide tokens through their marginals"
+    raise NoFit(
+        f"{text} gives another plan (relative error {error:.2g}): hide tokens through their marginals"
+    )
 
 
 def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:
@@ -129,4 +130,4 @@ def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]
 def _error(convention: PlanConvention, sample: Sample) -> float:
     """Largest error over all matrices that the teacher has, relative to the largest entry of them."""
     known = sample.attention.isfinite().all(-1).all(-1)
-    return relative_error(plan_of(convention, sample)[known], sample.attention[known])
+    return relative_error(map_of(convention, sample)[known], sample.attention[known])

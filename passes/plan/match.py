@@ -9,6 +9,7 @@ What lies between is cut out, promoted to float64 and run on synthetic scores, b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.formats.limits import limits_of
 from asapc.ir import OutputFactor, PlanConvention, Program, Side, Stabiliser
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
-    PROBE_BATCH,
-    PROBE_LENGTHS,
     SHAPE_ONLY,
     Cut,
     ancestors,
@@ -35,21 +33,20 @@ from asapc.passes.cut import (
     holds_tensors,
     is_bool,
     is_tensor,
-    line_of,
     may_change,
     reached,
     recorded,
 )
-from asapc.passes.early_stop import FAR, Crowd, Stopping, of_many, what_a_stop_changes
-from asapc.passes.experiment import STABILISED, NoFit, outcome, relative_error
+from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, of_many
+from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
-from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
+from asapc.passes.plan.probe import identify_plan
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
-from asapc.passes.sinkhorn.match import MOST_SLACK, guesses_of, without_choice
+from asapc.passes.sinkhorn.match import MOST_SLACK, check_choice, guesses_of
 from asapc.passes.sinkhorn.probe import (
     HELD,
     Drawn,
@@ -58,7 +55,9 @@ from asapc.passes.sinkhorn.probe import (
     Pair,
     Sample,
     Trials,
+    convention_error,
     double_centre,
+    map_of,
     nearest,
     overflown,
     score_multiplier,
@@ -85,12 +84,12 @@ FEW = 8  # half-steps that are tried beyond twice as many as a loop has sums
 
 def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
     """Every loop that is left, or why it is none."""
-    failed: dict[object, _Failure] = {}
+    failed: dict[object, NoFit] = {}
     for loop in free.loops:
         yield loop.at, _examine(program, loop, failed)
 
 
-def _examine(program: Program, loop: Loop, failed: dict[object, _Failure]) -> PlanSite | Unidentified:
+def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanSite | Unidentified:
     """failed: why regions of earlier loops are no plans, by what they compute."""
     def refused(reason: str, at: Node | None = loop.at) -> Unidentified:
         return Unidentified(f"a loop of rows and columns: {reason}", frozenset(loop.sums), at)
@@ -110,10 +109,10 @@ def _examine(program: Program, loop: Loop, failed: dict[object, _Failure]) -> Pl
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
-        failures.append(_Failure(0, result) if isinstance(result, str) else result)
-        if failures[-1].reached >= KNOWN:
+        failures.append(result)
+        if result.reached >= KNOWN:
             break
-    return refused(max(failures, key=lambda failure: failure.reached).reason)
+    return refused(str(max(failures, key=lambda failure: failure.reached)))
 
 
 def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
@@ -150,14 +149,6 @@ def _by_likeliness(found: Borders) -> list[tuple[Node, Node]]:
         itertools.product(starts, ends),
         key=lambda pair: (starts.index(pair[0]) + ends.index(pair[1]), starts.index(pair[0])),
     )
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """How far the experiments came, and why no further."""
-
-    reached: int
-    reason: str
 
 
 class _Region:
@@ -241,23 +232,13 @@ class _Region:
     @property
     def examples(self) -> set[Any]:
         """The sizes of what stands before rows and columns, where they are free."""
-        return {symbol for size in self.start.tensor.shape[:-2] if (symbol := _free(size)) is not None}
+        return {*assigned((size, 1) for size in self.start.tensor.shape[:-2])}
 
-    def lengths(self, shift: int = 0) -> dict[Any, int]:
-        """Small, different numbers of rows and columns where they are free, `shift` more of both; few
-        examples where their number is."""
-        found = self.cut.lengths()
-        *leads, rows, columns = self.start.tensor.shape
-        wanted = [*((size, PROBE_BATCH) for size in leads if (line_of(size) or [])[1:] == (1, 0)),
-                  *zip((rows, columns), (length + shift for length in PROBE_LENGTHS), strict=True)]
-        set_: set[Any] = set()
-        for size, length in wanted:
-            symbol = _free(size)
-            if symbol is not None and symbol not in set_:
-                low, high = limits_of(size.node.shape_env, symbol)
-                found[symbol] = max(low, min(length, high))
-                set_.add(symbol)
-        return found
+    @cached_property
+    def sizes(self) -> list[dict[Any, int]]:
+        """At which it is observed, see small_sizes."""
+        shape = self.start.tensor.shape
+        return small_sizes(self.cut, shape[:-2], shape[-2:])
 
 
 def _made_of(start: Node) -> set[Node]:
@@ -266,12 +247,6 @@ def _made_of(start: Node) -> set[Node]:
         return [x for x in node.users if holds_tensors(x) and x.target not in SHAPE_ONLY]
 
     return reached(onward(start), onward)
-
-
-def _free(size: Any) -> Any:
-    """The symbol of a size that is one, or one and a few more; None for others."""
-    line = line_of(size)
-    return line.symbol if line is not None and line.factor == 1 else None
 
 
 def _given(
@@ -364,8 +339,8 @@ class _Roles:
         return _Roles(*(None if x is None else replace(x, power=power) for x, power in both))
 
 
-def _roles(region: _Region) -> list[_Roles] | str:
-    """What the vectors among the inputs may be, data alone first; a reason where one is nothing.
+def _roles(region: _Region) -> list[_Roles]:
+    """What the vectors among the inputs may be, data alone first.  Raises NoFit where one is nothing.
 
     One input can be a marginal of the rows, and one of the columns, or one of both: data must be,
     constants may. Constants that are equal, as where a loop makes them anew, are one.
@@ -374,16 +349,16 @@ def _roles(region: _Region) -> list[_Roles] | str:
     for node, is_data in _distinct(region).items():
         if _is_matrix(node, region.start):
             if not node.meta["val"].is_floating_point():
-                return _enters(node, "a mask in every half-step: hide scores before the loop")
+                raise _enters(node, "a mask in every half-step: hide scores before the loop")
             continue
         found = _sides(node, region.start, is_data, node in region.counted)
         if is_data and not found:
-            return _enters(node, "neither a marginal nor a bias")
+            raise _enters(node, "neither a marginal nor a bias")
         options += found
     given = {marginal.node for _, marginal in options}
     data = given & {*region.data}
     if len(data) > 2 or len(given - data) > MOST_CONSTANTS:
-        return "more vectors enter its half-steps than it has marginals"
+        raise NoFit("more vectors enter its half-steps than it has marginals", reached=1)
     rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
     possible = [
@@ -393,8 +368,9 @@ def _roles(region: _Region) -> list[_Roles] | str:
             or len({(x.logarithm, x.hidden, x.shared) for x in role.given}) == 1
         )
     ]  # fmt: skip
-    possible.sort(key=lambda role: len(role.nodes - data))
-    return possible or "two inputs could be the same marginal"
+    if not possible:
+        raise NoFit("two inputs could be the same marginal", reached=1)
+    return sorted(possible, key=lambda role: len(role.nodes - data))
 
 
 def _distinct(region: _Region) -> dict[Node, bool]:
@@ -402,7 +378,7 @@ def _distinct(region: _Region) -> dict[Node, bool]:
     inputs: dict[Node, bool] = {}
     values: list[Tensor] = []
     for node, is_data in region.given.items():
-        value = None if is_data else constant_at(region.graph, node, region.lengths())
+        value = None if is_data else constant_at(region.graph, node, region.sizes[0])
         if value is not None:
             if any(torch.equal(value, other) for other in values):
                 continue
@@ -411,8 +387,8 @@ def _distinct(region: _Region) -> dict[Node, bool]:
     return inputs
 
 
-def _enters(node: Node, what: str) -> str:
-    return f"its plan depends on {spoken(node)}, which is {what}"
+def _enters(node: Node, what: str) -> NoFit:
+    return NoFit(f"its plan depends on {spoken(node)}, which is {what}", reached=1)
 
 
 def _is_matrix(node: Node, start: Layout) -> bool:
@@ -471,7 +447,12 @@ def _sides(
 
 
 class _Trials(Trials):
-    """Observations of a region, with its inputs in their roles.  log: whether its plan is a logarithm."""
+    """Observations of a region, with its inputs in their roles.
+
+    log: whether its plan is a logarithm.  reached: the experiments that were passed.
+    """
+
+    reached = 2
 
     def __init__(self, region: _Region, roles: _Roles) -> None:
         self.region, self.roles, self.log, self.cut = region, roles, False, region.cut
@@ -546,8 +527,8 @@ class _Trials(Trials):
         )
         return Sample(scores, out.exp() if self.log else out, None, mild, log_mu, log_nu), added
 
-    def measure(self, lengths: dict[Any, int]) -> NoFit | None:
-        """How much the scores, every bias and every head count; why that cannot be said."""
+    def measure(self, lengths: dict[Any, int]) -> None:
+        """Find how much the scores, every bias and every head count.  Raises NoFit."""
         size = self.region.size(lengths)
         for scale in (1.0, 0.1, 0.01):
             given = self.draw(lengths, whole=True)
@@ -572,9 +553,9 @@ class _Trials(Trials):
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
             o, _ = self.observe(scale * self.noise(lengths), lengths, given=given)
-            multiplier = score_multiplier([o])
-            return multiplier if isinstance(multiplier, NoFit) else None
-        return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
+            score_multiplier([o])
+            return
+        raise NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
     def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
         o, _ = self.observe(scores, at, mild)
@@ -591,112 +572,96 @@ class _Trials(Trials):
 
 def _site(
     program: Program, loop: Loop, start: Node, end: Node, kernel: bool, sums: int,
-    failed: dict[object, _Failure],
-) -> PlanSite | _Failure:  # fmt: skip
-    """The site between a start and an end, or why there is none; what failed in one layer of a model is
-    not tried again in the others."""
+    failed: dict[object, NoFit],
+) -> PlanSite:  # fmt: skip
+    """The site between a start and an end; what failed in one layer of a model is not tried again in the
+    others.  Raises NoFit."""
     region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
-        return _Failure(0, "its plan has sizes that its scores do not show")
+        raise NoFit("its plan has sizes that its scores do not show")
     roles = _roles(region)
-    if isinstance(roles, str):
-        return _Failure(1, roles)
     alike = None if region.stops else (region.seen_by_experiments(), sums)
     if alike in failed:
-        return failed[alike]
-    lengths = region.lengths()
+        raise failed[alike]
     failures = []
     for role in roles:
-        found = _identified(region, role, lengths, sums)
-        if isinstance(found, _Failure):
-            failures.append(found)
+        trials = _Trials(region, role)
+        try:
+            fit = _identified(trials, region.sizes[0], sums)
+        except NoFit as no_fit:
+            failures.append(NoFit(str(no_fit), reached=trials.reached))
             continue
-        changed = _changed_by_stops(program, region, *found, lengths)
-        if changed is not None:
-            return _Failure(KNOWN, changed.replace("the attention", "the plan"))
-        empty = _empty(program, found[1].roles)
-        if empty is not None:
-            what = f"what an example gives in which {spoken(empty)} hides every token is not known"
-            return _Failure(KNOWN, what)
-        return _made(program, region, *found)
+        if region.stops:
+            _check_stops(program, trials, fit)
+        _check_empty(program, trials.roles)
+        return _made(program, fit, trials)
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
-    return nearest
+    raise nearest
 
 
-def _empty(program: Program, roles: _Roles) -> Node | None:
-    """A mask that hides every token of an example in the example call."""
+def _check_empty(program: Program, roles: _Roles) -> None:
+    """That no mask hides every token of an example in the example call."""
     masks = {x.node: x for x in roles.given if x.is_mask and x.guarded}
     held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
         if not bool((value != bool(masks[node].hidden)).any(axis).all()):
-            return node
-    return None
+            what = f"what an example gives in which {spoken(node)} hides every token is not known"
+            raise NoFit(what, reached=KNOWN)
 
 
-def _identified(
-    region: _Region, roles: _Roles, lengths: dict[Any, int], sums: int
-) -> tuple[Fit[PlanConvention], _Trials] | _Failure:
-    size, trials = region.size(lengths), _Trials(region, roles)
+def _identified(trials: _Trials, lengths: dict[Any, int], sums: int) -> Fit[PlanConvention]:
+    """Raises NoFit."""
+    region, roles = trials.region, trials.roles
     first, _ = trials.observe(trials.noise(lengths), lengths)
     trials.log = bool((first.attention < 0).any())
-    alone = without_choice(size)
-    if alone is not None:
-        one, other = (trials.observe(trials.noise(lengths), lengths)[0].attention for _ in range(2))
-        if not roles.nodes and relative_error(other, one) <= STABILISED:
-            return _Failure(KNOWN, alone)
-    unknown = trials.measure(lengths)
-    if unknown is not None:
-        return _Failure(2, str(unknown))
+    if not roles.nodes and 1 in first.scores.shape[-2:]:
+        trials.reached = KNOWN
+        check_choice(*(trials.observe(trials.noise(lengths), lengths)[0].attention for _ in range(2)))
+    trials.reached = 2
+    trials.measure(lengths)
+    trials.reached = 3
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
-        sketch = identify_plan(few, region.guesses, region.most, sums)
-        if isinstance(sketch, NoFit):
-            return _Failure(3, str(sketch))
-    longer = region.lengths(5)
+        identify_plan(few, region.guesses, region.most, sums)
+    trials.reached = 4
     identify = partial(identify_plan, guesses=region.guesses, sums=sums)
-    fit = trials.fitted([lengths] if longer == lengths else [lengths, longer], identify, plan_error)
-    if isinstance(fit, NoFit):
-        return _Failure(4, _described(fit, trials.samples))
+    try:
+        fit = trials.fitted(region.sizes, identify)
+    except NoFit as no_fit:
+        raise _described(no_fit, trials.samples) from None
+    trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    shape, error = region.start.tensor.shape, partial(plan_error, fit.convention)
-    wrong = trials.wrong_at_larger_sizes(lengths, shape, fit.convention.half_steps * size[1], error)
-    if wrong is not None:
-        return _Failure(5, wrong)
-    found = with_hidden(
+    trials.check_larger_sizes(fit.convention, lengths, region.start.tensor.shape, first.scores.shape[1])
+    fit = with_hidden(
         lambda: trials.noise(lengths) / abs(trials.rough),
         lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
         any(map(may_raise, trials.added_up)),
     )  # fmt: skip
-    if not isinstance(found, str) and any(x.is_mask for x in roles.given):
-        found = _with_masks(trials, found, lengths)
-    if not isinstance(found, str) and region.kernel:
-        found = _with_zeros(trials, found, lengths)
-    if not isinstance(found, str) and region.slack is not None:
-        found = _with_slack(trials, found, lengths)
-    return _Failure(5, found) if isinstance(found, str) else (found, trials)
+    if any(x.is_mask for x in roles.given):
+        _check_masks(trials, fit.convention, lengths)
+    if region.kernel:
+        _check_zeros(trials, fit.convention, lengths)
+    return fit if region.slack is None else _with_slack(trials, fit, lengths)
 
 
-def _with_zeros(
-    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
-) -> Fit[PlanConvention] | str:
-    """The fit, or what is wrong with it where a kernel is 0: here and there, in a row, in a column."""
+def _check_zeros(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+    """Where a kernel is 0: here and there, in a row, in a column."""
     noise = trials.noise(lengths) / abs(trials.rough)
     rows, columns = (torch.arange(size) for size in noise.shape[-2:])
     some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
     for zero in (some, row, (columns == 1).expand_as(row)):
         sample = trials.on(noise.masked_fill(zero, -math.inf), lengths)
-        if sample is not None and not plan_error(fit.convention, [sample]) <= HELD:
-            return "where its kernel is 0 it is another loop"
-    return fit
+        if sample is not None and not convention_error(convention, [sample]) <= HELD:
+            raise NoFit("where its kernel is 0 it is another loop")
 
 
 def _with_slack(
     trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
-) -> Fit[PlanConvention] | str:
-    """The fit as a function of the score of its slack, or why it is none.
+) -> Fit[PlanConvention]:
+    """The fit as a function of the score of its slack.
 
     a = 1 / (K b + exp(t)) and b = 1 / (K' a + exp(t)) are the scalings of exp(-t) K with masses exp(-t)
     and a constant of 1.
@@ -714,38 +679,35 @@ def _with_slack(
             continue
         masses = torch.full((1, 1, 1), -level, dtype=torch.float64)
         scores = sample.scores - level / convention.score_multiplier
-        ours = plan_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
+        ours = map_of(convention, replace(sample, scores=scores, log_mu=masses, log_nu=masses))
         if not relative_error(ours * math.exp(level), sample.attention) <= STABILISED:
-            return "its slack is no row and column of one score that are never normalised"
+            raise NoFit("its slack is no row and column of one score that are never normalised")
     return replace(fit, convention=convention)
 
 
-def _with_masks(
-    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
-) -> Fit[PlanConvention] | str:
-    """The fit, or what is wrong with it where tokens are hidden in the loop's own precision."""
+def _check_masks(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+    """Where tokens are hidden in the loop's own precision."""
     if trials.log:
-        return "tokens that a mask hides in it have no logarithm of a plan: read its plan"
+        raise NoFit("tokens that a mask hides in it have no logarithm of a plan: read its plan")
     own = trials.region.start.tensor.node.meta["val"].dtype
     for spread in MASKED:
         scores = (spread * trials.noise(lengths) / abs(trials.rough)).to(own)
         observed = trials.on(scores, lengths)
-        error = plan_error(fit.convention, [] if observed is None else [observed])
+        error = convention_error(convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
-            return f"with hidden tokens in {own} another plan; relative error {error:.2g}"
-    if fit.convention.stabiliser is not None and not plan_error(
-        fit.convention, [_below_hidden(trials, fit.convention, lengths)]
+            raise NoFit(f"with hidden tokens in {own} another plan", error)
+    if convention.stabiliser is not None and not convention_error(
+        convention, [_below_hidden(trials, convention, lengths)]
     ) <= STABILISED:
-        return "beside hidden tokens of far higher scores it is another plan"
+        raise NoFit("beside hidden tokens of far higher scores it is another plan")
     given = trials.draw(lengths)
     for x in trials.roles.given:
         if x.hidden is not None:
             given[x.node][-1] = x.hidden
     empty, _ = trials.observe(trials.noise(lengths).to(own), lengths, given=given)
-    if plan_error(fit.convention, [empty]) <= HELD:  # as where a constant is in the divisions
+    if convention_error(convention, [empty]) <= HELD:  # as where a constant is in the divisions
         both = (trials.roles.log_mu, trials.roles.log_nu)
         trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
-    return fit
 
 
 def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> Sample:
@@ -767,33 +729,35 @@ def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any
     return trials.observe(scores, lengths, given=given)[0]
 
 
-def _changed_by_stops(
-    program: Program, region: _Region, fit: Fit[PlanConvention], trials: _Trials, lengths: dict[Any, int]
-) -> str | None:
-    if not region.stops:
-        return None
-
+def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) -> None:
     def plan(sample: Sample, half_steps: int) -> Tensor:
-        return plan_of(replace(fit.convention, half_steps=half_steps), sample)
+        return map_of(replace(fit.convention, half_steps=half_steps), sample)
 
+    region, lengths = trials.region, trials.region.sizes[0]
     entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
-    loop = Stopping(program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan)
+    loop = Stopping(
+        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan, "plan"
+    )
     # In a far larger batch one sharp example does less to a mean, or to its square.
     many = of_many(lengths, region.examples, FAR**2) if region.examples else []
-    return what_a_stop_changes(loop, [Crowd(lengths), *many])
+    try:
+        check_stops(loop, [Crowd(lengths), *many])
+    except NoFit as no_fit:
+        raise NoFit(str(no_fit), reached=KNOWN) from None
 
 
-def _described(failure: NoFit, observed: Sequence[Sample]) -> str:
+def _described(failure: NoFit, observed: Sequence[Sample]) -> NoFit:
     """Why it is none, what comes nearest, and what would make it match."""
     text = str(failure).replace("attention", "plan")
-    near = None if failure.error is not None else nearest(observed)
-    if near is not None:
-        text += (
-            f"; nearest are {near.half_steps} half-steps, {near.first_side}s first, relative error "
-            f"{near.error:.2g}"
-        )
+    if failure.error is None:
+        with contextlib.suppress(NoFit):
+            near = nearest(observed)
+            text += (
+                f"; nearest are {near.half_steps} half-steps, {near.first_side}s first, relative error "
+                f"{near.error:.2g}"
+            )
     advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
-    return text if advice is None else f"{text}; {advice}"
+    return NoFit(text if advice is None else f"{text}; {advice}")
 
 
 _ADVICE = {
@@ -804,11 +768,11 @@ _ADVICE = {
 }
 
 
-def _made(program: Program, region: _Region, fit: Fit[PlanConvention], trials: _Trials) -> PlanSite:
+def _made(program: Program, fit: Fit[PlanConvention], trials: _Trials) -> PlanSite:
     def kind(marginal: MarginalInput | None) -> Any:
         return "uniform" if marginal is None else "constant" if marginal.constant else "input"
 
-    roles = trials.roles
+    region, roles = trials.region, trials.roles
     convention = replace(
         fit.convention, log=trials.log,
         source_marginal=kind(roles.log_mu) if region.slack is None else "constant",

@@ -16,9 +16,11 @@ last is the slope of a line. That of the other side is the same, or none, or is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import scipy  # its packages load where they are used first, not with every command
@@ -26,27 +28,28 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Marginal, OutputFactor, PlanConvention, Side, Stabiliser
-from asapc.operators.plan import plan, settings_of
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
+from asapc.passes.experiment import EXACT, STABILISED, NoFit
 from asapc.passes.sinkhorn.probe import (
     BEYOND,
+    BOTH,
     HELD,
     MAX_HALF_STEPS,
     NO_GUESS,
     Budget,
     Fit,
     Guesses,
+    Mass,
     Pair,
     Plans,
     Sample,
-    budget_of,
+    convention_error,
     factor_of,
     identify,
     loop_plans,
+    masses_of,
     mild_ones,
     score_multiplier,
     search_budget,
-    with_rival,
 )
 
 SEARCHED = 24  # half-steps of the longest loop in which the damping of the other side is searched for
@@ -57,63 +60,43 @@ CONVERGED = 1e-7  # what is left of the start after a loop that no scores tell f
 def identify_plan(
     samples: Sequence[Sample], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
     sums: int = 0,
-) -> Fit[PlanConvention] | NoFit:  # fmt: skip
-    """The convention that reproduces everything, or why none does; the mildest scores come first.
+) -> Fit[PlanConvention]:  # fmt: skip
+    """The convention that reproduces everything; the mildest scores come first.  Raises NoFit.
 
     sums: of the loop where an unbalanced one is looked for if no balanced one is found, 0 where not.
     """
-    if _has_marginals(samples):
-        return _with_marginals(samples, guesses, most, sums)
-    found = identify(samples, guesses=guesses)
-    if isinstance(found, NoFit):
-        return (_damped(samples, sums, guesses) if sums else None) or found
-    first, rival = (
-        None if loop is None else PlanConvention(
-            loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
-            stabiliser=loop.stabiliser,
-        )
-        for loop in (found.convention, found.rival)
-    )  # fmt: skip
-    assert first is not None
-    return Fit(first, found.error, rival)
+    kinds: list[Marginal] = [
+        "uniform" if all(x is None for x in logs) else "input"
+        for logs in zip(*(sample.marginals for sample in samples), strict=True)
+    ]
+    made = partial(PlanConvention, source_marginal=kinds[0], target_marginal=kinds[1])
+    most = most if _has_marginals(samples) else MAX_HALF_STEPS
+    try:
+        return identify(samples, made, guesses=guesses, most=most)
+    except NoFit:
+        damped = _damped(samples, sums, guesses, made) if sums else None
+        if damped is None:
+            raise
+        return damped
 
 
-def _with_marginals(
-    samples: Sequence[Sample], guesses: Guesses, most: int, sums: int
-) -> Fit[PlanConvention] | NoFit:
+def _damped(
+    samples: Sequence[Sample], sums: int, guesses: Guesses, made: Callable[..., PlanConvention]
+) -> Fit[PlanConvention] | None:
+    """The unbalanced loop that reproduces everything, None if there is none.  made: as of identify."""
     mild, mildest = mild_ones(samples)
-    multiplier = score_multiplier(mild)
-    if isinstance(multiplier, NoFit):
-        return multiplier
-    found = budget_of(samples, multiplier, guesses=guesses, most=most)
-    if isinstance(found, NoFit):
-        return (_damped(samples, sums, guesses) if sums else None) or found
-    budget, stabiliser = found
-    convention = _of_budget(budget, multiplier, samples, stabiliser=stabiliser)
-    # factor_of takes N times a row's mass of a uniform plan: 1 is N there, and the plan itself here.
-    factor = factor_of([(n, m, float(m), mass) for n, m, mass in _masses(convention, mildest)])
-    if isinstance(factor, NoFit):
-        return factor
-    convention = replace(convention, output_factor=factor)
-    error = plan_error(convention, samples)
-    if not error <= HELD:
-        return NoFit("one head or example runs this loop and another does not", error)
-    return with_rival(Fit(convention, error), budget)
-
-
-def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanConvention] | None:
-    """The unbalanced loop that reproduces everything, None if there is none."""
-    mild, mildest = mild_ones(samples)
-    multiplier = score_multiplier(mild)
-    given = [x for sample in samples for x in sample.marginals if x is not None]
-    if isinstance(multiplier, NoFit) or not all(bool(x.isfinite().all()) for x in given):
+    try:
+        multiplier = score_multiplier(mild)
+    except NoFit:
+        return None
+    if not all(bool(x.isfinite().all()) for one in samples for x in one.marginals if x is not None):
         return None
     heads = [sample.head() for sample in mildest]
     found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
     if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
         return None
     budget = found.budget
-    convention = _of_budget(budget, multiplier, samples, damping=found.damping)
+    convention = made(budget.half_steps, budget.first_side, multiplier, damping=found.damping)
     samples, heads = ([x.powered(found.powers) for x in of] for of in (samples, heads))
     longer = [convention]
     if budget.rival is not None:
@@ -126,47 +109,13 @@ def _damped(samples: Sequence[Sample], sums: int, guesses: Guesses) -> Fit[PlanC
     fits = []
     for one, stabiliser in itertools.product(longer, stabilisers):
         one = replace(one, stabiliser=stabiliser)
-        uniform = (one.source_marginal == "uniform", one.target_marginal == "uniform")
-        masses = _masses(one, heads)
-        factor: OutputFactor | NoFit | None = factor_of([(n, m, float(m), mass) for n, m, mass in masses])
-        if stabiliser is None:
-            factor = damped_factor(masses, found.damping, one.first_side, one.half_steps, uniform)
-        if isinstance(factor, OutputFactor):
+        masses = masses_of(one, heads)
+        with contextlib.suppress(NoFit):
+            factor = damped_factor(masses, one) if stabiliser is None else factor_of(masses)
             one = replace(one, output_factor=factor)
-            fits.append(Fit(one, plan_error(one, samples), powers=found.powers))
+            fits.append(Fit(one, convention_error(one, samples), powers=found.powers))
     best = min(fits, key=lambda fit: fit.error, default=None)
     return best if best is not None and best.error <= HELD else None
-
-
-def _masses(convention: PlanConvention, samples: Sequence[Sample]) -> list[tuple[int, int, float]]:
-    """(N, M, the mass of the map over that of the convention's plan)."""
-    pairs = ((sample, plan_of(convention, sample)) for sample in samples)
-    return [(*x.scores.shape[-2:], float(x.attention.sum() / ours.sum())) for x, ours in pairs]
-
-
-def _of_budget(
-    budget: Budget, multiplier: float, samples: Sequence[Sample], **settings: Any
-) -> PlanConvention:
-    kinds: list[Marginal] = [
-        "uniform" if all(x is None for x in logs) else "input"
-        for logs in zip(*(sample.marginals for sample in samples), strict=True)
-    ]
-    return PlanConvention(
-        budget.half_steps, budget.first_side, multiplier, source_marginal=kinds[0],
-        target_marginal=kinds[1], **settings,
-    )  # fmt: skip
-
-
-def plan_of(convention: PlanConvention, sample: Sample) -> Tensor:
-    """The plan that the convention computes from what was observed to go in, [B, H, N, M]."""
-    settings = settings_of(convention) | {"log": False}
-    return plan(sample.scores, *sample.marginals, **settings)
-
-
-def plan_error(convention: PlanConvention, samples: Sequence[Sample]) -> float:
-    """Largest error over everything, relative to each plan's largest entry; infinite where it is NaN."""
-    pairs = ((plan_of(convention, sample), sample.attention) for sample in samples)
-    return max((relative_error(*pair) for pair in pairs), default=0.0)
 
 
 # Unbalanced loops
@@ -188,8 +137,7 @@ def identify_damping(samples: Sequence[Sample], sums: int) -> Damped | None:
     sums: how many over rows and columns the loop has, which is about how many half-steps.
     """
     best: Damped | None = None
-    sides: tuple[Side, ...] = ("row", "column")
-    for last, outside in itertools.product(sides, (False, True) if _has_marginals(samples) else (False,)):
+    for last, outside in itertools.product(BOTH, (False, True) if _has_marginals(samples) else (False,)):
         points = [_line(sample, last, outside) for sample in samples]
         damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
         for found in () if damping is None else _tried(samples, last, damping, outside, sums):
@@ -201,7 +149,7 @@ def identify_damping(samples: Sequence[Sample], sums: int) -> Damped | None:
 
 
 def _has_marginals(samples: Sequence[Sample]) -> bool:
-    return any(x is not None for sample in samples for x in sample.marginals)
+    return any(sample.is_given for sample in samples)
 
 
 def _line(sample: Sample, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
@@ -279,31 +227,30 @@ def converged(damping: Pair, half_steps: int) -> bool:
     return (damping[0] * damping[1]) ** (half_steps // 2) <= CONVERGED
 
 
-def damped_factor(
-    observed: Sequence[tuple[int, int, float]], damping: Pair, first: Side, half_steps: int,
-    uniform: tuple[bool, bool],
-) -> OutputFactor | None:  # fmt: skip
-    """The factor of an unbalanced loop.  observed: (N, M, the teacher's mass over ours).
+def damped_factor(observed: Sequence[Mass], convention: PlanConvention) -> OutputFactor:
+    """The factor of an unbalanced loop.  Raises NoFit where its mass depends on the batch in another way.
 
     Our uniform marginals are 1/N and 1/M inside the damped logarithms, and our loop starts from scalings
     of 1. The teacher's marginals may be 1, or stand outside, and its scalings start at 1/N and 1/M: each
-    changes every dual by a number, and so the plan by powers of N and M.  None where its mass depends on
-    the batch in another way.
+    changes every dual by a number, and so the plan by powers of N and M.
     """
+    assert convention.damping is not None
+    damping, marginals = convention.damping, (convention.source_marginal, convention.target_marginal)
+    sides = _from(convention.first_side)
     choices = [
-        (0.0, damped, damped - 1) if alike else (0.0,)
-        for damped, alike in zip(damping, uniform, strict=True)
+        (0.0, damped, damped - 1) if kind == "uniform" else (0.0,)
+        for damped, kind in zip(damping, marginals, strict=True)
     ]
     for start, row, column in itertools.product((0.0, -1.0), *choices):
         shifts = {"row": (start, 0.0), "column": (0.0, start)}  # of a dual, in units of (log N, log M)
-        for side in itertools.islice(itertools.cycle(_from(first)), half_steps):
+        for side in itertools.islice(itertools.cycle(sides), convention.half_steps):
             index = 0 if side == "row" else 1
             other = shifts["column" if side == "row" else "row"]
             shift = [-damping[index] * x for x in other]
             shift[index] += (row, column)[index]
             shifts[side] = (shift[0], shift[1])
         a, b = (shifts["row"][i] + shifts["column"][i] for i in range(2))
-        found = factor_of([(n, m, float(m), mass / (n**a * m**b)) for n, m, mass in observed])
-        if isinstance(found, OutputFactor):
-            return OutputFactor(found.coefficient, found.queries + a, found.keys + b, found.active)
-    return None
+        with contextlib.suppress(NoFit):
+            found = factor_of([(n, m, active, mass / (n**a * m**b)) for n, m, active, mass in observed])
+            return replace(found, queries=found.queries + a, keys=found.keys + b)
+    raise NoFit("the mass of the plan depends on the batch in no known way")

@@ -38,7 +38,7 @@ from asapc.passes.cut import (
     reached,
     reaches,
 )
-from asapc.passes.experiment import assigned, outcome, relative_error
+from asapc.passes.experiment import NoFit, assigned, outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import KeyMask, same, site_name
@@ -97,9 +97,8 @@ def _examine(program: Program, region: Region) -> BandedSite | Unidentified | No
         return None
     low, high = band.low, band.high
     found = outcome(lambda: _identified(program, opened, low, high))
-    text = f"a window of {high - low + 1} keys"
-    if isinstance(found, str):
-        return Unidentified(f"{text}: {found}")
+    if isinstance(found, NoFit):
+        return Unidentified(f"a window of {high - low + 1} keys: {found}")
     valued = replace(region, inside=opened.valued)  # of the rest, such as a full_like, only sizes count
     elsewhere = used_outside(valued, besides=region.inside)
     if elsewhere is not None:
@@ -113,39 +112,38 @@ def _examine(program: Program, region: Region) -> BandedSite | Unidentified | No
     )  # fmt: skip
 
 
-_Outcome = tuple[BandedConvention, KeyMask | None, float] | str
-
-
-def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outcome:
+def _identified(
+    program: Program, opened: Opened, low: int, high: int
+) -> tuple[BandedConvention, KeyMask | None, float]:
+    """The convention, its mask, and the largest relative error.  Raises NoFit."""
     experiment = RegionExperiment(program, opened.region)
     shown = {}
     for node in opened.masks:
         value = constant_at(program.graph, node)
         if value is None or not value.numel():
-            return f"{node.name} cannot be computed on its own"
+            raise NoFit(f"{node.name} cannot be computed on its own")
         shown[node] = float(value.flatten()[0])  # for a query and its own key, which a band shows
-    found = run_experiments(experiment, shown)
-    if isinstance(found, str):
-        return found
-    fit, mask, bias = found
+    fit, mask, bias = run_experiments(experiment, shown)
     if bias is not None:
-        return f"{spoken(bias.node)} is added to its scores, which no operator with a band supports"
+        raise NoFit(f"{spoken(bias.node)} is added to its scores, which no operator with a band supports")
     if fit.convention.mask == "both":
-        return "a mask hides queries, too, which no operator with a band supports"
+        raise NoFit("a mask hides queries, too, which no operator with a band supports")
     if fit.convention.stabiliser is not None:
-        return "a constant in its divisions, which no operator with a band supports"
+        raise NoFit("a constant in its divisions, which no operator with a band supports")
     loop = fit.convention
     convention = BandedConvention(
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
     trials = _Trials(program, experiment, opened, mask, convention)
-    wrong = trials.plain() or (trials.masked() if mask is not None else None)
-    return (convention, mask, max(fit.error, trials.error)) if wrong is None else wrong
+    trials.plain()
+    if mask is not None:
+        trials.masked()
+    return convention, mask, max(fit.error, trials.error)
 
 
 class _Trials:
-    """A region with its band in place, held against the convention."""
+    """A region with its band in place, held against the convention.  Raises NoFit."""
 
     def __init__(
         self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
@@ -155,8 +153,8 @@ class _Trials:
         self.mask, self.convention = mask, convention
         self.error = 0.0
 
-    def plain(self) -> str | None:
-        """What is wrong where every key is active, None if nothing."""
+    def plain(self) -> None:
+        """Where every key is active."""
         tried = 0
         for more in (0, 6):
             at = self._lengths(BEYOND + more)
@@ -164,13 +162,14 @@ class _Trials:
                 error = self._error(at, spread, None)
                 tried += error is not None
                 if error is not None and not error <= HELD:
-                    return f"not this loop with its band in place; relative error {error:.2g}"
+                    raise NoFit("not this loop with its band in place", error)
                 if math.prod(self.experiment.size(at)) * self.convention.half_steps > WORK:
                     break
-        return None if tried else "its band gives NaN or infinity on random scores"
+        if not tried:
+            raise NoFit("its band gives NaN or infinity on random scores")
 
-    def masked(self) -> str | None:
-        """What is wrong where keys are masked: some, all in the windows of some queries, or all."""
+    def masked(self) -> None:
+        """Where keys are masked: some, all in the windows of some queries, or all."""
         at = self._lengths(BEYOND + self.convention.high - self.convention.low)
         keys = torch.arange(self.experiment.size(at)[-1])
         for what, active in (
@@ -179,10 +178,9 @@ class _Trials:
         ):  # fmt: skip
             error = self._error(at, 1.0, active)
             if error is None:
-                return f"with {what} masked it gives NaN or infinity"
+                raise NoFit(f"with {what} masked it gives NaN or infinity")
             if not error <= HELD:
-                return f"another loop with {what} masked; relative error {error:.2g}"
-        return None
+                raise NoFit(f"another loop with {what} masked", error)
 
     def _lengths(self, more: int) -> dict[Any, int]:
         """Sizes with more tokens than either side of the window, where their number is free."""

@@ -1,7 +1,7 @@
 """Empty: what a loop gives an example in which a mask hides every key.
 
 before: a region whose loop and key mask are known
-after:  products.Empty, or why no operator can stand for it
+after:  products.Empty, or NoFit: why no operator can stand for it
 
 Code hides keys by finite numbers, and where all scores are as low, what it gives is decided by rounding:
 log M is lost beside -1e9 in float32. So the region runs in its own precision, too.
@@ -20,7 +20,7 @@ from torch import Tensor
 from asapc.ir import Convention, OutputFactor
 from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
-from asapc.passes.experiment import relative_error
+from asapc.passes.experiment import NoFit, outcome, relative_error
 from asapc.passes.products import Empty
 from asapc.passes.sinkhorn.probe import attention_of, factor_of
 
@@ -52,9 +52,12 @@ class EmptyExamples:
         self.experiment, self.convention, self.index = experiment, convention, index
         self.own = experiment.own
 
-    def of_mask(self) -> Empty | str:
+    def of_mask(self) -> Empty:
         """Of a boolean mask, whose number is in the region's code."""
-        return self._rounded(HIDDEN_SCORE) or (self._unknown() if self._is_shown() else REFUSED)
+        found = self._rounded(HIDDEN_SCORE)
+        if found is None and self._is_shown():
+            raise self._unknown()
+        return found or REFUSED
 
     def _is_shown(self) -> bool:
         """Whether the example call has such an example."""
@@ -62,22 +65,22 @@ class EmptyExamples:
         active = bool(self.experiment.neutral[self.index].flatten()[0])
         return shown is not None and bool((shown != active).all(-1).any())
 
-    def of_scores(self, hides: float) -> Empty | str:
+    def of_scores(self, hides: float) -> Empty:
         """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""
         near = self._of(self._seen(self.experiment, hides))
         far = self._rounded(float(torch.finfo(torch.float32).min))
         infinite = self._of(self._seen(self.own, -math.inf))
         if near is None or far is None or infinite is None or far.open or infinite.open:
-            return self._unknown()
+            raise self._unknown()
         if near == far:
             return Empty(far.share, infinite=infinite.share)
         if not near.open or far.share.coefficient == 0.0:
-            return self._unknown()
+            raise self._unknown()
         return Empty(far.share, True, self._reach(), infinite.share)
 
-    def _unknown(self) -> str:
+    def _unknown(self) -> NoFit:
         node = spoken(self.experiment.region.inputs[self.index])
-        return f"what an example gives in which {node} hides every key is not known"
+        return NoFit(f"what an example gives in which {node} hides every key is not known")
 
     def _hidden(self, at: dict[Any, int], score: float) -> list[Tensor]:
         nothing = torch.zeros(self.experiment.size(at)[-1], dtype=torch.bool)
@@ -111,7 +114,7 @@ class EmptyExamples:
         if not mild:
             nothing = all(bool(x.theirs.isnan().all()) for x in seen)
             return Empty(OutputFactor(math.nan)) if nothing else None
-        share = factor_of([_ratio(x) for x in mild])
+        share = outcome(lambda: factor_of([_ratio(x) for x in mild]))
         options = [Empty(), Empty(OutputFactor(0.0)), Empty(open=True)]
         if isinstance(share, OutputFactor):
             options.insert(2, Empty(share))

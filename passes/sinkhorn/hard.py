@@ -1,8 +1,8 @@
 """Hard biases: what a loop makes of numbers such as -1e9 that come where its data held a soft bias.
 
 before: a score bias whose coefficient is known
-after:  the same, with a check at run time where the operator follows small numbers alone; or why the loop
-        needs its scores as the code makes them
+after:  the same, with a check at run time where the operator follows small numbers alone; or NoFit: why
+        the loop needs its scores as the code makes them
 
 Beside -1e9 a float32 dual loses its other terms, and a loop that subtracts sums from scores loses others.
 """
@@ -24,7 +24,7 @@ from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import loop_of
 from asapc.passes.branches import spoken
 from asapc.passes.cut import ancestors, depends_on_data
-from asapc.passes.experiment import relative_error
+from asapc.passes.experiment import NoFit, relative_error
 from asapc.passes.masks import varies
 from asapc.passes.sinkhorn.site import ScoreBias
 from asapc.program.calls import apply_operator
@@ -34,8 +34,8 @@ ALIKE = 1e-3  # relative difference of maps in float32
 SPREAD, SHARP = 3.0, 30.0  # of the scores, in units of epsilon
 
 
-def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -> ScoreBias | str:
-    """The bias, with its check where it needs one, or why it is none.
+def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -> ScoreBias:
+    """The bias, with its check where it needs one.
 
     experiment: passes.sinkhorn.match.RegionExperiment.
     """
@@ -50,7 +50,9 @@ def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -
         return replace(bias, all_or_nan=trials.is_nan_without_keys())
     if (bool(example.any()) or not given) and not hard:
         return replace(bias, small=True)
-    return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
+    raise NoFit(
+        f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
+    )
 
 
 def _tables(bias: Node) -> list[Tensor]:

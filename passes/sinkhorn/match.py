@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from asapc.ir import Convention, Program, Stop
+from asapc.ir import Convention, Mask, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
-    PROBE_LENGTHS,
     ancestors,
     is_bool,
     is_tensor,
@@ -40,11 +39,20 @@ from asapc.passes.early_stop import (
     SUMS,
     Crowd,
     Stopping,
+    check_stops,
     of_many,
     residuals_cut,
-    what_a_stop_changes,
 )
-from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome, relative_error
+from asapc.passes.experiment import (
+    STABILISED,
+    Experiment,
+    NoFit,
+    assigned,
+    first_fit,
+    outcome,
+    relative_error,
+    small_sizes,
+)
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
 from asapc.passes.regions import Region, rooted
@@ -52,6 +60,7 @@ from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
+    NOT_POSITIVE,
     OTHER_SCORES,
     SPREADS,
     Fit,
@@ -109,19 +118,15 @@ class RegionExperiment(Experiment, Trials):
         return self.shape(self.region.score.result, self.few if at is None else at)
 
     @cached_property
-    def few(self) -> dict[Any, int]:
-        """Small, different lengths for every dynamic dimension of the scores."""
-        *batch, queries, keys = self.region.score.result.shape
-        sizes = [(size, PROBE_BATCH) for size in batch]
-        sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
-        return self.cut.lengths(assigned(sizes))
-
-    @cached_property
     def sizes(self) -> list[dict[Any, int]]:
-        """`few`, and a second set with every dynamic length moved, where there is one."""
-        symbols = assigned((size, 1) for size in self.region.score.result.shape[-2:])
-        moved = {symbol: self.few[symbol] + 5 for symbol in symbols}
-        return [self.few, {**self.few, **moved}] if moved else [self.few]
+        """At which it is observed, see small_sizes."""
+        shape = self.region.score.result.shape
+        return small_sizes(self.cut, shape[:-2], shape[-2:])
+
+    @property
+    def few(self) -> dict[Any, int]:
+        """The smallest."""
+        return self.sizes[0]
 
     def attention(
         self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: dict[Any, int] | None = None
@@ -199,12 +204,12 @@ def _examine(
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
     elsewhere = used_outside(region)
     region, found = _read(program, region, stops, known)
-    if isinstance(found, str) and found.startswith(OTHER_SCORES) and same(*shape[-2:]):
+    if isinstance(found, NoFit) and found.reason == OTHER_SCORES and same(*shape[-2:]):
         turned = replace(region, score=region.score.turned())  # scores of keys and queries, a turned map
         way, again = _read(program, turned, stops, known)
-        region, found = (region, found) if isinstance(again, str) else (way, again)
-    if isinstance(found, str):
-        return Unidentified(found)
+        region, found = (region, found) if isinstance(again, NoFit) else (way, again)
+    if isinstance(found, NoFit):
+        return Unidentified(str(found))
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
     fit, mask, bias = found
@@ -225,32 +230,29 @@ def _examine(
     )  # fmt: skip
 
 
-Outcome = tuple[Fit[Convention], KeyMask | None, ScoreBias | None] | str
-
-
-Known = tuple[tuple[Node, ...], Outcome]
+Loop = tuple[Fit[Convention], KeyMask | None, ScoreBias | None]
+Known = tuple[tuple[Node, ...], Loop | NoFit]
 """What was found in a region with these inputs."""
 
 
 def _read(
     program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
-) -> tuple[Region, Outcome]:
+) -> tuple[Region, Loop | NoFit]:
     """A region whose inputs hide together or each by itself, whichever is a loop, and what was found; of
     one that is none, why of the former."""
     whole = rooted(region, heads_of(region))
     found = outcome(lambda: _identified(program, whole, stops, known))
-    if isinstance(found, str) and whole is not region:
+    if isinstance(found, NoFit) and whole is not region:
         apart = outcome(lambda: _identified(program, region, stops, known))
-        found = found if isinstance(apart, str) and apart != MULTIPLIED else apart
-        return region, found
+        return region, found if isinstance(apart, NoFit) and apart.reason != MULTIPLIED else apart
     return whole, found
 
 
 def _identified(
     program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
-) -> Outcome:
+) -> Loop:
     """What experiments say of a region, or have said of another that computes the same: the layers of a
-    model are examined once, and every one of them is replayed."""
+    model are examined once, and every one of them is replayed.  Raises NoFit."""
     experiment = RegionExperiment(program, region)
     entering = [region.score.node, *region.inputs]
     residuals = residuals_cut(program, stops, entering).fingerprint() if stops else None
@@ -259,20 +261,26 @@ def _identified(
         region.score.result.order, region.value.left_order, heads_of(region),
         tuple(made_alike(node) for node in region.inputs),
     )  # fmt: skip
+
+    def found_anew() -> Loop:
+        fit, mask, bias = run_experiments(experiment)
+        if stops:
+            _check_stops(program, stops, experiment, fit, mask)
+        return fit, mask, bias
+
     if alike not in known:
-        found = run_experiments(experiment)
-        if stops and not isinstance(found, str):
-            found = _stopping(program, stops, experiment, *found[:2]) or found
-        known[alike] = region.inputs, found
+        known[alike] = region.inputs, outcome(found_anew)
     inputs, found = known[alike]
-    outcome: Outcome = moved_nodes(found, dict(zip(inputs, region.inputs, strict=True)))
-    return outcome
+    if isinstance(found, NoFit):
+        raise found
+    loop: Loop = moved_nodes(found, dict(zip(inputs, region.inputs, strict=True)))
+    return loop
 
 
 def run_experiments(
     experiment: RegionExperiment, shown: Mapping[Node, float] = MappingProxyType({})
-) -> Outcome:
-    """Identify the loop without masks, then what every input does, then everything together.
+) -> Loop:
+    """The loop without masks, then what every input does, then everything together.  Raises NoFit.
 
     shown: what inputs that only hide entries hold where they do not; what they hide is for the caller.
     """
@@ -283,17 +291,18 @@ def run_experiments(
             return f"the scores do not tell how many heads they have, which {spoken(node)} tells apart"
         role = "band" if node in shown else _input_role(experiment, node)
         if role is None:
-            return f"the attention depends on {spoken(node)}, which is neither a mask nor a bias"
+            raise NoFit(f"the attention depends on {spoken(node)}, which is neither a mask nor a bias")
         roles.append(role)
-    differs = _find_neutral(experiment, roles, shown)
-    if differs is not None:
-        return differs
-    fit = _without_masks(experiment)
-    if isinstance(fit, str):
+    _find_neutral(experiment, roles, shown)
+    try:
+        fit = _without_masks(experiment)
+    except NoFit:
         s = 0.1 * experiment.noise(experiment.few)
         ones = [x + 1 if x.is_floating_point() else x for x in experiment.neutral]
         zero, one = (experiment.attention(s, given) for given in (None, ones))
-        return MULTIPLIED if not (zero > 0).all() and (one > 0).all() else fit
+        if not (zero > 0).all() and (one > 0).all():
+            raise NoFit(MULTIPLIED) from None
+        raise
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
@@ -301,63 +310,50 @@ def run_experiments(
             role = "bias"
         if role in ("mask", "additive"):
             if mask is not None:
-                return f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})"
-            masked = _masked(experiment, fit, index)
-            if isinstance(masked, str):
-                return masked
-            fit, mask = masked
+                raise NoFit(f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})")
+            fit, mask = _masked(experiment, fit, index)
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
-                return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
+                raise NoFit(f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})")
             coefficient = _bias_coefficient(experiment, index, fit.convention)
-            if isinstance(coefficient, NoFit):
-                return str(coefficient)
             bias = ScoreBias(node, coefficient, _merged(node, region))
             if mask is None or mask.node is not node:
-                checked = with_low_numbers(experiment, fit.convention, bias)
-                if isinstance(checked, str):
-                    return checked
-                bias = checked
+                bias = with_low_numbers(experiment, fit.convention, bias)
     if mask is not None and bias is not None and mask.node is not bias.node:
         error = _error_together(experiment, fit.convention, mask, bias)
         if not error <= HELD:
             names = f"{spoken(mask.node)} and {spoken(bias.node)}"
-            return f"with {names} at once: another loop; relative error {error:.2g}"
+            raise NoFit(f"with {names} at once: another loop", error)
     return fit, mask, bias
 
 
-def _without_masks(experiment: RegionExperiment) -> Fit[Convention] | str:
-    """The loop where nothing is hidden or added, or why it is none."""
+def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
+    """The loop where nothing is hidden or added."""
     few, shape, inside = experiment.few, experiment.region.score.result.shape, experiment.region.inside
     first = experiment.attention(experiment.noise(few))
     if not bool(first.isfinite().all()):
-        return "the region gives NaN or infinity on random scores"
+        raise NoFit("the region gives NaN or infinity on random scores")
     trial = experiment.noise(few)
     tried = experiment.attention(trial)
-    settled = without_choice(experiment.size())
-    if settled is not None and relative_error(tried, first) <= STABILISED:
-        return settled
-    rough = score_multiplier([Sample(trial, tried)])
-    if isinstance(rough, NoFit):
-        rows = any(node.target in SOFTMAX for node in inside)
-        by_query = rows and rough.reason.startswith("not Sinkhorn: the attention is not strictly")
-        return ROWS_ONLY if by_query else str(rough)
-    experiment.rough = rough
+    check_choice(tried, first)
+    try:
+        experiment.rough = score_multiplier([Sample(trial, tried)])
+    except NoFit as no_fit:
+        if no_fit.reason == NOT_POSITIVE and any(node.target in SOFTMAX for node in inside):
+            raise NoFit(ROWS_ONLY) from None
+        raise
     experiment.bounds = bounds_of(inside)
-    search = partial(identify, guesses=guesses_of(inside))
-    fit = experiment.fitted(experiment.sizes, search, convention_error)
-    if isinstance(fit, NoFit):
-        return str(fit)
+    search = partial(identify, made=Convention, guesses=guesses_of(inside))
+    fit = experiment.fitted(experiment.sizes, search)
     heads = experiment.size()[1] if len(shape) == 4 else experiment.size()[0] / PROBE_BATCH
-    error = partial(convention_error, fit.convention)
-    return experiment.wrong_at_larger_sizes(few, shape, fit.convention.half_steps * heads, error) or fit
+    experiment.check_larger_sizes(fit.convention, few, shape, heads)
+    return fit
 
 
 def _masked(
     experiment: RegionExperiment, fit: Fit[Convention], index: int
-) -> tuple[Fit[Convention], KeyMask] | str:
-    """The loop with an input that hides keys, by low scores that it adds or as a boolean; or why it is no
-    mask."""
+) -> tuple[Fit[Convention], KeyMask]:
+    """The loop with an input that hides keys, by low scores that it adds or as a boolean."""
     region, node = experiment.region, experiment.region.inputs[index]
     keys = torch.arange(experiment.size()[-1])
     given = experiment.neutral[index]
@@ -372,15 +368,15 @@ def _masked(
     pattern, alone = keys % 3 != 1, keys == len(keys) // 2  # True: active
     first = hidden(1.0, pattern)
     if not bool(first.attention.isfinite().all()):
-        return f"masking keys through {spoken(node)} gives NaN or infinity"
+        raise NoFit(f"masking keys through {spoken(node)} gives NaN or infinity")
     if float(first.attention[..., ~pattern].abs().max()) > 1e-12:
-        return f"keys masked through {spoken(node)} still receive attention"
+        raise NoFit(f"keys masked through {spoken(node)} still receive attention")
     hides = HIDDEN_SCORE
     if additive:
         hides = _hides(experiment, index, pattern, first)
         example = node.meta["example"]
         if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
-            return f"keys masked through {spoken(node)} still receive attention at {MASKED_BELOW:g}"
+            raise NoFit(f"keys masked through {spoken(node)} still receive attention at {MASKED_BELOW:g}")
     seen = [first]
     for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
         sample = hidden(spread, active)
@@ -388,16 +384,14 @@ def _masked(
     if node is region.root:
         seen.append(_unlike_examples(experiment, index))
     every, mildest = [*experiment.samples, *seen], [*experiment.samples[: len(experiment.sizes)], first]
-    masked = with_factor(fit.convention, every, mildest)
-    if isinstance(masked, NoFit) and same(*region.score.result.shape[-2:]):
-        both = with_factor(fit.convention, every, mildest, "both")
-        masked = masked if isinstance(both, NoFit) else both
-    if isinstance(masked, NoFit):
-        return f"with {spoken(node)} as key mask: {masked}"
+    masks: tuple[Mask, ...] = ("key", "both") if same(*region.score.result.shape[-2:]) else ("key",)
+    loops = [replace(fit.convention, mask=mask) for mask in masks]
+    try:
+        masked = first_fit(partial(with_factor, loop, every, mildest) for loop in loops)
+    except NoFit as no_fit:
+        raise NoFit(f"with {spoken(node)} as key mask: {no_fit}") from None
     examples = EmptyExamples(experiment, replace(masked.convention, mask="none"), index)
     gives = examples.of_scores(hides) if additive else examples.of_mask()
-    if isinstance(gives, str):
-        return gives
     is_bias = additive and _adds_more(node)
     return masked, KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
 
@@ -431,7 +425,7 @@ def _error_together(
     return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
 
 
-def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float | NoFit:
+def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float:
     """How much of an input is added to the scores, in units of epsilon, at every size of it.
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
@@ -454,23 +448,24 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
                 seen.append(Sample(s + strength * coefficient / multiplier * dense, a))
         return convention_error(replace(convention, mask="none"), seen)
 
-    measured = score_multiplier([Sample(dense, attention(torch.zeros_like(dense), 1.0))])
-    candidates = [measured] if isinstance(measured, float) else []
-    if probe.shape[-2] == 1:
-        candidates = [1.0, multiplier]
-    if not candidates:
-        return NoFit(f"{name} enters the attention, but not as an additive score bias")
+    candidates = [1.0, multiplier]
+    if probe.shape[-2] != 1:
+        alone = Sample(dense, attention(torch.zeros_like(dense), 1.0))
+        measured = outcome(lambda: score_multiplier([alone]))
+        if isinstance(measured, NoFit):
+            raise NoFit(f"{name} enters the attention, but not as an additive score bias")
+        candidates = [measured]
     error, coefficient = min((apart(candidate), candidate) for candidate in candidates)
-    if error <= HELD:
-        return coefficient
-    return NoFit(f"with {name} as score bias: another loop", error)
+    if not error <= HELD:
+        raise NoFit(f"with {name} as score bias: another loop", error)
+    return coefficient
 
 
-def _stopping(
+def _check_stops(
     program: Program, stops: Sequence[Stop], experiment: RegionExperiment, fit: Fit[Convention],
     mask: KeyMask | None,
-) -> str | None:  # fmt: skip
-    """What an early stop would change, None if nothing."""
+) -> None:
+    """That no early stop would change anything."""
     region, few = experiment.region, experiment.few
     shape = region.score.result.shape
     many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
@@ -496,15 +491,14 @@ def _stopping(
         crowds.append(Crowd(few, many | long, (slice(-1, None), ..., tokens, tokens)))
     if mask is not None:
         crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
-    return what_a_stop_changes(loop, crowds)
+    check_stops(loop, crowds)
 
 
-def without_choice(size: Sequence[int]) -> str | None:
-    """Why scores [*, N, M] decide nothing of a plan whose columns are closed; None where they do."""
-    if 1 not in size[-2:]:
-        return None
-    side = "query" if size[-2] == 1 else "key"
-    return f"with one {side} the plan does not depend on the scores: it is kept as it is"
+def check_choice(one: Tensor, other: Tensor) -> None:
+    """That plans [*, N, M] of different scores differ also with one query or key.  Raises NoFit."""
+    if 1 in one.shape[-2:] and relative_error(one, other) <= STABILISED:
+        side = "query" if one.shape[-2] == 1 else "key"
+        raise NoFit(f"with one {side} the plan does not depend on the scores: it is kept as it is")
 
 
 def guesses_of(inside: Collection[Node]) -> Guesses:
@@ -567,8 +561,8 @@ def _adds_more(node: Node) -> bool:
 
 def _find_neutral(
     experiment: RegionExperiment, roles: Sequence[str], shown: Mapping[Node, float]
-) -> str | None:
-    """Find the neutral inputs, or why a mask is none; the polarity of a bool mask is found by trying."""
+) -> None:
+    """Find the neutral inputs; the polarity of a bool mask is found by trying."""
     region = experiment.region
     for node, role in zip(region.inputs, roles, strict=True):
         shape = experiment.cut.shape_of(node, experiment.few)
@@ -579,13 +573,13 @@ def _find_neutral(
             if node is region.root:
                 continue  # [B, M]: how it enters is inside
             if varies(node, -2):
-                return (
+                raise NoFit(
                     f"the mask {spoken(node)} differs between queries (causal or windowed), or may on "
                     "other data, which has no transport plan with these marginals"
                 )
             sizes = region.score.result.shape
             if heads_vary(node, heads_of(region), sizes[0] if len(sizes) == 4 else None):
-                return f"the mask {spoken(node)} differs between heads, or may on other data"
+                raise NoFit(f"the mask {spoken(node)} differs between heads, or may on other data")
     scores = 0.1 * experiment.noise(experiment.few)
     for index in (index for index, role in enumerate(roles) if role == "mask"):
         # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
@@ -595,7 +589,6 @@ def _find_neutral(
         more = _informative(experiment, scores)
         if more < less or (more == less and _left_of_hidden(experiment, index, scores) != 0.0):
             experiment.neutral = as_it_is
-    return None
 
 
 def _informative(experiment: RegionExperiment, scores: Tensor) -> int:
@@ -603,7 +596,7 @@ def _informative(experiment: RegionExperiment, scores: Tensor) -> int:
     attention = experiment.attention(scores)
     if not bool((attention > 0).all()) or not bool(attention.isfinite().all()):
         return 0
-    return 2 if not isinstance(score_multiplier([Sample(scores, attention)]), NoFit) else 1
+    return 1 if isinstance(outcome(lambda: score_multiplier([Sample(scores, attention)])), NoFit) else 2
 
 
 def _left_of_hidden(experiment: RegionExperiment, index: int, scores: Tensor) -> float:

@@ -25,8 +25,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, PlanConvention, Side, Stabiliser
+from asapc.ir import Convention, FiniteLoop, OutputFactor, PlanConvention, Side, Stabiliser
 from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
+from asapc.operators.plan import plan, settings_of
 from asapc.operators.sinkhorn import (
     attention_map,
     factor_terms,
@@ -39,6 +40,8 @@ from asapc.passes.cut import Cut
 from asapc.passes.experiment import EXACT, STABILISED, NoFit, larger_sizes, relative_error
 
 MAX_HALF_STEPS = 1024
+BOTH: tuple[Side, ...] = ("row", "column")
+NOT_POSITIVE = "not Sinkhorn: the attention is not strictly positive on finite scores"
 OTHER_SCORES = "not a row and column scaling of exp(scores)"
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
 MILD = 6.0  # spread of the scores up to which a multiplier is measured
@@ -78,6 +81,11 @@ class Sample:
     @property
     def marginals(self) -> tuple[Tensor | None, Tensor | None]:
         return self.log_mu, self.log_nu
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it has a marginal that is not uniform."""
+        return any(x is not None for x in self.marginals)
 
     def head(self) -> Sample:
         """The first head of the first example, by which loops are searched."""
@@ -139,32 +147,36 @@ NO_GUESS = Guesses()
 
 
 def identify(
-    samples: Sequence[Sample], tolerance: float = STABILISED, guesses: Guesses = NO_GUESS
-) -> Fit[Convention] | NoFit:
-    """The convention that reproduces every sample to `tolerance` (relative to max A), or why none does.
+    samples: Sequence[Sample], made: Callable[..., C], tolerance: float = STABILISED,
+    guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
+) -> Fit[C]:  # fmt: skip
+    """The convention that reproduces every sample to `tolerance` (relative to max A).  Raises NoFit.
 
     Samples without a mask decide the multiplier; all must agree. Use several score spreads, the mildest
     first, up to the sharpest at which attention is finite.
+    made: a convention of half-steps, first side, multiplier, and what else is named.
     """
     plain = [sample for sample in samples if sample.keep is None] or list(samples)
     mild, mildest = mild_ones(samples)
     multiplier = score_multiplier([s for s in plain if s.mild] or plain)
-    if isinstance(multiplier, NoFit):
-        return multiplier
-    sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
-    found: tuple[Budget, Stabiliser | None] | NoFit | None
+    sides: Sequence[Side] = BOTH  # of given marginals, no constant ones
+    if not any(sample.is_given for sample in samples):
+        sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
+    found: tuple[Budget, Stabiliser | None] | None
     if sides:
-        found = budget_of(samples, multiplier, sides, tolerance, guesses)
+        found = budget_of(samples, multiplier, sides, tolerance, guesses, most)
     else:  # a large constant takes a part of every mass
-        found = _stabilised(samples, multiplier, ("row", "column"), guesses, SHORT)
+        found = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
     if found is None:
-        return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    if isinstance(found, NoFit):
-        return found
+        raise NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
     budget, stabiliser = found
-    convention = Convention(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser)
+    masked = {"mask": "key"} if any(sample.keep is not None for sample in samples) else {}
+    convention = made(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser, **masked)
     fit = with_factor(convention, samples, mildest)
-    return fit if isinstance(fit, NoFit) else with_rival(fit, budget)
+    if budget.rival is None:
+        return fit
+    first, half_steps = budget.rival
+    return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
 
 
 def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -174,9 +186,9 @@ def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def budget_of(
-    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side] = ("row", "column"),
-    tolerance: float = STABILISED, guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
-) -> tuple[Budget, Stabiliser | None] | NoFit:  # fmt: skip
+    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], tolerance: float,
+    guesses: Guesses, most: int,
+) -> tuple[Budget, Stabiliser | None]:  # fmt: skip
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
     at_mild = _budget(mildest, multiplier, sides, most)
@@ -185,11 +197,10 @@ def budget_of(
         found = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
         if found is not None:
             return found
-        given = any(x is not None for x in samples[0].marginals)
-        return NoFit(
+        raise NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps"
-            f"{' with these marginals' if given else ''} (best: {at_mild.half_steps} half-steps, "
-            f"{at_mild.first_side}s first)",
+            f"{' with these marginals' if samples[0].is_given else ''} "
+            f"(best: {at_mild.half_steps} half-steps, {at_mild.first_side}s first)",
             at_mild.error,
         )
     # Only what looks converged at mild scores may be longer than it looks there.
@@ -201,20 +212,12 @@ def budget_of(
         if found is not None:
             budget, stabiliser = found
     if not budget.error <= max(tolerance, HELD):
-        return NoFit(
+        raise NoFit(
             f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
             "ones: a constant in its divisions, a clamp or a damping that is not known",
             budget.error,
         )
     return budget, stabiliser
-
-
-def with_rival(fit: Fit[C], budget: Budget) -> Fit[C]:
-    """The fit with the other budget that reproduces the samples as well, if there is one."""
-    if budget.rival is None:
-        return fit
-    first, half_steps = budget.rival
-    return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
 
 
 def blocks(size: Sequence[int]) -> Iterator[Tensor]:
@@ -308,75 +311,70 @@ class Trials(ABC):
         return self.on(drawn.scores(self.size(at), self.generator) / abs(self.rough), at, drawn.mild)
 
     def fitted(
-        self, sizes: Sequence[dict[Any, int]], identify: Callable[[Sequence[Sample]], Fit[C] | NoFit],
-        error: Callable[[C, Sequence[Sample]], float],
-    ) -> Fit[C] | NoFit:  # fmt: skip
+        self, sizes: Sequence[dict[Any, int]], identify: Callable[[Sequence[Sample]], Fit[C]]
+    ) -> Fit[C]:
         """The convention of all that is drawn, held against its rival on scores on which one of the two
-        is wrong."""
+        is wrong.  Raises NoFit."""
         size = self.size(sizes[0])
         beyond = ((Drawn(3.0 * x * max(1.0, abs(self.rough))), sizes[0]) for x in self.bounds)
         draws = itertools.chain(drawings(sizes, size[-2] * size[-1] > LARGE), beyond)
         tried = (self.drawn(*one) for one in draws)
         self.samples = [sample for sample in tried if sample is not None]
         if not self.samples:
-            return NoFit("the region gives NaN or infinity on random scores")
+            raise NoFit("the region gives NaN or infinity on random scores")
         fit, samples = identify(self.samples), [*self.samples]
         for units in blocks(size):
-            if isinstance(fit, NoFit) or fit.rival is None:
+            if fit.rival is None:
                 return fit
             sample = self.on(units / abs(fit.convention.score_multiplier), sizes[0])
             both = (fit.convention, fit.rival)
-            if sample is not None and max(error(one, [sample]) for one in both) > SEPARATES:
+            if sample is not None and max(convention_error(one, [sample]) for one in both) > SEPARATES:
                 samples.append(sample)
                 fit = identify(samples)
-        if isinstance(fit, NoFit) or fit.rival is None:
+        if fit.rival is None:
             return fit
         first, rival = fit.convention, fit.rival
-        return NoFit(
+        raise NoFit(
             f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
             f"({rival.first_side}s first) give the same attention in every test"
         )
 
-    def wrong_at_larger_sizes(
-        self, few: dict[Any, int], shape: Sequence[Any], depth: float,
-        error: Callable[[Sequence[Sample]], float],
-    ) -> str | None:  # fmt: skip
-        """What is wrong with a convention where there are many tokens or examples, None if nothing:
-        log(1 / N + 1e-6) is log(1 / N) for a few.  shape: of the scores.  depth, few: as of larger_sizes.
-        """
+    def check_larger_sizes(
+        self, convention: FiniteLoop, few: dict[Any, int], shape: Sequence[Any], heads: float
+    ) -> None:
+        """Hold a convention against what there is where tokens or examples are many: log(1 / N + 1e-6) is
+        log(1 / N) for a few.  shape: of the scores.  few: as of larger_sizes.  Raises NoFit."""
+        depth = convention.half_steps * heads
         for at in larger_sizes(self.cut, few, shape[:-2], shape[-2:], depth):
             sample = self.drawn(Drawn(1.0), at)
-            wrong = math.inf if sample is None else error([sample])
-            if not wrong <= HELD:
+            error = math.inf if sample is None else convention_error(convention, [sample])
+            if not error <= HELD:
                 sizes = " x ".join(map(str, self.size(at)))
-                return f"another loop where scores are {sizes}; relative error {wrong:.2g}"
-        return None
+                raise NoFit(f"another loop where scores are {sizes}", error)
 
 
-def with_factor(
-    convention: Convention, samples: Sequence[Sample], mildest: Sequence[Sample], masked: Mask = "key"
-) -> Fit[Convention] | NoFit:
+def with_factor(convention: C, samples: Sequence[Sample], mildest: Sequence[Sample]) -> Fit[C]:
     """The convention with the output factor that the mildest samples show, held against all of them.
-
-    masked: what a mask hides, where samples have one.
-    """
-    mask: Mask = "none" if all(sample.keep is None for sample in samples) else masked
-    convention = replace(convention, mask=mask)
-    factor = _output_factor(mildest, convention)
-    if isinstance(factor, NoFit):
-        return factor
-    convention = replace(convention, output_factor=factor)
+    Raises NoFit."""
+    convention = replace(convention, output_factor=factor_of(masses_of(convention, mildest)))
     error = convention_error(convention, samples)
     if not error <= HELD:
-        return NoFit("one head or example runs this loop and another does not", error)
+        raise NoFit("one head or example runs this loop and another does not", error)
     return Fit(convention, error)
 
 
-def convention_error(convention: Convention, samples: Sequence[Sample]) -> float:
+def convention_error(convention: FiniteLoop, samples: Sequence[Sample]) -> float:
     """Largest error of the convention over all heads and examples, relative to each sample's largest
     entry; infinite where it is not a number."""
-    maps = ((attention_of(convention, x.scores, x.keep), x.attention) for x in samples)
-    return max((relative_error(*pair) for pair in maps), default=0.0)
+    return max((relative_error(map_of(convention, x), x.attention) for x in samples), default=0.0)
+
+
+def map_of(convention: FiniteLoop, sample: Sample) -> Tensor:
+    """What the convention computes of what was observed to go in, [B, H, N, M]."""
+    if isinstance(convention, PlanConvention):
+        return plan(sample.scores, *sample.marginals, **settings_of(convention) | {"log": False})
+    assert isinstance(convention, Convention)
+    return attention_of(convention, sample.scores, sample.keep)
 
 
 def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) -> Tensor:
@@ -404,7 +402,8 @@ def double_centre(matrix: Tensor) -> Tensor:
     return matrix - rows - columns + rows.mean(-2, keepdim=True)
 
 
-def score_multiplier(samples: Sequence[Sample]) -> float | NoFit:
+def score_multiplier(samples: Sequence[Sample]) -> float:
+    """m of log A = m S + u 1' + 1 v'.  Raises NoFit where there is none."""
     top = bottom = 0.0
     pairs: list[tuple[Tensor, Tensor]] = []
     for sample in samples:
@@ -419,18 +418,17 @@ def score_multiplier(samples: Sequence[Sample]) -> float | NoFit:
             top += float((log_a * s).sum())
             bottom += float((s * s).sum())
     if not pairs or bottom == 0.0:
-        return NoFit("not Sinkhorn: the attention is not strictly positive on finite scores")
+        raise NoFit(NOT_POSITIVE)
     multiplier = top / bottom
     residual = math.sqrt(sum(float((a - multiplier * s).square().sum()) for a, s in pairs))
     scale = math.sqrt(sum(float(a.square().sum()) for a, _ in pairs))
     if scale == 0.0 or residual > 1e-4 * scale:
-        return NoFit(OTHER_SCORES, residual / max(scale, 1e-300))
+        raise NoFit(OTHER_SCORES, residual / max(scale, 1e-300))
     return multiplier
 
 
 def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
-    sides: tuple[Side, ...] = ("row", "column")
-    return [side for side in sides if all(_mass_spread(one, side) <= tolerance for one in samples)]
+    return [side for side in BOTH if all(_mass_spread(one, side) <= tolerance for one in samples)]
 
 
 def _masses(sample: Sample, side: Side) -> Tensor:
@@ -462,7 +460,7 @@ Plans = Callable[[Side], Iterator[Tensor]]
 def search_budget(
     targets: Sequence[Tensor],
     plans: Sequence[Plans],
-    sides: Sequence[Side] = ("row", "column"),
+    sides: Sequence[Side] = BOTH,
     most: int = MAX_HALF_STEPS,
 ) -> Budget:
     """The shortest loop, among those that end on `sides`, that is as good as the best.
@@ -472,7 +470,7 @@ def search_budget(
     Every target counts up to a number: an output factor is looked for afterwards.
     """
     errors: dict[tuple[Side, int], float] = {}
-    for first in ("row", "column"):
+    for first in BOTH:
         running = [make(first) for make in plans]
         known: list[tuple[Tensor | None, float]] = [(None, math.inf)] * len(targets)
         for half_steps in itertools.count(1):
@@ -548,7 +546,7 @@ def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
 def _budget(
     samples: Sequence[Sample],
     multiplier: float,
-    sides: Sequence[Side] = ("row", "column"),
+    sides: Sequence[Side] = BOTH,
     most: int = MAX_HALF_STEPS,
 ) -> Budget:
     groups = groups_of(samples, multiplier)
@@ -556,11 +554,10 @@ def _budget(
     return search_budget([group.attention for group in groups], plans, sides, most)
 
 
-def nearest(samples: Sequence[Sample]) -> Budget | None:
-    """The short loop that comes nearest at mild scores; None where a multiplier cannot be measured."""
+def nearest(samples: Sequence[Sample]) -> Budget:
+    """The short loop that comes nearest at mild scores.  Raises NoFit where there is no multiplier."""
     mild = [sample for sample in samples if sample.mild]
-    multiplier = score_multiplier(mild)
-    return None if isinstance(multiplier, NoFit) else _budget(mild[:2], multiplier, most=SHORT)
+    return _budget(mild[:2], score_multiplier(mild), most=SHORT)
 
 
 def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
@@ -615,30 +612,27 @@ def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
     return run
 
 
-def _output_factor(samples: Sequence[Sample], convention: Convention) -> OutputFactor | NoFit:
-    """factor = N * (row mass) or M * (column mass) as a monomial in N, M and the active keys n, besides
-    what a constant in the divisions takes of it."""
-    last, observed = convention.last_side, []
+Mass = tuple[int, int, float, float]
+"""N, M, the active keys n, and the mass of a map over that of a convention's whose factor is 1."""
+
+
+def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]) -> list[Mass]:
+    """Of every example with active keys."""
+    found: list[Mass] = []
+    plain = replace(convention, output_factor=OutputFactor())
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
-        masses = _masses(sample, last)
-        if convention.stabiliser is not None:
-            alone = replace(convention, output_factor=OutputFactor())
-            plain = attention_of(alone, sample.scores, sample.keep)
-            size = queries if last == "row" else keys
-            masses = masses / (_masses(replace(sample, attention=plain), last) * size)
-        active = [keys] * len(masses)
-        if sample.keep is not None:
-            active = [int(n) for n in sample.keep.sum(-1) if last == "column" or n > 0]
-        for n, mass in zip(active, masses, strict=True):
-            if n > 0 and mass.numel():
-                factor = float(mass.mean()) * (queries if last == "row" else keys)
-                observed.append((queries, keys, float(n), factor))
-    return factor_of(observed)
+        ratios = sample.attention.sum((1, 2, 3)) / map_of(plain, sample).sum((1, 2, 3))
+        active = [keys] * len(ratios) if sample.keep is None else sample.keep.sum(-1).tolist()
+        found += [
+            (queries, keys, float(n), float(ratio))
+            for n, ratio in zip(active, ratios, strict=True) if n and sample.scores.numel()
+        ]  # fmt: skip
+    return found
 
 
-def factor_of(observed: Sequence[tuple[int, int, float, float]]) -> OutputFactor | NoFit:
-    """observed: (N, M, n, the factor there)."""
+def factor_of(observed: Sequence[Mass]) -> OutputFactor:
+    """The factor as a monomial in N, M and n.  Raises NoFit."""
     # Simplest first; where N = M = n always, "N" stands for all of them.
     powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 0, -1), (0, 1, -1), (1, 1, -1),
               (0, 2, -1), (2, -1, 0), (-1, 2, 0), (1, 1, 0), (2, 0, 0), (0, 2, 0), (-1, 1, 0),
@@ -649,4 +643,4 @@ def factor_of(observed: Sequence[tuple[int, int, float, float]]) -> OutputFactor
             target = 1.0 if unit else ratios[0]
             if all(abs(ratio - target) <= 1e-5 * abs(target) for ratio in ratios):
                 return OutputFactor(1.0 if unit else target, a, b, d)
-    return NoFit("the mass of the attention depends on the batch in no known way")
+    raise NoFit("the mass of the attention depends on the batch in no known way")

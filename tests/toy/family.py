@@ -15,8 +15,8 @@ from torch.fx import Node
 from asapc.ir import Program
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.softmax import SoftmaxConvention
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Part
-from asapc.passes.experiment import EXACT, Experiment, assigned, outcome, snapped
+from asapc.passes.cut import Part
+from asapc.passes.experiment import EXACT, Experiment, NoFit, outcome, small_sizes, snapped
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import site_name
 from asapc.passes.regions import Region
@@ -53,17 +53,14 @@ def find_softmax(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     for place in places:
         if place.regions and not place.regions[0].inputs:
             found = outcome(lambda place=place: _probed(program, place.regions[0]))
-            yield place.value.node, Unidentified(found) if isinstance(found, str) else found
+            yield place.value.node, Unidentified(str(found)) if isinstance(found, NoFit) else found
 
 
-def _probed(program: Program, region: Region) -> SoftmaxSite | str:
+def _probed(program: Program, region: Region) -> SoftmaxSite:
     """log A of a softmax is the scores, up to a number for each row."""
     score, value = region.score, region.value
     experiment = Experiment(program.graph, [score.result], value.map, region.inside)
-    *batch, queries, keys = score.result.shape
-    sizes = [(size, PROBE_BATCH) for size in batch]
-    sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
-    lengths = experiment.cut.lengths(assigned(sizes))
+    lengths, *_ = small_sizes(experiment.cut, score.result.shape[:-2], score.result.shape[-2:])
     generator = torch.Generator().manual_seed(0)
     shape = experiment.dims(score.result, lengths)
     scores = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -72,7 +69,7 @@ def _probed(program: Program, region: Region) -> SoftmaxSite | str:
     multiplier = snapped(float((logs * centred).sum() / centred.square().sum()))
     error = float((torch.softmax(multiplier * scores, -1) - attention).abs().max())
     if not error <= EXACT:
-        return "not a softmax of its scores"
+        raise NoFit("not a softmax of its scores")
     q = score.map.shape
     return SoftmaxSite(
         site_name(program, value.node), SoftmaxConvention(multiplier), int(q[1]), int(q[-1]), error,
