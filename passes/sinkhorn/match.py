@@ -288,7 +288,9 @@ def run_experiments(
     roles: list[str] = []
     for node in region.inputs:
         if not _fits(node, region):
-            raise NoFit(f"the scores do not tell how many heads they have, which {spoken(node)} tells apart")
+            raise NoFit(
+                f"the scores do not tell how many heads they have, which {spoken(node)} tells apart"
+            )
         role = "band" if node in shown else _input_role(experiment, node)
         if role is None:
             raise NoFit(f"the attention depends on {spoken(node)}, which is neither a mask nor a bias")
