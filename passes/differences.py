@@ -39,7 +39,7 @@ from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of,
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
-from asapc.passes.written import erased, moved, written
+from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -369,9 +369,7 @@ def _hint(size: Any) -> int:
 def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
     """The program with these sums split, by the product that they are in.  Raises _Stuck."""
     graph, nodes = copied(program.graph)
-    order = list(nodes.values())
     terms: dict[Node, Sequence[_Term]] = {}
-    gone: set[Node] = set()
     became: dict[Node, Node] = {}
     for node, totals in opened.items():
         product = product_of(node)
@@ -379,11 +377,7 @@ def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
         writer = _Writer(graph, nodes, product, totals)
         became[nodes[node]] = writer.write()
         terms[node] = writer.terms
-        gone |= {nodes[node], *(nodes[source] for source in writer.passed)}
-    for node in reversed(order):
-        if node in gone:
-            gone |= erased(graph, node)
-    return _Split(moved(program, graph, nodes, gone, became, "differences"), terms)
+    return _Split(moved(program, graph, nodes, became, "differences"), terms)
 
 
 class _Writer:
