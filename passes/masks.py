@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from asapc.passes.cut import depends_on_data, is_tensor
+from asapc.passes.plan.positive import least_of
 from asapc.passes.products import rank_of, same
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int,
 }  # fmt: skip
-_PLACES = {  # entries are those of their first argument, elsewhere: their least one is no less
+_PLACES = {  # entries are those of their first argument, elsewhere
     *_SPREAD, *_RESHAPES, aten.unsqueeze.default, aten.transpose.int,
 }  # fmt: skip
 
@@ -41,7 +42,7 @@ _PLACES = {  # entries are those of their first argument, elsewhere: their least
 def varies(node: Node, axis: int) -> bool:
     """Whether entries may differ along an axis, counted from the last: -1, -2, ..."""
     value = node.meta["val"]
-    if -axis > value.dim() or _is_one(value.shape[axis]):
+    if -axis > value.dim() or same(value.shape[axis], 1):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if node.target in FILLED or _is_always(node):
@@ -83,14 +84,14 @@ def heads_vary(node: Node, heads: int, batch: Any | None) -> bool:
     if heads == 1 or value.dim() < 3:
         return False
     if value.dim() == 3 and batch is not None and same(value.shape[0], batch):
-        return not _is_one(value.shape[1])
+        return not same(value.shape[1], 1)
     return varies(node, -3) if value.dim() == 4 else _merged_varies(node, -3, heads)
 
 
 def _merged_varies(node: Node, axis: int, heads: int) -> bool:
     """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
     shape = node.meta["val"].shape
-    if -axis > len(shape) or _is_one(shape[axis]) or node.target in FILLED:
+    if -axis > len(shape) or same(shape[axis], 1) or node.target in FILLED:
         return False
     if _is_pointwise(node):
         operands = (operand for operand in node.all_input_nodes if is_tensor(operand))
@@ -189,29 +190,7 @@ def _is_always(node: Node) -> bool:
     if node.target not in (aten.ge.Scalar, aten.gt.Scalar):
         return False
     compared, threshold = node.args
-    least = _least(compared) if isinstance(compared, Node) else None
-    if least is None or not isinstance(threshold, int | float):
+    if not isinstance(threshold, int | float):
         return False
+    least = least_of(compared)
     return least > threshold or (least == threshold and node.target is aten.ge.Scalar)
-
-
-def _least(node: Node) -> int | None:
-    """A lower bound of positions that are counted from a number, None if there is none."""
-    first = node.args[0] if node.args else None
-    if node.target is aten.arange.default:
-        return 0
-    if node.target in (aten.arange.start, aten.arange.start_step):
-        step = node.args[2] if len(node.args) > 2 else 1
-        return first if isinstance(first, int) and isinstance(step, int) and step > 0 else None
-    if not isinstance(first, Node):
-        return None
-    if node.target in _PLACES:
-        return _least(first)
-    if node.target is aten.add.Tensor and isinstance(node.args[1], int) and not node.kwargs:
-        least = _least(first)
-        return None if least is None else least + node.args[1]
-    return None
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
