@@ -35,7 +35,18 @@ from asapc.passes.masks import varies
 from asapc.passes.match import match
 from asapc.passes.observe import gives_its_input
 from asapc.passes.plan.loops import find_loops
-from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of, same
+from asapc.passes.products import (
+    BARRIERS,
+    COPIES,
+    RESHAPES,
+    SCALINGS,
+    SORTS,
+    SQUEEZES,
+    Product,
+    product_of,
+    rank_of,
+    same,
+)
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
@@ -47,16 +58,11 @@ aten = torch.ops.aten
 Outcomes = list[Site | Refusal]
 
 ROUNDS = 4  # sums of sums that are split
-COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
-RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-}  # fmt: skip
+OTHER_SHAPES = {*RESHAPES, *SQUEEZES}
 LAYOUTS = {
     aten.permute.default, aten.transpose.int, aten.neg.default, aten.select.int, aten.slice.Tensor,
-    *RESHAPES,
+    *OTHER_SHAPES,
 }  # fmt: skip
-SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 PARTS = {
     aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.unbind.int: 1,
@@ -458,7 +464,7 @@ class _Writer:
             axis = _summed_axis(node)
             assert axis is not None
             return self._repeated(values, axis, shape[axis])
-        if node.target in RESHAPES:
+        if node.target in OTHER_SHAPES:
             if rank < 3 or not all(map(same, _shape(node)[-2:], shape[-2:])):
                 raise _Stuck
             return self.shaped(values, shape[:-2])
@@ -477,7 +483,7 @@ class _Writer:
         """What a node does, done to products.  made: those of its maps."""
         if _is_copy(node):
             return made[_args(node)[0]]
-        if node.target in RESHAPES:
+        if node.target in OTHER_SHAPES:
             return self.shaped(made[_args(node)[0]], _shape(node)[:-2])
         if node.target is operator.getitem:
             parts, index = _args(node)

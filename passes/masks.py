@@ -13,13 +13,13 @@ from torch.fx import Node
 
 from asapc.passes.cut import depends_on_data, is_tensor
 from asapc.passes.plan.positive import least_of
-from asapc.passes.products import rank_of, same
+from asapc.passes.products import COPIES, RESHAPES, rank_of, same
 
 aten = torch.ops.aten
 _SPREAD = {  # entries are those of their first argument, as they were, repeated, or a part of them
-    aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
-    aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
+    *COPIES, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default,
+    aten.type_as.default, aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default,
+    aten.slice.Tensor,
 }  # fmt: skip
 FILLED = {  # one value everywhere
     aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
@@ -30,13 +30,8 @@ _POINTWISE = {  # without torch's tag
     aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.__and__.Scalar, aten.__or__.Scalar,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Scalar,
 }  # fmt: skip
-_RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int,
-}  # fmt: skip
-_PLACES = {  # entries are those of their first argument, elsewhere
-    *_SPREAD, *_RESHAPES, aten.unsqueeze.default, aten.transpose.int,
-}  # fmt: skip
+# Entries are those of their first argument, elsewhere.
+_PLACES = {*_SPREAD, *RESHAPES, aten.unsqueeze.default, aten.transpose.int}
 
 
 def varies(node: Node, axis: int) -> bool:
@@ -53,7 +48,7 @@ def varies(node: Node, axis: int) -> bool:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return varies(source, _before(node, axis))
-    if node.target in _RESHAPES and source is not None:
+    if node.target in RESHAPES and source is not None:
         return _reshaped(node, source, axis)
     if _is_pointwise(node):
         return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
@@ -101,7 +96,7 @@ def _merged_varies(node: Node, axis: int, heads: int) -> bool:
         return True
     if node.target is aten.unsqueeze.default:
         return _merged_varies(source, _before(node, axis), heads)
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return _merged(node, _unshaped(source), axis, heads)
     if node.target is aten.repeat_interleave.self_int:
         repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
@@ -163,7 +158,7 @@ def _reshaped(node: Node, source: Node, axis: int) -> bool:
 
 def _unshaped(source: Node) -> Node:
     """What a reshape is of, before all reshapes and copies."""
-    while source.target in (*_RESHAPES, aten.clone.default, aten.contiguous.default):
+    while source.target in {*RESHAPES, *COPIES}:
         inner = source.args[0]
         assert isinstance(inner, Node)
         source = inner

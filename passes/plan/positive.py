@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from asapc.passes.cut import is_tensor
-from asapc.passes.products import VIEWS
+from asapc.passes.products import SQUEEZES, VIEWS
 
 aten = torch.ops.aten
 
@@ -33,12 +33,9 @@ _LEAST: Mapping[Any, float] = {
 # What keeps the entries of its first argument, or takes some of them.
 _KEEPS = {
     aten.transpose.int, aten.permute.default, aten.expand.default, aten.expand_as.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int,
-    aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.alias.default,
-    aten.detach.default, aten.amax.default, aten.amin.default, aten.repeat.default,
-    aten.index_select.default, aten.flatten.using_ints, aten.unflatten.int, aten._to_copy.default,
-    aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten.lift_fresh_copy.default,
-    aten.diagonal.default, *VIEWS,
+    aten.select.int, aten.slice.Tensor, aten.amax.default, aten.amin.default, aten.repeat.default,
+    aten.index_select.default, aten.to.device, aten.to.dtype_layout, aten.type_as.default,
+    aten.lift_fresh_copy.default, aten.diagonal.default, *SQUEEZES, *VIEWS,
 }  # fmt: skip
 # Of entries that are not negative, nothing that is.
 _CLOSED = {
