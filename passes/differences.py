@@ -35,11 +35,22 @@ from asapc.passes.masks import varies
 from asapc.passes.match import match
 from asapc.passes.observe import gives_its_input
 from asapc.passes.plan.loops import find_loops
-from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of, same
+from asapc.passes.products import (
+    BARRIERS,
+    COPIES,
+    RESHAPES,
+    SCALINGS,
+    SORTS,
+    SQUEEZES,
+    Product,
+    product_of,
+    rank_of,
+    same,
+)
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
-from asapc.passes.written import erased, moved, written
+from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -47,16 +58,11 @@ aten = torch.ops.aten
 Outcomes = list[Site | Refusal]
 
 ROUNDS = 4  # sums of sums that are split
-COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
-RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-}  # fmt: skip
+OTHER_SHAPES = {*RESHAPES, *SQUEEZES}
 LAYOUTS = {
     aten.permute.default, aten.transpose.int, aten.neg.default, aten.select.int, aten.slice.Tensor,
-    *RESHAPES,
+    *OTHER_SHAPES,
 }  # fmt: skip
-SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 PARTS = {
     aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.unbind.int: 1,
@@ -369,9 +375,7 @@ def _hint(size: Any) -> int:
 def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
     """The program with these sums split, by the product that they are in.  Raises _Stuck."""
     graph, nodes = copied(program.graph)
-    order = list(nodes.values())
     terms: dict[Node, Sequence[_Term]] = {}
-    gone: set[Node] = set()
     became: dict[Node, Node] = {}
     for node, totals in opened.items():
         product = product_of(node)
@@ -379,11 +383,7 @@ def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
         writer = _Writer(graph, nodes, product, totals)
         became[nodes[node]] = writer.write()
         terms[node] = writer.terms
-        gone |= {nodes[node], *(nodes[source] for source in writer.passed)}
-    for node in reversed(order):
-        if node in gone:
-            gone |= erased(graph, node)
-    return _Split(moved(program, graph, nodes, gone, became, "differences"), terms)
+    return _Split(moved(program, graph, nodes, became, "differences"), terms)
 
 
 class _Writer:
@@ -464,7 +464,7 @@ class _Writer:
             axis = _summed_axis(node)
             assert axis is not None
             return self._repeated(values, axis, shape[axis])
-        if node.target in RESHAPES:
+        if node.target in OTHER_SHAPES:
             if rank < 3 or not all(map(same, _shape(node)[-2:], shape[-2:])):
                 raise _Stuck
             return self.shaped(values, shape[:-2])
@@ -483,7 +483,7 @@ class _Writer:
         """What a node does, done to products.  made: those of its maps."""
         if _is_copy(node):
             return made[_args(node)[0]]
-        if node.target in RESHAPES:
+        if node.target in OTHER_SHAPES:
             return self.shaped(made[_args(node)[0]], _shape(node)[:-2])
         if node.target is operator.getitem:
             parts, index = _args(node)

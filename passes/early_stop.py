@@ -22,7 +22,7 @@ from asapc.ir import Program, Stop
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Cut, ancestors, descendants, may_change
 from asapc.passes.experiment import NoFit, relative_error
-from asapc.passes.products import BARRIERS, NORMALISERS
+from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD
 
 aten = torch.ops.aten
@@ -33,9 +33,8 @@ MANY, MOST = 1 << 13, 1 << 16
 MANY_EXAMPLES = 32
 FAR = 16.0  # times as many examples, or as many tokens, of which all but a few are flat
 SUMS = {  # a half-step has one of them, or as many as every other
-    aten.logsumexp.default, aten.softmax.int, aten._softmax.default, aten.log_softmax.int,
-    aten._log_softmax.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default,
-    aten.mv.default, aten.einsum.default,
+    aten.logsumexp.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default, aten.mv.default,
+    aten.einsum.default, *SOFTMAXES,
 }  # fmt: skip
 
 

@@ -96,8 +96,11 @@ def first_fit(tries: Iterable[Callable[[], Result]]) -> Result:
 class Experiment:
     """inputs, masks -> output, with canonical axes.
 
-    masks: boolean tensors of the data that enter besides the inputs, in their own layout.
+    masks: boolean tensors of the data that enter besides the inputs, in their own layout.  hidden: what
+    they are taken to say of a padded token.
     """
+
+    hidden = True
 
     def __init__(
         self,
@@ -120,6 +123,10 @@ class Experiment:
         dims = self.dims(tensor, lengths)
         return dims if len(dims) == 4 else (dims[0], 1, *dims[1:])
 
+    def shapes(self, lengths: dict[Any, int]) -> list[tuple[int, ...]]:
+        """Of the inputs."""
+        return [self.shape(tensor, lengths) for tensor in self.inputs]
+
     def raw(self, tensor: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
         """A value with canonical axes as the graph's own tensor has them."""
         return tensor.raw(value, self.cut.shape_of(tensor.node, lengths))
@@ -132,22 +139,21 @@ class Experiment:
         raw = [self.raw(tensor, value, lengths) for tensor, value in given]
         return self.output.canonical(self.cut.run([*raw, *masks], lengths)).double()
 
-    def masks(self, lengths: dict[Any, int], hidden: bool, padded: Tensor | None = None) -> list[Tensor]:
-        """The masks with these tokens padded.  hidden: what a mask says of a padded token."""
+    def masks(self, lengths: dict[Any, int], padded: Tensor | None = None) -> list[Tensor]:
+        """The masks with these tokens padded."""
         made = []
         for node in self.cut.masks:
-            mask = torch.full(self.cut.shape_of(node, lengths), not hidden)
+            mask = torch.full(self.cut.shape_of(node, lengths), not self.hidden)
             if padded is not None:
-                mask[..., padded] = hidden
+                mask[..., padded] = self.hidden
             made.append(mask)
         return made
 
     def observe(
-        self, values: Sequence[Tensor], lengths: dict[Any, int], hidden: bool,
-        padded: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+        self, values: Sequence[Tensor], lengths: dict[Any, int], padded: Tensor | None = None
+    ) -> Tensor | None:
         """The output [B, H, X, Y], with these tokens padded; None where it is not finite."""
-        result = self.run(values, lengths, self.masks(lengths, hidden, padded))
+        result = self.run(values, lengths, self.masks(lengths, padded))
         finite = bool(result.isfinite().all())
         return result.reshape(self.shape(self.output, lengths)) if finite else None
 

@@ -19,7 +19,7 @@ from asapc.ir import Program
 from asapc.passes.cut import depends_on_data, is_tensor, reaches
 from asapc.passes.lift import INERT
 from asapc.passes.products import VIEWS, product_of, rank_of, same
-from asapc.passes.written import erased, moved, written
+from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -33,7 +33,6 @@ def moved_factors(program: Program) -> Program | None:
     """The program with factors of scores moved to the queries; None where there are none."""
     parameters = {name for name, _ in program.graph.named_parameters(remove_duplicate=False)}
     graph, nodes = copied(program.graph)
-    gone: set[Node] = set()
     became: dict[Node, Node] = {}
     for node in list(graph.graph.nodes):
         factor = _factor(node, parameters)
@@ -44,11 +43,7 @@ def moved_factors(program: Program) -> Program | None:
             result = _pushed(graph, scores, node.target, factor)
         node.replace_all_uses_with(result)
         became[node] = result
-        gone |= _erased_above(graph, node)
-    if not became:
-        return None
-    became = {node: result for node, result in became.items() if result not in gone}  # of two in turn
-    return moved(program, graph, nodes, gone, became, "factors")
+    return moved(program, graph, nodes, became, "factors") if became else None
 
 
 def _factor(node: Node, parameters: set[str]) -> Node | None:
@@ -128,18 +123,3 @@ def _aligned(graph: GraphModule, node: Node, factor: Node) -> Node:
     canonical = written(graph, node, aten.permute.default, full, list(product.out_order))
     back = [product.left_order.index(axis) for axis in range(ranks)]
     return written(graph, node, aten.permute.default, canonical, back)
-
-
-def _erased_above(graph: GraphModule, node: Node) -> set[Node]:
-    """What is taken out with a node that has no users: all that was made for it alone."""
-    gone: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        idle = all(not user.users and user.target in INERT for user in current.users)
-        if current in gone or current.op != "call_function" or not idle:
-            continue
-        above = current.all_input_nodes
-        gone |= erased(graph, current)
-        stack.extend(above)
-    return gone

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program
-from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
 from asapc.passes.products import rank_of, same
-from asapc.passes.written import erased, moved, written
+from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -63,7 +62,6 @@ def _arguments(node: Node) -> dict[str, Any]:
 def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[Node, Node]]:
     """The program with these calls spelt out, and each call's product with the values in it."""
     graph, nodes = copied(program.graph)
-    gone: set[Node] = set()
     became: dict[Node, Node] = {}
     for call in calls:
         copy = nodes[call]
@@ -74,14 +72,12 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         with graph.graph.inserting_before(copy):
             became[copy] = _write(write, copy)
         copy.replace_all_uses_with(became[copy])
-        assert all(user.target in INERT for user in copy.users)
-        gone |= erased(graph, copy)
     for node in graph.graph.nodes:
         if node.target is aten.view.default:
             # A fused kernel's output has other strides than a product's: a view of it may be no view of
             # what replaces it.
             node.target = aten.reshape.default
-    written_out = moved(program, graph, nodes, gone, became, "fused")
+    written_out = moved(program, graph, nodes, became, "fused")
     return written_out, {call: became[nodes[call]] for call in calls}
 
 

@@ -15,11 +15,10 @@ from torch.fx import GraphModule, Node
 from asapc.ir import OutputFactor
 from asapc.operators.catalogue import Operator
 from asapc.operators.masks import MASKED_BELOW
-from asapc.passes.products import SAME, Canonical, KeyMask, Product, rank_of
+from asapc.passes.products import RESHAPES, SAME, Canonical, KeyMask, Product, rank_of
 from asapc.program.calls import SITE, put_call, put_tensor
 
 aten = torch.ops.aten
-MERGES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 Swap = tuple[Node, Node, Callable[[Node], bool]]
 """A node, what is put in its place, and for which of its users."""
@@ -200,7 +199,7 @@ def _unmerged(canonical: Canonical, heads: int) -> Node | None:
         before, *axes = merged.args
         if isinstance(before, Node) and axes in ([1, 2], [2, 1], [-1, -2], [-2, -1]):
             merged, order = before, (0, 1, 2)
-    source = merged.args[0] if merged.target in MERGES else None
+    source = merged.args[0] if merged.target in RESHAPES else None
     if order != (0, 1, 2) or not isinstance(source, Node):
         return None
     shape, wanted = source.meta["val"].shape, (heads, *merged.meta["val"].shape[1:])

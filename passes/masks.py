@@ -12,13 +12,14 @@ import torch
 from torch.fx import Node
 
 from asapc.passes.cut import depends_on_data, is_tensor
-from asapc.passes.products import rank_of, same
+from asapc.passes.plan.positive import least_of
+from asapc.passes.products import COPIES, RESHAPES, rank_of, same
 
 aten = torch.ops.aten
 _SPREAD = {  # entries are those of their first argument, as they were, repeated, or a part of them
-    aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
-    aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
+    *COPIES, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default,
+    aten.type_as.default, aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default,
+    aten.slice.Tensor,
 }  # fmt: skip
 FILLED = {  # one value everywhere
     aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
@@ -29,19 +30,14 @@ _POINTWISE = {  # without torch's tag
     aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.__and__.Scalar, aten.__or__.Scalar,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Scalar,
 }  # fmt: skip
-_RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int,
-}  # fmt: skip
-_PLACES = {  # entries are those of their first argument, elsewhere: their least one is no less
-    *_SPREAD, *_RESHAPES, aten.unsqueeze.default, aten.transpose.int,
-}  # fmt: skip
+# Entries are those of their first argument, elsewhere.
+_PLACES = {*_SPREAD, *RESHAPES, aten.unsqueeze.default, aten.transpose.int}
 
 
 def varies(node: Node, axis: int) -> bool:
     """Whether entries may differ along an axis, counted from the last: -1, -2, ..."""
     value = node.meta["val"]
-    if -axis > value.dim() or _is_one(value.shape[axis]):
+    if -axis > value.dim() or same(value.shape[axis], 1):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if node.target in FILLED or _is_always(node):
@@ -52,7 +48,7 @@ def varies(node: Node, axis: int) -> bool:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return varies(source, _before(node, axis))
-    if node.target in _RESHAPES and source is not None:
+    if node.target in RESHAPES and source is not None:
         return _reshaped(node, source, axis)
     if _is_pointwise(node):
         return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
@@ -83,14 +79,14 @@ def heads_vary(node: Node, heads: int, batch: Any | None) -> bool:
     if heads == 1 or value.dim() < 3:
         return False
     if value.dim() == 3 and batch is not None and same(value.shape[0], batch):
-        return not _is_one(value.shape[1])
+        return not same(value.shape[1], 1)
     return varies(node, -3) if value.dim() == 4 else _merged_varies(node, -3, heads)
 
 
 def _merged_varies(node: Node, axis: int, heads: int) -> bool:
     """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
     shape = node.meta["val"].shape
-    if -axis > len(shape) or _is_one(shape[axis]) or node.target in FILLED:
+    if -axis > len(shape) or same(shape[axis], 1) or node.target in FILLED:
         return False
     if _is_pointwise(node):
         operands = (operand for operand in node.all_input_nodes if is_tensor(operand))
@@ -100,7 +96,7 @@ def _merged_varies(node: Node, axis: int, heads: int) -> bool:
         return True
     if node.target is aten.unsqueeze.default:
         return _merged_varies(source, _before(node, axis), heads)
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return _merged(node, _unshaped(source), axis, heads)
     if node.target is aten.repeat_interleave.self_int:
         repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
@@ -162,7 +158,7 @@ def _reshaped(node: Node, source: Node, axis: int) -> bool:
 
 def _unshaped(source: Node) -> Node:
     """What a reshape is of, before all reshapes and copies."""
-    while source.target in (*_RESHAPES, aten.clone.default, aten.contiguous.default):
+    while source.target in {*RESHAPES, *COPIES}:
         inner = source.args[0]
         assert isinstance(inner, Node)
         source = inner
@@ -189,29 +185,7 @@ def _is_always(node: Node) -> bool:
     if node.target not in (aten.ge.Scalar, aten.gt.Scalar):
         return False
     compared, threshold = node.args
-    least = _least(compared) if isinstance(compared, Node) else None
-    if least is None or not isinstance(threshold, int | float):
+    if not isinstance(threshold, int | float):
         return False
+    least = least_of(compared)
     return least > threshold or (least == threshold and node.target is aten.ge.Scalar)
-
-
-def _least(node: Node) -> int | None:
-    """A lower bound of positions that are counted from a number, None if there is none."""
-    first = node.args[0] if node.args else None
-    if node.target is aten.arange.default:
-        return 0
-    if node.target in (aten.arange.start, aten.arange.start_step):
-        step = node.args[2] if len(node.args) > 2 else 1
-        return first if isinstance(first, int) and isinstance(step, int) and step > 0 else None
-    if not isinstance(first, Node):
-        return None
-    if node.target in _PLACES:
-        return _least(first)
-    if node.target is aten.add.Tensor and isinstance(node.args[1], int) and not node.kwargs:
-        least = _least(first)
-        return None if least is None else least + node.args[1]
-    return None
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1

@@ -42,9 +42,9 @@ def match(program: Program) -> list[Site | Refusal]:
     reasons: dict[Node, Unidentified] = {}
     for find in MATCHERS:
         free = Unexplained(
-            tuple(place for place in places if place.at not in taken and place.value.node not in sites),
-            tuple(loop for loop in loops if not taken & {*loop.sums}),
+            place for place in places if place.at not in taken and place.value.node not in sites
         )
+        free.loops = [loop for loop in loops if not taken & {*loop.sums}]
         for node, outcome in find(program, free):
             if isinstance(outcome, Site):
                 sites[node] = outcome

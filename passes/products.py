@@ -22,17 +22,23 @@ BARRIERS = {
     aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.batch_norm.default,
     aten.native_layer_norm.default, aten.convolution.default, aten.rms_norm.default,
 }  # fmt: skip
-NORMALISERS = {
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
-    aten.logsumexp.default, aten.exp.default,
+SOFTMAXES = {
+    aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
+    aten._log_softmax.default,
 }  # fmt: skip
+NORMALISERS = {*SOFTMAXES, aten.logsumexp.default, aten.exp.default}
 UNSTABLE = {aten.sort.default, aten.argsort.default, aten.topk.default}
 SORTS = UNSTABLE | {aten.sort.stable, aten.argsort.stable}
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
-    aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,
-    aten.unflatten.int, aten.to.dtype, aten._to_copy.default,
+RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int,
 }  # fmt: skip
+COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
+VIEWS = {*RESHAPES, *COPIES, aten.to.dtype, aten._to_copy.default}
+SQUEEZES = {  # of axes of size 1, that go or come
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+}  # fmt: skip
+SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 @dataclass(frozen=True)
@@ -229,9 +235,7 @@ PRIMES = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049]
 
 def merged_heads(node: Node) -> int:
     """H, where a view made [B * H, N, D] of [B, H, N, D], or [N, B * H, D] of [N, B, H * D], else 1."""
-    while node.target in VIEWS or node.target is aten.transpose.int or (
-        node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-    ):
+    while node.target in {*VIEWS, *SCALINGS, aten.transpose.int}:
         source = node.args[0]
         if not isinstance(source, Node) or not is_tensor(source):
             return 1

@@ -20,7 +20,7 @@ from asapc.passes.cut import ancestors, is_tensor
 from asapc.passes.lift import INERT
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, product_of, rank_of, same
-from asapc.passes.written import erased, moved, written
+from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -50,7 +50,6 @@ def joined_program(program: Program) -> Program | None:
     if not found:
         return None
     graph, nodes = copied(program.graph)
-    gone: set[Node] = set()
     became: dict[Node, Node] = {}
 
     def now(node: Node) -> Node:
@@ -72,10 +71,7 @@ def joined_program(program: Program) -> Program | None:
             result = write(aten.matmul.default, plan, now(apart.values))
         scaled.replace_all_uses_with(result)
         became[scaled] = result
-        for node in (scaled, product, inner):
-            if all(not user.users and user.target in INERT for user in node.users):
-                gone |= erased(graph, node)
-    return moved(program, graph, nodes, gone, became, "scalings")
+    return moved(program, graph, nodes, became, "scalings")
 
 
 def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from torch import Tensor
 from torch.fx import Node
@@ -127,23 +126,11 @@ class Unidentified:
 Found = tuple[Node, Site | Unidentified]
 """Of the product with the values, or of the first sum of a loop."""
 
-@dataclass(frozen=True)
-class Unexplained(Sequence[Place]):
+class Unexplained(tuple[Place, ...]):
     """Where no family before has found a site: products with values in sequence, and loops of rows and
     columns wherever they stand."""
 
-    places: tuple[Place, ...]
-    loops: tuple[Loop, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> Place: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Place, ...]: ...
-    def __getitem__(self, index: int | slice) -> Place | tuple[Place, ...]:
-        return self.places[index]
+    loops: Sequence[Loop] = ()
 
 
 Find = Callable[[Program, Unexplained], Iterator[Found]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,26 +29,35 @@ def written(graph: GraphModule, root: Node, target: Any, *args: Any, **kwargs: A
     return node
 
 
-def erased(graph: GraphModule, node: Node) -> set[Node]:
-    """What is taken out with a node: the node, and users of it that give nothing."""
-    gone = {user for user in node.users if not user.users and user.target in INERT}
-    for user in gone:
-        graph.graph.erase_node(user)
-    graph.graph.erase_node(node)
-    return gone | {node}
+def _is_idle(node: Node) -> bool:
+    """Whether nothing is made of it."""
+    return all(not user.users and user.target in INERT for user in node.users)
+
+
+def _swept(graph: GraphModule, nodes: Mapping[Node, Node]) -> set[Node]:
+    """Takes out what was used before the graph was rewritten, or was written, and is not used now."""
+    idle = {copy for node, copy in nodes.items() if _is_idle(node)}
+    gone: set[Node] = set()
+    for node in [*reversed(graph.graph.nodes)]:
+        if node.op == "call_function" and node not in idle and _is_idle(node):
+            for dead in (*node.users, node):
+                graph.graph.erase_node(dead)
+                gone.add(dead)
+    return gone
 
 
 def moved(
-    program: Program, graph: GraphModule, nodes: Mapping[Node, Node], gone: Collection[Node],
-    became: Mapping[Node, Node], by: str,
-) -> Program:  # fmt: skip
-    """The program of a rewritten graph, which is checked, with its stops, and the calls of modules whose
-    tensors are left.
+    program: Program, graph: GraphModule, nodes: Mapping[Node, Node], became: Mapping[Node, Node], by: str
+) -> Program:
+    """The program of a rewritten graph, without what nothing uses any more, and checked, with its stops,
+    and the calls of modules whose tensors are left.
 
-    by: the pass that wrote it; nodes: of the copy that was rewritten, by those of the original; gone:
-    those that were taken out; became: what stands in the place of some of them. A call begins where the
-    first of its nodes stands now, or the first after it.
+    by: the pass that wrote it; nodes: of the copy that was rewritten, by those of the original; became:
+    what stands in the place of some of them. A call begins where the first of its nodes stands now, or
+    the first after it.
     """
+    gone = _swept(graph, nodes)
+    became = {node: result for node, result in became.items() if result not in gone}
     graph.recompile()
     check_graph(graph, by, [node.name for node in became.values()])
     order = {node: place for place, node in enumerate(graph.graph.nodes)}

@@ -38,7 +38,6 @@ from asapc.passes.esp.probe import (
     NO_TEMPERATURE,
     EspFit,
     EspSample,
-    Trial,
     apart,
     identify_esp,
     tied_points,
@@ -161,16 +160,15 @@ def _examine(
     """checked: what was wrong at larger sizes in layers that are alike.  Raises NoFit."""
     if len(masks) > 1:
         raise NoFit(f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})")
-    clouds = [Canonical(node) for node in pair]
-    experiment = Experiment(program.graph, clouds, value.map, between, masks)
-    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
-    sizes = small_sizes(experiment.cut, batch, tokens, LONGER)
-    fits: list[tuple[EspFit, Trial]] = []
+    fits: list[tuple[EspFit, Experiment]] = []
     reasons: list[str] = []
-    for swapped in (False, True):
+    for clouds in ([*map(Canonical, pair)], [*map(Canonical, reversed(pair))]):
+        batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
         for hidden in (True, False) if masks else (True,):
-            trial = Trial(experiment, swapped, hidden)
-            if any(trial.shapes(at)[0][2] != experiment.dims(value.map, at)[-2] for at in sizes):
+            trial = Experiment(program.graph, clouds, value.map, between, masks)
+            trial.hidden = hidden
+            sizes = small_sizes(trial.cut, batch, tokens, LONGER)
+            if any(trial.shapes(at)[0][2] != trial.dims(value.map, at)[-2] for at in sizes):
                 continue
             few = [shape[2] for shape in trial.shapes(sizes[0])]
             if max(few) > LARGEST_LENGTH:
@@ -193,13 +191,13 @@ def _examine(
     fit, trial = min(fits, key=lambda entry: entry[0].error)
     if open_order and fit.convention.ties != "shared":
         raise NoFit(f"{NO_ORDER}: {STABLY}")
-    alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
+    alike = (trial.cut.fingerprint(), trial.hidden, fit.convention)
     if alike not in checked:
         checked[alike] = outcome(lambda: _check_larger_sizes(trial, batch, tokens, sizes[0], fit))
     wrong = checked[alike]
     if wrong is not None:
         raise wrong
-    q, k = (pair[1], pair[0]) if trial.swapped else pair
+    q, k = (cloud.node for cloud in trial.inputs)
     mask: KeyMask | None = None
     if masks:
         fit = _with_mask(trial, sizes[0], fit, masks[0])
@@ -221,7 +219,7 @@ def _leaves_order_open(node: Node) -> bool:
     return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
 
 
-def _with_mask(trial: Trial, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit:
+def _with_mask(trial: Experiment, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit:
     """The fit of a layer whose mask leaves tokens out of the sorts.  Raises NoFit."""
     fit = replace(fit, convention=replace(fit.convention, mask="key"))
     masked = fit.measured([_masked(trial, lengths, tied) for tied in (False, True)])
@@ -238,7 +236,7 @@ def _with_mask(trial: Trial, lengths: dict[Any, int], fit: EspFit, mask: Node) -
     return replace(fit, error=max(fit.error, masked.error))
 
 
-def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
+def _masked(trial: Experiment, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
     """One observation with a third of the tokens masked.  tied: of points that tie.  scale: of points all
     of which are below 0."""
     generator = torch.Generator().manual_seed(1)
@@ -246,22 +244,22 @@ def _masked(trial: Trial, lengths: dict[Any, int], tied: bool, scale: float = 1.
     if scale != 1.0:
         q, k = -scale * q.abs(), -scale * k.abs()
     active = torch.arange(k.shape[2]) % 3 != 1
-    result = trial.observe(q, k, lengths, ~active)
+    result = trial.observe([q, k], lengths, ~active)
     if result is None:
         result = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=torch.float64)
     return EspSample(q, k, result, active.expand(q.shape[0], -1))
 
 
 def _check_larger_sizes(
-    trial: Trial, batch: Sequence[Any], tokens: Sequence[Any], lengths: dict[Any, int], fit: EspFit
+    trial: Experiment, batch: Sequence[Any], tokens: Sequence[Any], lengths: dict[Any, int], fit: EspFit
 ) -> None:
     """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
     generator = torch.Generator().manual_seed(3)
     q, _ = trial.shapes(lengths)
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
-    for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
+    for at in larger_sizes(trial.cut, lengths, batch, tokens, FORMED * q[1] * count):
         x, y = (apart(shape, generator) for shape in trial.shapes(at))
-        result = trial.observe(x, y, at)
+        result = trial.observe([x, y], at)
         error = math.inf if result is None else fit.measured([EspSample(x, y, result)]).error
         if not error <= STABILISED:
             sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"

@@ -79,35 +79,13 @@ class EspFit:
         return esp_soft_attention(*given, c.softsort_temperature, *shared, *rest)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M] under one polarity of the mask.
-
-    swapped: the experiment's inputs are (k, q).  hidden: True in the mask means masked.
-    """
-
-    experiment: Experiment
-    swapped: bool
-    hidden: bool
-
-    def shapes(self, lengths: dict[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        first, second = (self.experiment.shape(cloud, lengths) for cloud in self.experiment.inputs)
-        return (second, first) if self.swapped else (first, second)
-
-    def observe(
-        self, q: Tensor, k: Tensor, lengths: dict[Any, int], padded: Tensor | None = None
-    ) -> Tensor | None:
-        """The map, None where it is not finite."""
-        points = (k, q) if self.swapped else (q, k)
-        return self.experiment.observe(points, lengths, self.hidden, padded)
-
-
 def identify_esp(
-    trial: Trial, sizes: Sequence[dict[Any, int]], candidates: Sequence[Tensor | None],
+    trial: Experiment, sizes: Sequence[dict[Any, int]], candidates: Sequence[Tensor | None],
     likely: Sequence[EspConvention],
 ) -> EspFit:  # fmt: skip
     """The sliced-plan convention that reproduces the code to 1e-6.  Raises NoFit.
 
+    trial: q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M].
     candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
     likely: conventions of other layers, tried before anything is searched for.
     """
@@ -117,7 +95,7 @@ def identify_esp(
     for kind, spread in kinds:
         for at in sizes:
             q, k = (spread * _POINTS[kind](shape, generator) for shape in trial.shapes(at))
-            attention = trial.observe(q, k, at)
+            attention = trial.observe([q, k], at)
             if attention is None:
                 raise NoFit("the region gives NaN or infinity on random queries and keys")
             seen[kind].append(EspSample(q, k, attention))

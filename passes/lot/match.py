@@ -188,18 +188,18 @@ def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node])
 
 
 class _Whole(Experiment):
-    """The output as a function of both tokens and the values, under one polarity of the masks.
+    """The output as a function of both tokens and the values.
 
     halves: of queries and of keys; queries, keys: their plans, on the same pivots.
     apart: whether nothing else enters.
     """
 
     def __init__(
-        self, graph: GraphModule, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]],
-        hidden: bool,
-    ) -> None:  # fmt: skip
-        self.candidate, self.hidden, self.sizes = candidate, hidden, _sizes(candidate)
+        self, graph: GraphModule, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
+    ) -> None:
+        self.candidate, self.sizes = candidate, _sizes(candidate)
         (query_half, self.queries), (key_half, self.keys) = found
+        self.hidden = query_half.hidden
         self.halves = (query_half, key_half)
         points, values = [half.points for half in self.halves], candidate.inner.values
         separated = separate(candidate.outer.node, [*(x.node for x in points), candidate.inner.right])
@@ -220,8 +220,8 @@ class _Whole(Experiment):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
     ) -> Tensor:
         """A v [B, H, N, E]; v: [B, H, M, E]."""
-        masks = self.masks(lengths, self.hidden, padded)
-        return self.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
+        output = self.run([q, k, v], lengths, self.masks(lengths, padded))
+        return output.reshape(*q.shape[:3], v.shape[-1])
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, glue: Masses | None = None, padded: Tensor | None = None
@@ -265,26 +265,26 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite:
                 raise NoFit(f"two masks enter the {name} plan ({one} and {other})")
     masked = any(half.cut.masks for side in candidate.sides for half in side[:1])
     polarities = (True, False) if masked else (True,)
-    found, hidden = first_fit(partial(_both, candidate, hidden) for hidden in polarities)
+    found = first_fit(partial(_both, candidate, hidden) for hidden in polarities)
     for half, fit in found:
-        _check_stops(program, half, fit, _sizes(candidate)[0], hidden)
-    return _glued(program, candidate, found, hidden)
+        _check_stops(program, half, fit, _sizes(candidate)[0])
+    return _glued(program, candidate, found)
 
 
-def _both(candidate: _Candidate, hidden: bool) -> tuple[list[tuple[Half, HalfFit]], bool]:
-    """Both plans, and what the masks say of a padded token."""
+def _both(candidate: _Candidate, hidden: bool) -> list[tuple[Half, HalfFit]]:
+    """Both plans where the masks say this of a padded token."""
     found = []
     for name, side in zip(SIDES, candidate.sides, strict=True):
+        for half in side:
+            half.hidden = hidden
         try:
-            found.append(_fitted(side, _sizes(candidate), hidden))
+            found.append(_fitted(side, _sizes(candidate)))
         except NoFit as no_fit:
             raise NoFit(f"{name} plan: {no_fit}") from None
-    return found, hidden
+    return found
 
 
-def _check_stops(
-    program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int], hidden: bool
-) -> None:
+def _check_stops(program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int]) -> None:
     """That no stop changes the plan."""
     stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & half.between]
     if not stops:
@@ -297,7 +297,7 @@ def _check_stops(
         points = units / unit
         raw = half.raw(half.points, points, at)
         scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
-        return [raw, *half.masks(at, hidden)], scores.transpose(-1, -2)
+        return [raw, *half.masks(at)], scores.transpose(-1, -2)
 
     def plan(scores: Tensor, half_steps: int) -> Tensor:
         mass = fit.masses.of(len(scores))
@@ -318,7 +318,7 @@ def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
 
 
 def _fitted(
-    side: Sequence[Half], sizes: Sequence[dict[Any, int]], hidden: bool, known: HalfFit | None = None
+    side: Sequence[Half], sizes: Sequence[dict[Any, int]], known: HalfFit | None = None
 ) -> tuple[Half, HalfFit]:
     """A plan by its tokens and pivots or, where that fails, by its scores.
 
@@ -326,15 +326,13 @@ def _fitted(
     """
     def fitted(half: Half) -> tuple[Half, HalfFit]:
         pivots, masses = candidates(half, sizes)
-        return half, identify_half(
-            half, hidden, sizes, pivots, masses if known is None else [known.masses]
-        )
+        return half, identify_half(half, sizes, pivots, masses if known is None else [known.masses])
 
     return first_fit(partial(fitted, half) for half in side)
 
 
 def _glued(
-    program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]], hidden: bool
+    program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
 ) -> LotSite:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
     sizes = _sizes(candidate)
@@ -342,19 +340,19 @@ def _glued(
         both = [[half for half in side if half.is_scores] for side in candidate.sides]
         found = []
         with contextlib.suppress(NoFit):
-            found = [_fitted(side, sizes, hidden) for side in both if side]
+            found = [_fitted(side, sizes) for side in both if side]
         if len(found) < 2:
             raise NoFit("one plan is of inner products with pivots and the other is not")
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
         if not found[0][1].masses.is_like(found[1][1].masses):
             with contextlib.suppress(NoFit):
-                refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
+                refitted = _fitted([found[other][0]], sizes, found[known][1])
                 found = [refitted, found[1]] if other == 0 else [found[0], refitted]
     (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
     if shared is None or not queries.masses.is_like(keys.masses):
         raise NoFit("the query and the key plan have different pivots or masses")
-    whole = _Whole(program.graph, candidate, [found[0], (key_half, shared)], hidden)
+    whole = _Whole(program.graph, candidate, [found[0], (key_half, shared)])
     if not whole.apart:
         raise NoFit("another value enters between the two plans and the values")
     glue: Masses | None = None
@@ -377,7 +375,8 @@ def _glued(
             sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
             raise NoFit(f"other plans where there are {sizes_tried}", worst)
     query_mask, mask = (
-        KeyMask(half.cut.masks[0], hidden, False) if half.cut.masks else None for half in whole.halves
+        KeyMask(half.cut.masks[0], whole.hidden, False) if half.cut.masks else None
+        for half in whole.halves
     )
     convention = LotConvention(
         queries.half, shared.half, queries.pivots.shape[1], factor,

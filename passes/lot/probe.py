@@ -65,9 +65,9 @@ class Half(Experiment):
         *batch, n, d = self.dims(self.points, lengths)
         return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
 
-    def plan(self, points: Tensor, lengths: dict[Any, int], hidden: bool) -> Tensor | None:
+    def plan(self, points: Tensor, lengths: dict[Any, int]) -> Tensor | None:
         """With nothing masked, None where it is not finite."""
-        plan = self.observe([points], lengths, hidden)
+        plan = self.observe([points], lengths)
         return None if plan is None else plan.reshape(*points.shape[:3], -1)
 
 
@@ -165,16 +165,15 @@ def per_head(
 
 
 def identify_half(
-    code: Half, hidden: bool, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor],
-    masses: Sequence[Masses],
-) -> HalfFit:  # fmt: skip
+    code: Half, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor], masses: Sequence[Masses]
+) -> HalfFit:
     """The finite loop between tokens and pivots that reproduces the code to 1e-6.  Raises NoFit.
 
-    hidden: what its masks say of a padded token.  pivots: candidates [H, R, D].  masses: candidates.
+    pivots: candidates [H, R, D].  masses: candidates.
     """
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(code.size(sizes[0]), generator=generator, dtype=torch.float64)
-    trial = code.plan(first, sizes[0], hidden)
+    trial = code.plan(first, sizes[0])
     if trial is None or not bool((trial > 0).all()):
         raise NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
@@ -189,7 +188,7 @@ def identify_half(
                 for at in sizes:
                     x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
                     x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
-                    plan = code.plan(x, at, hidden)
+                    plan = code.plan(x, at)
                     if plan is not None:
                         samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
             multiplier = score_multiplier([sample for sample in samples if sample.mild])

@@ -20,8 +20,8 @@ from torch.fx import Node
 from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor, reached
 from asapc.passes.experiment import NoFit, relative_error
-from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
-from asapc.passes.products import BARRIERS
+from asapc.passes.plan.loops import NORMS, PRODUCTS, SUMS
+from asapc.passes.products import BARRIERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Fit, Sample, map_of
 
 aten = torch.ops.aten

@@ -28,6 +28,8 @@ from asapc.passes.cut import (
 )
 from asapc.passes.products import (
     BARRIERS,
+    SOFTMAXES,
+    SQUEEZES,
     VIEWS,
     einsum_of_two,
     is_vector,
@@ -39,10 +41,6 @@ from asapc.passes.products import (
 
 aten = torch.ops.aten
 
-SOFTMAXES = {
-    aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
-    aten._log_softmax.default,
-}  # fmt: skip
 SUMS = {aten.sum.dim_IntList, aten.nansum.default, aten.mean.dim}
 NORMS = {  # the place of the order
     aten.linalg_vector_norm.default: 1, aten.linalg_norm.default: 1, aten.norm.ScalarOpt_dim: 1,
@@ -52,12 +50,9 @@ DIVISIONS = {aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.po
 TURNS = {aten.transpose.int, aten.permute.default}
 STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
-    aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default, aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar,
-    aten.squeeze.default, aten.squeeze.dims, aten.select.int, *VIEWS,
+    aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.expand.default,
+    aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar, aten.select.int, *SQUEEZES, *VIEWS,
 }  # fmt: skip
-RESHAPED = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, *VIEWS}
 MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 
 
@@ -139,7 +134,7 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
         leaves_out = any(whole[node].matrix is not sums[node].matrix for node in chain)
         if len(chain) < 3 or {sums[node].axis for node in chain} != {-1, -2} or not leaves_out:
             continue
-        padded = _behind(whole[chain[0]].matrix, RESHAPED)
+        padded = _behind(whole[chain[0]].matrix, {*SQUEEZES, *VIEWS})
         scores = padded.all_input_nodes[0] if padding_of(padded) is not None else _beside_slack(padded)
         if scores is not None:
             loops.append(Loop(tuple(chain), scores, (-2, -1), slack=True))

@@ -45,7 +45,7 @@ from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
-from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
+from asapc.passes.products import BARRIERS, SQUEEZES, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import MOST_SLACK, check_choice, guesses_of
 from asapc.passes.sinkhorn.probe import (
     HELD,
@@ -68,9 +68,9 @@ aten = torch.ops.aten
 
 # What a marginal may go through on its way into every half-step, with one tensor that varies.
 STEPS = {
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
-    aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
-    aten.exp.default, aten.logical_not.default, aten.bitwise_not.default, *VIEWS,
+    aten.expand.default, aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor,
+    aten.log.default, aten.exp.default, aten.logical_not.default, aten.bitwise_not.default, *SQUEEZES,
+    *VIEWS,
 }  # fmt: skip
 MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one

@@ -1,4 +1,4 @@
-"""Positive: is a tensor of a graph nowhere negative, by how it is made?
+"""Positive: what is a tensor of a graph nowhere less than, by how it is made? Is it nowhere negative?
 
 A loop of sums may work on any kernel K >= 0 as on exp(S), S = log K. What the data shows is not enough
 for that: `x + 1` is positive on small data, and its logarithm is NaN on larger.
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from asapc.passes.cut import is_tensor
-from asapc.passes.products import VIEWS
+from asapc.passes.products import SQUEEZES, VIEWS
 
 aten = torch.ops.aten
 
@@ -28,15 +28,14 @@ _LEAST: Mapping[Any, float] = {
     aten._safe_softmax.default: 0.0, aten.linalg_vector_norm.default: 0.0, aten.ones.default: 1.0,
     aten.zeros.default: 0.0, aten.ones_like.default: 1.0, aten.zeros_like.default: 0.0,
     aten.new_ones.default: 1.0, aten.new_zeros.default: 0.0, aten.erf.default: -1.0,
+    aten.arange.default: 0.0,
 }  # fmt: skip
 # What keeps the entries of its first argument, or takes some of them.
 _KEEPS = {
     aten.transpose.int, aten.permute.default, aten.expand.default, aten.expand_as.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int,
-    aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.alias.default,
-    aten.detach.default, aten.amax.default, aten.amin.default, aten.repeat.default,
-    aten.index_select.default, aten.flatten.using_ints, aten.unflatten.int, aten._to_copy.default,
-    aten.to.dtype, aten.to.device, aten.diagonal.default, *VIEWS,
+    aten.select.int, aten.slice.Tensor, aten.amax.default, aten.amin.default, aten.repeat.default,
+    aten.index_select.default, aten.to.device, aten.to.dtype_layout, aten.type_as.default,
+    aten.lift_fresh_copy.default, aten.diagonal.default, *SQUEEZES, *VIEWS,
 }  # fmt: skip
 # Of entries that are not negative, nothing that is.
 _CLOSED = {
@@ -49,11 +48,16 @@ DEEPEST = 60  # nodes on the way to what a tensor is made of
 
 def is_positive(node: Node) -> bool:
     """Whether no entry can be below 0."""
-    return _least(node, {}) >= 0.0
+    return least_of(node) >= 0.0
+
+
+def least_of(value: Any) -> float:
+    """A number that no entry is below; -inf where nothing is known."""
+    return _least(value, {})
 
 
 def _least(value: Any, known: dict[Node, float], depth: int = 0) -> float:
-    """A number that no entry is below; -inf where nothing is known.  known: of nodes asked for before."""
+    """The same.  known: of nodes asked for before."""
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Node) or not is_tensor(value) or depth > DEEPEST:
@@ -73,7 +77,9 @@ def _bound(node: Node, of: Callable[[Any], float]) -> float:
     if target in _LEAST:
         return _LEAST[target]
     if target in _KEEPS:
-        return of(args[0])
+        least = of(args[0])
+        is_whole = not node.meta["val"].is_floating_point() and math.isfinite(least)
+        return math.floor(least) if is_whole else least
     if target in _CLOSED:
         given = node.all_input_nodes
         numbers = [x for x in args if isinstance(x, (int, float))] if target is aten.div.Tensor else []
@@ -112,7 +118,13 @@ def _clamp(of: Callable[[Any], float], args: Any) -> float:
     return bound if high is None else min(bound, of(high))
 
 
+def _arange(of: Callable[[Any], float], args: Any) -> float:
+    step = args[2] if len(args) > 2 else 1
+    return of(args[0]) if isinstance(step, (int, float)) and step > 0 else -math.inf
+
+
 _RULES: Mapping[Any, Callable[[Callable[[Any], float], Any], float]] = {
+    aten.arange.start: _arange, aten.arange.start_step: _arange,
     aten.add.Tensor: _sum, aten.add.Scalar: _sum,
     aten.sub.Tensor: lambda of, args: of(args[0]) - args[1]
     if isinstance(args[1], (int, float)) else -math.inf,

@@ -7,7 +7,8 @@ after:  torch.ops.asapc.plan(scores, log_mu, log_nu, ...)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ aten = torch.ops.aten
 
 LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
+
+Call = Callable[..., Any]
+"""Of an operator and its arguments: what it gives, or the node of its call."""
 
 
 @dataclass(frozen=True)
@@ -101,37 +105,27 @@ class MarginalInput:
         return self.shared is not None
 
     def read(self, value: Tensor) -> Tensor:
-        """The logarithm, broadcastable to [B, H, X]."""
-        if self.drop is not None:
-            value = value.squeeze(self.drop)
-        if self.hidden is not None:
-            value = (value != self.hidden).to(value.dtype)
-        if self.shared:
-            value = value / value.sum(-1, keepdim=True)
-        if self.heads:
-            value = value.unsqueeze(1)
-        return (value if self.logarithm else value.log()) * self.power
+        """The logarithm, broadcastable to [B, H, X]; of examples without any mass, too."""
+        unguarded = replace(self, guarded=False)
+        result: Tensor = unguarded.written(lambda operator, *args: operator(*args), value, value.dtype)
+        return result
 
-    def lift(self, lifting: Lifting, dtype: torch.dtype) -> Node:
-        """dtype: of the loop."""
-        node = lifting.nodes[self.node]
+    def written(self, call: Call, value: Any, dtype: torch.dtype) -> Any:
+        """The logarithm of a tensor, or of a node in a graph, by calls.  dtype: of the loop."""
         if self.drop is not None:
-            node = lifting.call(aten.squeeze.dim, node, self.drop)
+            value = call(aten.squeeze.dim, value, self.drop)
         if self.is_mask:
-            kept = lifting.call(aten.ne.Scalar, node, bool(self.hidden))
+            kept = call(aten.ne.Scalar, value, bool(self.hidden))
             if self.guarded:
-                kept = lifting.call(torch.ops.asapc.some_keys.default, kept)
-            if self.hidden is None:
-                node = lifting.call(aten.mul.Tensor, node, kept)
-            else:
-                node = lifting.call(aten.to.dtype, kept, dtype)
+                kept = call(torch.ops.asapc.some_keys.default, kept)
+            given = self.hidden is None
+            value = call(aten.mul.Tensor, value, kept) if given else call(aten.to.dtype, kept, dtype)
         if self.shared:
-            total = lifting.call(aten.sum.dim_IntList, node, [-1], True)
-            node = lifting.call(aten.div.Tensor, node, total)
+            value = call(aten.div.Tensor, value, call(aten.sum.dim_IntList, value, [-1], True))
         if self.heads:
-            node = lifting.call(aten.unsqueeze.default, node, 1)
-        node = node if self.logarithm else _log(lifting, node)
-        return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
+            value = call(aten.unsqueeze.default, value, 1)
+        value = value if self.logarithm else _log(call, value)
+        return value if self.power == 1.0 else call(aten.mul.Tensor, value, self.power)
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,7 @@ class PlanSite(Site):
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
             if self.kernel and not self.takes_kernel:
-                scores = _log(lifting, scores)
+                scores = _log(lifting.call, scores)
             for node, coefficient in self.biases:
                 bias = lifting.nodes[node]
                 if coefficient != 1.0:
@@ -218,7 +212,7 @@ class PlanSite(Site):
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
-                name: None if x is None else x.lift(lifting, dtype)
+                name: None if x is None else x.written(lifting.call, lifting.nodes[x.node], dtype)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
             }
             if self.slack is not None:
@@ -240,11 +234,11 @@ class PlanSite(Site):
         return [(lifting.nodes[end.node], result, lambda user: True)]
 
 
-def _log(lifting: Lifting, node: Node) -> Node:
-    """log(node), with the gradient of operators.plan.logs_of."""
-    zero = lifting.call(aten.eq.Scalar, node, 0)
-    logs = lifting.call(aten.log.default, lifting.call(aten.masked_fill.Scalar, node, zero, 1))
-    return lifting.call(aten.masked_fill.Scalar, logs, zero, -math.inf)
+def _log(call: Call, value: Any) -> Any:
+    """log(value), with the gradient of operators.plan.logs_of."""
+    zero = call(aten.eq.Scalar, value, 0)
+    logs = call(aten.log.default, call(aten.masked_fill.Scalar, value, zero, 1))
+    return call(aten.masked_fill.Scalar, logs, zero, -math.inf)
 
 
 def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:

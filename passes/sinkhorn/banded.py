@@ -236,6 +236,13 @@ class Band:
         highs = [x for x in (self.high, other.high) if x is not None]
         return Band(max(lows, default=None), min(highs, default=None))
 
+    def is_shown(self, shown: Tensor) -> bool:
+        """Whether [N, N] is the band."""
+        length = len(shown)
+        low = -length if self.low is None else self.low
+        high = length if self.high is None else self.high
+        return torch.equal(shown, in_band(length, length, low, high, shown))
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -302,30 +309,19 @@ def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
     if reaches(node, lambda n: n.op == "get_attr" and n.target in trained):
         return None
     found: Band | None = None
-    seen: list[tuple[int, Band]] = []
+    seen: list[Tensor] = []
     for lengths, length in _lengths(shape):
         if length == LONGEST and found is not None and None not in (found.low, found.high):
             break
         value = constant_at(graph, node, lengths)
         if value is None or value.shape[-2:] != (length, length):
             return None
-        found = _band_in(value, node.meta["val"].dtype == torch.bool)
-        if found is None:
+        shown = _shown(value, node.meta["val"].dtype == torch.bool)
+        if shown is None:
             return None
-        seen.append((length, found))
-    for length, band in seen:  # what is seen of the band at fewer tokens
-        if found is None or band != _part(found, length):
-            return None
-    return found
-
-
-def _part(band: Band, length: int) -> Band:
-    """The band, where so few tokens show its ends."""
-    low, high = band.low, band.high
-    return Band(
-        None if low is None or low <= 1 - length else low,
-        None if high is None or high >= length - 1 else high,
-    )
+        seen.append(shown)
+        found = _band_in(shown)
+    return found if found is not None and all(map(found.is_shown, seen)) else None
 
 
 def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]]:
@@ -346,8 +342,8 @@ def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]
             yield {**one, line.symbol: length - line.more}, length
 
 
-def _band_in(value: Tensor, is_bool: bool) -> Band | None:
-    """The band that [..., N, N] shows, its ends where they are seen."""
+def _shown(value: Tensor, is_bool: bool) -> Tensor | None:
+    """What a mask [..., N, N] shows [N, N]; None where it is none, or not the same for all."""
     length = value.shape[-1]
     matrices = value.reshape(-1, length, length)
     first = matrices[0]
@@ -359,10 +355,11 @@ def _band_in(value: Tensor, is_bool: bool) -> Band | None:
     hides = is_bool or bool(
         (hidden <= MASKED_BELOW).all() if show == 0.0 else (hidden == 0.0).all() and show == 1.0
     )
-    if not hides:
-        return None
+    return shown if hides else None
+
+
+def _band_in(shown: Tensor) -> Band:
+    """The only band that this may be, its ends where they are seen."""
     along = shown[0].nonzero()[-1], shown[:, 0].nonzero()[-1]  # of a band, all that it has is seen here
     high, low = (int(last) for last in along)
-    if not torch.equal(shown, in_band(length, length, -low, high, first)):
-        return None
-    return Band(None if low == length - 1 else -low, None if high == length - 1 else high)
+    return Band(None if low == len(shown) - 1 else -low, None if high == len(shown) - 1 else high)

@@ -191,7 +191,7 @@ def budget_of(
 ) -> tuple[Budget, Stabiliser | None]:  # fmt: skip
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
-    at_mild = _budget(mildest, multiplier, sides, most)
+    at_mild = _budget(groups_of(mildest, multiplier), sides, most)
     # A constant of 1e-6 is seen at mild scores, too, and a large one is nothing else.
     if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
         found = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
@@ -205,7 +205,7 @@ def budget_of(
         )
     # Only what looks converged at mild scores may be longer than it looks there.
     most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
-    budget = _budget(samples, multiplier, sides, most)
+    budget = _budget(groups_of(samples, multiplier), sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
         found = _stabilised(samples, multiplier, sides, guesses, most)
@@ -544,20 +544,20 @@ def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
 
 
 def _budget(
-    samples: Sequence[Sample],
-    multiplier: float,
-    sides: Sequence[Side] = BOTH,
-    most: int = MAX_HALF_STEPS,
+    groups: Sequence[Sample], sides: Sequence[Side], most: int, stabiliser: Stabiliser | None = None
 ) -> Budget:
-    groups = groups_of(samples, multiplier)
-    plans = [loop_plans(group) for group in groups]
+    """As search_budget, of samples with scores in units of epsilon."""
+    plans = [
+        loop_plans(group) if stabiliser is None else _stabilised_plans(group, stabiliser)
+        for group in groups
+    ]
     return search_budget([group.attention for group in groups], plans, sides, most)
 
 
 def nearest(samples: Sequence[Sample]) -> Budget:
     """The short loop that comes nearest at mild scores.  Raises NoFit where there is no multiplier."""
     mild = [sample for sample in samples if sample.mild]
-    return _budget(mild[:2], score_multiplier(mild), most=SHORT)
+    return _budget(groups_of(mild[:2], score_multiplier(mild)), BOTH, SHORT)
 
 
 def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
@@ -588,15 +588,10 @@ def _stabilised(
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
     best: tuple[Budget, Stabiliser] | None = None
-
-    def tried(stabiliser: Stabiliser, groups: Sequence[Sample]) -> Budget:
-        plans = [_stabilised_plans(group, stabiliser) for group in groups]
-        return search_budget([group.attention for group in groups], plans, sides, most)
-
     for stabiliser in guesses.stabilisers():
-        if not tried(stabiliser, mildest).error <= HELD:
+        if not _budget(mildest, sides, most, stabiliser).error <= HELD:
             continue
-        budget = tried(stabiliser, groups)
+        budget = _budget(groups, sides, most, stabiliser)
         if best is None or budget.error < best[0].error:
             best = budget, stabiliser
         if budget.error <= EXACT:
