@@ -32,7 +32,7 @@ def _banded(
     **_of_gradients: Any,
 ) -> Any:
     name = plain.func.__name__
-    missing = native.missing() if q.device.type == "cpu" else f"no kernels for {q.device.type} devices"
+    missing = dispatch.no_engine(q)
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
     if v is not None and half_steps > 0:
         out = None if missing else native.banded(q, k, v, keep, loop, low, high)
@@ -44,11 +44,9 @@ def _banded(
         dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing or beyond))
         return band.banded(q if missing else q.double(), k, v, keep, loop, low, high)
     if half_steps < 1 or missing is not None:
-        dispatch.note_plain(name, q, k, missing or "no half-step")
-        return plain()
+        return dispatch.plainly(plain, q, k, missing or "no half-step")
     if keep is not None or q.shape[2] != k.shape[2] or not low <= 0 <= high:
-        dispatch.note_plain(name, q, k, "some queries or keys are in no window")
-        return plain()
+        return dispatch.plainly(plain, q, k, "some queries or keys are in no window")
     hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
     bias = hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
     out, widest = native.sinkhorn_loop(q, k, None, None, bias, None, loop)

@@ -45,8 +45,7 @@ def _run(
         return plain()
     if backend == "cpu":
         if start is not None and bool(start.isneginf().any()):
-            dispatch.note_plain(name, q, k, "a dual of -inf, which its own half-step forgets")
-            return plain()
+            return dispatch.plainly(plain, q, k, "a dual of -inf, which its own half-step forgets")
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, start, loop)
         dispatch.note(name, q, k, lambda: native.path(q, k, widest))
         return out

@@ -41,8 +41,7 @@ def _stabilised(
     name = plain.func.__name__
     reason = native.missing() if q.device.type == "cpu" else "the constant in its divisions is kept"
     if reason is not None:
-        dispatch.note_plain(name, q, k, reason)
-        return plain()
+        return dispatch.plainly(plain, q, k, reason)
     stabiliser = Stabiliser.of(*(settings[field.name] for field in fields(Stabiliser)))
     half_steps, rows_first = settings["half_steps"], settings["rows_first"]
     if native.runs(stabiliser) and half_steps > 0:
