@@ -12,10 +12,9 @@ from torch import Tensor
 from asapc.ir import Stabiliser
 from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task
 from asapc.operators.sinkhorn import (
     clean_values,
@@ -47,7 +46,7 @@ def _stabilised(
     if native.runs(stabiliser) and half_steps > 0:
         loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, None, loop, stabiliser)
-        if widest <= SAFE_ROW_RANGE[torch.float64]:
+        if precision(widest, torch.float64):
             dispatch.note(name, q, k, lambda: native.path(q, k, widest))
             return out
     values = None if v is None else clean_values(widen(v), opened_keys(keep))
