@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from asapc.kernels import native
 from asapc.kernels.plan import Task
 
 Backend = Literal["cpu", "gpu", "softmax", "plain"]
+MAP = "the dense attention map was requested"  # which has no kernel of its own
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def attention_backend(
     if on_cpu:
         return "cpu" if reason is None else choose("plain", "plain PyTorch", reason)
     if reason is None and v is None:
-        reason = "the dense attention map was requested"
+        reason = MAP
     if reason is None:
         from asapc.kernels.gpu.tiles import supported
 
@@ -113,63 +114,39 @@ def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
     return "gpu" if reason is None else "plain"
 
 
-def token_backend(
-    operator: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    describe: Callable[[], tuple[str, str]] | None,
-    maps: bool = False,
-) -> Backend:
-    """Of operators without an N x M matrix, by the engine.  v: None where the dense map is wanted.
-
-    describe: what the CPU kernel runs and why; called only where that is collected; None where that is
-    noted once it has run.  maps: it gives dense maps, too.
-    """
-    reason = native.missing()
-    if q.device.type != "cpu":
-        reason = f"there are no kernels for {q.device.type} devices"
-    if v is None and not maps:
-        reason = "the dense attention map was requested"
-    if reason is not None:
-        note_plain(operator, q, k, reason)
-    elif describe is not None:
-        note(operator, q, k, describe)
-    return "plain" if reason else "cpu"
+def no_engine(q: Tensor) -> str | None:
+    """Why the engine does not run on the device of these queries; None where it does."""
+    return native.missing() if q.device.type == "cpu" else _no_kernels(q)
 
 
-def plan_backend(
-    operator: str, scores: Tensor, task: Task, describe: Callable[[], tuple[str, str]]
-) -> Backend:
+def plan_backend(scores: Tensor, task: Task, describe: Callable[[], tuple[str, str]]) -> Backend:
     """Of a loop on scores that are given.  describe: what the CPU kernel runs and why; called only where
     that is collected."""
-    choices = _listening.get()
     on_cpu = scores.device.type == "cpu"
     reason = native.missing() if on_cpu else _why_no_gpu(scores)
     if reason is None and not on_cpu:
         from asapc.kernels.gpu.plan import supported
 
         reason = supported(scores, task)
-    backend: Backend = "plain" if reason else "cpu" if on_cpu else "gpu"
-    if choices is not None:
-        on_gpu = ("Triton, matrices side by side", "the tensors are on a GPU")
-        kernel, why = ("plain PyTorch", reason) if reason else describe() if backend == "cpu" else on_gpu
-        shape = "B{} H{} N{} M{}".format(*scores.shape)
-        choices.append(Choice(operator, shape, str(scores.dtype).removeprefix("torch."), kernel, why))
-    return backend
+    on_gpu = ("Triton, matrices side by side", "the tensors are on a GPU")
+    found = ("plain PyTorch", reason) if reason else on_gpu
+    note("plan", scores, None, describe if on_cpu and not reason else lambda: found)
+    return "plain" if reason else "cpu" if on_cpu else "gpu"
 
 
-def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
-    """Of an operator whose kernel does not run here."""
-    note(operator, q, k, lambda: ("plain PyTorch", reason))
+def plainly(plain: partial[Any], q: Tensor, k: Tensor, reason: str) -> Any:
+    """The result of an operator whose kernel does not run here."""
+    note(plain.func.__name__, q, k, lambda: ("plain PyTorch", reason))
+    return plain()
 
 
-def note(operator: str, q: Tensor, k: Tensor, describe: Callable[[], tuple[str, str]]) -> None:
-    """What ran, where there was no choice, and why; called only where that is collected."""
+def note(operator: str, q: Tensor, k: Tensor | None, describe: Callable[[], tuple[str, str]]) -> None:
+    """What ran and why, where there was no choice; called only where that is collected.  k: None where q
+    are scores that are given."""
     choices = _listening.get()
     if choices is not None:
-        batch, heads, queries, dim = q.shape
-        shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
+        shape = "B{} H{} N{} M{}".format(*q.shape[:3], q.shape[3] if k is None else k.shape[2])
+        shape = shape if k is None else f"{shape} D{q.shape[3]}"
         choices.append(Choice(operator, shape, str(q.dtype).removeprefix("torch."), *describe()))
 
 
@@ -183,6 +160,8 @@ def _triton_missing() -> str | None:
 
 
 def _why_no_gpu(q: Tensor) -> str | None:
-    if q.device.type != "cuda":
-        return f"there are no kernels for {q.device.type} devices"
-    return _triton_missing()
+    return _triton_missing() if q.device.type == "cuda" else _no_kernels(q)
+
+
+def _no_kernels(q: Tensor) -> str:
+    return f"there are no kernels for {q.device.type} devices"

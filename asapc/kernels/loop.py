@@ -13,6 +13,16 @@ from asapc.ir import Side
 
 ROUNDING = 8  # units in the last place of a term: what a sum of products may be off by
 
+# Entries of K lie in [exp(-range), 1] and the scalings in exp(+-2 range), so this range keeps every
+# intermediate inside the format: exp(2 * 40) < 3.4e38 and exp(2 * 340) < 1.8e308.
+SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
+
+
+def precision(widest: float, dtype: torch.dtype) -> torch.dtype | None:
+    """The format, dtype or else float64, that holds the linear domain of rows of scores that span so far;
+    None where logarithms are needed."""
+    return next((own for own in (dtype, torch.float64) if widest <= SAFE_ROW_RANGE[own]), None)
+
 
 class Loop(NamedTuple):
     """`half_steps` c-transforms on S = score_multiplier q k' + bias, the first on `first_side`.

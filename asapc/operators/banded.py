@@ -19,13 +19,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from asapc.ir import FACTOR, Convention, FiniteLoop, Mask, OutputFactor, Side
-from asapc.operators.c_transforms import log_marginals
+from asapc.ir import FACTOR, Convention, FiniteLoop, Mask, OutputFactor
 from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
-    alternate,
     attention_map,
     clean_values,
+    finite_duals,
     loop_settings,
     score_matrix,
     widen,
@@ -89,21 +88,14 @@ def banded_map(
 ) -> Tensor:
     """The map [B, H, N, M] of scores in units of epsilon, of which those outside the band do not count.
 
-    Every query has mass 1/N and every active key 1/M. A key that no query sees has none; a query with no
-    active key in its window keeps f = 0, and its row of the map is 0.
+    Every query has mass 1/N and every active key 1/M. Of a key that no query sees, and of a query with
+    no active key in its window, the map is 0, whatever their duals are.
     """
-    queries, keys = scores.shape[-2:]
-    shown = in_band(queries, keys, low, high, scores)
+    shown = in_band(*scores.shape[-2:], low, high, scores)
     if keep is not None:
         shown = shown & keep[:, None, None, :]
     scores = scores.masked_fill(~shown, -math.inf)
-    log_mu, log_nu = log_marginals(queries, keys, keep, scores)
-    log_nu = torch.where(seen_keys(queries, keys, low, high, scores), log_nu, -math.inf)
-    f = scores.new_zeros(scores.shape[:-1])
-    g = scores.new_zeros((*scores.shape[:-2], keys))
-    g = torch.where(torch.isneginf(log_nu), -math.inf, g)
-    side: Side = "row" if rows_first else "column"
-    f, g = alternate(scores, f, g, half_steps, side, log_mu, log_nu, tail=tail)
+    f, g = finite_duals(scores, half_steps, "row" if rows_first else "column", keep, tail)
     return attention_map(scores, f, g, output_factor, keep)
 
 

@@ -14,7 +14,7 @@ from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import CoarseProblem, coarse_duals, coarse_problem, masses_of, over_x
 from asapc.kernels import native
 from asapc.kernels.cpu.plan import plan
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.loop import precision
 from asapc.kernels.plan import Task
 
 ENTRIES = 1 << 19  # of the scores of some examples, which are worked on together
@@ -48,7 +48,7 @@ def _duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tup
     if native.missing() is not None or budget.half_steps < 1 or scores.numel() == 0:
         return coarse_duals(problem, x_keep, budget)
     widest = float((scores.amax(-1) - scores.amin(-1)).max())
-    if not widest <= SAFE_ROW_RANGE[scores.dtype]:
+    if precision(widest, scores.dtype) is not scores.dtype:
         scores = scores.double()
     log_counts = problem.counts.masked_fill(empty, 1.0).to(scores.dtype).log()
     rows, log_mu, row = scores + log_counts[..., None, :], None, torch.zeros((), dtype=torch.int64)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
-from asapc.kernels.loop import Loop, Tail
+from asapc.kernels.cpu.workers import each_worker
+from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.thresholds import Thresholds, thresholds
 from asapc.operators.asap import asap
 from asapc.operators.sinkhorn import factor_value, sinkhorn
@@ -129,11 +129,11 @@ def _range_bound(inputs: _Heads, loop: Loop, bias: Tensor | None) -> float:
 
 def _group(inputs: _Heads, loop: Loop, tail: Tail, limits: Thresholds, bound: float) -> Gradients:
     kernel = _Kernel(inputs, loop.first_side == "row", limits)
-    if not bound <= SAFE_ROW_RANGE[inputs.q.dtype]:
-        reach = kernel.shift()
-        if not reach <= SAFE_ROW_RANGE[torch.float64]:
+    if precision(bound, inputs.q.dtype) is not inputs.q.dtype:
+        needed = precision(kernel.shift(), inputs.q.dtype)
+        if needed is None:
             return _by_autograd(inputs.double(), loop, tail)
-        if not reach <= SAFE_ROW_RANGE[inputs.q.dtype]:
+        if needed is not inputs.q.dtype:
             inputs = inputs.double()
             kernel = _Kernel(inputs, loop.first_side == "row", limits)
             kernel.shift()

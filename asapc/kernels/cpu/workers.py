@@ -11,10 +11,6 @@ from functools import cache
 
 import torch
 
-# Entries of K lie in [exp(-range), 1] and the scalings in exp(+-2 range), so this range keeps every
-# intermediate inside the format: exp(2 * 40) < 3.4e38 and exp(2 * 340) < 1.8e308.
-SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
-
 
 def each_worker(
     work: Callable[[Iterator[int]], None], starts: Sequence[int], serially: bool = False

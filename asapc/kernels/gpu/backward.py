@@ -105,7 +105,7 @@ def sinkhorn_backward(
     sides: list[Side] = [
         "row" if (step % 2 == 0) == rows_first else "column" for step in range(loop.half_steps)
     ]
-    f, g = zero_duals(inputs)
+    f, g = (torch.zeros(x.shape[:3], dtype=torch.float32, device=x.device) for x in (q, k))
     if dual is not None:
         f, g = (f, dual.float()) if rows_first else (dual.float(), g)
     pairs, out = [], None
@@ -127,8 +127,8 @@ def sinkhorn_backward(
         if out is not None and applied is not None:
             grad = (grad_out.float() * out).sum(-1)  # sum_j factor <dout_i, v_j> P_ij
         elif applied is not None:
-            grad = _slopes(inputs, one_term(inputs, *pair, side, None), output, side, sums=True)[2]
-        terms.append(one_term(inputs, *pair, side, grad))
+            grad = _slopes(inputs, one_term(*pair, side, None), output, side, sums=True)[2]
+        terms.append(one_term(*pair, side, grad))
         ends = step == len(sides) - most
         if not ends or (step == 0 and dual is not None):
             other: Side = "column" if side == "row" else "row"
@@ -139,7 +139,7 @@ def sinkhorn_backward(
                 break
     passed = len(terms)
     if not terms:
-        terms.append(one_term(inputs, f, g, "row", None))
+        terms.append(one_term(_given(f), g, "row", None))
         started: Side = "column" if rows_first else "row"
         grad = None
         if dual is not None and not sides:
@@ -195,24 +195,14 @@ def _finite(values: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values, 0.0)
 
 
-def zero_duals(inputs: Scores) -> tuple[Tensor, Tensor]:
-    shapes = inputs.q.shape[:3], inputs.k.shape[:3]
-    f, g = (torch.zeros(shape, dtype=torch.float32, device=inputs.q.device) for shape in shapes)
-    return f, g
-
-
-def one_term(
-    inputs: Scores, f: Tensor | None, g: Tensor | None, closed: Side, grad: Tensor | None
-) -> Terms:
+def one_term(f: Tensor, g: Tensor, closed: Side, grad: Tensor | None) -> Terms:
     """The half-step that closed a side with the plan exp(S + f + g); grad: of its new dual, None 0."""
-    zero_f, zero_g = zero_duals(inputs)
-    row, column = zero_f, zero_g
+    row, column = torch.zeros_like(f), torch.zeros_like(g)
     if grad is not None and closed == "row":
-        row = grad.float() * -inputs.q.shape[2]
+        row = grad * -f.shape[2]
     elif grad is not None:
-        column = grad.float() * -inputs.k.shape[2]
-    full_f, full_g = (zero_f if f is None else f.float()), (zero_g if g is None else g.float())
-    return Terms(full_f[None], full_g[None], row[None], column[None])
+        column = grad * -g.shape[2]
+    return Terms(f[None], g[None], row[None], column[None])
 
 
 def _given(tensor: Tensor | None) -> Tensor:

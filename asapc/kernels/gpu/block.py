@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.gpu.tiles import LOG2_E, strides_of
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import SAFE_ROW_RANGE, Loop
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_TOKENS = 256

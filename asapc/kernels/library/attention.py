@@ -47,5 +47,4 @@ def without_kernels() -> None:
 
 
 def _plainly(why: str, plain: Plain, q: Tensor, k: Tensor, **_rest: Any) -> Any:
-    dispatch.note_plain(plain.func.__name__, q, k, why)
-    return plain()
+    return dispatch.plainly(plain, q, k, why)

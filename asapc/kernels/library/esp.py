@@ -24,13 +24,12 @@ from asapc.operators.catalogue import by_name
 
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
-    def described() -> tuple[str, str]:
-        return f"CPU, {native.described()}", "the tensors are on the CPU"
-
-    name = plain.func.__name__
-    maps = name == reference.esp_soft_attention.__name__
-    if dispatch.token_backend(name, q, k, v, described, maps) == "plain":
-        return plain()
+    name, reason = plain.func.__name__, dispatch.no_engine(q)
+    if v is None and name != reference.esp_soft_attention.__name__:
+        reason = dispatch.MAP
+    if reason is not None:
+        return dispatch.plainly(plain, q, k, reason)
+    dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}", "the tensors are on the CPU"))
     given = dict(plain.keywords)  # the kernels know one factor
     powers = (given.pop(name, 0) for name in ("query_power", "key_power"))
     given["output_factor"] = reference.with_lengths(given["output_factor"], q, k, *powers)

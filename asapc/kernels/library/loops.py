@@ -1,20 +1,35 @@
-"""asapc::sinkhorn, asapc::asap and their `_attention` twins, which return the map."""
+"""Operators of the finite loop and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
+stabilised_sinkhorn, and banded_sinkhorn."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from asapc.kernels import dispatch, key_c_transform, native
+from asapc.ir import Stabiliser
+from asapc.kernels import band, dispatch, key_c_transform, native
+from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
 from asapc.kernels.library.registration import Plain
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, precision
+from asapc.kernels.plan import Task
 from asapc.operators import asap as asap_reference
-from asapc.operators import sinkhorn as sinkhorn_reference
+from asapc.operators.banded import in_band
+from asapc.operators.sinkhorn import (
+    clean_values,
+    factor_value,
+    open_empty,
+    opened_keys,
+    score_matrix,
+    widen,
+)
 
 
 def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
@@ -45,20 +60,19 @@ def _run(
         return plain()
     if backend == "cpu":
         if start is not None and bool(start.isneginf().any()):
-            dispatch.note_plain(name, q, k, "a dual of -inf, which its own half-step forgets")
-            return plain()
+            return dispatch.plainly(plain, q, k, "a dual of -inf, which its own half-step forgets")
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, start, loop)
         dispatch.note(name, q, k, lambda: native.path(q, k, widest))
         return out
     start = None if start is None else asap_reference.open_dual(start, keep)
-    q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
+    q, keep, bias = open_empty(q, keep, bias)
     assert v is not None
     if backend == "softmax":
         factor = loop.output_factor
         return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
 
-    values = sinkhorn_reference.clean_values(v, keep)
+    values = clean_values(v, keep)
     return gpu.sinkhorn_loop(q, k, values, keep, bias, start, loop)
 
 
@@ -81,5 +95,73 @@ def _usual(
     return native.sinkhorn_loop(q, k, v, keep, bias, None, loop)[0]
 
 
+def _stabilised(
+    plain: Plain,
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    v: Tensor | None = None,
+    **settings: Any,
+) -> Any:
+    """By the plan of scores, formed first, where the engine does not start like that or float64 ends."""
+    name, (_, loop) = plain.func.__name__, from_zero(settings)
+    reason = native.missing() if q.device.type == "cpu" else "the constant in its divisions is kept"
+    if reason is not None:
+        return dispatch.plainly(plain, q, k, reason)
+    stabiliser = Stabiliser.of(*(settings[field.name] for field in fields(Stabiliser)))
+    if native.runs(stabiliser) and loop.half_steps > 0:
+        out, widest = native.sinkhorn_loop(q, k, v, keep, bias, None, loop, stabiliser)
+        if precision(widest, torch.float64):
+            dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+            return out
+    values = None if v is None else clean_values(widen(v), opened_keys(keep))
+    q, keep, bias = open_empty(q, keep, bias)
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), loop.score_multiplier)
+    # The number of active keys is an example's own.
+    plainest = {"score_multiplier": 1.0, "output_factor": [1.0, 0.0, 0.0, 0.0]}
+    task = Task.of(None, None, **settings | plainest)
+    dispatch.note(name, q, k, lambda: cpu_plan.described(scores, task))
+    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
+    factor = factor.to(scores.dtype) if isinstance(factor, Tensor) else factor
+    dense = cpu_plan.plan(scores, task) * factor
+    if values is None or v is None:
+        return dense.to(q.dtype)
+    return (dense @ values.to(dense.dtype)).to(v.dtype)
+
+
+def _banded(
+    plain: Plain,
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    low: int,
+    high: int,
+    v: Tensor | None = None,
+    **settings: Any,
+) -> Any:
+    name, missing, (_, loop) = plain.func.__name__, dispatch.no_engine(q), from_zero(settings)
+    if v is not None and loop.half_steps > 0:
+        out = None if missing else native.banded(q, k, v, keep, loop, low, high)
+        if out is not None:
+            why = f"windows of {high - low + 1} keys; float64 where they need it"
+            dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}, a band", why))
+            return out
+        beyond = "scores spread further than float64 holds"
+        dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing or beyond))
+        return band.banded(q if missing else q.double(), k, v, keep, loop, low, high)
+    if loop.half_steps < 1 or missing is not None:
+        return dispatch.plainly(plain, q, k, missing or "no half-step")
+    if keep is not None or q.shape[2] != k.shape[2] or not low <= 0 <= high:
+        return dispatch.plainly(plain, q, k, "some queries or keys are in no window")
+    hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
+    bias = hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+    out, widest = native.sinkhorn_loop(q, k, None, None, bias, None, loop)
+    dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+    return out
+
+
 attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
+attention("stabilised_sinkhorn", _stabilised)
+attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))

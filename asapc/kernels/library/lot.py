@@ -21,15 +21,14 @@ def _lot(
     v: Tensor | None = None,
     **_rest: Any,
 ) -> Any:
-    name = plain.func.__name__
+    reason = dispatch.no_engine(q) if v is not None else dispatch.MAP
     if 0 in (query_half_steps, key_half_steps):
-        dispatch.note_plain(name, q, k, "there are no half-steps to run")
-        return plain()
-    if dispatch.token_backend(name, q, k, v, None) == "plain":
-        return plain()
+        reason = "there are no half-steps to run"
+    if reason is not None:
+        return dispatch.plainly(plain, q, k, reason)
     out, widest = native.lot(**plain.keywords)
     longer = q if q.shape[2] > k.shape[2] else k
-    dispatch.note(name, q, k, lambda: native.path(longer, pivots[None], widest))
+    dispatch.note(plain.func.__name__, q, k, lambda: native.path(longer, pivots[None], widest))
     return out
 
 

@@ -18,7 +18,7 @@ from asapc.operators.sinkhorn import widen
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
     task = Task.of(**rest)
-    backend = dispatch.plan_backend("plan", scores, task, lambda: cpu_plan.described(scores, task))
+    backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Coupling, Side, Stabiliser, Ties
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
@@ -355,8 +354,8 @@ def path(q: Tensor, k: Tensor, widest: float) -> tuple[str, str]:
     if size > kept:
         why, streamed = f"{why}, more than the {kept / 2**20:g} MiB that are kept", ", streamed"
     domain, span = "linear domain", f"rows of scores span at most {widest:.1f}"
-    if not widest <= SAFE_ROW_RANGE[dtype]:
-        within = widest <= SAFE_ROW_RANGE[torch.float64]
-        domain = "linear domain in float64" if within else "log domain"
+    needed = precision(widest, dtype)
+    if needed is not dtype:
+        domain = "linear domain in float64" if needed else "log domain"
         span = f"a row of scores spans {widest:.0f}"
     return f"CPU, {described()}{streamed}, {domain}", f"{why}; {span}"
