@@ -549,3 +549,20 @@ def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
     if isinstance(module, Cross | SlicedCross):
         return x, torch.randn(3, 7, 16)
     return (x,)
+
+
+def _mixed(self: Any, x: Tensor, keep: Tensor) -> Tensor:
+    x = self.start(x)
+    x = self.norm(x + self.scaled(x, keep))
+    x = self.norm(x + self.sliced(x))
+    x = self.norm(x + self.glued(x, keep))
+    return self.head(x.mean(1))
+
+
+def mixed() -> nn.Module:
+    """A layer of each kind: x [B, N, 4], keep [B, N] -> [B, 3]."""
+    torch.manual_seed(0)
+    return module(
+        _mixed, start=nn.Linear(4, 16), scaled=Alternating(2), sliced=SlicedSoft(), glued=GluedMasked(),
+        norm=nn.LayerNorm(16), head=nn.Linear(16, 3),
+    ).eval()  # fmt: skip

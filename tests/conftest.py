@@ -29,10 +29,10 @@ LONGEST = (
 # Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
 ANALYSED_ONCE = {
     "test_end_to_end.py", "test_distill.py", "test_select.py", "test_evaluate.py",
-    "test_enough.py", "test_api.py", "test_study.py", "test_kinds.py", "test_refresh.py",
+    "test_enough.py", "test_api.py", "test_study.py", "test_refresh.py",
     "test_forged.py", "test_resume.py", "test_untrusted.py", "test_onnx_out.py", "test_onnx_edit.py",
     "test_ci_examples.py", "test_hints.py", "test_audit.py", "test_memory.py", "test_processes.py",
-    "test_device.py", "test_onnx_in.py", "test_softmax_students.py", "test_sequence.py", "test_tails.py",
+    "test_device.py", "test_onnx_in.py", "test_softmax_students.py", "test_sequence.py",
 }  # fmt: skip
 
 

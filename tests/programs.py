@@ -220,33 +220,16 @@ def run(
 ) -> Results:
     """One case on a copy of the subject, from the same beginning every time."""
     results = Results()
-    space = copy.copy(subject.space)
-    settings = {
-        name: copy.deepcopy(space[name]) for name in ("SHARP", "SETTINGS", "CELL") if name in space
-    }
     with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             results.tensors = _results(subject.copied(), spec, case, seed, dtype, fuzz)
         except Exception as error:
             results.error = error
         finally:
-            _restore(subject.space, settings)
             for twist in twists_of(spec):
                 exec(twist.undo, {"space": subject.space, "torch": torch})
     results.warned = any(issubclass(warning.category, OwnCodeWarning) for warning in caught)
     return results
-
-
-def _restore(space: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if isinstance(space[name], bool):
-            space[name] = value
-        elif isinstance(space[name], dict):
-            space[name].update(value)
-        else:
-            space[name][:] = value
-    if "Attention" in space and hasattr(space["Attention"], "SHARP"):
-        space["Attention"].SHARP = False
 
 
 def _results(

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
 from junk import resigned
 from small_text import write_data, write_teacher
+from steps import compiled as compiled_model
 from steps import expect, files, run, run_json
 
 import asapc
@@ -194,6 +196,57 @@ def test_other_forms_go_the_whole_way_fitted_layer_by_layer(work, tmp_path, caps
         (together, maps), (alone, _) = model(inputs), model(inputs[2:3])
     torch.testing.assert_close(together[2:3], alone, rtol=0, atol=1e-5)
     assert [m.numel() > 0 for m in maps] == [True] * 2
+
+
+# A layer of each kind
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds")
+    random = np.random.default_rng(0)
+    keep = np.arange(10) < random.integers(4, 11, (200, 1))
+    np.savez(folder / "data.npz", x=random.standard_normal((200, 10, 4)).astype("float32"), keep=keep)
+    sites = {"scaled": {"operator": "asap", "features": ["norm"]}, "glued": {"operator": "lossless"}}
+    recipe = {"budget": {"prediction_agreement": 0}, "sites": sites}
+    compiled_model(folder, f"{zoo.__file__}:mixed", folder / "data.npz", recipe)
+    return folder
+
+
+def test_every_kind_becomes_its_own_operator(mixed):
+    manifest = json.loads((mixed / "out" / "manifest.json").read_text())
+    kinds = {s["name"]: (s["convention"]["operator"], s["operator"]) for s in manifest["sites"]}
+    assert kinds == {
+        "scaled": ("sinkhorn", "asap"), "sliced": ("esp_soft", "esp_hard"), "glued": ("lot", "lot"),
+    }  # fmt: skip
+    assert not manifest["refused"] and manifest["soft_to_hard"]["switched"]
+    x, keep = torch.randn(5, 17, 4), torch.arange(17) < torch.tensor([[17], [9], [4], [1], [12]])
+    with torch.no_grad():  # at other sizes
+        out, teacher = asapc.load(mixed / "out")(x, keep), zoo.mixed()(x, keep)
+    assert out.shape == teacher.shape and bool(out.isfinite().all())
+    # A layer is approximated and another replaced: near, and not the same.
+    assert 1e-6 < float((out - teacher).abs().max()) < 0.5
+
+
+def test_report_and_bench_cover_every_kind(mixed, capsys):
+    report = run_json(capsys, "report", mixed / "out", "--data", mixed / "data.npz")
+    Draft202012Validator(report_schema()).validate(report)
+    sites = {s["name"]: s for s in report["sites"]}
+    assert sites["glued"]["metrics"]["attention_rel_l2"] < 1e-6
+    assert sites["sliced"]["metrics"]["row_err"] < 1e-6 < sites["sliced"]["metrics"]["attention_rel_l2"]
+    assert "contraction_bound" in sites["scaled"]["metrics"]
+    assert "contraction_bound" not in sites["glued"]["metrics"]
+    assert report["soft_to_hard"]
+    bench = run_json(capsys, "bench", mixed / "out", "--data", mixed / "data.npz", "--explain", *FAST)
+    kernels = {s["name"]: [k["operator"] for k in s["kernels"]] for s in bench["sites"]}
+    assert kernels["sliced"] == ["esp_hard"] and kernels["glued"] == ["lot"]
+
+
+def test_an_operator_of_another_kind_is_refused(mixed, capsys):
+    (mixed / "wrong.yaml").write_text("sites: {glued: {operator: asap}, scaled: {operator: lossless}}\n")
+    arguments = ("compile", f"{zoo.__file__}:mixed", "--calibration", mixed / "out-calib", "-o",
+                 mixed / "other", "--recipe", mixed / "wrong.yaml")  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments, "a site of the kind lot can become lot")
 
 
 # Bad input: one clear message, the right exit code, earlier output untouched

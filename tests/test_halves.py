@@ -50,7 +50,7 @@ def test_the_whole_way() -> None:
     assert float((own - exact).abs().max()) < 0.05
 
 
-def test_replay_is_against_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_is_against_float64() -> None:
     """The teacher's own map is 3 % off in bfloat16, and the operator is not."""
     model, data = text()
     batch = Batch((), {"inputs": data["inputs"][:4]}, None, [0, 1, 2, 3])

@@ -493,33 +493,29 @@ def test_element_types(kind, tmp_path):
         assert str(read.dtype) == f"torch.{name}" and read.double().tolist() == values
 
 
-@pytest.mark.parametrize("location, told", [
-    ("gone.bin", "must be there, got no"), ("sub", "must be there, got no"), ("round.bin", "must"),
-    *((outside, "must lie in the folder") for outside in (
-        "", "/etc/passwd", "../w.bin", "sub/../../w.bin", "link.bin", "a\\w.bin"
-    )),
+OUTSIDE = ("", "/etc/passwd", "../w.bin", "sub/../../w.bin", "link.bin", "a\\w.bin")
+
+
+@pytest.mark.parametrize("location, length, offset, told", [
+    *((location, 48, "0", "must be there, got no") for location in ("gone.bin", "sub")),
+    ("round.bin", 48, "0", "must"),
+    *((location, 48, "0", "must lie in the folder") for location in OUTSIDE),
+    ("own.bin", 48, "8", "must hold its 48 bytes from 8 on"),
+    ("own.bin", 44, "0", "got 44 bytes declared"),
+    *(("own.bin", 48, offset, "must be a number of bytes") for offset in ("-8", "1e3", "9" * 30)),
+    ("own.bin", 1 << 50, "0", "bytes declared, in a file of 48"),
 ])  # fmt: skip
-def test_external_data_outside_of_the_folder(location, told, tmp_path):
+def test_external_data_that_is_not_there(location, length, offset, told, tmp_path):
+    """Outside of the folder, or of another size."""
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
-    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
+    for path in (tmp_path / "w.bin", folder / "own.bin"):
+        path.write_bytes(WEIGHT.tobytes())
     (folder / "link.bin").symlink_to(tmp_path / "w.bin")
     (folder / "round.bin").symlink_to(folder / "round.bin")
     model = model_of()
-    external(model, location, WEIGHT.nbytes)
+    external(model, location, length, offset)
     assert told in refused(model, folder)
-
-
-@pytest.mark.parametrize("length, offset, told", [
-    (48, "8", "must hold its 48 bytes from 8 on"), (44, "0", "got 44 bytes declared"),
-    (48, "-8", "must be a number of bytes"), (48, "1e3", "must be a number of bytes"),
-    (48, "9" * 30, "must be a number of bytes"), (1 << 50, "0", "bytes declared, in a file of 48"),
-])  # fmt: skip
-def test_external_data_of_another_size(length, offset, told, tmp_path):
-    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
-    model = model_of()
-    external(model, "w.bin", length, offset)
-    assert told in refused(model, tmp_path)
 
 
 def test_tensors_that_share_their_bytes(tmp_path):

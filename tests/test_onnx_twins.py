@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx_ir
 import pytest
 import torch
+from attention_zoo import module
 from torch import Tensor
 
 from asapc.features.clouds import clouds_from
@@ -193,17 +194,13 @@ def test_the_gaussian_matrix_by_products(scale: float, dtype: torch.dtype) -> No
         assert float((own - meant).abs().max()) <= (2e-3 if dtype == torch.float32 else 2e-4) * scale_of
 
 
-class Distances(torch.nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return torch.cdist(x, y), torch.cdist(x, y, p=1.0)
-
-
 def test_distances_have_a_translation(tmp_path: Path) -> None:
     """For many points, too, of which some are the same."""
     onnxruntime = pytest.importorskip("onnxruntime")
     x = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
     y = torch.cat([x[:, :1], x[:, 5:30] + 1.0], 1)
-    exported = torch.export.export(Distances(), (x, y)).run_decompositions()
+    distances = module(lambda self, x, y: (torch.cdist(x, y), torch.cdist(x, y, p=1.0)))
+    exported = torch.export.export(distances, (x, y)).run_decompositions()
     onnx_ir.save(translate(exported, 18), tmp_path / "distances.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "distances.onnx"))
     feeds = {given.name: value.numpy() for given, value in zip(session.get_inputs(), (x, y), strict=True)}

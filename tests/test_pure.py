@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_zoo import module
 from torch import Tensor, nn, set_grad_enabled
 
 from asapc.inputs.data import Batch
@@ -181,10 +182,6 @@ def test_a_pure_model_is_not_called_with_larger_inputs(monkeypatch: pytest.Monke
     monkeypatch.setattr(state, "_note_memory", lambda *given: searched.append(given))
     example = Batch((torch.randn(2, 4, 4),), {}, None, [])
 
-    class Pure(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.softmax(-1)
-
-    for model, times in ((Pure(), 0), (Net(KEEPING["an attribute"]), 1)):
+    for model, times in ((module(lambda self, x: x.softmax(-1)), 0), (Net(KEEPING["an attribute"]), 1)):
         state.observed(model.eval(), [example, example], [example])
         assert len(searched) == times

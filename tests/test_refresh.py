@@ -1,4 +1,5 @@
-"""`asapc refresh`: training after the replacement, on small compiled models with crude coefficients."""
+"""`asapc refresh`: training after the replacement, on small compiled models with crude coefficients; and
+gradients through the end of the loops alone, `--tail`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 from junk import resigned
 from safetensors.torch import load_file, save_file
 from steps import compiled, expect, files, run, run_json
-from torch import nn
+from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
@@ -23,15 +24,17 @@ from asapc.artifact import read_artifact
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.inputs.load import build_factory
+from asapc.kernels.library.gradients import depths
 from asapc.measure.differences import log_probabilities
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
 from asapc.training import refresh
+from asapc.training.settings import checked_tail
 
 ATTENTION = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Attention(nn.Module):
@@ -389,3 +392,106 @@ def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(esp, 
     kept = after[f"graph.0.{tau}"].equal(before[f"0.{tau}"])
     assert kept == (entry["best_epoch"] == 0)
     assert read_artifact(out).manifest["sites"][0]["operator"] == "esp_hard"
+
+
+# Tails
+
+
+TWO_LAYERS = """
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.norm = Attention(3, 8), Attention(3, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x + self.first(x)[0]
+        return 5 * self.head(self.norm(x + self.second(x)[0]).mean(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """A folder with a model of exact loops, one of amortised ones, and their data."""
+    folder = tmp_path_factory.mktemp("tails")
+    x = np.random.default_rng(0).standard_normal((96, 6, 8)).astype(np.float32)
+    np.savez(folder / "data.npz", x=x, labels=(x[:, :, 0].mean(1) > 0).astype(int))
+    (folder / "net.py").write_text(ATTENTION + TWO_LAYERS)
+    amortised = {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["norm"]}
+    for name, recipe in {"exact": {"operator": "lossless"}, "amortised": amortised}.items():
+        recipe |= {"batch_size": 16, "max_examples": 32}
+        compiled(folder, f"{folder / 'net.py'}:Net", folder / "data.npz", recipe, name=name)
+    return folder
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    model(leaf).square().sum().backward()
+    return leaf.grad
+
+
+def test_a_loaded_model_takes_a_tail_and_gives_it_back(loops: Path) -> None:
+    model = asapc.load(loops / "exact")
+    x = torch.from_numpy(np.load(loops / "data.npz")["x"][:4])
+    outputs, full = model(x), gradient(model, x)
+    with depths() as passed:
+        assert asapc.tail_gradients(model, 2) is model
+        short = gradient(model, x)
+    assert [set(depth.flatten().tolist()) for depth in passed] == [{2}, {2}]
+    torch.testing.assert_close(model(x), outputs, rtol=0, atol=0)
+    error = float((short - full).norm() / full.norm())
+    assert 1e-6 < error < 0.2
+    with depths() as passed:
+        certified = gradient(asapc.tail_gradients(model, "certified", tolerance=1e-4), x)
+    assert float((certified - full).norm() / full.norm()) < 1e-3
+    assert all(2 <= int(depth.min()) <= int(depth.max()) <= 8 for depth in passed)
+    asapc.tail_gradients(model)
+    torch.testing.assert_close(gradient(model, x), full, rtol=0, atol=0)
+
+
+def test_a_tail_under_torch_compile(loops: Path) -> None:
+    torch._dynamo.reset()  # what another test could not compile is left out from then on
+    model = asapc.tail_gradients(asapc.load(loops / "exact"), 3)
+    x = torch.from_numpy(np.load(loops / "data.npz")["x"][:4])
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradient(traced, x), gradient(model, x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_tail(loops: Path) -> None:
+    model = asapc.load(loops / "exact")
+    for tail in (-1, 1.5, True, "all"):
+        with pytest.raises(InputError, match="a tail is a number of half-steps or 'certified'"):
+            asapc.tail_gradients(model, tail)  # type: ignore[arg-type]
+    for tolerance in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(InputError, match="must be positive"):
+            asapc.tail_gradients(model, "certified", tolerance)
+    with pytest.raises(InputError, match="a model with Sinkhorn layers is needed"):
+        asapc.tail_gradients(asapc.load(loops / "amortised"), 2)
+    for text in ("-1", "1.5", "all", "", "9" * 12):
+        with pytest.raises(InputError, match="a tail is a number"):
+            checked_tail(text, 1e-3)
+
+
+def trained(loops: Path, out: Path, *arguments: str) -> dict[str, Any]:
+    shutil.copytree(loops / "exact", out)
+    assert run("refresh", out, "--data", loops / "data.npz", "--labels", "--quiet", "--epochs", 2,
+               "--learning-rate", "1e-2", *arguments) == 0  # fmt: skip
+    return json.loads((out / "manifest.json").read_text())["refresh"]
+
+
+def test_refresh_trains_through_tails(loops: Path, tmp_path: Path) -> None:
+    full = trained(loops, tmp_path / "full")
+    assert "tail" not in full
+    short = trained(loops, tmp_path / "short", "--tail", "1")
+    assert short["tail"] == {
+        "half_steps": 1, "tolerance": None, "passed": {"min": 1, "median": 1, "max": 1}
+    }  # fmt: skip
+    own = trained(loops, tmp_path / "certified", "--tail", "certified", "--tolerance", "1e-2")
+    assert own["tail"]["half_steps"] == "certified" and own["tail"]["tolerance"] == 1e-2
+    assert 1 <= own["tail"]["passed"]["min"] <= own["tail"]["passed"]["max"] <= 8
+    assert own["after"]["loss"] == pytest.approx(full["after"]["loss"], rel=1e-2)
+    for name in ("short", "certified"):  # what is written has no tail of its own
+        assert (tmp_path / name / "graph.pt2").read_bytes() == (loops / "exact/graph.pt2").read_bytes()
