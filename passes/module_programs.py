@@ -32,7 +32,7 @@ from asapc.ir import ModuleCall, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
-from asapc.passes.cut import ancestors, holds_tensors, moved_nodes, recorded
+from asapc.passes.cut import ancestors, depends_on_data, holds_tensors, moved_nodes, reaches, recorded
 from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
 from asapc.passes.observe import EagerCall, gives_its_input
@@ -174,6 +174,8 @@ class _Reader:
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:
                 problem = self._differs(call)
+                if problem is None and _takes_for_granted(site, call):
+                    problem = "is given a constant of its loop, which may be another in other calls"
                 if problem is None and mapless and self._gives_the_map(site, inside):
                     problem = "returns its attention map, which a convolution on the values leaves out"
                 if problem is None:
@@ -401,6 +403,16 @@ class _Reader:
             and node.meta["val"].dtype != source.meta["val"].dtype
             for node in layer.nodes for source in node.all_input_nodes
         )  # fmt: skip
+
+
+def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
+    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone, as
+    one that hides nothing where the model was given none."""
+    part = site.part()
+    outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
+    constants = (node for node in outside if not depends_on_data(node))
+    made = any(node in part.inside for node in call.inputs)
+    return made or any(reaches(node, call.inputs.__contains__) for node in constants)
 
 
 def _dropout_of_map(site: Site) -> Iterator[Node]:

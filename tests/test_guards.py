@@ -1948,6 +1948,46 @@ def test_what_makes_another_layer_of_it(other):
         assert own_code(model, compiled, x) == []
 
 
+class Massed(Layer):
+    """A loop of the masses that it is given."""
+
+    def forward(self, x: Tensor, keep: Tensor, masses: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        kernel, a, b = (q @ k.mT).exp() * (keep[:, :, None] & keep[:, None]), 1.0, masses[:, None]
+        for _ in range(2):
+            a = masses[:, :, None] / (kernel * b).sum(-1, keepdim=True).masked_fill(~keep[:, :, None], 1.0)
+            b = masses[:, None] / (kernel * a).sum(-2, keepdim=True).masked_fill(~keep[:, None], 1.0)
+        return a * kernel * b @ self.out(x)
+
+
+class OfCallers(nn.Module):
+    """Masses of sizes alone, or of the mask, as an attribute of the model says, which no loop reads."""
+
+    def __init__(self, of_mask: bool) -> None:
+        super().__init__()
+        self.layer, self.of_mask, self.share = Massed(), of_mask, 1.0
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        masses = keep.to(x.dtype) if self.of_mask else torch.ones_like(keep, dtype=x.dtype)
+        if self.share != 1:
+            masses = masses * torch.where(torch.arange(x.shape[1]) % 2 == 0, self.share, 1.0)
+        return self.layer(x, keep, masses)
+
+
+@pytest.mark.parametrize("of_mask", [False, True], ids=["of sizes", "of a mask"])
+@torch.no_grad()
+def test_what_a_caller_gives_to_a_loop_may_be_something_else_later(of_mask: bool) -> None:
+    torch.manual_seed(0)
+    model, keep = OfCallers(of_mask).eval(), torch.arange(6) < torch.randint(3, 7, (48, 1))
+    given = {"x": torch.randn(48, 6, 4), "keep": keep}
+    compiled = asapc.compile(model, given, recipe=LOSSLESS, examples=8).model
+    for share, text in ((1.0, None), (0.25, "share was captured as 1.0")):
+        model.share = compiled.share = share
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            torch.testing.assert_close(compiled(**given), model(**given), rtol=1e-4, atol=1e-5)
+        assert_told([str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)], text)
+
+
 def test_a_backward_that_clips_large_gradients():
     model, compiled = made(layer(lambda self, x: attended(self, Clipped.apply(x))))
     x = torch.randn(2, 6, 4)
