@@ -45,7 +45,7 @@ from asapc.stages.analyse import (
 from asapc.stages.calibrate import fit, plan_fits, tell_shortages, unfinished
 from asapc.stages.emit import emit, verify_written
 from asapc.stages.export import write_verified
-from asapc.stages.rewrite import rewrite
+from asapc.stages.rewrite import Compilation, rewrite
 from asapc.stages.select import calibration_of, choose
 from asapc.terminal.progress import SILENT, Progress
 from asapc.training.refresh import Refreshed, put_weights, train
@@ -153,8 +153,8 @@ def compile(
         limit = None if max_memory is None else MemoryLimit(max_memory)
         with analysis.running_on(device):
             chosen = choose(analysis, recipe, calibration, source.on(device), progress, limit)
-    compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
-    return emit(compilation, out, onnx, progress)
+    compilation = Compilation(teacher, source, recipe, calibration, analysis, chosen, example)
+    return emit(rewrite(compilation), out, onnx, progress)
 
 
 def export(

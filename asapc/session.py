@@ -181,21 +181,16 @@ def _stdout_for_results() -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _warnings(*, quiet: bool, debug: bool) -> Iterator[None]:
-    with warnings.catch_warnings(), _escaped_warnings():
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.formatwarning = lambda *args, **kwargs: escaped(before(*args, **kwargs))
         if quiet:
             warnings.simplefilter("ignore")
         elif not debug:
             # Advice to the authors of libraries, not to the user of this command.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@contextlib.contextmanager
-def _escaped_warnings() -> Iterator[None]:
-    before = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **kwargs: escaped(before(*args, **kwargs))
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
+        try:
+            yield
+        finally:
+            warnings.formatwarning = before

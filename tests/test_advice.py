@@ -153,7 +153,7 @@ def test_an_agreement_that_is_proven_is_not_doubted(document: Document, low: flo
     low_end(low)(document)
     assert decided(document).because == "All 3 default limits are kept."
     judged = decided(document).judgement
-    assert judged.default and judged.gate.verdict == "ACCEPT"
+    assert judged.defaults and judged.gate.verdict == "ACCEPT"
 
 
 def test_default_limits_are_the_budget_that_the_artefact_records(document: Document) -> None:

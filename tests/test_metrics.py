@@ -10,7 +10,6 @@ import pytest
 from asapc.errors import InputError
 from asapc.metrics import METRICS
 from asapc.report import Report
-from asapc.report.document import ConventionReport, SiteReport, approximates
 from asapc.report.tables import study_tables
 
 # Before anything else is imported, as an edit of asapc/metrics.py would be.
@@ -56,13 +55,6 @@ assert Recipe.from_dict({"budget": {"row_err_worst": 0.1}}).budget == {"row_err_
 def test_one_entry_adds_a_gated_metric() -> None:
     done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])
-def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(own: str) -> None:
-    for operator in ("teacher", "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"):
-        site = SiteReport("a", operator, convention=ConventionReport(own))
-        assert site.approximate == approximates(operator, own) == (operator not in ("teacher", own))
 
 
 # The typed report

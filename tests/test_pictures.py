@@ -58,11 +58,6 @@ def test_masked_tokens_are_not_in_the_picture() -> None:
     torch.testing.assert_close(torch.tensor(pair.teacher), inside)
 
 
-def test_maps_of_two_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="one shape"):
-        SitePictures("x").update(maps(1, 1, 4, 4), maps(1, 1, 4, 5))
-
-
 def svg(figure: Figure) -> str:
     """What a picture of the page is; it is well-formed."""
     text = base64.b64decode(data_uri(figure).partition(",")[2]).decode()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,8 +176,10 @@ class OutputFidelity:
     within [0, 1]. Without a 2-D output no prediction is reported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lower_is_better: bool = False) -> None:
+        """lower_is_better: of the user's own metric."""
         self.classes: int | None = None
+        self._lower = lower_is_better
         self._tensor = TensorFidelity()
         self._probabilities: bool | None = None
         # By metric, one entry per example, [b] each; accuracies only of labelled batches.
@@ -190,10 +192,12 @@ class OutputFidelity:
         compiled_out: Any,
         labels: Tensor | None = None,
         numbers: Sequence[int] = (),
+        own: Mapping[str, Tensor] = {},
     ) -> None:
         """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones), see `comparable`.
 
-        labels: [B] class numbers (or [B, 1]).  numbers: of the examples, for messages.
+        labels: [B] class numbers (or [B, 1]).  numbers: of the examples, for messages.  own: the user's
+        metric of both models, see OwnMetric.values.
         Raises ValueError if there is nothing to compare, InputError for a label that no class has.
         """
         teacher, compiled = comparable(teacher_out), comparable(compiled_out)
@@ -201,8 +205,15 @@ class OutputFidelity:
             raise ValueError("the two outputs must hold the same float tensors, at least one")
         exact, approximate = teacher[0].double(), compiled[0].double()
         self._tensor.update(exact, approximate)
-        if exact.dim() != 2:
-            return
+        each = dict(own)
+        if exact.dim() == 2:
+            each |= self._of_classes(exact, approximate, labels, numbers)
+        for name, values in each.items():
+            self._each[name].append(values.cpu())
+
+    def _of_classes(
+        self, exact: Tensor, approximate: Tensor, labels: Tensor | None, numbers: Sequence[int]
+    ) -> dict[str, Tensor]:
         if self._probabilities is None:
             self._probabilities = are_probabilities(exact) and are_probabilities(approximate)
         log_p, log_q = (log_probabilities(x, self._probabilities) for x in (exact, approximate))
@@ -221,15 +232,15 @@ class OutputFidelity:
             target = labels.reshape(-1).to(predicted_p.device)
             each["accuracy_teacher"] = predicted_p == target
             each["accuracy_compiled"] = predicted_q == target
-        for name, values in each.items():
-            self._each[name].append(values.cpu())
+        return each
 
     def metrics(self) -> dict[str, float]:
         """Values by name, see asapc.metrics; accuracies only where labels were given."""
-        means = {name: _or_inf(float(x.double().mean())) for name, x in self._values().items()}
-        if "accuracy_teacher" in means:
-            means["accuracy_drop"] = means["accuracy_teacher"] - means["accuracy_compiled"]
-        return self._tensor.metrics() | means
+        values = self._values()
+        means = {name: float(x.double().mean()) for name, x in values.items()}
+        for name, (first, second) in self._drops(values).items():
+            means[name] = float(first.double().mean() - second.double().mean())
+        return self._tensor.metrics() | {name: _or_inf(mean) for name, mean in means.items()}
 
     def confidence(self) -> dict[str, bootstrap.Interval]:
         """Of metrics(), output_rmse and max_abs_error excepted, over examples."""
@@ -238,13 +249,27 @@ class OutputFidelity:
             name: bootstrap.share(x) if x.dtype == torch.bool else bootstrap.mean(x)
             for name, x in values.items()
         }
-        if "accuracy_teacher" in ends:
-            sides = values["accuracy_teacher"], values["accuracy_compiled"]
-            ends["accuracy_drop"] = bootstrap.difference(*sides)
+        for name, (first, second) in self._drops(values).items():
+            shares = first.dtype == torch.bool
+            ends[name] = bootstrap.difference(first, second) if shares else bootstrap.mean(first - second)
         return self._tensor.confidence() | _known(**ends)
 
     def _values(self) -> dict[str, Tensor]:
-        return {name: torch.cat(parts) for name, parts in self._each.items()}
+        """By name; of a metric of the user's own that is 0 or 1 everywhere, shares."""
+        values = {name: torch.cat(parts) for name, parts in self._each.items()}
+        own = {name: x for name, x in values.items() if name.startswith("metric_")}
+        if all(((x == 0) | (x == 1)).all() for x in own.values()):
+            values |= {name: x.bool() for name, x in own.items()}
+        return values
+
+    def _drops(self, values: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """What the compiled model loses: the mean of the first less that of the second."""
+        found = {}
+        for stem, turned in (("accuracy", False), ("metric", self._lower)):
+            if f"{stem}_teacher" in values:
+                sides = values[f"{stem}_teacher"], values[f"{stem}_compiled"]
+                found[f"{stem}_drop"] = sides[::-1] if turned else sides
+        return found
 
 
 LENGTH_BINS = 5

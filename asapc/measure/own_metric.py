@@ -17,10 +17,6 @@ from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats.user_code import UserCode
 from asapc.inputs.data import Batch, Signature
-from asapc.measure import bootstrap
-
-SIDES = ("teacher", "compiled")
-KEYS = ("metric_teacher", "metric_compiled", "metric_drop")  # asapc.metrics
 
 
 class OwnMetric:
@@ -78,32 +74,3 @@ class OwnMetric:
             got=f"{got} for {len(batch)} examples",
             help="return values of shape [examples]; asapc takes their mean",
         )
-
-
-class OwnFidelity:
-    """The values of both models, streaming: their means, and by how much the compiled model is worse."""
-
-    def __init__(self, metric: OwnMetric | None) -> None:
-        self.metric = metric
-        self._values: dict[str, list[Tensor]] = {who: [] for who in SIDES}
-
-    def update(self, found: Mapping[str, Tensor]) -> None:
-        """found: see OwnMetric.values; nothing where no metric was given."""
-        for who in SIDES if self.metric is not None else ():
-            self._values[who].append(found[f"metric_{who}"])
-
-    def result(self) -> tuple[dict[str, Any], dict[str, bootstrap.Interval]]:
-        """Values by name, see asapc.metrics, and their intervals; of numbers all 0 or 1, those of
-        shares.  Empty without a metric."""
-        if self.metric is None:
-            return {}, {}
-        sides = teacher, compiled = [torch.cat(self._values[who]) for who in SIDES]
-        better, other = (compiled, teacher) if self.metric.lower else (teacher, compiled)
-        if all(((values == 0) | (values == 1)).all() for values in sides):
-            ends = [*(bootstrap.share(values.bool()) for values in sides),
-                    bootstrap.difference(better.bool(), other.bool())]  # fmt: skip
-        else:
-            ends = [*map(bootstrap.mean, (*sides, better - other))]
-        means = (float(values.mean()) for values in (*sides, better - other))
-        intervals = {key: found for key, found in zip(KEYS, ends, strict=True) if found is not None}
-        return {"own_metric": self.metric.name, **dict(zip(KEYS, means, strict=True))}, intervals

@@ -52,14 +52,10 @@ class Judgement:
     defaults: tuple[Gate, ...] | None = None
 
     @property
-    def default(self) -> bool:
-        return self.defaults is not None
-
-    @property
     def basis(self) -> str:
         """Which limits a decision rests on, and how many of them are kept."""
         checks = self.gate.checks
-        if self.default:
+        if self.defaults is not None:
             kept = f"{sum(check.passed for check in checks)} of {len(checks)} kept"
             return f"no gates file, so default limits apply: {kept}"
         return f"{len(self.gate.failures) or 'None'} of {counted(len(checks), 'check')} failed"
@@ -87,10 +83,6 @@ class Decision:
     judgement: Judgement
     site: str | None = None
     lossless: Lossless | None = None
-
-
-def _name(site: str) -> str:
-    return clipped(site, 80)
 
 
 # The limits
@@ -173,7 +165,7 @@ def decide(report: Report) -> Decision:
     if near is not None and mends:
         return Decision("lossless", instead, near.sentence, judged, lossless=near)
     if not gate.failures:
-        passed = "default limits are kept" if judged.default else "checks passed"
+        passed = "checks passed" if judged.defaults is None else "default limits are kept"
         because = f"All {len(gate.checks)} {passed}." if len(gate.checks) > 1 else "The check passed."
         if sites and not report.approximated:
             because = "Every layer computes the teacher's own attention."
@@ -190,7 +182,7 @@ def decide(report: Report) -> Decision:
     names = {site.name for site in sites}
     check = next((check for check in gate.failures if check.scope in names), gate.failures[0])
     site = check.scope if check.scope in names else _worst_contributor(report, check)
-    what = "Do not ship it yet." if site is None else f"Look at {_name(site)} first."
+    what = "Do not ship it yet." if site is None else f"Look at {clipped(site, 80)} first."
     return Decision("look", what, _message(check), judged, site)
 
 
@@ -198,7 +190,7 @@ def _unproven(report: Report, judged: Judgement) -> str:
     """That an agreement within the budget rests on too few examples to prove it."""
     metric = "prediction_agreement"
     limit, ends = _budget(report).get(metric), report.model.interval(metric)
-    of_teacher = judged.default and not report.trained_on_labels
+    of_teacher = judged.defaults is not None and not report.trained_on_labels
     if not of_teacher or limit is None or ends is None or ends[0] >= limit:
         return ""
     examples = finite(report.model.metric("examples")) or 0
@@ -339,7 +331,7 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> str:
             price = f" and make the model {-cost / (1 - cost):.0%} faster"
         elif cost >= 0.005:
             price = f" and cost {cost:.0%} of the speed"
-    return f"Keeping {_name(site.name)} exact would remove {share:.0%} of the error{price}."
+    return f"Keeping {clipped(site.name, 80)} exact would remove {share:.0%} of the error{price}."
 
 
 def _cost(report: Report, site: SiteReport) -> float | None:

@@ -167,56 +167,47 @@ def measured_contraction(block: Block, g: Tensor) -> Tensor:
     return worst
 
 
-class Tilt:
-    """Two plans closed from the duals f and f^ of one side: every column of one is the other, tilted.
+class Tilt(NamedTuple):
+    """Two plans, each closed from a dual of one side: every column of one is the other's, tilted; [B, H].
 
     pi_j and pi^_j are the conditionals of a closed column j over the points i of the predicted side,
-    and Delta = f^ - f.  Source: ASAP, Proposition B.10.
+    Delta = f^ - f, and all that is summed is over the plans' mass.  Source: ASAP, Proposition B.10.
     """
 
-    def __init__(self, scores: Tensor, f: Tensor, f_hat: Tensor, log_weight: float) -> None:
-        """scores: [B, H, X, Y]; f, f_hat: [B, H, X]; log_weight: of each of the Y closed marginals."""
-        self.log_pi = (scores + f[..., :, None]).log_softmax(-2)
-        self.log_pi_hat = (scores + f_hat[..., :, None]).log_softmax(-2)
-        change = f_hat - f
-        self.delta = change - change.mean(-1, keepdim=True)  # the gauge does not matter
-        self.weight = math.exp(log_weight)
-        self.mass = self.weight * scores.shape[-1]
+    reverse: Tensor  # KL(P^ || P)
+    forward: Tensor  # KL(P || P^)
+    sharpness: Tensor  # beta, with pi_j,t(i) <= beta / X for all j, i and t
+    residual: Tensor  # |Delta|^2 / X
+    variance_bound: Tensor  # sum_j nu_j sigma_j^2 / 2, sigma_j = range(Delta) / 2 (Popoviciu; B.53)
+    trivial: Tensor  # -sum_j nu_j log min pi_j, which no divergence of such columns exceeds
 
-    def divergences(self) -> tuple[Tensor, Tensor]:
-        """KL(P^ || P) and KL(P || P^), [B, H]."""
-        ratio = self.log_pi_hat - self.log_pi
-        reverse = (self.log_pi_hat.exp() * ratio).sum((-2, -1))
-        return self.weight * reverse, -self.weight * (self.log_pi.exp() * ratio).sum((-2, -1))
-
-    def variance_bound(self) -> Tensor:
-        """sum_j nu_j sigma_j^2 / 2 with sigma_j = range(Delta) / 2, Popoviciu's for every t (B.53)."""
-        return self.mass * spread_of(self.delta).square() / 8
-
+    @property
     def density_bound(self) -> Tensor:
-        """beta / 2 |Delta|^2 / X, times the mass (B.54)."""
-        return self.sharpness() / 2 * self.residual()
+        """beta / 2 |Delta|^2 / X (B.54)."""
+        return self.sharpness / 2 * self.residual
 
-    def sharpness(self) -> Tensor:
-        """beta, with pi_j,t(i) <= beta / X for all j, i and t: [B, H].
 
-        log pi_t = log pi + t Delta - A(t) with A convex: A lies above its tangents at 0 and at 1, which
-        makes it at most linear in t, and so largest at one end.
-        """
-        delta = self.delta[..., :, None]
-        mean, mean_hat = ((x.exp() * delta).sum(-2, keepdim=True) for x in (self.log_pi, self.log_pi_hat))
-        from_0 = torch.maximum(self.log_pi, self.log_pi + delta - mean)
-        from_1 = torch.maximum(self.log_pi_hat, self.log_pi_hat - delta + mean_hat)
-        return torch.minimum(from_0, from_1).amax((-2, -1)).exp() * self.log_pi.shape[-2]
-
-    def residual(self) -> Tensor:
-        """|Delta|^2 / X, times the mass of the plans: [B, H]."""
-        return self.mass * self.delta.square().mean(-1)
-
-    def trivial(self) -> Tensor:
-        """No divergence of other column conditionals from these exceeds it: -sum_j nu_j log min pi_j."""
-        least = torch.minimum(self.log_pi.amin(-2), self.log_pi_hat.amin(-2))
-        return -self.weight * least.sum(-1)
+def tilt(scores: Tensor, f: Tensor, f_hat: Tensor, log_weight: float) -> Tilt:
+    """scores: [B, H, X, Y]; f, f_hat: [B, H, X]; log_weight: of each of the Y closed marginals."""
+    log_pi, log_pi_hat = ((scores + dual[..., :, None]).log_softmax(-2) for dual in (f, f_hat))
+    pi, pi_hat, ratio = log_pi.exp(), log_pi_hat.exp(), log_pi_hat - log_pi
+    change = f_hat - f
+    delta = change - change.mean(-1, keepdim=True)  # the gauge does not matter
+    # log pi_t = log pi + t Delta - A(t) with A convex: A lies above its tangents at 0 and at 1, which
+    # makes it at most linear in t, and so largest at one end.
+    step = delta[..., :, None]
+    mean, mean_hat = ((x * step).sum(-2, keepdim=True) for x in (pi, pi_hat))
+    from_0 = torch.maximum(log_pi, log_pi + step - mean)
+    from_1 = torch.maximum(log_pi_hat, log_pi_hat - step + mean_hat)
+    weight, (count, columns) = math.exp(log_weight), scores.shape[-2:]
+    return Tilt(
+        reverse=weight * (pi_hat * ratio).sum((-2, -1)),
+        forward=-weight * (pi * ratio).sum((-2, -1)),
+        sharpness=torch.minimum(from_0, from_1).amax((-2, -1)).exp() * count,
+        residual=weight * columns * delta.square().mean(-1),
+        variance_bound=weight * columns * spread_of(delta).square() / 8,
+        trivial=-weight * torch.minimum(log_pi.amin(-2), log_pi_hat.amin(-2)).sum(-1),
+    )
 
 
 def spread_of(values: Tensor, active: Tensor | None = None) -> Tensor:
@@ -478,16 +469,14 @@ class SiteCertificates:
 
     def _divergence(self, block: Block, dual: Tensor, true: Tensor) -> None:
         """Proposition B.10 on the plans of one c-transform."""
-        tilt = Tilt(block.scores, true, dual, block.log_nu)
-        reverse, forward = tilt.divergences()
-        worse, trivial = torch.maximum(reverse, forward), tilt.trivial()
-        cases = (tilt.sharpness(), tilt.residual(), reverse, trivial)
+        of = tilt(block.scores, true, dual, block.log_nu)
+        worse = torch.maximum(of.reverse, of.forward)
+        cases = (of.sharpness, of.residual, of.reverse, of.trivial)
         self._tilts.append(tuple(x.flatten() for x in cases))
         for name, bound, equation in (
-            ("kl_variance_bound", tilt.variance_bound(), "B.53"),
-            ("kl_density_bound", tilt.density_bound(), "B.54"),
-        ):
-            self._check(name, PAPER, f"B.10, Eq. {equation}").add(bound, worse, trivial)
+            ("variance", of.variance_bound, "B.53"), ("density", of.density_bound, "B.54"),
+        ):  # fmt: skip
+            self._check(f"kl_{name}_bound", PAPER, f"B.10, Eq. {equation}").add(bound, worse, of.trivial)
 
     def _extend(self, metric: str, bound: Tensor) -> None:
         self._largest[metric] = max(self._largest.get(metric, 0.0), largest(bound))

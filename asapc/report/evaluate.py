@@ -31,7 +31,7 @@ from asapc.ir import SiteTensors
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
-from asapc.measure.own_metric import OwnFidelity, OwnMetric
+from asapc.measure.own_metric import OwnMetric
 from asapc.memory import MemoryLimit, give_back
 from asapc.metrics import MAP_ENTRIES, MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
@@ -177,7 +177,6 @@ def _of_model(
 ) -> dict[str, Any]:
     manifest, measured, mapped = artifact.manifest, fidelity.measured, fidelity.mapped
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
-    own, of_own = fidelity.own.result()
     fitted = any(entry["fit"] is not None for entry in manifest["sites"])
     assert fidelity.first is not None
     return {
@@ -188,14 +187,14 @@ def _of_model(
         "examples": measured,
         **({"map_examples": mapped} if mapped < measured else {}),
         "batch": len(fidelity.first),
+        **({} if fidelity.metric is None else {"own_metric": fidelity.metric.name}),
         **fidelity.outputs.metrics(),
-        **own,
         "lossless_max_abs_error": fidelity.lossless.metrics()["max_abs_error"],
         **timed,
         "fit_seconds": artifact.fit_seconds,
         "calibration_order": manifest["calibration_order"],
         "break_even_batches": artifact.fit_seconds / saved if fitted and saved > 0 else None,
-        "confidence": fidelity.outputs.confidence() | of_own | timed.get("confidence", {}),
+        "confidence": fidelity.outputs.confidence() | timed.get("confidence", {}),
         "confidence_level": LEVEL,
     }
 
@@ -207,8 +206,9 @@ class _Fidelity:
     def __init__(
         self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None = None
     ) -> None:
-        self.outputs, self.lossless = OutputFidelity(), OutputFidelity()
-        self.own = OwnFidelity(models.metric)
+        self.metric = models.metric
+        lower = self.metric is not None and self.metric.lower
+        self.outputs, self.lossless = OutputFidelity(lower), OutputFidelity()
         self.measured = self.mapped = 0
         self.first: Batch | None = None
         self.audit = audit
@@ -221,8 +221,8 @@ class _Fidelity:
             lossless = _only(self._models.lossless.watch(batch, self._see))
             self.lossless.update(found["teacher"], lossless, batch.labels)
             self.mapped += len(batch)
-        self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers)
-        self.own.update(found)
+        own = {name: values for name, values in found.items() if name.startswith("metric_")}
+        self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers, own)
         give_back()
         if self.first is None:
             self.first, classes = batch, self.outputs.classes

@@ -77,7 +77,7 @@ def page(report: Report) -> dict[str, Any]:
         "source": report.model.source or "a model",
         "decision": decision,
         "word": own or "NO GATE",
-        "tone": TONES[own] if own is not None and (own != "ACCEPT" or not judged.default) else tone,
+        "tone": TONES[own] if own is not None and (own != "ACCEPT" or judged.defaults is None) else tone,
         "basis": judged.basis,
         "warnings": [w for w in (*(w.text for w in report.warnings), report.chosen_elsewhere) if w],
         "figures": key_figures(report),

@@ -47,8 +47,6 @@ class SitePictures:
 
         The masks mean what they mean for `asapc.measure.fidelity.AttentionFidelity`.
         """
-        if teacher_map.shape != compiled_map.shape:
-            raise ValueError(f"maps must have one shape: {teacher_map.shape}, {compiled_map.shape}")
         for index in range(len(teacher_map)):
             if len(self.pairs) < EXAMPLES:
                 masks = (None if mask is None else mask[index] for mask in (keep, query_keep))

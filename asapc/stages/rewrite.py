@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asapc.artifact import Stage
@@ -22,7 +22,7 @@ from asapc.stages.select import Chosen
 
 @dataclass(frozen=True)
 class Compilation:
-    """What is written.  compiled: the rewritten programs; output: theirs on `example`."""
+    """What is written.  compiled: the rewritten programs; output: theirs on `example`, see rewrite."""
 
     teacher: Teacher
     source: DataSource
@@ -30,9 +30,9 @@ class Compilation:
     calibration: Calibration
     analysis: Analysis
     chosen: Chosen
-    compiled: Sequence[Program]
     example: Batch
-    output: Any
+    compiled: Sequence[Program] = ()
+    output: Any = None
 
     @property
     def whole(self) -> bool:
@@ -47,26 +47,16 @@ class Compilation:
         }
 
 
-def rewrite(
-    teacher: Teacher,
-    source: DataSource,
-    recipe: Recipe,
-    calibration: Calibration,
-    analysis: Analysis,
-    chosen: Chosen,
-    example: Batch,
-) -> Compilation:
+def rewrite(c: Compilation) -> Compilation:
     """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite and
     not what the untouched model gives."""
-    compiled = chosen_programs(analysis, chosen.choices)
-    output = Runner(analysis.model, compiled)(example)
+    model = c.analysis.model
+    compiled = chosen_programs(c.analysis, c.chosen.choices)
+    output = Runner(model, compiled)(c.example)
     if not all(bool(tensor.isfinite().all()) for tensor in tensor_outputs(output)):
-        untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)(example)
-        _verify_infinite(output, untouched, teacher)
-    return Compilation(
-        teacher=teacher, source=source, recipe=recipe, calibration=calibration, analysis=analysis,
-        chosen=chosen, compiled=compiled, example=example, output=output,
-    )  # fmt: skip
+        untouched = Runner(model, () if model else c.analysis.capture.untouched)(c.example)
+        _verify_infinite(output, untouched, c.teacher)
+    return replace(c, compiled=compiled, output=output)
 
 
 def _verify_infinite(output: Any, untouched: Any, teacher: Teacher) -> None:
