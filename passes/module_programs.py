@@ -406,8 +406,8 @@ class _Reader:
 
 
 def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
-    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone, as
-    one that hides nothing where the model was given none."""
+    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone,
+    as one that hides nothing where the model was given none."""
     part = site.part()
     outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
     constants = (node for node in outside if not depends_on_data(node))

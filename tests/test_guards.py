@@ -1955,7 +1955,8 @@ class Massed(Layer):
         q, k = self.qk(x).chunk(2, -1)
         kernel, a, b = (q @ k.mT).exp() * (keep[:, :, None] & keep[:, None]), 1.0, masses[:, None]
         for _ in range(2):
-            a = masses[:, :, None] / (kernel * b).sum(-1, keepdim=True).masked_fill(~keep[:, :, None], 1.0)
+            rows = (kernel * b).sum(-1, keepdim=True)
+            a = masses[:, :, None] / rows.masked_fill(~keep[:, :, None], 1.0)
             b = masses[:, None] / (kernel * a).sum(-2, keepdim=True).masked_fill(~keep[:, None], 1.0)
         return a * kernel * b @ self.out(x)
 
