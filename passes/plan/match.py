@@ -455,7 +455,8 @@ class _Trials(Trials):
     reached = 2
 
     def __init__(self, region: _Region, roles: _Roles) -> None:
-        self.region, self.roles, self.log, self.cut = region, roles, False, region.cut
+        self.region, self.roles, self.log = region, roles, False
+        self.cut, self.sizes = region.cut, region.sizes
         self.biases = [node for node in region.given if _is_matrix(node, region.start)]
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
@@ -472,14 +473,14 @@ class _Trials(Trials):
         """The scores, and what is added to them in the loop."""
         return [self.region.start.tensor.node, *self.biases]
 
-    def size(self, at: dict[Any, int]) -> tuple[int, ...]:
-        return self.region.size(at)
+    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
+        return self.region.size(self.few if at is None else at)
 
-    def draw(self, lengths: dict[Any, int], whole: bool = False) -> dict[Node, Tensor]:
+    def draw(self, lengths: dict[Any, int] | None = None, whole: bool = False) -> dict[Node, Tensor]:
         """Values of what is data.  whole: masks hide nothing."""
         drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
-            shape = self.cut.shape_of(node, lengths)
+            shape = self.cut.shape_of(node, self.few if lengths is None else lengths)
             value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             marginal = next((x for x in self.roles.given if x.node is node), None)
             if marginal is not None:
@@ -505,11 +506,12 @@ class _Trials(Trials):
         return shown
 
     def observe(
-        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
+        self, scores: Tensor, lengths: dict[Any, int] | None = None, mild: bool = True,
         given: dict[Node, Tensor] | None = None,
     ) -> tuple[Sample, list[Tensor]]:  # fmt: skip
         """What was observed, with everything that is added to the scores in them; and what is added.
         given: values of what is data, drawn where there are none."""
+        lengths = self.few if lengths is None else lengths
         given = self.draw(lengths) if given is None else given
         out, held = self.region.observe(scores, given, lengths)
         shape = self.cut.shape_of(self.region.start.tensor.node, lengths)
@@ -527,12 +529,12 @@ class _Trials(Trials):
         )
         return Sample(scores, out.exp() if self.log else out, None, mild, log_mu, log_nu), added
 
-    def measure(self, lengths: dict[Any, int]) -> None:
+    def measure(self) -> None:
         """Find how much the scores, every bias and every head count.  Raises NoFit."""
-        size = self.region.size(lengths)
+        size = self.size()
         for scale in (1.0, 0.1, 0.01):
-            given = self.draw(lengths, whole=True)
-            o, added = self.observe(scale * self.noise(lengths), lengths, given=given)
+            given = self.draw(whole=True)
+            o, added = self.observe(scale * self.noise(), given=given)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
@@ -552,12 +554,12 @@ class _Trials(Trials):
             self.rough = float(found[0])
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(lengths), lengths, given=given)
+            o, _ = self.observe(scale * self.noise(), given=given)
             score_multiplier([o])
             return
         raise NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
         o, _ = self.observe(scores, at, mild)
         return None if overflown(o.attention) else o
 
@@ -587,7 +589,7 @@ def _site(
     for role in roles:
         trials = _Trials(region, role)
         try:
-            fit = _identified(trials, region.sizes[0], sums)
+            fit = _identified(trials, sums)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
             continue
@@ -612,55 +614,52 @@ def _check_empty(program: Program, roles: _Roles) -> None:
             raise NoFit(what, reached=KNOWN)
 
 
-def _identified(trials: _Trials, lengths: dict[Any, int], sums: int) -> Fit[PlanConvention]:
+def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
     """Raises NoFit."""
     region, roles = trials.region, trials.roles
-    first, _ = trials.observe(trials.noise(lengths), lengths)
+    first, _ = trials.observe(trials.noise())
     trials.log = bool((first.attention < 0).any())
     if not roles.nodes and 1 in first.scores.shape[-2:]:
         trials.reached = KNOWN
-        check_choice(*(trials.observe(trials.noise(lengths), lengths)[0].attention for _ in range(2)))
+        check_choice(*(trials.observe(trials.noise())[0].attention for _ in range(2)))
     trials.reached = 2
-    trials.measure(lengths)
+    trials.measure()
     trials.reached = 3
     if roles.nodes:  # which role is right is seen on a few mild scores
-        few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
+        few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread))) is not None]
         identify_plan(few, region.guesses, region.most, sums)
     trials.reached = 4
     identify = partial(identify_plan, guesses=region.guesses, sums=sums)
     try:
-        fit = trials.fitted(region.sizes, identify)
+        fit = trials.fitted(identify)
     except NoFit as no_fit:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    trials.check_larger_sizes(fit.convention, lengths, region.start.tensor.shape, first.scores.shape[1])
+    trials.check_larger_sizes(fit.convention, region.start.tensor.shape, first.scores.shape[1])
     fit = with_hidden(
-        lambda: trials.noise(lengths) / abs(trials.rough),
-        lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
+        trials.scores, lambda scores: trials.observe(scores, mild=False)[0], fit, trials.hides,
         any(map(may_raise, trials.added_up)),
     )  # fmt: skip
     if any(x.is_mask for x in roles.given):
-        _check_masks(trials, fit.convention, lengths)
+        _check_masks(trials, fit.convention)
     if region.kernel:
-        _check_zeros(trials, fit.convention, lengths)
-    return fit if region.slack is None else _with_slack(trials, fit, lengths)
+        _check_zeros(trials, fit.convention)
+    return fit if region.slack is None else _with_slack(trials, fit)
 
 
-def _check_zeros(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+def _check_zeros(trials: _Trials, convention: PlanConvention) -> None:
     """Where a kernel is 0: here and there, in a row, in a column."""
-    noise = trials.noise(lengths) / abs(trials.rough)
+    noise = trials.scores()
     rows, columns = (torch.arange(size) for size in noise.shape[-2:])
     some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
     for zero in (some, row, (columns == 1).expand_as(row)):
-        sample = trials.on(noise.masked_fill(zero, -math.inf), lengths)
+        sample = trials.on(noise.masked_fill(zero, -math.inf))
         if sample is not None and not convention_error(convention, [sample]) <= HELD:
             raise NoFit("where its kernel is 0 it is another loop")
 
 
-def _with_slack(
-    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
-) -> Fit[PlanConvention]:
+def _with_slack(trials: _Trials, fit: Fit[PlanConvention]) -> Fit[PlanConvention]:
     """The fit as a function of the score of its slack.
 
     a = 1 / (K b + exp(t)) and b = 1 / (K' a + exp(t)) are the scalings of exp(-t) K with masses exp(-t)
@@ -673,7 +672,7 @@ def _with_slack(
     before = trials.region.level
     for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
         trials.region.level = level
-        sample = trials.drawn(Drawn(spread), lengths)
+        sample = trials.drawn(Drawn(spread))
         trials.region.level = before
         if sample is None:
             continue
@@ -685,37 +684,36 @@ def _with_slack(
     return replace(fit, convention=convention)
 
 
-def _check_masks(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+def _check_masks(trials: _Trials, convention: PlanConvention) -> None:
     """Where tokens are hidden in the loop's own precision."""
     if trials.log:
         raise NoFit("tokens that a mask hides in it have no logarithm of a plan: read its plan")
     own = trials.region.start.tensor.node.meta["val"].dtype
     for spread in MASKED:
-        scores = (spread * trials.noise(lengths) / abs(trials.rough)).to(own)
-        observed = trials.on(scores, lengths)
+        observed = trials.on(trials.scores(spread).to(own))
         error = convention_error(convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
             raise NoFit(f"with hidden tokens in {own} another plan", error)
     if convention.stabiliser is not None and not convention_error(
-        convention, [_below_hidden(trials, convention, lengths)]
+        convention, [_below_hidden(trials, convention)]
     ) <= STABILISED:
         raise NoFit("beside hidden tokens of far higher scores it is another plan")
-    given = trials.draw(lengths)
+    given = trials.draw()
     for x in trials.roles.given:
         if x.hidden is not None:
             given[x.node][-1] = x.hidden
-    empty, _ = trials.observe(trials.noise(lengths).to(own), lengths, given=given)
+    empty, _ = trials.observe(trials.noise().to(own), given=given)
     if convention_error(convention, [empty]) <= HELD:  # as where a constant is in the divisions
         both = (trials.roles.log_mu, trials.roles.log_nu)
         trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
 
 
-def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> Sample:
+def _below_hidden(trials: _Trials, convention: PlanConvention) -> Sample:
     """Where hidden tokens have far higher scores, every other sum of those shown is as small as the
     constant: only then it counts whether masses are 1 or shares."""
     assert convention.stabiliser is not None
     higher = -math.log(convention.stabiliser.constant) / convention.score_multiplier
-    given, scores = trials.draw(lengths), trials.noise(lengths) / abs(trials.rough)
+    given, scores = trials.draw(), trials.scores()
     for x, axis in ((trials.roles.log_mu, -1), (trials.roles.log_nu, -2)):
         along = -2 if x is not None and x.drop == -1 else -1
         if x is None or not x.is_mask or given[x.node].shape[along] < 2:
@@ -726,7 +724,7 @@ def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any
         hidden = x.read(given[x.node]).isinf().unsqueeze(axis)
         every_other = torch.arange(scores.shape[axis]) % 2
         scores = scores + higher * hidden * (every_other if axis == -1 else every_other[:, None])
-    return trials.observe(scores, lengths, given=given)[0]
+    return trials.observe(scores, given=given)[0]
 
 
 def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) -> None:

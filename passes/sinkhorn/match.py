@@ -105,6 +105,8 @@ class RegionExperiment(Experiment, Trials):
         output = Canonical(region.attention, region.value.left_order)
         super().__init__(program.graph, inputs, output, region.inside, precision=precision)
         self.program, self.region = program, region
+        shape = region.score.result.shape
+        self.sizes = small_sizes(self.cut, shape[:-2], shape[-2:])
         self.neutral: list[Tensor] = []
 
     @cached_property
@@ -117,17 +119,6 @@ class RegionExperiment(Experiment, Trials):
         """Of the scores, at `few` unless told."""
         return self.shape(self.region.score.result, self.few if at is None else at)
 
-    @cached_property
-    def sizes(self) -> list[dict[Any, int]]:
-        """At which it is observed, see small_sizes."""
-        shape = self.region.score.result.shape
-        return small_sizes(self.cut, shape[:-2], shape[-2:])
-
-    @property
-    def few(self) -> dict[Any, int]:
-        """The smallest."""
-        return self.sizes[0]
-
     def attention(
         self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: dict[Any, int] | None = None
     ) -> Tensor:
@@ -137,7 +128,7 @@ class RegionExperiment(Experiment, Trials):
         given = (x.to(self.cut.precision) if x.is_floating_point() else x for x in (scores, *inputs))
         return self.run([*given], at).reshape(scores.shape)
 
-    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
         a = self.attention(scores, at=at)
         return None if overflown(a) else Sample(scores, a, mild=mild)
 
@@ -293,7 +284,7 @@ def run_experiments(
     try:
         fit = _without_masks(experiment)
     except NoFit:
-        s = 0.1 * experiment.noise(experiment.few)
+        s = 0.1 * experiment.noise()
         ones = [x + 1 if x.is_floating_point() else x for x in experiment.neutral]
         zero, one = (experiment.attention(s, given) for given in (None, ones))
         if not (zero > 0).all() and (one > 0).all():
@@ -325,11 +316,11 @@ def run_experiments(
 
 def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
     """The loop where nothing is hidden or added."""
-    few, shape, inside = experiment.few, experiment.region.score.result.shape, experiment.region.inside
-    first = experiment.attention(experiment.noise(few))
+    shape, inside = experiment.region.score.result.shape, experiment.region.inside
+    first = experiment.attention(experiment.noise())
     if not bool(first.isfinite().all()):
         raise NoFit("the region gives NaN or infinity on random scores")
-    trial = experiment.noise(few)
+    trial = experiment.noise()
     tried = experiment.attention(trial)
     check_choice(tried, first)
     try:
@@ -339,10 +330,9 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
             raise NoFit(ROWS_ONLY) from None
         raise
     experiment.bounds = bounds_of(inside)
-    search = partial(identify, made=Convention, guesses=guesses_of(inside))
-    fit = experiment.fitted(experiment.sizes, search)
+    fit = experiment.fitted(partial(identify, made=Convention, guesses=guesses_of(inside)))
     heads = experiment.size()[1] if len(shape) == 4 else experiment.size()[0] / PROBE_BATCH
-    experiment.check_larger_sizes(fit.convention, few, shape, heads)
+    experiment.check_larger_sizes(fit.convention, shape, heads)
     return fit
 
 
@@ -357,7 +347,7 @@ def _masked(
     polarity = None if additive else bool(not given.flatten()[0])
 
     def hidden(spread: float, active: Tensor) -> Sample:
-        s = spread / abs(experiment.rough) * experiment.noise(experiment.few)
+        s = experiment.scores(spread)
         a = experiment.attention(s, experiment.hiding(index, active))
         return Sample(s, a, active.expand(len(a), len(keys)))
 
@@ -400,7 +390,7 @@ def _unlike_examples(experiment: RegionExperiment, index: int) -> Sample:
     active = torch.rand(mask.shape, generator=generator) < 0.5
     active[:, 0] = active[0] = True
     active[-1, 1:3] = False
-    s = experiment.noise(experiment.few) / experiment.rough
+    s = experiment.scores()
     a = experiment.attention(s, experiment.replaced(index, mask ^ ~active))
     return Sample(s, a, active.repeat_interleave(len(a) // len(active), 0))
 
@@ -415,7 +405,7 @@ def _error_together(
     place = inputs.index(bias.node)
     noise = torch.randn(given[place].shape, generator=experiment.generator, dtype=torch.float64)
     given[place] = noise / abs(bias.coefficient)
-    s = experiment.noise(experiment.few) / abs(convention.score_multiplier)
+    s = experiment.scores()
     added = experiment.added(given[place]) * bias.coefficient / convention.score_multiplier
     a = experiment.attention(s, given)
     return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
@@ -426,7 +416,7 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
     """
-    name, few, generator = experiment.region.inputs[index].name, experiment.few, experiment.generator
+    name, generator = experiment.region.inputs[index].name, experiment.generator
     multiplier = convention.score_multiplier
     probe = torch.randn(experiment.neutral[index].shape, generator=generator, dtype=torch.float64)
     dense = experiment.added(probe)
@@ -437,7 +427,7 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
     def apart(coefficient: float) -> float:
         seen = []
         for spread, strength in BIASES:
-            s = experiment.noise(few) * spread / abs(multiplier)
+            s = experiment.scores(spread)
             strength = strength / abs(coefficient)
             a = attention(s, strength)
             if bool(a.isfinite().all()):
@@ -576,7 +566,7 @@ def _find_neutral(
             sizes = region.score.result.shape
             if heads_vary(node, heads_of(region), sizes[0] if len(sizes) == 4 else None):
                 raise NoFit(f"the mask {spoken(node)} differs between heads, or may on other data")
-    scores = 0.1 * experiment.noise(experiment.few)
+    scores = 0.1 * experiment.noise()
     for index in (index for index, role in enumerate(roles) if role == "mask"):
         # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
         # low numbers, what no mask gives: then it is seen where it hides some.
