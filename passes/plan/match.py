@@ -133,11 +133,10 @@ def _kernels(found: Borders) -> list[tuple[Node, Node]]:
 
 def _past_exp(site: PlanSite) -> PlanSite:
     """A log plan of which only exp is read ends there: the operator need not take a logarithm."""
-    end = site.end.tensor
-    users = [user for user in end.node.users if user.users or user.op == "output"]
+    users = [user for user in site.at.users if user.users or user.op == "output"]
     if not site.convention.log or len(users) != 1 or users[0].target is not aten.exp.default:
         return site
-    later = replace(site.end, tensor=replace(end, node=users[0]))
+    later = replace(site.end, node=users[0])
     convention = replace(site.convention, log=False)
     return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
 
@@ -187,14 +186,14 @@ class _Region:
         self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
-        given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
-        made = (self.end.tensor.node, *self.constants)
+        given = [self.start.node, *self.data, *([] if self.slack is None else [self.slack])]
+        made = (self.end.node, *self.constants)
         return Cut(self.graph, given, made, self.inside, precision=precision)
 
     def seen_by_experiments(self) -> object:
         """All that decides what is found: the same of two regions where one says it of both."""
-        hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
-        layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
+        hide = [(may_hide(node), may_raise(node)) for node in (self.start.node, *self.given)]
+        layouts = [(one.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
         return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *entering
 
@@ -222,22 +221,22 @@ class _Region:
     def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
         """What the start holds for scores [B, H, N, M]."""
         given = scores.exp() if self.kernel else scores
-        return self.start.tensor.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
+        return self.start.raw(given, self.cut.shape_of(self.start.node, lengths))
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""
-        shape = self.cut.shape_of(self.start.tensor.node, lengths)
+        shape = self.cut.shape_of(self.start.node, lengths)
         return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
 
     @property
     def examples(self) -> set[Any]:
         """The sizes of what stands before rows and columns, where they are free."""
-        return {*assigned((size, 1) for size in self.start.tensor.shape[:-2])}
+        return {*assigned((size, 1) for size in self.start.shape[:-2])}
 
     @cached_property
     def sizes(self) -> list[dict[Any, int]]:
         """At which it is observed, see small_sizes."""
-        shape = self.start.tensor.shape
+        shape = self.start.shape
         return small_sizes(self.cut, shape[:-2], shape[-2:])
 
 
@@ -254,7 +253,7 @@ def _given(
 ) -> tuple[dict[Node, bool], set[Node]]:
     """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
     constant, which is not one number then; and what enters as a number for every example, too."""
-    data, start = data_dependent(graph), scores.tensor.node
+    data, start = data_dependent(graph), scores.node
     found: dict[Node, bool] = {}
     counted: set[Node] = set()
     for node in graph.graph.nodes:
@@ -279,7 +278,7 @@ def _root(node: Node, scores: Layout, number: bool) -> Node:
     path = [node]
     while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
-        if len(varying) != 1 or varying[0] is scores.tensor.node or node.target in BARRIERS:
+        if len(varying) != 1 or varying[0] is scores.node or node.target in BARRIERS:
             break
         node = varying[0]
         path.append(node)
@@ -393,7 +392,7 @@ def _enters(node: Node, what: str) -> NoFit:
 
 def _is_matrix(node: Node, start: Layout) -> bool:
     """Whether it has rows and columns, and broadcasts to the scores."""
-    shape, scores = node.meta["val"].shape, start.tensor.node.meta["val"].shape
+    shape, scores = node.meta["val"].shape, start.node.meta["val"].shape
     if len(shape) < 2 or len(shape) > len(scores):
         return False
     return all(
@@ -409,7 +408,7 @@ def _sides(
     shape, is_mask = [*node.meta["val"].shape], is_bool(node)
     if not (is_mask or node.meta["val"].is_floating_point()):
         return []
-    rank, leads = len(shape), rank_of(start.tensor.node) - 2
+    rank, leads = len(shape), rank_of(start.node) - 2
     found: list[tuple[Side, MarginalInput]] = []
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
     for side, tokens in sides:
@@ -425,7 +424,7 @@ def _sides(
         if before > leads or (before and not (leads == 1 or start.kept)):
             continue
         per_head = leads == 2 and before == 1 and same(shape[0], start.heads)
-        by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
+        by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.shape[0]))
         if before == 1 and leads == 1 and not by_example:
             continue
         if is_mask or counted:  # every example has tokens of its own
@@ -471,7 +470,7 @@ class _Trials(Trials):
     @property
     def added_up(self) -> list[Node]:
         """The scores, and what is added to them in the loop."""
-        return [self.region.start.tensor.node, *self.biases]
+        return [self.region.start.node, *self.biases]
 
     def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
         return self.region.size(self.few if at is None else at)
@@ -514,7 +513,7 @@ class _Trials(Trials):
         lengths = self.few if lengths is None else lengths
         given = self.draw(lengths) if given is None else given
         out, held = self.region.observe(scores, given, lengths)
-        shape = self.cut.shape_of(self.region.start.tensor.node, lengths)
+        shape = self.cut.shape_of(self.region.start.node, lengths)
         added = [
             self.region.start.matrices(held[node].to(scores.dtype).broadcast_to(shape)).reshape(scores.shape)
             for node in self.biases
@@ -579,7 +578,7 @@ def _site(
     """The site between a start and an end; what failed in one layer of a model is not tried again in the
     others.  Raises NoFit."""
     region = _Region(program, loop, start, end, kernel)
-    if sizes_of(region.end.tensor, region.start.tensor) is None:
+    if sizes_of(region.end, region.start) is None:
         raise NoFit("its plan has sizes that its scores do not show")
     roles = _roles(region)
     alike = None if region.stops else (region.seen_by_experiments(), sums)
@@ -636,11 +635,9 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    trials.check_larger_sizes(fit.convention, region.start.tensor.shape, first.scores.shape[1])
-    fit = with_hidden(
-        trials.scores, lambda scores: trials.observe(scores, mild=False)[0], fit, trials.hides,
-        any(map(may_raise, trials.added_up)),
-    )  # fmt: skip
+    trials.check_larger_sizes(fit.convention, region.start.shape, first.scores.shape[1])
+    raised = any(map(may_raise, trials.added_up))
+    fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, trials.hides, raised)
     if any(x.is_mask for x in roles.given):
         _check_masks(trials, fit.convention)
     if region.kernel:
@@ -688,7 +685,7 @@ def _check_masks(trials: _Trials, convention: PlanConvention) -> None:
     """Where tokens are hidden in the loop's own precision."""
     if trials.log:
         raise NoFit("tokens that a mask hides in it have no logarithm of a plan: read its plan")
-    own = trials.region.start.tensor.node.meta["val"].dtype
+    own = trials.region.start.node.meta["val"].dtype
     for spread in MASKED:
         observed = trials.on(trials.scores(spread).to(own))
         error = convention_error(convention, [] if observed is None else [observed])
@@ -732,7 +729,7 @@ def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) ->
         return map_of(replace(fit.convention, half_steps=half_steps), sample)
 
     region, lengths = trials.region, trials.region.sizes[0]
-    entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
+    entering, steps = [region.start.node, *region.data], fit.convention.half_steps
     loop = Stopping(
         program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan, "plan"
     )
@@ -779,7 +776,7 @@ def _made(program: Program, fit: Fit[PlanConvention], trials: _Trials) -> PlanSi
     )  # fmt: skip
     if region.kernel and math.isclose(convention.score_multiplier, 1.0):  # K to the power 1 is K
         convention = replace(convention, score_multiplier=1.0)
-    end = region.end.tensor.node
+    end = region.end.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
         region.end, region.inside, roles.log_mu, roles.log_nu,

@@ -30,6 +30,7 @@ from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
+    PROBE_LENGTHS,
     SHAPE_ONLY,
     constant_at,
     depends_on_data,
@@ -38,7 +39,7 @@ from asapc.passes.cut import (
     reached,
     reaches,
 )
-from asapc.passes.experiment import NoFit, assigned, outcome, relative_error
+from asapc.passes.experiment import NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import KeyMask, same, site_name
@@ -184,14 +185,10 @@ class _Trials:
 
     def _lengths(self, more: int) -> dict[Any, int]:
         """Sizes with more tokens than either side of the window, where their number is free."""
-        found = dict(self.experiment.few)
-        tokens = self.experiment.region.score.result.shape[-1]
-        if fixed_size(tokens) is None:
-            (symbol,) = tokens.node.expr.free_symbols
-            longest = limits_of(tokens.node.shape_env, symbol)[1]
-            side = max(-self.convention.low, self.convention.high)
-            found[symbol] = min(side + more, longest)
-        return found
+        side = max(-self.convention.low, self.convention.high)
+        shape = self.experiment.region.score.result.shape
+        more += side - PROBE_LENGTHS[0]
+        return small_sizes(self.experiment.cut, shape[:-2], shape[-2:], more)[-1]
 
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
