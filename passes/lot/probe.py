@@ -65,10 +65,9 @@ class Half(Experiment):
         *batch, n, d = self.dims(self.points, lengths)
         return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
 
-    def plan(self, points: Tensor, lengths: dict[Any, int]) -> Tensor | None:
-        """With nothing masked, None where it is not finite."""
-        plan = self.observe([points], lengths)
-        return None if plan is None else plan.reshape(*points.shape[:3], -1)
+    def plan(self, points: Tensor, lengths: dict[Any, int]) -> Tensor:
+        """With nothing masked."""
+        return self.observe([points], lengths).reshape(*points.shape[:3], -1)
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def identify_half(
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(code.size(sizes[0]), generator=generator, dtype=torch.float64)
     trial = code.plan(first, sizes[0])
-    if trial is None or not bool((trial > 0).all()):
+    if not bool(((trial > 0) & trial.isfinite()).all()):
         raise NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
     unsure = NoFit("no parameter of the layer gives its scores as inner products")
@@ -189,7 +188,7 @@ def identify_half(
                     x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
                     x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
                     plan = code.plan(x, at)
-                    if plan is not None:
+                    if bool(plan.isfinite().all()):
                         samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
             multiplier = score_multiplier([sample for sample in samples if sample.mild])
             for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
