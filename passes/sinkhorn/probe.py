@@ -607,7 +607,8 @@ def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
 
 
 Mass = tuple[int, int, float, float]
-"""N, M, the active keys n, and the mass of a map over that of a convention's whose factor is 1."""
+"""N, M, the active keys n, and the mass of a map over that of a convention's whose factor is 1, where
+the map has any."""
 
 
 def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]) -> list[Mass]:
@@ -616,7 +617,8 @@ def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]
     plain = replace(convention, output_factor=OutputFactor())
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
-        ratios = sample.attention.sum((1, 2, 3)) / map_of(plain, sample).sum((1, 2, 3))
+        ours = map_of(plain, sample).masked_fill(sample.attention == 0, 0.0)
+        ratios = sample.attention.sum((1, 2, 3)) / ours.sum((1, 2, 3))
         active = [keys] * len(ratios) if sample.keep is None else sample.keep.sum(-1).tolist()
         found += [
             (queries, keys, float(n), float(ratio))
