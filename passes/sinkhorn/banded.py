@@ -194,7 +194,7 @@ class _Trials:
         """Relative to the largest entry; None where the region is not finite."""
         region, convention = self.opened.region, self.convention
         inputs, keep = self.experiment.resized(at), None
-        s = self.experiment.noise(at) * spread / abs(convention.score_multiplier)
+        s = self.experiment.scores(spread, at)
         if self.mask is not None and active is not None:
             inputs = self.experiment.hiding(region.inputs.index(self.mask.node), active, at=at)
             keep = active.expand(len(s), -1)

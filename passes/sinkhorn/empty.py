@@ -98,11 +98,10 @@ class EmptyExamples:
         return self._of(own)
 
     def _seen(self, experiment: Any, score: float) -> list[_Seen]:
-        generator, observed = torch.Generator().manual_seed(9), []
+        observed = []
         for at in self.experiment.sizes:
             for spread in SPREADS:
-                s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
-                s = s * spread / abs(self.convention.score_multiplier)
+                s = self.experiment.scores(spread, at)
                 theirs = experiment.attention(s, self._hidden(at, score), at)
                 equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
                 observed.append(_Seen(theirs, equal, opened))

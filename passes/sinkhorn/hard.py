@@ -71,8 +71,6 @@ class _Trials:
         self.index = experiment.region.inputs.index(bias.node)
         self.neutral: Tensor = experiment.neutral[self.index]
         self.operator, self.settings = loop_of(convention)
-        self.unit = 1.0 / abs(convention.score_multiplier)
-        self.generator = torch.Generator().manual_seed(12)
 
     def follows(self) -> bool:
         """Whether the two make the same of low numbers."""
@@ -83,18 +81,14 @@ class _Trials:
     def is_nan_without_keys(self) -> bool:
         """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
         nothing = torch.full_like(self.neutral, -math.inf)
-        return bool(self._theirs(self._scores(1.0), nothing).isnan().all())
-
-    def _scores(self, spread: float) -> Tensor:
-        s = torch.randn(self.experiment.size(), generator=self.generator, dtype=torch.float64)
-        return (s * spread * self.unit).to(self.experiment.own.cut.precision)
+        return bool(self._theirs(self.experiment.scores(), nothing).isnan().all())
 
     def _theirs(self, scores: Tensor, value: Tensor) -> Tensor:
         found: Tensor = self.experiment.own.attention(scores, self.experiment.replaced(self.index, value))
         return found
 
     def _are_alike(self, hidden: Tensor, spread: float, low: float) -> bool:
-        s = self._scores(spread)
+        s = self.experiment.scores(spread).to(self.experiment.own.cut.precision)
         value = torch.where(hidden, low, self.neutral)
         added = self.experiment.added(value * self.bias.coefficient).to(s.dtype)
         seen = replace(SiteTensors.of_scores(s), bias=added, scored=False)

@@ -313,9 +313,9 @@ class Trials(ABC):
     def noise(self, at: dict[Any, int] | None = None) -> Tensor:
         return torch.randn(self.size(at), generator=self.generator, dtype=torch.float64)
 
-    def scores(self, spread: float = 1.0) -> Tensor:
+    def scores(self, spread: float = 1.0, at: dict[Any, int] | None = None) -> Tensor:
         """Random ones of so many units of epsilon."""
-        return spread * self.noise() / abs(self.rough)
+        return spread * self.noise(at) / abs(self.rough)
 
     def drawn(self, drawn: Drawn, at: dict[Any, int] | None = None) -> Sample | None:
         return self.on(drawn.scores(self.size(at), self.generator) / abs(self.rough), at, drawn.mild)
