@@ -10,6 +10,7 @@ whatever they are made of: they are then inner products with the R unit vectors.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.ir import LotConvention, OutputFactor, Program
+from asapc.ir import LotConvention, OutputFactor, PlanConvention, Program, Side
 from asapc.operators.lot import lot as lot_reference
-from asapc.operators.lot import pivot_plan
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
@@ -58,7 +58,7 @@ from asapc.passes.products import (
     same,
     site_name,
 )
-from asapc.passes.sinkhorn.probe import factor_of
+from asapc.passes.sinkhorn.probe import Sample, factor_of
 from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
@@ -293,19 +293,18 @@ def _check_stops(program: Program, half: Half, fit: HalfFit) -> None:
     inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
     unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
 
-    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Sample]:
         points = units / unit
-        raw = half.raw(half.points, points, at)
         scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
-        return [raw, *half.masks(at)], scores.transpose(-1, -2)
-
-    def plan(scores: Tensor, half_steps: int) -> Tensor:
-        mass = fit.masses.of(len(scores))
-        return pivot_plan(scores, None, mass, half_steps, fit.half.tokens_first, False)
+        log_nu = fit.masses.of(len(scores)).log()
+        scores = scores.masked_fill(log_nu.isinf()[..., None, :], -math.inf)
+        given = Sample(scores, scores, log_nu=log_nu)
+        return [half.raw(half.points, points, at), *half.masks(at)], given
 
     entering = [half.points.node, *half.cut.masks]
-    steps = fit.half.half_steps
-    loop = Stopping(program, stops, entering, inside, steps, half.size, feed, plan)
+    first: Side = "row" if fit.half.tokens_first else "column"
+    convention = PlanConvention(fit.half.half_steps, first, 1.0, target_marginal="input")
+    loop = Stopping(program, stops, entering, inside, convention, half.size, feed)
     examples = assigned([(half.points.shape[0], 1)])
     check_stops(loop, [Crowd(half.few), *of_many(half.few, examples)])
 

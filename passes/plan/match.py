@@ -725,18 +725,15 @@ def _below_hidden(trials: _Trials, convention: PlanConvention) -> Sample:
 
 
 def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) -> None:
-    def plan(sample: Sample, half_steps: int) -> Tensor:
-        return map_of(replace(fit.convention, half_steps=half_steps), sample)
-
-    region, lengths = trials.region, trials.region.sizes[0]
-    entering, steps = [region.start.node, *region.data], fit.convention.half_steps
+    region = trials.region
+    entering = [region.start.node, *region.data]
     loop = Stopping(
-        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan, "plan"
+        program, region.stops, entering, region.ordered, fit.convention, region.size, trials.fed, "plan"
     )
     # In a far larger batch one sharp example does less to a mean, or to its square.
-    many = of_many(lengths, region.examples, FAR**2) if region.examples else []
+    many = of_many(trials.few, region.examples, FAR**2) if region.examples else []
     try:
-        check_stops(loop, [Crowd(lengths), *many])
+        check_stops(loop, [Crowd(trials.few), *many])
     except NoFit as no_fit:
         raise NoFit(str(no_fit), reached=KNOWN) from None
 

@@ -67,7 +67,6 @@ from asapc.passes.sinkhorn.probe import (
     Guesses,
     Sample,
     Trials,
-    attention_of,
     convention_error,
     identify,
     overflown,
@@ -458,19 +457,15 @@ def _check_stops(
     long = assigned((size, MANY_TOKENS) for size in shape[-2:])
     convention = fit.convention if mask is not None else replace(fit.convention, mask="none")
 
-    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
+    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Sample]:
         s, inputs, keep = units / abs(convention.score_multiplier), experiment.resized(at), None
         if mask is not None and active is not None:
             inputs = experiment.hiding(region.inputs.index(mask.node), active, at=at)
             keep = active.expand(len(s), -1)
-        return [experiment.raw(region.score.result, s, at), *inputs], (s, keep)
-
-    def attention(observed: tuple[Tensor, Tensor | None], half_steps: int) -> Tensor:
-        return attention_of(replace(convention, half_steps=half_steps), *observed)
+        return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, keep)
 
     entering = [region.score.node, *region.inputs]
-    steps = convention.half_steps
-    loop = Stopping(program, stops, entering, region.inside, steps, experiment.size, feed, attention)
+    loop = Stopping(program, stops, entering, region.inside, convention, experiment.size, feed)
     tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
     crowds = [Crowd(few), *of_many(few, many)]
     if long:
