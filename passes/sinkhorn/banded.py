@@ -193,11 +193,8 @@ class _Trials:
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
         region, convention = self.opened.region, self.convention
-        inputs, keep = self.experiment.resized(at), None
+        inputs, keep = self.experiment.masked(self.mask, active, at)
         s = self.experiment.scores(spread, at)
-        if self.mask is not None and active is not None:
-            inputs = self.experiment.hiding(region.inputs.index(self.mask.node), active, at=at)
-            keep = active.expand(len(s), -1)
         for node in self.opened.masks:
             value = constant_at(self.program.graph, node, at)
             if value is None:

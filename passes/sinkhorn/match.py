@@ -154,6 +154,16 @@ class RegionExperiment(Experiment, Trials):
         mask[..., ~active] = ~mask[..., ~active] if mask.dtype == torch.bool else score
         return self.replaced(index, mask, at)
 
+    def masked(
+        self, mask: KeyMask | None, active: Tensor | None, at: dict[Any, int] | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The neutral inputs with a mask that hides the keys outside `active`, and keep [B, M]; without
+        either, all keys are shown."""
+        if mask is None or active is None:
+            return self.resized(at), None
+        inputs = self.hiding(self.region.inputs.index(mask.node), active, at=at)
+        return inputs, active.expand(self.size(at)[0], -1)
+
     def added(self, bias: Tensor) -> Tensor:
         """Over the scores, whose heads may be merged with the batch."""
         dims = self.dims(self.region.score.result, self.few)
@@ -206,12 +216,7 @@ def _examine(
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
         return Unidentified("not Sinkhorn: rows only")
     heads = heads_of(region)
-    convention = replace(
-        convention,
-        mask="none" if mask is None else convention.mask,
-        bias=bias is not None,
-        early_stop=bool(stops),
-    )
+    convention = replace(convention, bias=bias is not None, early_stop=bool(stops))
     return AttentionSite(
         site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
         fit.error, region.score, region.value, region.attention, mask, region.inside, region.inputs, bias,
@@ -375,7 +380,7 @@ def _masked(
         masked = first_fit(partial(with_factor, loop, every, mildest) for loop in loops)
     except NoFit as no_fit:
         raise NoFit(f"with {spoken(node)} as key mask: {no_fit}") from None
-    examples = EmptyExamples(experiment, replace(masked.convention, mask="none"), index)
+    examples = EmptyExamples(experiment, masked.convention, index)
     gives = examples.of_scores(hides) if additive else examples.of_mask()
     is_bias = additive and _adds_more(node)
     return masked, KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
@@ -398,16 +403,13 @@ def _error_together(
     experiment: RegionExperiment, convention: Convention, mask: KeyMask, bias: ScoreBias
 ) -> float:
     """Of the convention where keys are hidden and scores have a bias."""
-    inputs, size = experiment.region.inputs, experiment.size()
-    active = torch.arange(size[-1]) % 3 != 1
-    given = experiment.hiding(inputs.index(mask.node), active)
-    place = inputs.index(bias.node)
+    given, keep = experiment.masked(mask, torch.arange(experiment.size()[-1]) % 3 != 1)
+    place = experiment.region.inputs.index(bias.node)
     noise = torch.randn(given[place].shape, generator=experiment.generator, dtype=torch.float64)
     given[place] = noise / abs(bias.coefficient)
     s = experiment.scores()
     added = experiment.added(given[place]) * bias.coefficient / convention.score_multiplier
-    a = experiment.attention(s, given)
-    return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
+    return convention_error(convention, [Sample(s + added, experiment.attention(s, given), keep)])
 
 
 def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float:
@@ -431,7 +433,7 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
             a = attention(s, strength)
             if bool(a.isfinite().all()):
                 seen.append(Sample(s + strength * coefficient / multiplier * dense, a))
-        return convention_error(replace(convention, mask="none"), seen)
+        return convention_error(convention, seen)
 
     candidates = [1.0, multiplier]
     if probe.shape[-2] != 1:
@@ -455,17 +457,14 @@ def _check_stops(
     shape = region.score.result.shape
     many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
     long = assigned((size, MANY_TOKENS) for size in shape[-2:])
-    convention = fit.convention if mask is not None else replace(fit.convention, mask="none")
 
     def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Sample]:
-        s, inputs, keep = units / abs(convention.score_multiplier), experiment.resized(at), None
-        if mask is not None and active is not None:
-            inputs = experiment.hiding(region.inputs.index(mask.node), active, at=at)
-            keep = active.expand(len(s), -1)
+        s = units / abs(fit.convention.score_multiplier)
+        inputs, keep = experiment.masked(mask, active, at)
         return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, keep)
 
     entering = [region.score.node, *region.inputs]
-    loop = Stopping(program, stops, entering, region.inside, convention, experiment.size, feed)
+    loop = Stopping(program, stops, entering, region.inside, fit.convention, experiment.size, feed)
     tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
     crowds = [Crowd(few), *of_many(few, many)]
     if long:
