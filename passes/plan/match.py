@@ -223,11 +223,6 @@ class _Region:
         given = scores.exp() if self.kernel else scores
         return self.start.raw(given, self.cut.shape_of(self.start.node, lengths))
 
-    def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
-        """[B, H, N, M] of the scores."""
-        shape = self.cut.shape_of(self.start.node, lengths)
-        return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
-
     @property
     def examples(self) -> set[Any]:
         """The sizes of what stands before rows and columns, where they are free."""
@@ -473,7 +468,9 @@ class _Trials(Trials):
         return [self.region.start.node, *self.biases]
 
     def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
-        return self.region.size(self.few if at is None else at)
+        start = self.region.start
+        shape = self.cut.shape_of(start.node, self.few if at is None else at)
+        return tuple(start.matrices(torch.empty(shape, device="meta")).shape)
 
     def draw(self, lengths: dict[Any, int] | None = None, whole: bool = False) -> dict[Node, Tensor]:
         """Values of what is data.  whole: masks hide nothing."""
@@ -589,13 +586,13 @@ def _site(
         trials = _Trials(region, role)
         try:
             fit = _identified(trials, sums)
+            trials.reached = KNOWN
+            if region.stops:
+                _check_stops(program, trials, fit)
+            _check_empty(program, trials.roles)
+            return _made(program, fit, trials)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
-            continue
-        if region.stops:
-            _check_stops(program, trials, fit)
-        _check_empty(program, trials.roles)
-        return _made(program, fit, trials)
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
@@ -609,8 +606,7 @@ def _check_empty(program: Program, roles: _Roles) -> None:
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
         if not bool((value != bool(masks[node].hidden)).any(axis).all()):
-            what = f"what an example gives in which {spoken(node)} hides every token is not known"
-            raise NoFit(what, reached=KNOWN)
+            raise NoFit(f"what an example gives in which {spoken(node)} hides every token is not known")
 
 
 def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
@@ -728,14 +724,11 @@ def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) ->
     region = trials.region
     entering = [region.start.node, *region.data]
     loop = Stopping(
-        program, region.stops, entering, region.ordered, fit.convention, region.size, trials.fed, "plan"
+        program, region.stops, entering, region.ordered, fit.convention, trials.size, trials.fed, "plan"
     )
     # In a far larger batch one sharp example does less to a mean, or to its square.
     many = of_many(trials.few, region.examples, FAR**2) if region.examples else []
-    try:
-        check_stops(loop, [Crowd(trials.few), *many])
-    except NoFit as no_fit:
-        raise NoFit(str(no_fit), reached=KNOWN) from None
+    check_stops(loop, [Crowd(trials.few), *many])
 
 
 def _described(failure: NoFit, observed: Sequence[Sample]) -> NoFit:
