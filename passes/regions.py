@@ -51,10 +51,13 @@ class Region:
 
     score: Product
     value: Product
-    attention: Node
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
     root: Node | None = None  # of the inputs: a mask [B, M] of which what enters is made inside
+
+    @property
+    def attention(self) -> Node:
+        return self.value.left
 
 
 def holds_attention(graph: GraphModule) -> bool:
@@ -131,7 +134,7 @@ def _region(score: Product, value: Product) -> Region | None:
         source for source in entering if source not in inside and source is not score.node
         and is_tensor(source) and not _is_constant(source)
     ]  # fmt: skip
-    return Region(score, value, attention, in_order, tuple(inputs))
+    return Region(score, value, in_order, tuple(inputs))
 
 
 def _is_constant(node: Node) -> bool:

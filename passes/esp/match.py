@@ -56,7 +56,6 @@ from asapc.passes.products import (
     Canonical,
     KeyMask,
     Product,
-    canonical_shape,
     merged_heads,
     rank_of,
     same,
@@ -103,7 +102,7 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
 def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] | None:
     """The latest two tensors of points that everything before the map depends on, both sorted."""
     attention = value.left
-    queries, keys = canonical_shape(attention, value.left_order)[-2:]
+    queries, keys = value.map.shape[-2:]
     above = ancestors(attention, until=LAYERS)
 
     def sorts_tokens(node: Node) -> bool:  # a router's top experts are none
@@ -202,7 +201,7 @@ def _examine(
     if masks:
         fit = _with_mask(trial, sizes[0], fit, masks[0])
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
-    shape = canonical_shape(value.left, value.left_order)
+    shape = value.map.shape
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
     return EspSite(
         site_name(program, value.node), fit.convention, heads, int(q.meta["val"].shape[-1]), fit.error,

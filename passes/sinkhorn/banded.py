@@ -108,7 +108,7 @@ def _examine(program: Program, region: Region) -> BandedSite | Unidentified | No
     inputs = tuple(node for node in opened.region.inputs if node not in opened.masks)
     return BandedSite(
         site_name(program, region.value.node), convention, heads_of(region),
-        int(region.score.map.shape[-1]), error, region.score, region.value, region.attention, mask,
+        int(region.score.map.shape[-1]), error, region.score, region.value, mask,
         opened.region.inside, inputs,
     )  # fmt: skip
 

@@ -101,8 +101,7 @@ class RegionExperiment(Experiment, Trials):
 
     def __init__(self, program: Program, region: Region, precision: torch.dtype = torch.float64) -> None:
         inputs = [region.score.result, *map(Canonical, region.inputs)]
-        output = Canonical(region.attention, region.value.left_order)
-        super().__init__(program.graph, inputs, output, region.inside, precision=precision)
+        super().__init__(program.graph, inputs, region.value.map, region.inside, precision=precision)
         self.program, self.region = program, region
         shape = region.score.result.shape
         self.sizes = small_sizes(self.cut, shape[:-2], shape[-2:])
@@ -219,7 +218,7 @@ def _examine(
     convention = replace(convention, bias=bias is not None, early_stop=bool(stops))
     return AttentionSite(
         site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
-        fit.error, region.score, region.value, region.attention, mask, region.inside, region.inputs, bias,
+        fit.error, region.score, region.value, mask, region.inside, region.inputs, bias,
     )  # fmt: skip
 
 
