@@ -136,23 +136,25 @@ def _identified(
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
-    trials = _Trials(program, experiment, opened, mask, convention)
+    trials = _Trials(experiment, opened.masks, mask, convention)
     trials.plain()
     if mask is not None:
         trials.masked()
     return convention, mask, max(fit.error, trials.error)
 
 
+@dataclass
 class _Trials:
-    """A region with its band in place, held against the convention.  Raises NoFit."""
+    """A region with its band in place, held against the convention.  Raises NoFit.
 
-    def __init__(
-        self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
-        convention: BandedConvention,
-    ) -> None:  # fmt: skip
-        self.program, self.experiment, self.opened = program, experiment, opened
-        self.mask, self.convention = mask, convention
-        self.error = 0.0
+    bands: the inputs that hold it.  error: the largest so far.
+    """
+
+    experiment: RegionExperiment
+    bands: Sequence[Node]
+    mask: KeyMask | None
+    convention: BandedConvention
+    error: float = 0.0
 
     def plain(self) -> None:
         """Where every key is active."""
@@ -192,14 +194,14 @@ class _Trials:
 
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
-        region, convention = self.opened.region, self.convention
+        convention = self.convention
         inputs, keep = self.experiment.masked(self.mask, active, at)
         s = self.experiment.scores(spread, at)
-        for node in self.opened.masks:
-            value = constant_at(self.program.graph, node, at)
+        for node in self.bands:
+            value = constant_at(self.experiment.program.graph, node, at)
             if value is None:
                 return None
-            place = region.inputs.index(node)
+            place = self.experiment.region.inputs.index(node)
             inputs[place] = value.to(inputs[place].dtype)
         theirs = self.experiment.attention(s, inputs, at)
         if not bool(theirs.isfinite().all()):
