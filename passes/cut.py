@@ -212,27 +212,19 @@ def _held(value: Any) -> str:
 def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node]] | None:
     """(what lies between inputs and output, masks that enter besides); None if other data enters."""
     downstream = descendants(inputs)
-    between: set[Node] = set()
-    masks: list[Node] = []
-    seen: set[Node] = set()
-    stack = [output]
-    while stack:
-        node = stack.pop()
-        if node in seen or node in inputs or not holds_tensors(node):
-            continue
-        seen.add(node)
-        if node in downstream:
-            between.add(node)
-        elif node.op == "placeholder" and not is_bool(node):
-            return None
-        elif is_bool(node) and depends_on_data(node):
-            root = mask_root(node)
-            if root not in masks:
-                masks.append(root)
-            continue
-        if node.target not in SHAPE_ONLY:
-            stack.extend(node.all_input_nodes)
-    return between, masks
+
+    def is_mask(node: Node) -> bool:
+        return node not in downstream and is_bool(node) and depends_on_data(node)
+
+    def onward(node: Node) -> list[Node]:
+        sources = [] if node.target in SHAPE_ONLY or is_mask(node) else node.all_input_nodes
+        return [source for source in sources if source not in inputs and holds_tensors(source)]
+
+    above = [*walked({output}.difference(inputs), onward)]
+    masks = [node for node in above if is_mask(node)]
+    if any(node.op == "placeholder" and node not in masks for node in above):
+        return None
+    return downstream.intersection(above), list(dict.fromkeys(map(mask_root, masks)))
 
 
 def mask_root(node: Node) -> Node:
@@ -335,16 +327,13 @@ def constants_entering(
 
     lengths: as of constant_at.
     """
-    known: set[Node] = set()
-    for node in sorted(between, key=lambda n: n.name):
-        for source in node.all_input_nodes:
-            if source in known or source in between or not is_tensor(source):
-                continue
-            known.add(source)
-            if source.meta["val"].is_floating_point() and not depends_on_data(source):
-                value = constant_at(graph, source, lengths)
-                if value is not None and value.numel():
-                    yield value
+    in_order = sorted(between, key=lambda n: n.name)
+    for source in dict.fromkeys(source for node in in_order for source in node.all_input_nodes):
+        is_number = is_tensor(source) and source.meta["val"].is_floating_point()
+        if is_number and source not in between and not depends_on_data(source):
+            value = constant_at(graph, source, lengths)
+            if value is not None and value.numel():
+                yield value
 
 
 def constant_at(graph: GraphModule, node: Node, lengths: dict[Any, int] | None = None) -> Tensor | None:

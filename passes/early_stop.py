@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import Program, Stop
+from asapc.ir import Convention, PlanConvention, Program, Stop
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Cut, ancestors, descendants, may_change
 from asapc.passes.experiment import NoFit, relative_error
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
-from asapc.passes.sinkhorn.probe import HELD
+from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
 
 aten = torch.ops.aten
 # Of the scores, in units of epsilon: close to each other, since a stop changes most where it has just
@@ -82,20 +82,19 @@ Lengths = dict[Any, int]
 class Stopping:
     """A loop, and the stops in it.
 
-    inputs: of its region, the scores first.  inside: the region, in order.  half_steps: the full budget.
-    size: of what stands for the scores, at some lengths.  feed: of these in units of epsilon, at lengths,
-    with the keys that are active (None: all), what is fed to the inputs, and what was observed.  plan: of
-    what was observed, after so many half-steps.  gives: what the loop gives, in words.
+    inputs: of its region, the scores first.  inside: the region, in order.  convention: of the full
+    budget.  size: of what stands for the scores, at some lengths.  feed: of these in units of epsilon, at
+    lengths, with the keys that are active (None: all), what is fed to the inputs, and what goes in with
+    that.  gives: what the loop gives, in words.
     """
 
     program: Program
     stops: Sequence[Stop]
     inputs: Sequence[Node]
     inside: Sequence[Node]
-    half_steps: int
+    convention: Convention | PlanConvention
     size: Callable[[Lengths], Sequence[int]]
-    feed: Callable[[Tensor, Lengths, Tensor | None], tuple[Sequence[Tensor], Any]]
-    plan: Callable[[Any, int], Tensor]
+    feed: Callable[[Tensor, Lengths, Tensor | None], tuple[Sequence[Tensor], Sample]]
     gives: str = "attention"
 
     @cached_property
@@ -105,6 +104,10 @@ class Stopping:
     @cached_property
     def _first_residual(self) -> Cut:
         return residuals_cut(self.program, self.stops[:1], self.inputs)
+
+    def plan(self, given: Sample, half_steps: int) -> Tensor:
+        """After so many half-steps."""
+        return map_of(replace(self.convention, half_steps=half_steps), given)
 
     def due(self, tensors: Sequence[Tensor], lengths: Lengths, smaller: float) -> Stop | None:
         """The first stop that is due.  smaller: how many times smaller the residuals are elsewhere."""
@@ -178,13 +181,13 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
         smaller = crowd.diluted(loop, only)
         scores = only[:, 0].numel()
         for spread in SPREADS[:: 1 + (scores > MANY) + 2 * (scores > MOST)]:
-            tensors, observed = loop.feed(only * spread, lengths, crowd.active)
+            tensors, given = loop.feed(only * spread, lengths, crowd.active)
             first = loop.due(tensors, lengths, smaller)
             if first is None:
                 continue
-            full = loop.plan(observed, loop.half_steps)
-            for done in _half_steps_before(first.residual, loop.inside, loop.half_steps):
-                error = relative_error(loop.plan(observed, done), full)
+            full = loop.plan(given, loop.convention.half_steps)
+            for done in _half_steps_before(first.residual, loop.inside, loop.convention.half_steps):
+                error = relative_error(loop.plan(given, done), full)
                 if error > HELD:
                     raise NoFit(
                         f"its loop ends early where a residual is at most {first.threshold:g}, which "

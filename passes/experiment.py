@@ -151,11 +151,10 @@ class Experiment:
 
     def observe(
         self, values: Sequence[Tensor], lengths: dict[Any, int], padded: Tensor | None = None
-    ) -> Tensor | None:
-        """The output [B, H, X, Y], with these tokens padded; None where it is not finite."""
+    ) -> Tensor:
+        """The output [B, H, X, Y], with these tokens padded."""
         result = self.run(values, lengths, self.masks(lengths, padded))
-        finite = bool(result.isfinite().all())
-        return result.reshape(self.shape(self.output, lengths)) if finite else None
+        return result.reshape(self.shape(self.output, lengths))
 
 
 def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:

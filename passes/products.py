@@ -53,7 +53,8 @@ class Canonical:
 
     @property
     def shape(self) -> list[Any]:
-        return canonical_shape(self.node, self.order)
+        shape = list(self.node.meta["val"].shape)
+        return shape if self.order is None else [shape[axis] for axis in self.order]
 
     def canonical(self, value: Tensor) -> Tensor:
         """What the node holds, with canonical axes."""
@@ -210,8 +211,7 @@ def padding_of(node: Node) -> float | None:
 
 def is_vector(product: Product) -> bool:
     """A matrix-vector product: a step of an exp-domain loop, never the value product."""
-    width = product.values.shape[-1]
-    return isinstance(width, int) and width == 1
+    return same(product.values.shape[-1], 1)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -248,11 +248,6 @@ def merged_heads(node: Node) -> int:
                 return heads
         node = source
     return 1
-
-
-def canonical_shape(node: Node, order: tuple[int, ...] | None) -> list[Any]:
-    shape = list(node.meta["val"].shape)
-    return shape if order is None else [shape[i] for i in order]
 
 
 def rank_of(node: Node) -> int:

@@ -51,10 +51,13 @@ class Region:
 
     score: Product
     value: Product
-    attention: Node
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
     root: Node | None = None  # of the inputs: a mask [B, M] of which what enters is made inside
+
+    @property
+    def attention(self) -> Node:
+        return self.value.left
 
 
 def holds_attention(graph: GraphModule) -> bool:
@@ -85,17 +88,15 @@ def _one_score_per_value(regions: dict[Node, list[Region]]) -> dict[Node, list[R
     """Nested products inside one loop (diag(u) K diag(v)) share a value product: the earliest
     score product of a value product owns it."""
     owner: dict[Node, Node] = {}
-    for score, candidates in regions.items():
-        for region in candidates:
-            value = region.value.node
-            if value not in owner or score < owner[value]:
-                owner[value] = score
+    for score in sorted(regions):
+        for region in regions[score]:
+            owner.setdefault(region.value.node, score)
     kept: dict[Node, list[Region]] = {}
     for score, candidates in regions.items():
-        mine = [r for r in candidates if owner[r.value.node] is score]
-        if mine:
-            # The last value product is the attention's; earlier ones are steps of a loop.
-            kept[score] = sorted(mine, key=lambda r: r.value.node, reverse=True)
+        # The last value product is the attention's; earlier ones are steps of a loop.
+        for region in sorted(candidates, key=lambda r: r.value.node, reverse=True):
+            if owner[region.value.node] is score:
+                kept.setdefault(score, []).append(region)
     return kept
 
 
@@ -128,13 +129,12 @@ def _region(score: Product, value: Product) -> Region | None:
     if any(node.target in BARRIERS for node in inside):
         return None
     in_order = tuple(sorted(inside))
-    inputs: list[Node] = []
-    for node in in_order:
-        for source in node.all_input_nodes:
-            outside = source not in inside and source is not score.node and is_tensor(source)
-            if outside and source not in inputs and not _is_constant(source):
-                inputs.append(source)
-    return Region(score, value, attention, in_order, tuple(inputs))
+    entering = dict.fromkeys(source for node in in_order for source in node.all_input_nodes)
+    inputs = [
+        source for source in entering if source not in inside and source is not score.node
+        and is_tensor(source) and not _is_constant(source)
+    ]  # fmt: skip
+    return Region(score, value, in_order, tuple(inputs))
 
 
 def _is_constant(node: Node) -> bool:

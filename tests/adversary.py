@@ -226,7 +226,7 @@ def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, see
     found += [f"refused: {replayed[s.name].worst}" for s in sites if s not in accepted]
     for site in accepted:
         if isinstance(site, PlanSite):
-            law = laws[_layer_of(site.start.tensor.node)]
+            law = laws[_layer_of(site.start.node)]
             if law.damping == 1.0:  # else the start may hold a part of what is damped: the numbers decide
                 # The first half-step may be the site's start: its code computes that.
                 one_less = replace(law, half_steps=law.half_steps - 1, rows_first=not law.rows_first)

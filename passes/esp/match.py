@@ -7,8 +7,7 @@ after:  EspSite with the queries, the keys and everything the operator needs, or
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import getitem
@@ -57,7 +56,6 @@ from asapc.passes.products import (
     Canonical,
     KeyMask,
     Product,
-    canonical_shape,
     merged_heads,
     rank_of,
     same,
@@ -67,6 +65,7 @@ from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
+Points = Callable[[tuple[int, ...], torch.Generator], Tensor]
 STABLY = "sort with stable=True"
 LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
 # A layer's queries and keys are made by linear maps of what one of these gives.
@@ -103,7 +102,7 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
 def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] | None:
     """The latest two tensors of points that everything before the map depends on, both sorted."""
     attention = value.left
-    queries, keys = canonical_shape(attention, value.left_order)[-2:]
+    queries, keys = value.map.shape[-2:]
     above = ancestors(attention, until=LAYERS)
 
     def sorts_tokens(node: Node) -> bool:  # a router's top experts are none
@@ -202,7 +201,7 @@ def _examine(
     if masks:
         fit = _with_mask(trial, sizes[0], fit, masks[0])
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
-    shape = canonical_shape(value.left, value.left_order)
+    shape = value.map.shape
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
     return EspSite(
         site_name(program, value.node), fit.convention, heads, int(q.meta["val"].shape[-1]), fit.error,
@@ -222,13 +221,13 @@ def _leaves_order_open(node: Node) -> bool:
 def _with_mask(trial: Experiment, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit:
     """The fit of a layer whose mask leaves tokens out of the sorts.  Raises NoFit."""
     fit = replace(fit, convention=replace(fit.convention, mask="key"))
-    masked = fit.measured([_masked(trial, lengths, tied) for tied in (False, True)])
+    masked = fit.measured([_masked(trial, lengths, points) for points in (apart, tied_points)])
     if not masked.error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
             masked.error,
         )
-    if not fit.measured([_masked(trial, lengths, False, scale) for scale in FAR]).error <= STABILISED:
+    if not fit.measured([_masked(trial, lengths, apart, low) for low in FAR]).error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
             f"hide those by a lower number, such as {HIDDEN_SCORE:g}"
@@ -236,18 +235,15 @@ def _with_mask(trial: Experiment, lengths: dict[Any, int], fit: EspFit, mask: No
     return replace(fit, error=max(fit.error, masked.error))
 
 
-def _masked(trial: Experiment, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
-    """One observation with a third of the tokens masked.  tied: of points that tie.  scale: of points all
-    of which are below 0."""
+def _masked(trial: Experiment, lengths: dict[Any, int], points: Points, low: float = 0.0) -> EspSample:
+    """One observation with a third of the tokens masked.  low: of points all of which are below 0, by
+    about as much."""
     generator = torch.Generator().manual_seed(1)
-    q, k = ((tied_points if tied else apart)(shape, generator) for shape in trial.shapes(lengths))
-    if scale != 1.0:
-        q, k = -scale * q.abs(), -scale * k.abs()
+    q, k = (points(shape, generator) for shape in trial.shapes(lengths))
+    if low:
+        q, k = -low * q.abs(), -low * k.abs()
     active = torch.arange(k.shape[2]) % 3 != 1
-    result = trial.observe([q, k], lengths, ~active)
-    if result is None:
-        result = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=torch.float64)
-    return EspSample(q, k, result, active.expand(q.shape[0], -1))
+    return EspSample(q, k, trial.observe([q, k], lengths, ~active), active.expand(q.shape[0], -1))
 
 
 def _check_larger_sizes(
@@ -259,8 +255,7 @@ def _check_larger_sizes(
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
     for at in larger_sizes(trial.cut, lengths, batch, tokens, FORMED * q[1] * count):
         x, y = (apart(shape, generator) for shape in trial.shapes(at))
-        result = trial.observe([x, y], at)
-        error = math.inf if result is None else fit.measured([EspSample(x, y, result)]).error
+        error = fit.measured([EspSample(x, y, trial.observe([x, y], at))]).error
         if not error <= STABILISED:
             sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"
             raise NoFit(f"another sliced plan where there are {sizes}", error)

@@ -95,10 +95,9 @@ def identify_esp(
     for kind, spread in kinds:
         for at in sizes:
             q, k = (spread * _POINTS[kind](shape, generator) for shape in trial.shapes(at))
-            attention = trial.observe([q, k], at)
-            if attention is None:
+            seen[kind].append(EspSample(q, k, trial.observe([q, k], at)))
+            if not bool(seen[kind][-1].attention.isfinite().all()):
                 raise NoFit("the region gives NaN or infinity on random queries and keys")
-            seen[kind].append(EspSample(q, k, attention))
     factor, powers = _factor([s for group in seen.values() for s in group])
     lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
     seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}

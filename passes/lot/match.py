@@ -10,6 +10,7 @@ whatever they are made of: they are then inner products with the R unit vectors.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.ir import LotConvention, OutputFactor, Program
+from asapc.ir import LotConvention, OutputFactor, PlanConvention, Program, Side
 from asapc.operators.lot import lot as lot_reference
-from asapc.operators.lot import pivot_plan
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
@@ -58,7 +58,7 @@ from asapc.passes.products import (
     same,
     site_name,
 )
-from asapc.passes.sinkhorn.probe import factor_of
+from asapc.passes.sinkhorn.probe import Sample, factor_of
 from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
@@ -112,6 +112,10 @@ def _candidates(graph: GraphModule) -> Iterator[_Candidate]:
         plans = (outer.map, inner.map.turned())
         queries, keys = (_halves(graph, plan, data) for plan in plans)
         if queries and keys:
+            points = [side[0].points.shape for side in (queries, keys)]
+            batch, tokens = ([shape[axis] for shape in points] for axis in (0, -2))
+            for half in (*queries, *keys):
+                half.sizes = small_sizes(half.cut, batch, tokens, examples=1)
             yield _Candidate(inner, outer, (queries, keys))
 
 
@@ -197,9 +201,9 @@ class _Whole(Experiment):
     def __init__(
         self, graph: GraphModule, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
     ) -> None:
-        self.candidate, self.sizes = candidate, _sizes(candidate)
+        self.candidate = candidate
         (query_half, self.queries), (key_half, self.keys) = found
-        self.hidden = query_half.hidden
+        self.hidden, self.sizes = query_half.hidden, query_half.sizes
         self.halves = (query_half, key_half)
         points, values = [half.points for half in self.halves], candidate.inner.values
         separated = separate(candidate.outer.node, [*(x.node for x in points), candidate.inner.right])
@@ -207,14 +211,11 @@ class _Whole(Experiment):
         self.between, masks = separated or (set(), [])
         super().__init__(graph, [*points, values], candidate.outer.result, self.between, masks)
 
-    def drawn(self, lengths: dict[Any, int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def drawn(self, lengths: dict[Any, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Random q [B, H, N, D], k [B, H, M, D] and v [B, H, M, E]."""
-        q, k = (
-            torch.randn(half.size(lengths), generator=generator, dtype=torch.float64)
-            for half in self.halves
-        )
-        width = int(self.candidate.inner.values.shape[-1])
-        return q, k, torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
+        q, k = (half.noise(lengths) for half in self.halves)
+        shape = (*k.shape[:3], int(self.candidate.inner.values.shape[-1]))
+        return q, k, torch.randn(shape, generator=self.halves[0].generator, dtype=torch.float64)
 
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
@@ -240,11 +241,10 @@ class _Whole(Experiment):
         )  # fmt: skip
 
     def observed(self, sizes: Sequence[dict[Any, int]], glue: Masses | None = None) -> list[_Row]:
-        generator = torch.Generator().manual_seed(2)
         masked = any(half.cut.masks for half in self.halves)
         rows: list[_Row] = []
         for lengths in sizes:
-            q, k, v = self.drawn(lengths, generator)
+            q, k, v = self.drawn(lengths)
             for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masked else (None,):
                 unit = self.reference(q, k, v, glue, padded)
                 output = self.attended(q, k, v, lengths, padded)
@@ -267,7 +267,7 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite:
     polarities = (True, False) if masked else (True,)
     found = first_fit(partial(_both, candidate, hidden) for hidden in polarities)
     for half, fit in found:
-        _check_stops(program, half, fit, _sizes(candidate)[0])
+        _check_stops(program, half, fit)
     return _glued(program, candidate, found)
 
 
@@ -278,13 +278,13 @@ def _both(candidate: _Candidate, hidden: bool) -> list[tuple[Half, HalfFit]]:
         for half in side:
             half.hidden = hidden
         try:
-            found.append(_fitted(side, _sizes(candidate)))
+            found.append(_fitted(side))
         except NoFit as no_fit:
             raise NoFit(f"{name} plan: {no_fit}") from None
     return found
 
 
-def _check_stops(program: Program, half: Half, fit: HalfFit, lengths: dict[Any, int]) -> None:
+def _check_stops(program: Program, half: Half, fit: HalfFit) -> None:
     """That no stop changes the plan."""
     stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & half.between]
     if not stops:
@@ -293,40 +293,30 @@ def _check_stops(program: Program, half: Half, fit: HalfFit, lengths: dict[Any, 
     inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
     unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
 
-    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Sample]:
         points = units / unit
-        raw = half.raw(half.points, points, at)
         scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
-        return [raw, *half.masks(at)], scores.transpose(-1, -2)
-
-    def plan(scores: Tensor, half_steps: int) -> Tensor:
-        mass = fit.masses.of(len(scores))
-        return pivot_plan(scores, None, mass, half_steps, fit.half.tokens_first, False)
+        log_nu = fit.masses.of(len(scores)).log()
+        scores = scores.masked_fill(log_nu.isinf()[..., None, :], -math.inf)
+        given = Sample(scores, scores, log_nu=log_nu)
+        return [half.raw(half.points, points, at), *half.masks(at)], given
 
     entering = [half.points.node, *half.cut.masks]
-    steps = fit.half.half_steps
-    loop = Stopping(program, stops, entering, inside, steps, half.size, feed, plan)
+    first: Side = "row" if fit.half.tokens_first else "column"
+    convention = PlanConvention(fit.half.half_steps, first, 1.0, target_marginal="input")
+    loop = Stopping(program, stops, entering, inside, convention, half.size, feed)
     examples = assigned([(half.points.shape[0], 1)])
-    check_stops(loop, [Crowd(lengths), *of_many(lengths, examples)])
+    check_stops(loop, [Crowd(half.few), *of_many(half.few, examples)])
 
 
-def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
-    """Two assignments of sizes, the second of more tokens and examples, or the only one."""
-    halves = [side[0] for side in candidate.sides]
-    batch, tokens = ([half.points.shape[axis] for half in halves] for axis in (0, -2))
-    return small_sizes(halves[0].cut, batch, tokens, examples=1)
-
-
-def _fitted(
-    side: Sequence[Half], sizes: Sequence[dict[Any, int]], known: HalfFit | None = None
-) -> tuple[Half, HalfFit]:
+def _fitted(side: Sequence[Half], known: HalfFit | None = None) -> tuple[Half, HalfFit]:
     """A plan by its tokens and pivots or, where that fails, by its scores.
 
     known: whose masses it must have.
     """
     def fitted(half: Half) -> tuple[Half, HalfFit]:
-        pivots, masses = candidates(half, sizes)
-        return half, identify_half(half, sizes, pivots, masses if known is None else [known.masses])
+        pivots, masses = candidates(half)
+        return half, identify_half(half, pivots, masses if known is None else [known.masses])
 
     return first_fit(partial(fitted, half) for half in side)
 
@@ -335,18 +325,18 @@ def _glued(
     program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
 ) -> LotSite:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
-    sizes = _sizes(candidate)
+    sizes = found[0][0].sizes
     if found[0][0].is_scores != found[1][0].is_scores:  # one operator takes either tokens or scores
         both = [[half for half in side if half.is_scores] for side in candidate.sides]
         found = []
         with contextlib.suppress(NoFit):
-            found = [_fitted(side, sizes) for side in both if side]
+            found = [_fitted(side) for side in both if side]
         if len(found) < 2:
             raise NoFit("one plan is of inner products with pivots and the other is not")
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
         if not found[0][1].masses.is_like(found[1][1].masses):
             with contextlib.suppress(NoFit):
-                refitted = _fitted([found[other][0]], sizes, found[known][1])
+                refitted = _fitted([found[other][0]], found[known][1])
                 found = [refitted, found[1]] if other == 0 else [found[0], refitted]
     (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
@@ -416,7 +406,7 @@ def _read_weight(whole: _Whole) -> Masses | None:
 
 def _solved_weight(whole: _Whole) -> Masses | None:
     """omega by least squares: the output is linear in it."""
-    q, k, v = whole.drawn(whole.sizes[0], torch.Generator().manual_seed(5))
+    q, k, v = whole.drawn(whole.sizes[0])
     output = whole.attended(q, k, v, whole.sizes[0], None)
     masses = whole.queries.masses
     heads, count = masses.table.shape
@@ -455,7 +445,7 @@ def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
 
 def _padding_weight(whole: _Whole) -> float:
     """How much of a padded key's value the layer passes on, of what it would without a mask."""
-    q, k, v = map(torch.zeros_like, whole.drawn(whole.sizes[0], torch.Generator()))
+    q, k, v = map(torch.zeros_like, whole.drawn(whole.sizes[0]))
     padded = torch.arange(k.shape[2]) % 3 == 1
     v[:, :, padded] = 1.0
     with_mask, without = (whole.attended(q, k, v, whole.sizes[0], mask) for mask in (padded, None))
@@ -501,7 +491,7 @@ def _with_row_sums(site: LotSite, whole: _Whole, glue: Masses | None) -> LotSite
         if separated is None or separated[1]:
             continue
         sums = Experiment(q.graph, [q.points, k.points], Canonical(node), *separated)
-        x, y, v = whole.drawn(whole.sizes[-1], torch.Generator().manual_seed(3))
+        x, y, v = whole.drawn(whole.sizes[-1])
         factor = factor_terms(site.convention.output_factor)
         unit = whole.reference(x, y, torch.ones_like(v[..., :1]), glue)
         exact = unit * factor_value(factor, x.shape[2], y.shape[2], None)

@@ -27,11 +27,13 @@ from asapc.passes.cut import constants_entering, line_of
 from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, outcome, snapped
 from asapc.passes.products import Canonical, merged_heads
 from asapc.passes.sinkhorn.probe import (
-    MILD,
+    Drawn,
     Plans,
     Sample,
+    Trials,
     groups_of,
     loop_plans,
+    overflown,
     score_multiplier,
     search_budget,
 )
@@ -40,12 +42,15 @@ from asapc.passes.sinkhorn.probe import (
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
 
 
-class Half(Experiment):
+class Half(Experiment, Trials):
     """points [B, H, N, D] -> plan [B, H, N, R], its heads apart also where code merges them.
 
     is_scores: whether the points are the scores themselves, so that D = R.
     between: what lies between points and plan; masks: that enter there.
+    pivots: [H, R, D], which are tried: what is drawn are points, and their products are the scores.
     """
+
+    pivots: Tensor
 
     def __init__(
         self, graph: GraphModule, points: Canonical, plan: Canonical, between: set[Node],
@@ -60,15 +65,20 @@ class Half(Experiment):
             merged = line.factor
         self.heads = int(shape[1]) if len(shape) == 4 else merged
 
-    def size(self, lengths: dict[Any, int]) -> tuple[int, int, int, int]:
+    def size(self, at: dict[Any, int] | None = None) -> tuple[int, int, int, int]:
         """[B, H, N, D] of the points."""
-        *batch, n, d = self.dims(self.points, lengths)
+        *batch, n, d = self.dims(self.points, self.few if at is None else at)
         return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
 
-    def plan(self, points: Tensor, lengths: dict[Any, int]) -> Tensor | None:
-        """With nothing masked, None where it is not finite."""
-        plan = self.observe([points], lengths)
-        return None if plan is None else plan.reshape(*points.shape[:3], -1)
+    def plan(self, points: Tensor, at: dict[Any, int] | None = None) -> Tensor:
+        """With nothing masked."""
+        return self.observe([points], self.few if at is None else at).reshape(*points.shape[:3], -1)
+
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
+        """scores: the points that they are made of."""
+        plan = self.plan(scores, at)
+        made = scores @ self.pivots.transpose(-1, -2)
+        return None if overflown(plan) else Sample(made, plan, mild=mild)
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,12 @@ class HalfFit:
     error: float
 
 
-def candidates(half: Half, sizes: Sequence[dict[Any, int]]) -> tuple[list[Tensor], list[Masses]]:
+def candidates(half: Half) -> tuple[list[Tensor], list[Masses]]:
     """Pivots [H, R, D] and masses of them that could be a plan's; of scores, the unit vectors."""
-    batch, heads, _, dim = half.size(sizes[0])
+    batch, heads, _, dim = half.size()
     pivots = [torch.eye(dim, dtype=torch.float64).expand(heads, -1, -1)] if half.is_scores else []
     masses: list[Masses] = []
-    for value in constants_entering(half.graph, half.between, sizes[0]):
+    for value in constants_entering(half.graph, half.between, half.few):
         flat = value.reshape([n for n in value.shape if n != 1] or [1])
         if not half.is_scores:
             for turned in (flat, flat.transpose(-1, -2)) if flat.dim() > 1 else ():
@@ -165,16 +175,15 @@ def per_head(
 
 
 def identify_half(
-    code: Half, sizes: Sequence[dict[Any, int]], pivots: Sequence[Tensor], masses: Sequence[Masses]
+    code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]
 ) -> HalfFit:
     """The finite loop between tokens and pivots that reproduces the code to 1e-6.  Raises NoFit.
 
     pivots: candidates [H, R, D].  masses: candidates.
     """
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(code.size(sizes[0]), generator=generator, dtype=torch.float64)
-    trial = code.plan(first, sizes[0])
-    if trial is None or not bool((trial > 0).all()):
+    first = code.noise()
+    trial = code.plan(first)
+    if not bool(((trial > 0) & trial.isfinite()).all()):
         raise NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
     unsure = NoFit("no parameter of the layer gives its scores as inner products")
@@ -183,14 +192,9 @@ def identify_half(
             continue
         with contextlib.suppress(NoFit):
             rough = score_multiplier([Sample(first @ z.transpose(-1, -2), trial)])
-            samples = []
-            for spread in SPREADS:
-                for at in sizes:
-                    x = torch.randn(code.size(at), generator=generator, dtype=torch.float64)
-                    x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
-                    plan = code.plan(x, at)
-                    if plan is not None:
-                        samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
+            code.pivots, code.rough = z, rough * float(z.square().sum(-1).mean().sqrt())
+            drawn = (code.drawn(Drawn(spread), at) for spread in SPREADS for at in code.sizes)
+            samples = [sample for sample in drawn if sample is not None]
             multiplier = score_multiplier([sample for sample in samples if sample.mild])
             for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
                 fit = outcome(partial(_best_loop, samples, multiplier, z, sigma))

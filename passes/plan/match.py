@@ -133,11 +133,10 @@ def _kernels(found: Borders) -> list[tuple[Node, Node]]:
 
 def _past_exp(site: PlanSite) -> PlanSite:
     """A log plan of which only exp is read ends there: the operator need not take a logarithm."""
-    end = site.end.tensor
-    users = [user for user in end.node.users if user.users or user.op == "output"]
+    users = [user for user in site.at.users if user.users or user.op == "output"]
     if not site.convention.log or len(users) != 1 or users[0].target is not aten.exp.default:
         return site
-    later = replace(site.end, tensor=replace(end, node=users[0]))
+    later = replace(site.end, node=users[0])
     convention = replace(site.convention, log=False)
     return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
 
@@ -187,14 +186,14 @@ class _Region:
         self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
-        given = [self.start.tensor.node, *self.data, *([] if self.slack is None else [self.slack])]
-        made = (self.end.tensor.node, *self.constants)
+        given = [self.start.node, *self.data, *([] if self.slack is None else [self.slack])]
+        made = (self.end.node, *self.constants)
         return Cut(self.graph, given, made, self.inside, precision=precision)
 
     def seen_by_experiments(self) -> object:
         """All that decides what is found: the same of two regions where one says it of both."""
-        hide = [(may_hide(node), may_raise(node)) for node in (self.start.tensor.node, *self.given)]
-        layouts = [(one.tensor.order, one.heads) for one in (self.start, self.end)]
+        hide = [(may_hide(node), may_raise(node)) for node in (self.start.node, *self.given)]
+        layouts = [(one.order, one.heads) for one in (self.start, self.end)]
         entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
         return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *entering
 
@@ -222,22 +221,17 @@ class _Region:
     def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
         """What the start holds for scores [B, H, N, M]."""
         given = scores.exp() if self.kernel else scores
-        return self.start.tensor.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
-
-    def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
-        """[B, H, N, M] of the scores."""
-        shape = self.cut.shape_of(self.start.tensor.node, lengths)
-        return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
+        return self.start.raw(given, self.cut.shape_of(self.start.node, lengths))
 
     @property
     def examples(self) -> set[Any]:
         """The sizes of what stands before rows and columns, where they are free."""
-        return {*assigned((size, 1) for size in self.start.tensor.shape[:-2])}
+        return {*assigned((size, 1) for size in self.start.shape[:-2])}
 
     @cached_property
     def sizes(self) -> list[dict[Any, int]]:
         """At which it is observed, see small_sizes."""
-        shape = self.start.tensor.shape
+        shape = self.start.shape
         return small_sizes(self.cut, shape[:-2], shape[-2:])
 
 
@@ -254,7 +248,7 @@ def _given(
 ) -> tuple[dict[Node, bool], set[Node]]:
     """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
     constant, which is not one number then; and what enters as a number for every example, too."""
-    data, start = data_dependent(graph), scores.tensor.node
+    data, start = data_dependent(graph), scores.node
     found: dict[Node, bool] = {}
     counted: set[Node] = set()
     for node in graph.graph.nodes:
@@ -279,7 +273,7 @@ def _root(node: Node, scores: Layout, number: bool) -> Node:
     path = [node]
     while node.target in STEPS or number:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
-        if len(varying) != 1 or varying[0] is scores.tensor.node or node.target in BARRIERS:
+        if len(varying) != 1 or varying[0] is scores.node or node.target in BARRIERS:
             break
         node = varying[0]
         path.append(node)
@@ -393,7 +387,7 @@ def _enters(node: Node, what: str) -> NoFit:
 
 def _is_matrix(node: Node, start: Layout) -> bool:
     """Whether it has rows and columns, and broadcasts to the scores."""
-    shape, scores = node.meta["val"].shape, start.tensor.node.meta["val"].shape
+    shape, scores = node.meta["val"].shape, start.node.meta["val"].shape
     if len(shape) < 2 or len(shape) > len(scores):
         return False
     return all(
@@ -409,7 +403,7 @@ def _sides(
     shape, is_mask = [*node.meta["val"].shape], is_bool(node)
     if not (is_mask or node.meta["val"].is_floating_point()):
         return []
-    rank, leads = len(shape), rank_of(start.tensor.node) - 2
+    rank, leads = len(shape), rank_of(start.node) - 2
     found: list[tuple[Side, MarginalInput]] = []
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
     for side, tokens in sides:
@@ -425,7 +419,7 @@ def _sides(
         if before > leads or (before and not (leads == 1 or start.kept)):
             continue
         per_head = leads == 2 and before == 1 and same(shape[0], start.heads)
-        by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
+        by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.shape[0]))
         if before == 1 and leads == 1 and not by_example:
             continue
         if is_mask or counted:  # every example has tokens of its own
@@ -455,7 +449,8 @@ class _Trials(Trials):
     reached = 2
 
     def __init__(self, region: _Region, roles: _Roles) -> None:
-        self.region, self.roles, self.log, self.cut = region, roles, False, region.cut
+        self.region, self.roles, self.log = region, roles, False
+        self.cut, self.sizes = region.cut, region.sizes
         self.biases = [node for node in region.given if _is_matrix(node, region.start)]
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
@@ -470,16 +465,18 @@ class _Trials(Trials):
     @property
     def added_up(self) -> list[Node]:
         """The scores, and what is added to them in the loop."""
-        return [self.region.start.tensor.node, *self.biases]
+        return [self.region.start.node, *self.biases]
 
-    def size(self, at: dict[Any, int]) -> tuple[int, ...]:
-        return self.region.size(at)
+    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
+        start = self.region.start
+        shape = self.cut.shape_of(start.node, self.few if at is None else at)
+        return tuple(start.matrices(torch.empty(shape, device="meta")).shape)
 
-    def draw(self, lengths: dict[Any, int], whole: bool = False) -> dict[Node, Tensor]:
+    def draw(self, lengths: dict[Any, int] | None = None, whole: bool = False) -> dict[Node, Tensor]:
         """Values of what is data.  whole: masks hide nothing."""
         drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
-            shape = self.cut.shape_of(node, lengths)
+            shape = self.cut.shape_of(node, self.few if lengths is None else lengths)
             value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             marginal = next((x for x in self.roles.given if x.node is node), None)
             if marginal is not None:
@@ -505,14 +502,15 @@ class _Trials(Trials):
         return shown
 
     def observe(
-        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
+        self, scores: Tensor, lengths: dict[Any, int] | None = None, mild: bool = True,
         given: dict[Node, Tensor] | None = None,
     ) -> tuple[Sample, list[Tensor]]:  # fmt: skip
         """What was observed, with everything that is added to the scores in them; and what is added.
         given: values of what is data, drawn where there are none."""
+        lengths = self.few if lengths is None else lengths
         given = self.draw(lengths) if given is None else given
         out, held = self.region.observe(scores, given, lengths)
-        shape = self.cut.shape_of(self.region.start.tensor.node, lengths)
+        shape = self.cut.shape_of(self.region.start.node, lengths)
         added = [
             self.region.start.matrices(held[node].to(scores.dtype).broadcast_to(shape)).reshape(scores.shape)
             for node in self.biases
@@ -527,12 +525,12 @@ class _Trials(Trials):
         )
         return Sample(scores, out.exp() if self.log else out, None, mild, log_mu, log_nu), added
 
-    def measure(self, lengths: dict[Any, int]) -> None:
+    def measure(self) -> None:
         """Find how much the scores, every bias and every head count.  Raises NoFit."""
-        size = self.region.size(lengths)
+        size = self.size()
         for scale in (1.0, 0.1, 0.01):
-            given = self.draw(lengths, whole=True)
-            o, added = self.observe(scale * self.noise(lengths), lengths, given=given)
+            given = self.draw(whole=True)
+            o, added = self.observe(scale * self.noise(), given=given)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
@@ -552,12 +550,12 @@ class _Trials(Trials):
             self.rough = float(found[0])
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(lengths), lengths, given=given)
+            o, _ = self.observe(scale * self.noise(), given=given)
             score_multiplier([o])
             return
         raise NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
         o, _ = self.observe(scores, at, mild)
         return None if overflown(o.attention) else o
 
@@ -577,7 +575,7 @@ def _site(
     """The site between a start and an end; what failed in one layer of a model is not tried again in the
     others.  Raises NoFit."""
     region = _Region(program, loop, start, end, kernel)
-    if sizes_of(region.end.tensor, region.start.tensor) is None:
+    if sizes_of(region.end, region.start) is None:
         raise NoFit("its plan has sizes that its scores do not show")
     roles = _roles(region)
     alike = None if region.stops else (region.seen_by_experiments(), sums)
@@ -587,14 +585,14 @@ def _site(
     for role in roles:
         trials = _Trials(region, role)
         try:
-            fit = _identified(trials, region.sizes[0], sums)
+            fit = _identified(trials, sums)
+            trials.reached = KNOWN
+            if region.stops:
+                _check_stops(program, trials, fit)
+            _check_empty(program, trials.roles)
+            return _made(program, fit, trials)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
-            continue
-        if region.stops:
-            _check_stops(program, trials, fit)
-        _check_empty(program, trials.roles)
-        return _made(program, fit, trials)
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
@@ -608,59 +606,53 @@ def _check_empty(program: Program, roles: _Roles) -> None:
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
         if not bool((value != bool(masks[node].hidden)).any(axis).all()):
-            what = f"what an example gives in which {spoken(node)} hides every token is not known"
-            raise NoFit(what, reached=KNOWN)
+            raise NoFit(f"what an example gives in which {spoken(node)} hides every token is not known")
 
 
-def _identified(trials: _Trials, lengths: dict[Any, int], sums: int) -> Fit[PlanConvention]:
+def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
     """Raises NoFit."""
     region, roles = trials.region, trials.roles
-    first, _ = trials.observe(trials.noise(lengths), lengths)
+    first, _ = trials.observe(trials.noise())
     trials.log = bool((first.attention < 0).any())
     if not roles.nodes and 1 in first.scores.shape[-2:]:
         trials.reached = KNOWN
-        check_choice(*(trials.observe(trials.noise(lengths), lengths)[0].attention for _ in range(2)))
+        check_choice(*(trials.observe(trials.noise())[0].attention for _ in range(2)))
     trials.reached = 2
-    trials.measure(lengths)
+    trials.measure()
     trials.reached = 3
     if roles.nodes:  # which role is right is seen on a few mild scores
-        few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread), lengths)) is not None]
+        few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread))) is not None]
         identify_plan(few, region.guesses, region.most, sums)
     trials.reached = 4
     identify = partial(identify_plan, guesses=region.guesses, sums=sums)
     try:
-        fit = trials.fitted(region.sizes, identify)
+        fit = trials.fitted(identify)
     except NoFit as no_fit:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    trials.check_larger_sizes(fit.convention, lengths, region.start.tensor.shape, first.scores.shape[1])
-    fit = with_hidden(
-        lambda: trials.noise(lengths) / abs(trials.rough),
-        lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
-        any(map(may_raise, trials.added_up)),
-    )  # fmt: skip
+    trials.check_larger_sizes(fit.convention, region.start.shape, first.scores.shape[1])
+    raised = any(map(may_raise, trials.added_up))
+    fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, trials.hides, raised)
     if any(x.is_mask for x in roles.given):
-        _check_masks(trials, fit.convention, lengths)
+        _check_masks(trials, fit.convention)
     if region.kernel:
-        _check_zeros(trials, fit.convention, lengths)
-    return fit if region.slack is None else _with_slack(trials, fit, lengths)
+        _check_zeros(trials, fit.convention)
+    return fit if region.slack is None else _with_slack(trials, fit)
 
 
-def _check_zeros(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+def _check_zeros(trials: _Trials, convention: PlanConvention) -> None:
     """Where a kernel is 0: here and there, in a row, in a column."""
-    noise = trials.noise(lengths) / abs(trials.rough)
+    noise = trials.scores()
     rows, columns = (torch.arange(size) for size in noise.shape[-2:])
     some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
     for zero in (some, row, (columns == 1).expand_as(row)):
-        sample = trials.on(noise.masked_fill(zero, -math.inf), lengths)
+        sample = trials.on(noise.masked_fill(zero, -math.inf))
         if sample is not None and not convention_error(convention, [sample]) <= HELD:
             raise NoFit("where its kernel is 0 it is another loop")
 
 
-def _with_slack(
-    trials: _Trials, fit: Fit[PlanConvention], lengths: dict[Any, int]
-) -> Fit[PlanConvention]:
+def _with_slack(trials: _Trials, fit: Fit[PlanConvention]) -> Fit[PlanConvention]:
     """The fit as a function of the score of its slack.
 
     a = 1 / (K b + exp(t)) and b = 1 / (K' a + exp(t)) are the scalings of exp(-t) K with masses exp(-t)
@@ -673,7 +665,7 @@ def _with_slack(
     before = trials.region.level
     for level, spread in itertools.product((before, *LEVELS), (1.0, 6.0, 25.0)):
         trials.region.level = level
-        sample = trials.drawn(Drawn(spread), lengths)
+        sample = trials.drawn(Drawn(spread))
         trials.region.level = before
         if sample is None:
             continue
@@ -685,37 +677,36 @@ def _with_slack(
     return replace(fit, convention=convention)
 
 
-def _check_masks(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> None:
+def _check_masks(trials: _Trials, convention: PlanConvention) -> None:
     """Where tokens are hidden in the loop's own precision."""
     if trials.log:
         raise NoFit("tokens that a mask hides in it have no logarithm of a plan: read its plan")
-    own = trials.region.start.tensor.node.meta["val"].dtype
+    own = trials.region.start.node.meta["val"].dtype
     for spread in MASKED:
-        scores = (spread * trials.noise(lengths) / abs(trials.rough)).to(own)
-        observed = trials.on(scores, lengths)
+        observed = trials.on(trials.scores(spread).to(own))
         error = convention_error(convention, [] if observed is None else [observed])
         if not error <= max(HELD, 4 * torch.finfo(own).eps):
             raise NoFit(f"with hidden tokens in {own} another plan", error)
     if convention.stabiliser is not None and not convention_error(
-        convention, [_below_hidden(trials, convention, lengths)]
+        convention, [_below_hidden(trials, convention)]
     ) <= STABILISED:
         raise NoFit("beside hidden tokens of far higher scores it is another plan")
-    given = trials.draw(lengths)
+    given = trials.draw()
     for x in trials.roles.given:
         if x.hidden is not None:
             given[x.node][-1] = x.hidden
-    empty, _ = trials.observe(trials.noise(lengths).to(own), lengths, given=given)
+    empty, _ = trials.observe(trials.noise().to(own), given=given)
     if convention_error(convention, [empty]) <= HELD:  # as where a constant is in the divisions
         both = (trials.roles.log_mu, trials.roles.log_nu)
         trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
 
 
-def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any, int]) -> Sample:
+def _below_hidden(trials: _Trials, convention: PlanConvention) -> Sample:
     """Where hidden tokens have far higher scores, every other sum of those shown is as small as the
     constant: only then it counts whether masses are 1 or shares."""
     assert convention.stabiliser is not None
     higher = -math.log(convention.stabiliser.constant) / convention.score_multiplier
-    given, scores = trials.draw(lengths), trials.noise(lengths) / abs(trials.rough)
+    given, scores = trials.draw(), trials.scores()
     for x, axis in ((trials.roles.log_mu, -1), (trials.roles.log_nu, -2)):
         along = -2 if x is not None and x.drop == -1 else -1
         if x is None or not x.is_mask or given[x.node].shape[along] < 2:
@@ -726,24 +717,18 @@ def _below_hidden(trials: _Trials, convention: PlanConvention, lengths: dict[Any
         hidden = x.read(given[x.node]).isinf().unsqueeze(axis)
         every_other = torch.arange(scores.shape[axis]) % 2
         scores = scores + higher * hidden * (every_other if axis == -1 else every_other[:, None])
-    return trials.observe(scores, lengths, given=given)[0]
+    return trials.observe(scores, given=given)[0]
 
 
 def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) -> None:
-    def plan(sample: Sample, half_steps: int) -> Tensor:
-        return map_of(replace(fit.convention, half_steps=half_steps), sample)
-
-    region, lengths = trials.region, trials.region.sizes[0]
-    entering, steps = [region.start.tensor.node, *region.data], fit.convention.half_steps
+    region = trials.region
+    entering = [region.start.node, *region.data]
     loop = Stopping(
-        program, region.stops, entering, region.ordered, steps, region.size, trials.fed, plan, "plan"
+        program, region.stops, entering, region.ordered, fit.convention, trials.size, trials.fed, "plan"
     )
     # In a far larger batch one sharp example does less to a mean, or to its square.
-    many = of_many(lengths, region.examples, FAR**2) if region.examples else []
-    try:
-        check_stops(loop, [Crowd(lengths), *many])
-    except NoFit as no_fit:
-        raise NoFit(str(no_fit), reached=KNOWN) from None
+    many = of_many(trials.few, region.examples, FAR**2) if region.examples else []
+    check_stops(loop, [Crowd(trials.few), *many])
 
 
 def _described(failure: NoFit, observed: Sequence[Sample]) -> NoFit:
@@ -781,7 +766,7 @@ def _made(program: Program, fit: Fit[PlanConvention], trials: _Trials) -> PlanSi
     )  # fmt: skip
     if region.kernel and math.isclose(convention.score_multiplier, 1.0):  # K to the power 1 is K
         convention = replace(convention, score_multiplier=1.0)
-    end = region.end.tensor.node
+    end = region.end.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
         region.end, region.inside, roles.log_mu, roles.log_nu,

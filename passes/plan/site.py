@@ -33,15 +33,14 @@ Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a tensor of a graph holds matrices [B, H, N, M].
+class Layout(Canonical):
+    """How a tensor of a graph holds matrices [B, H, N, M], with rows and columns at the end.
 
-    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed and
-    small; all that stands before rows and columns is the batch otherwise.
+    heads: of four axes, where their number is fixed and small; all that stands before rows and columns is
+    the batch otherwise.
     """
 
-    tensor: Canonical
-    heads: int | None
+    heads: int | None = None
 
     @classmethod
     def of(cls, node: Node, rows: int, columns: int) -> Layout:
@@ -49,21 +48,21 @@ class Layout:
         rank = rank_of(node)
         last = [rank + rows, rank + columns]
         order = (*(axis for axis in range(rank) if axis not in last), *last)
-        tensor = Canonical(node, None if list(order) == sorted(order) else order)
-        heads = tensor.shape[1] if rank == 4 else 1
-        return cls(tensor, heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
+        found = cls(node, None if list(order) == sorted(order) else order)
+        heads = found.shape[1] if rank == 4 else 1
+        return replace(found, heads=heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
 
     @property
     def queries(self) -> Any:
-        return self.tensor.shape[-2]
+        return self.shape[-2]
 
     @property
     def keys(self) -> Any:
-        return self.tensor.shape[-1]
+        return self.shape[-1]
 
     @property
     def batch(self) -> Any:
-        leads = self.tensor.shape[:-2]
+        leads = self.shape[:-2]
         size: Any = 1
         for lead in leads[:1] if self.kept else leads:
             size = size * lead
@@ -72,11 +71,11 @@ class Layout:
     @property
     def kept(self) -> bool:
         """Whether it has the operator's four axes, but for their order."""
-        return rank_of(self.tensor.node) == 4 and self.heads is not None
+        return rank_of(self.node) == 4 and self.heads is not None
 
     def matrices(self, value: Tensor) -> Tensor:
         """[B, H, N, M] of what the node holds."""
-        value = self.tensor.canonical(value)
+        value = self.canonical(value)
         return value if self.kept else value.reshape(-1, 1, *value.shape[-2:])
 
 
@@ -180,23 +179,23 @@ class PlanSite(Site):
 
     @property
     def at(self) -> Node:
-        return self.end.tensor.node
+        return self.end.node
 
     @property
     def stops_on(self) -> tuple[Node, ...]:
-        return (self.start.tensor.node,)
+        return (self.start.node,)
 
     def part(self) -> Part:
         marginals = [x.node for x in (self.log_mu, self.log_nu) if x is not None and not x.constant]
         others = [*(node for node, _ in self.biases), *([] if self.slack is None else [self.slack])]
-        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *others)
+        inputs = (self.start.node, *dict.fromkeys(marginals), *others)
         return Part(
-            inputs, self.end.tensor.node, self.inside, self.end.tensor.order, self.start.batch,
+            inputs, self.end.node, self.inside, self.end.order, self.start.batch,
             self.start.queries, self.start.keys,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:
-        start, end = self.start.tensor, self.end.tensor
+        start, end = self.start, self.end
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
             if self.kernel and not self.takes_kernel:
@@ -207,9 +206,9 @@ class PlanSite(Site):
                     bias = lifting.call(aten.mul.Tensor, bias, coefficient)
                 scores = lifting.call(aten.add.Tensor, scores, bias)
             scores = lifting.turned(scores, start.order)
-            held = self.start.tensor.node.meta["val"].dtype
+            held = start.node.meta["val"].dtype
             dtype = torch.float32 if held in HALVES else held
-            if not self.start.kept:
+            if not start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
             marginals = {
                 name: None if x is None else x.written(lifting.call, lifting.nodes[x.node], dtype)
@@ -228,7 +227,7 @@ class PlanSite(Site):
                 result = lifting.call(aten.add.Tensor, call, level)
             elif self.slack is not None:
                 result = lifting.call(aten.mul.Tensor, call, lifting.call(aten.exp.default, level))
-            if not (self.start.kept and self.end.kept):
+            if not (start.kept and end.kept):
                 result = _shaped(lifting, result, end, start)
             result = lifting.turned_back(result, end.order)
         return [(lifting.nodes[end.node], result, lambda user: True)]

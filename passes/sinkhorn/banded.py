@@ -30,6 +30,7 @@ from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
+    PROBE_LENGTHS,
     SHAPE_ONLY,
     constant_at,
     depends_on_data,
@@ -38,7 +39,7 @@ from asapc.passes.cut import (
     reached,
     reaches,
 )
-from asapc.passes.experiment import NoFit, assigned, outcome, relative_error
+from asapc.passes.experiment import NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import KeyMask, same, site_name
@@ -107,7 +108,7 @@ def _examine(program: Program, region: Region) -> BandedSite | Unidentified | No
     inputs = tuple(node for node in opened.region.inputs if node not in opened.masks)
     return BandedSite(
         site_name(program, region.value.node), convention, heads_of(region),
-        int(region.score.map.shape[-1]), error, region.score, region.value, region.attention, mask,
+        int(region.score.map.shape[-1]), error, region.score, region.value, mask,
         opened.region.inside, inputs,
     )  # fmt: skip
 
@@ -135,23 +136,25 @@ def _identified(
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
-    trials = _Trials(program, experiment, opened, mask, convention)
+    trials = _Trials(experiment, opened.masks, mask, convention)
     trials.plain()
     if mask is not None:
         trials.masked()
     return convention, mask, max(fit.error, trials.error)
 
 
+@dataclass
 class _Trials:
-    """A region with its band in place, held against the convention.  Raises NoFit."""
+    """A region with its band in place, held against the convention.  Raises NoFit.
 
-    def __init__(
-        self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
-        convention: BandedConvention,
-    ) -> None:  # fmt: skip
-        self.program, self.experiment, self.opened = program, experiment, opened
-        self.mask, self.convention = mask, convention
-        self.error = 0.0
+    bands: the inputs that hold it.  error: the largest so far.
+    """
+
+    experiment: RegionExperiment
+    bands: Sequence[Node]
+    mask: KeyMask | None
+    convention: BandedConvention
+    error: float = 0.0
 
     def plain(self) -> None:
         """Where every key is active."""
@@ -184,28 +187,21 @@ class _Trials:
 
     def _lengths(self, more: int) -> dict[Any, int]:
         """Sizes with more tokens than either side of the window, where their number is free."""
-        found = dict(self.experiment.few)
-        tokens = self.experiment.region.score.result.shape[-1]
-        if fixed_size(tokens) is None:
-            (symbol,) = tokens.node.expr.free_symbols
-            longest = limits_of(tokens.node.shape_env, symbol)[1]
-            side = max(-self.convention.low, self.convention.high)
-            found[symbol] = min(side + more, longest)
-        return found
+        side = max(-self.convention.low, self.convention.high)
+        shape = self.experiment.region.score.result.shape
+        more += side - PROBE_LENGTHS[0]
+        return small_sizes(self.experiment.cut, shape[:-2], shape[-2:], more)[-1]
 
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
-        region, convention = self.opened.region, self.convention
-        inputs, keep = self.experiment.resized(at), None
-        s = self.experiment.noise(at) * spread / abs(convention.score_multiplier)
-        if self.mask is not None and active is not None:
-            inputs = self.experiment.hiding(region.inputs.index(self.mask.node), active, at=at)
-            keep = active.expand(len(s), -1)
-        for node in self.opened.masks:
-            value = constant_at(self.program.graph, node, at)
+        convention = self.convention
+        inputs, keep = self.experiment.masked(self.mask, active, at)
+        s = self.experiment.scores(spread, at)
+        for node in self.bands:
+            value = constant_at(self.experiment.program.graph, node, at)
             if value is None:
                 return None
-            place = region.inputs.index(node)
+            place = self.experiment.region.inputs.index(node)
             inputs[place] = value.to(inputs[place].dtype)
         theirs = self.experiment.attention(s, inputs, at)
         if not bool(theirs.isfinite().all()):

@@ -42,15 +42,16 @@ class _Seen:
     open: Tensor
 
 
+@dataclass(frozen=True)
 class EmptyExamples:
     """A region with every key hidden by one of its inputs.
 
     experiment: passes.sinkhorn.match.RegionExperiment.  index: of the input.
     """
 
-    def __init__(self, experiment: Any, convention: Convention, index: int) -> None:
-        self.experiment, self.convention, self.index = experiment, convention, index
-        self.own = experiment.own
+    experiment: Any
+    convention: Convention
+    index: int
 
     def of_mask(self) -> Empty:
         """Of a boolean mask, whose number is in the region's code."""
@@ -69,7 +70,7 @@ class EmptyExamples:
         """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""
         near = self._of(self._seen(self.experiment, hides))
         far = self._rounded(float(torch.finfo(torch.float32).min))
-        infinite = self._of(self._seen(self.own, -math.inf))
+        infinite = self._of(self._seen(self.experiment.own, -math.inf))
         if near is None or far is None or infinite is None or far.open or infinite.open:
             raise self._unknown()
         if near == far:
@@ -89,8 +90,8 @@ class EmptyExamples:
 
     def _rounded(self, score: float) -> Empty | None:
         """What it gives in its own precision; as in float64 where that is nothing but rounding."""
-        own = self._seen(self.own, score)
-        if self.own is self.experiment:
+        own = self._seen(self.experiment.own, score)
+        if self.experiment.own is self.experiment:
             return self._of(own)
         exact = self._of(self._seen(self.experiment, score))
         if exact is not None and all(_holds(exact, seen, ROUNDED) for seen in own):
@@ -98,11 +99,10 @@ class EmptyExamples:
         return self._of(own)
 
     def _seen(self, experiment: Any, score: float) -> list[_Seen]:
-        generator, observed = torch.Generator().manual_seed(9), []
+        observed = []
         for at in self.experiment.sizes:
             for spread in SPREADS:
-                s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
-                s = s * spread / abs(self.convention.score_multiplier)
+                s = self.experiment.scores(spread, at)
                 theirs = experiment.attention(s, self._hidden(at, score), at)
                 equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
                 observed.append(_Seen(theirs, equal, opened))
@@ -123,12 +123,12 @@ class EmptyExamples:
     def _reach(self) -> float:
         """How many last places of a low number the largest products q k are that are lost beside it."""
         at = self.experiment.few
-        inputs = self._hidden(at, -LAST_PLACE / torch.finfo(self.own.cut.precision).eps)
-        s = torch.zeros(self.own.size(at), dtype=torch.float64)
+        inputs = self._hidden(at, -LAST_PLACE / torch.finfo(self.experiment.own.cut.precision).eps)
+        s = torch.zeros(self.experiment.own.size(at), dtype=torch.float64)
         s[..., 0, 0], s[..., -1, -1] = 1.0, -1.0
         lost = 0.0
         for factor in FACTORS:
-            theirs = self.own.attention(s * factor, inputs, at)
+            theirs = self.experiment.own.attention(s * factor, inputs, at)
             if not relative_error(theirs, theirs.flatten()[0].expand_as(theirs)) <= ALIKE:
                 break
             lost = factor

@@ -9,6 +9,7 @@ Beside -1e9 a float32 dual loses its other terms, and a loop that subtracts sums
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -45,9 +46,9 @@ def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -
     hard = any(bool(((x <= MASKED_BELOW) | (x >= -MASKED_BELOW)).any()) for x in (example, *tables))
     if not given and not hard and not tables:
         return bias
-    trials = _Trials(experiment, convention, bias)
-    if trials.follows():
-        return replace(bias, all_or_nan=trials.is_nan_without_keys())
+    index = experiment.region.inputs.index(bias.node)
+    if _follows(experiment, convention, bias, index):
+        return replace(bias, all_or_nan=_is_nan_without_keys(experiment, index))
     if (bool(example.any()) or not given) and not hard:
         return replace(bias, small=True)
     raise NoFit(
@@ -63,43 +64,28 @@ def _tables(bias: Node) -> list[Tensor]:
     return [x for x in tensors if isinstance(x, Tensor)]
 
 
-class _Trials:
-    """The operator beside the code, in the code's own precision."""
-
-    def __init__(self, experiment: Any, convention: Convention, bias: ScoreBias) -> None:
-        self.experiment, self.bias = experiment, bias
-        self.index = experiment.region.inputs.index(bias.node)
-        self.neutral: Tensor = experiment.neutral[self.index]
-        self.operator, self.settings = loop_of(convention)
-        self.unit = 1.0 / abs(convention.score_multiplier)
-        self.generator = torch.Generator().manual_seed(12)
-
-    def follows(self) -> bool:
-        """Whether the two make the same of low numbers."""
-        patterns = _patterns(self.neutral, varies(self.bias.node, -2))
-        tried = ((*pattern, value) for pattern in patterns for value in VALUES)
-        return all(self._are_alike(*trial) for trial in tried)
-
-    def is_nan_without_keys(self) -> bool:
-        """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
-        nothing = torch.full_like(self.neutral, -math.inf)
-        return bool(self._theirs(self._scores(1.0), nothing).isnan().all())
-
-    def _scores(self, spread: float) -> Tensor:
-        s = torch.randn(self.experiment.size(), generator=self.generator, dtype=torch.float64)
-        return (s * spread * self.unit).to(self.experiment.own.cut.precision)
-
-    def _theirs(self, scores: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = self.experiment.own.attention(scores, self.experiment.replaced(self.index, value))
-        return found
-
-    def _are_alike(self, hidden: Tensor, spread: float, low: float) -> bool:
-        s = self._scores(spread)
-        value = torch.where(hidden, low, self.neutral)
-        added = self.experiment.added(value * self.bias.coefficient).to(s.dtype)
+def _follows(experiment: Any, convention: Convention, bias: ScoreBias, index: int) -> bool:
+    """Whether the operator makes of low numbers what the code does in its own precision."""
+    neutral: Tensor = experiment.neutral[index]
+    loop, settings = loop_of(convention)
+    patterns = _patterns(neutral, varies(bias.node, -2))
+    for (hidden, spread), low in itertools.product(patterns, VALUES):
+        s = experiment.scores(spread).to(experiment.own.cut.precision)
+        value = torch.where(hidden, low, neutral)
+        added = experiment.added(value * bias.coefficient).to(s.dtype)
         seen = replace(SiteTensors.of_scores(s), bias=added, scored=False)
-        ours = apply_operator(self.operator, seen, None, self.settings)
-        return relative_error(ours, self._theirs(s, value)) <= ALIKE
+        ours = apply_operator(loop, seen, None, settings)
+        theirs = experiment.own.attention(s, experiment.replaced(index, value))
+        if not relative_error(ours, theirs) <= ALIKE:
+            return False
+    return True
+
+
+def _is_nan_without_keys(experiment: Any, index: int) -> bool:
+    """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
+    nothing = torch.full_like(experiment.neutral[index], -math.inf)
+    inputs = experiment.replaced(index, nothing)
+    return bool(experiment.own.attention(experiment.scores(), inputs).isnan().all())
 
 
 def _patterns(neutral: Tensor, by_query: bool) -> Iterator[tuple[Tensor, float]]:

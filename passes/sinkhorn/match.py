@@ -67,7 +67,6 @@ from asapc.passes.sinkhorn.probe import (
     Guesses,
     Sample,
     Trials,
-    attention_of,
     convention_error,
     identify,
     overflown,
@@ -102,9 +101,10 @@ class RegionExperiment(Experiment, Trials):
 
     def __init__(self, program: Program, region: Region, precision: torch.dtype = torch.float64) -> None:
         inputs = [region.score.result, *map(Canonical, region.inputs)]
-        output = Canonical(region.attention, region.value.left_order)
-        super().__init__(program.graph, inputs, output, region.inside, precision=precision)
+        super().__init__(program.graph, inputs, region.value.map, region.inside, precision=precision)
         self.program, self.region = program, region
+        shape = region.score.result.shape
+        self.sizes = small_sizes(self.cut, shape[:-2], shape[-2:])
         self.neutral: list[Tensor] = []
 
     @cached_property
@@ -117,17 +117,6 @@ class RegionExperiment(Experiment, Trials):
         """Of the scores, at `few` unless told."""
         return self.shape(self.region.score.result, self.few if at is None else at)
 
-    @cached_property
-    def sizes(self) -> list[dict[Any, int]]:
-        """At which it is observed, see small_sizes."""
-        shape = self.region.score.result.shape
-        return small_sizes(self.cut, shape[:-2], shape[-2:])
-
-    @property
-    def few(self) -> dict[Any, int]:
-        """The smallest."""
-        return self.sizes[0]
-
     def attention(
         self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: dict[Any, int] | None = None
     ) -> Tensor:
@@ -137,7 +126,7 @@ class RegionExperiment(Experiment, Trials):
         given = (x.to(self.cut.precision) if x.is_floating_point() else x for x in (scores, *inputs))
         return self.run([*given], at).reshape(scores.shape)
 
-    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
         a = self.attention(scores, at=at)
         return None if overflown(a) else Sample(scores, a, mild=mild)
 
@@ -163,6 +152,16 @@ class RegionExperiment(Experiment, Trials):
         mask = self.resized(at)[index]
         mask[..., ~active] = ~mask[..., ~active] if mask.dtype == torch.bool else score
         return self.replaced(index, mask, at)
+
+    def masked(
+        self, mask: KeyMask | None, active: Tensor | None, at: dict[Any, int] | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The neutral inputs with a mask that hides the keys outside `active`, and keep [B, M]; without
+        either, all keys are shown."""
+        if mask is None or active is None:
+            return self.resized(at), None
+        inputs = self.hiding(self.region.inputs.index(mask.node), active, at=at)
+        return inputs, active.expand(self.size(at)[0], -1)
 
     def added(self, bias: Tensor) -> Tensor:
         """Over the scores, whose heads may be merged with the batch."""
@@ -218,15 +217,10 @@ def _examine(
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
         return Unidentified("not Sinkhorn: rows only")
     heads = heads_of(region)
-    convention = replace(
-        convention,
-        mask="none" if mask is None else convention.mask,
-        bias=bias is not None,
-        early_stop=bool(stops),
-    )
+    convention = replace(convention, bias=bias is not None, early_stop=bool(stops))
     return AttentionSite(
         site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
-        fit.error, region.score, region.value, region.attention, mask, region.inside, region.inputs, bias,
+        fit.error, region.score, region.value, mask, region.inside, region.inputs, bias,
     )  # fmt: skip
 
 
@@ -299,7 +293,7 @@ def run_experiments(
     try:
         fit = _without_masks(experiment)
     except NoFit:
-        s = 0.1 * experiment.noise(experiment.few)
+        s = 0.1 * experiment.noise()
         ones = [x + 1 if x.is_floating_point() else x for x in experiment.neutral]
         zero, one = (experiment.attention(s, given) for given in (None, ones))
         if not (zero > 0).all() and (one > 0).all():
@@ -331,11 +325,11 @@ def run_experiments(
 
 def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
     """The loop where nothing is hidden or added."""
-    few, shape, inside = experiment.few, experiment.region.score.result.shape, experiment.region.inside
-    first = experiment.attention(experiment.noise(few))
+    shape, inside = experiment.region.score.result.shape, experiment.region.inside
+    first = experiment.attention(experiment.noise())
     if not bool(first.isfinite().all()):
         raise NoFit("the region gives NaN or infinity on random scores")
-    trial = experiment.noise(few)
+    trial = experiment.noise()
     tried = experiment.attention(trial)
     check_choice(tried, first)
     try:
@@ -345,10 +339,9 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
             raise NoFit(ROWS_ONLY) from None
         raise
     experiment.bounds = bounds_of(inside)
-    search = partial(identify, made=Convention, guesses=guesses_of(inside))
-    fit = experiment.fitted(experiment.sizes, search)
+    fit = experiment.fitted(partial(identify, made=Convention, guesses=guesses_of(inside)))
     heads = experiment.size()[1] if len(shape) == 4 else experiment.size()[0] / PROBE_BATCH
-    experiment.check_larger_sizes(fit.convention, few, shape, heads)
+    experiment.check_larger_sizes(fit.convention, shape, heads)
     return fit
 
 
@@ -363,7 +356,7 @@ def _masked(
     polarity = None if additive else bool(not given.flatten()[0])
 
     def hidden(spread: float, active: Tensor) -> Sample:
-        s = spread / abs(experiment.rough) * experiment.noise(experiment.few)
+        s = experiment.scores(spread)
         a = experiment.attention(s, experiment.hiding(index, active))
         return Sample(s, a, active.expand(len(a), len(keys)))
 
@@ -392,7 +385,7 @@ def _masked(
         masked = first_fit(partial(with_factor, loop, every, mildest) for loop in loops)
     except NoFit as no_fit:
         raise NoFit(f"with {spoken(node)} as key mask: {no_fit}") from None
-    examples = EmptyExamples(experiment, replace(masked.convention, mask="none"), index)
+    examples = EmptyExamples(experiment, masked.convention, index)
     gives = examples.of_scores(hides) if additive else examples.of_mask()
     is_bias = additive and _adds_more(node)
     return masked, KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
@@ -406,7 +399,7 @@ def _unlike_examples(experiment: RegionExperiment, index: int) -> Sample:
     active = torch.rand(mask.shape, generator=generator) < 0.5
     active[:, 0] = active[0] = True
     active[-1, 1:3] = False
-    s = experiment.noise(experiment.few) / experiment.rough
+    s = experiment.scores()
     a = experiment.attention(s, experiment.replaced(index, mask ^ ~active))
     return Sample(s, a, active.repeat_interleave(len(a) // len(active), 0))
 
@@ -415,16 +408,13 @@ def _error_together(
     experiment: RegionExperiment, convention: Convention, mask: KeyMask, bias: ScoreBias
 ) -> float:
     """Of the convention where keys are hidden and scores have a bias."""
-    inputs, size = experiment.region.inputs, experiment.size()
-    active = torch.arange(size[-1]) % 3 != 1
-    given = experiment.hiding(inputs.index(mask.node), active)
-    place = inputs.index(bias.node)
+    given, keep = experiment.masked(mask, torch.arange(experiment.size()[-1]) % 3 != 1)
+    place = experiment.region.inputs.index(bias.node)
     noise = torch.randn(given[place].shape, generator=experiment.generator, dtype=torch.float64)
     given[place] = noise / abs(bias.coefficient)
-    s = experiment.noise(experiment.few) / abs(convention.score_multiplier)
+    s = experiment.scores()
     added = experiment.added(given[place]) * bias.coefficient / convention.score_multiplier
-    a = experiment.attention(s, given)
-    return convention_error(convention, [Sample(s + added, a, active.expand(len(a), -1))])
+    return convention_error(convention, [Sample(s + added, experiment.attention(s, given), keep)])
 
 
 def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float:
@@ -432,7 +422,7 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
     """
-    name, few, generator = experiment.region.inputs[index].name, experiment.few, experiment.generator
+    name, generator = experiment.region.inputs[index].name, experiment.generator
     multiplier = convention.score_multiplier
     probe = torch.randn(experiment.neutral[index].shape, generator=generator, dtype=torch.float64)
     dense = experiment.added(probe)
@@ -443,12 +433,12 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
     def apart(coefficient: float) -> float:
         seen = []
         for spread, strength in BIASES:
-            s = experiment.noise(few) * spread / abs(multiplier)
+            s = experiment.scores(spread)
             strength = strength / abs(coefficient)
             a = attention(s, strength)
             if bool(a.isfinite().all()):
                 seen.append(Sample(s + strength * coefficient / multiplier * dense, a))
-        return convention_error(replace(convention, mask="none"), seen)
+        return convention_error(convention, seen)
 
     candidates = [1.0, multiplier]
     if probe.shape[-2] != 1:
@@ -472,21 +462,14 @@ def _check_stops(
     shape = region.score.result.shape
     many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
     long = assigned((size, MANY_TOKENS) for size in shape[-2:])
-    convention = fit.convention if mask is not None else replace(fit.convention, mask="none")
 
-    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Any]:
-        s, inputs, keep = units / abs(convention.score_multiplier), experiment.resized(at), None
-        if mask is not None and active is not None:
-            inputs = experiment.hiding(region.inputs.index(mask.node), active, at=at)
-            keep = active.expand(len(s), -1)
-        return [experiment.raw(region.score.result, s, at), *inputs], (s, keep)
-
-    def attention(observed: tuple[Tensor, Tensor | None], half_steps: int) -> Tensor:
-        return attention_of(replace(convention, half_steps=half_steps), *observed)
+    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Sample]:
+        s = units / abs(fit.convention.score_multiplier)
+        inputs, keep = experiment.masked(mask, active, at)
+        return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, keep)
 
     entering = [region.score.node, *region.inputs]
-    steps = convention.half_steps
-    loop = Stopping(program, stops, entering, region.inside, steps, experiment.size, feed, attention)
+    loop = Stopping(program, stops, entering, region.inside, fit.convention, experiment.size, feed)
     tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
     crowds = [Crowd(few), *of_many(few, many)]
     if long:
@@ -582,7 +565,7 @@ def _find_neutral(
             sizes = region.score.result.shape
             if heads_vary(node, heads_of(region), sizes[0] if len(sizes) == 4 else None):
                 raise NoFit(f"the mask {spoken(node)} differs between heads, or may on other data")
-    scores = 0.1 * experiment.noise(experiment.few)
+    scores = 0.1 * experiment.noise()
     for index in (index for index, role in enumerate(roles) if role == "mask"):
         # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
         # low numbers, what no mask gives: then it is seen where it hides some.

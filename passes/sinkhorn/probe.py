@@ -283,11 +283,13 @@ def overflown(attention: Tensor) -> bool:
 class Trials(ABC):
     """A loop on scores that are drawn one after the other.
 
+    sizes: at which it is observed, the smallest first, where nothing else is told.
     rough: what multiplies them on the way, as seen first.  samples: what was observed, the mildest first.
     bounds: numbers that the code holds scores against, beyond which something else may happen.
     """
 
     cut: Cut
+    sizes: list[dict[Any, int]]
     rough = 1.0
     bounds: Sequence[float] = ()
     samples: Sequence[Sample] = ()
@@ -296,28 +298,34 @@ class Trials(ABC):
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(0)
 
+    @property
+    def few(self) -> dict[Any, int]:
+        return self.sizes[0]
+
     @abstractmethod
-    def size(self, at: dict[Any, int]) -> tuple[int, ...]:
+    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""
 
     @abstractmethod
-    def on(self, scores: Tensor, at: dict[Any, int], mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
         """What is observed of these scores, None where they overflow."""
 
-    def noise(self, at: dict[Any, int]) -> Tensor:
+    def noise(self, at: dict[Any, int] | None = None) -> Tensor:
         return torch.randn(self.size(at), generator=self.generator, dtype=torch.float64)
 
-    def drawn(self, drawn: Drawn, at: dict[Any, int]) -> Sample | None:
+    def scores(self, spread: float = 1.0, at: dict[Any, int] | None = None) -> Tensor:
+        """Random ones of so many units of epsilon."""
+        return spread * self.noise(at) / abs(self.rough)
+
+    def drawn(self, drawn: Drawn, at: dict[Any, int] | None = None) -> Sample | None:
         return self.on(drawn.scores(self.size(at), self.generator) / abs(self.rough), at, drawn.mild)
 
-    def fitted(
-        self, sizes: Sequence[dict[Any, int]], identify: Callable[[Sequence[Sample]], Fit[C]]
-    ) -> Fit[C]:
+    def fitted(self, identify: Callable[[Sequence[Sample]], Fit[C]]) -> Fit[C]:
         """The convention of all that is drawn, held against its rival on scores on which one of the two
         is wrong.  Raises NoFit."""
-        size = self.size(sizes[0])
-        beyond = ((Drawn(3.0 * x * max(1.0, abs(self.rough))), sizes[0]) for x in self.bounds)
-        draws = itertools.chain(drawings(sizes, size[-2] * size[-1] > LARGE), beyond)
+        size = self.size()
+        beyond = ((Drawn(3.0 * x * max(1.0, abs(self.rough))), self.few) for x in self.bounds)
+        draws = itertools.chain(drawings(self.sizes, size[-2] * size[-1] > LARGE), beyond)
         tried = (self.drawn(*one) for one in draws)
         self.samples = [sample for sample in tried if sample is not None]
         if not self.samples:
@@ -326,7 +334,7 @@ class Trials(ABC):
         for units in blocks(size):
             if fit.rival is None:
                 return fit
-            sample = self.on(units / abs(fit.convention.score_multiplier), sizes[0])
+            sample = self.on(units / abs(fit.convention.score_multiplier))
             both = (fit.convention, fit.rival)
             if sample is not None and max(convention_error(one, [sample]) for one in both) > SEPARATES:
                 samples.append(sample)
@@ -339,13 +347,11 @@ class Trials(ABC):
             f"({rival.first_side}s first) give the same attention in every test"
         )
 
-    def check_larger_sizes(
-        self, convention: FiniteLoop, few: dict[Any, int], shape: Sequence[Any], heads: float
-    ) -> None:
+    def check_larger_sizes(self, convention: FiniteLoop, shape: Sequence[Any], heads: float) -> None:
         """Hold a convention against what there is where tokens or examples are many: log(1 / N + 1e-6) is
-        log(1 / N) for a few.  shape: of the scores.  few: as of larger_sizes.  Raises NoFit."""
+        log(1 / N) for a few.  shape: of the scores.  Raises NoFit."""
         depth = convention.half_steps * heads
-        for at in larger_sizes(self.cut, few, shape[:-2], shape[-2:], depth):
+        for at in larger_sizes(self.cut, self.few, shape[:-2], shape[-2:], depth):
             sample = self.drawn(Drawn(1.0), at)
             error = math.inf if sample is None else convention_error(convention, [sample])
             if not error <= HELD:
@@ -431,20 +437,13 @@ def _constant_sides(samples: Sequence[Sample], tolerance: float) -> list[Side]:
     return [side for side in BOTH if all(_mass_spread(one, side) <= tolerance for one in samples)]
 
 
-def _masses(sample: Sample, side: Side) -> Tensor:
-    """Sums over one side [B, *], restricted to active keys; heads are merged."""
-    sums = sample.attention.sum(-1 if side == "row" else -2)
-    if sample.keep is None:
-        return sums.flatten(1)
-    if side == "row":
-        sums = torch.where(sums == 0, sums.amax(-1, keepdim=True), sums)  # of hidden queries
-        return sums[sample.keep.any(-1)].flatten(1)
-    keep = sample.keep[:, None, :].expand_as(sums)
-    return torch.where(keep, sums, sums.amax(-1, keepdim=True)).flatten(1)
-
-
 def _mass_spread(sample: Sample, side: Side) -> float:
-    sums = _masses(sample, side)
+    """How much the sums over one side differ in an example, of what is not hidden."""
+    sums = sample.attention.sum(-1 if side == "row" else -2)  # [B, H, *]
+    if sample.keep is not None:
+        shown = sums != 0 if side == "row" else sample.keep[:, None].expand_as(sums)
+        sums = torch.where(shown, sums, sums.amax(-1, keepdim=True))
+    sums = sums.flatten(1)
     if sums.numel() == 0:
         return 0.0
     return float(((sums.amax(-1) - sums.amin(-1)) / sums.amax(-1).abs().clamp(min=1e-300)).max())
@@ -608,7 +607,8 @@ def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
 
 
 Mass = tuple[int, int, float, float]
-"""N, M, the active keys n, and the mass of a map over that of a convention's whose factor is 1."""
+"""N, M, the active keys n, and the mass of a map over that of a convention's whose factor is 1, where
+the map has any."""
 
 
 def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]) -> list[Mass]:
@@ -617,7 +617,8 @@ def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]
     plain = replace(convention, output_factor=OutputFactor())
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
-        ratios = sample.attention.sum((1, 2, 3)) / map_of(plain, sample).sum((1, 2, 3))
+        ours = map_of(plain, sample).masked_fill(sample.attention == 0, 0.0)
+        ratios = sample.attention.sum((1, 2, 3)) / ours.sum((1, 2, 3))
         active = [keys] * len(ratios) if sample.keep is None else sample.keep.sum(-1).tolist()
         found += [
             (queries, keys, float(n), float(ratio))

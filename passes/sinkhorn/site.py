@@ -45,7 +45,6 @@ class LoopSite(Site):
 
     score: Product
     value: Product
-    attention: Node
     mask: KeyMask | None
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]
@@ -58,7 +57,7 @@ class LoopSite(Site):
         """From the operands of the score product to the map."""
         shape, mask = self.score.result.shape, self.mask
         return Part(
-            (self.score.left, self.score.right, *self.inputs), self.attention,
+            (self.score.left, self.score.right, *self.inputs), self.value.left,
             frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
             shape[-1], () if mask is None else ((mask.node, mask.true_means_masked),),
         )  # fmt: skip
