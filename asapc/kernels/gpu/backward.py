@@ -161,7 +161,7 @@ def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -
     batch, heads, queries, _ = q.shape
     bias = None if bias is None else bias.expand(batch, heads, queries, k.shape[2])
     v = output.v.float().transpose(2, 3)
-    slopes, terms = (q.new_zeros((batch, heads), dtype=torch.float32) for _ in range(2))
+    allowed = q.new_zeros((batch, heads), dtype=torch.float32)
     rows = max(1, SIZE_ENTRIES // max(1, batch * heads * k.shape[2]))
     for start in range(0, queries, rows):
         part = slice(start, start + rows)
@@ -169,13 +169,10 @@ def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -
         scores = score_matrix(q[:, :, part].float(), k.float(), keep, some, score_multiplier)
         plan = torch.exp(scores + f[:, :, part, None] + g[:, :, None])
         products = output.grad[:, :, part].float() @ v
-        mass = plan.sum(-1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
-        means = (plan * products).sum(-1, keepdim=True) / mass
-        terms += (plan * products).abs_().sum((2, 3))
-        slopes += products.sub_(means).mul_(plan).abs_().sum((2, 3))
+        allowed += tail.allowed(plan.flatten(0, 1), products.flatten(0, 1)).view_as(allowed)
     factor = factor_value(output.factor, queries, k.shape[2], keep)
-    scale = abs(factor) if isinstance(factor, float) else factor.abs().to(slopes)[:, :, 0, 0]
-    return tail.allowed(slopes * scale, terms * scale)
+    scale = abs(factor) if isinstance(factor, float) else factor.abs().to(allowed)[:, :, 0, 0]
+    return allowed * scale
 
 
 def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> Orbit:
