@@ -30,8 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels.gpu.apply import attend
-from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.half_step import attend, close_columns, close_rows
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     Scores,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from asapc.kernels.gpu import resident, stored
-from asapc.kernels.gpu.apply import attend
-from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.half_step import attend, close_columns, close_rows
 from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import LOG2_E, Scores, supported
 from asapc.kernels.loop import Loop

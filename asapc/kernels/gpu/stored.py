@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asapc.kernels.gpu.apply import attend
-from asapc.kernels.gpu.half_step import close_columns, close_rows, tile_for
+from asapc.kernels.gpu.half_step import attend, close_columns, close_rows, tile_for
 from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
     FEWEST,
