@@ -25,7 +25,6 @@ from torch import Tensor
 from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
-    LN_2,
     LOG2_E,
     Scores,
     Tile,
@@ -46,43 +45,38 @@ from asapc.kernels.gpu.tiles import (
 
 
 def close_rows(
-    scores: Scores, g: Tensor | None, old: Tensor | None = None, natural: bool = True,
-    launches: Launches | None = None,
-) -> Tensor:  # fmt: skip
+    scores: Scores, g: Tensor | None, old: Tensor | None = None, launches: Launches | None = None
+) -> Tensor:
     """T_Q: f [B, H, N] float32 from the target dual g [B, H, M], None for 0; 0 without active keys.
 
-    old: an earlier f, if there is one; natural: the unit of all duals is that of ln, else that of log2.
+    old: an earlier f, if there is one.  All duals are in log2.
     """
     f = torch.empty(scores.q.shape[:3], dtype=torch.float32, device=scores.q.device)
     bias = spread_bias(scores.bias, scores.q, scores.k)
-    _pass(scores._replace(bias=bias), g, old, f, natural=natural, launches=launches)
+    _pass(scores._replace(bias=bias), g, old, f, launches=launches)
     return f
 
 
 def close_columns(
-    scores: Scores, f: Tensor | None, old: Tensor | None = None, natural: bool = True,
-    launches: Launches | None = None,
-) -> Tensor:  # fmt: skip
-    """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys.
-
-    old, natural, launches: as in `close_rows`.
-    """
+    scores: Scores, f: Tensor | None, old: Tensor | None = None, launches: Launches | None = None
+) -> Tensor:
+    """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys."""
     g = torch.empty(scores.k.shape[:3], dtype=torch.float32, device=scores.k.device)
     bias = spread_bias(scores.bias, scores.q, scores.k)
     turned = scores._replace(q=scores.k, k=scores.q, bias=None if bias is None else bias.mT)
-    _pass(turned, f, old, g, keep_on_x=True, natural=natural, launches=launches)
+    _pass(turned, f, old, g, keep_on_x=True, launches=launches)
     return g
 
 
 def attend(
     scores: Scores, v: Tensor, f: Tensor | None, g: Tensor | None, output_factor: Sequence[float],
-    closes: bool, natural: bool = True, with_dual: bool = False,
+    closes: bool, with_dual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """factor * exp(S + f + g) v: [B, H, N, E] in v's dtype; and None.
 
     v: [B, H, M, E]; f: [B, H, N]; g: [B, H, M], None for 0; output_factor as in operators.sinkhorn.
-    closes: by a row c-transform first, of which f, if given, is an older result; natural: as in
-    `close_rows`.  with_dual: the product in float32, and f [B, H, N] of this transform.
+    closes: by a row c-transform first, of which f, if given, is an older result.  with_dual: the product
+    in float32, and f [B, H, N] of this transform.
     """
     q, k, keep, bias, _ = scores
     out_dtype = torch.float32 if with_dual else v.dtype
@@ -90,7 +84,7 @@ def attend(
     new_f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if with_dual else None
     factor = split_factor(output_factor, q.shape[2], k.shape[2], keep)
     scores = scores._replace(bias=spread_bias(bias, q, k))
-    _pass(scores, g, f, new_f, v, out, factor, closes=closes, natural=natural)
+    _pass(scores, g, f, new_f, v, out, factor, closes=closes)
     return out, new_f
 
 
@@ -132,7 +126,7 @@ def _tile_with_values(q: Tensor, k: Tensor, v: Tensor, has_bias: bool, has_keep:
 def _pass(
     scores: Scores, dual: Tensor | None, old: Tensor | None, new: Tensor | None, v: Tensor | None = None,
     out: Tensor | None = None, factor: tuple[float, Tensor | None] = (1.0, None), closes: bool = True,
-    keep_on_x: bool = False, natural: bool = True, launches: Launches | None = None,
+    keep_on_x: bool = False, launches: Launches | None = None,
 ) -> None:  # fmt: skip
     """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; old: [B, H, X].
 
@@ -166,7 +160,6 @@ def _pass(
         "CLOSES": closes,
         # In float16 a weight of 1 / M, or of the square of that, is among the smallest numbers.
         "SHIFTED": old is not None and (v is None or v.dtype != torch.float16),
-        "NATURAL": natural,
         "HAS_FACTORS": factors is not None,
         "STORE_DUAL": new is not None,
         "AS_FLOAT32": not is_half(x, y),
@@ -201,7 +194,7 @@ def _tiles(
     scale, log_mass, factor,
     HAS_KEEP: tl.constexpr, KEEP_ON_X: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
     HAS_OLD: tl.constexpr, HAS_VALUES: tl.constexpr, CLOSES: tl.constexpr, SHIFTED: tl.constexpr,
-    NATURAL: tl.constexpr, HAS_FACTORS: tl.constexpr, STORE_DUAL: tl.constexpr, AS_FLOAT32: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, STORE_DUAL: tl.constexpr, AS_FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNKED: tl.constexpr, ALL_D: tl.constexpr, ALL_E: tl.constexpr,
     STAGES: tl.constexpr, FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr,
@@ -227,8 +220,6 @@ def _tiles(
     b_x = load_rows(p_x, o_x, m_x, tl.arange(0, BLOCK_D), dim, stride_xn, stride_xd, AS_FLOAT32)
     if HAS_OLD:
         b_old = load_dual(p_old + i_b * stride_old_b + i_h * stride_old_h, o_x, m_x, stride_old_n)
-        if NATURAL:
-            b_old *= LOG2_E
     whole = count_y // BLOCK_Y * BLOCK_Y  # tiles of which all points exist
     maximum = tl.zeros([BLOCK_X], tl.float32)
     total = tl.zeros([BLOCK_X], tl.float32)
@@ -252,7 +243,7 @@ def _tiles(
                     logits, o_y, m_y = logit_tile(
                         b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start, count_y, dim, stride_xn,
                         stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
-                        stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, NATURAL, AS_FLOAT32,
+                        stride_dual_n, scale, keep_on_y, HAS_BIAS, HAS_DUAL, AS_FLOAT32,
                         PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED, part == 0, ALL_D,
                     )  # fmt: skip
                     if HAS_OLD and (attempt == 0 or not CLOSES):
@@ -297,8 +288,6 @@ def _tiles(
         tl.store(places, out.to(p_out.dtype.element_ty), mask=mask)
     if STORE_DUAL:  # what sees nothing on the other side has plan 0 whatever its dual is
         new = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log2(total))
-        if NATURAL:
-            new *= LN_2
         if KEEP_ON_X:
             new = tl.where(m_x, new, float("-inf"))
         tl.store(p_new + i_bh * count_x + o_x, new, mask=m_inside)

@@ -58,11 +58,11 @@ def streaming_loop(
     launches = Launches()
     for _ in range(loop.half_steps - loop.ends_on_rows):
         if rows_turn:
-            f = close_rows(scores, g, f, False, launches)
+            f = close_rows(scores, g, f, launches)
         else:
-            g = close_columns(scores, f, g, False, launches)
+            g = close_columns(scores, f, g, launches)
         rows_turn = not rows_turn
     if not loop.ends_on_rows and f is None:
         f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
     closes = loop.ends_on_rows  # within the product with the values
-    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]
+    return attend(scores, v, f, g, loop.output_factor, closes)[0]

@@ -73,12 +73,12 @@ def stored_loop(
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:
-        dual = close_columns(scores, dual, natural=False)
-    f_first = close_rows(scores, dual, natural=False)
+        dual = close_columns(scores, dual)
+    f_first = close_rows(scores, dual)
     pairs = (loop.half_steps - loop.ends_on_rows - (1 if rows_first else 2) - 1) // 2
     f, g = _run(scores, f_first, dual is not None, pairs)
     closes = loop.ends_on_rows
-    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]
+    return attend(scores, v, f, g, loop.output_factor, closes)[0]
 
 
 def _run(scores: Scores, f_first: Tensor, has_dual: bool, pairs: int) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ def _form(
             logits, o_y, m_y = logit_tile(
                 b_q, p_q, p_k, p_keep, p_bias, p_f, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
                 stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, 1, scale, HAS_KEEP,
-                HAS_BIAS, False, False, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+                HAS_BIAS, False, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
                 part == 0, ALL_D,
             )  # fmt: skip
             logits += b_f[:, None]
