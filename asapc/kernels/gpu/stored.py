@@ -56,20 +56,12 @@ def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     )
 
 
-def stored_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    loop: Loop,
-) -> Tensor:
+def stored_loop(scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop) -> Tensor:
     """A v [B, H, N, E] in v's dtype, for loops with a row and a later column c-transform.
 
     Arguments as in `streaming_loop`.
     """
-    scores = Scores(q, k, keep, spread_bias(bias, q, k), loop.score_multiplier)
+    scores = scores._replace(bias=spread_bias(scores.bias, scores.q, scores.k))
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:
