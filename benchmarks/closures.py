@@ -1,6 +1,6 @@
 """One c-transform from the keys' dual, softmax(S + g) v, by what torch has for it.
 
-asapc's own pass (kernels/gpu/apply.py) is one way; these are the others, timed beside it in
+asapc's own pass (kernels/gpu/half_step.py) is one way; these are the others, timed beside it in
 attention.py, so that the first run on hardware says which is best at which shape:
 
     bias     scaled_dot_product_attention with g as a mask [B, H, 1, M], spread over the queries

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from written import write_results
 
 from asapc.kernels.gpu import backward, block, dual, plan, resident, sinkhorn, stored
+from asapc.kernels.gpu.tiles import Scores
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
@@ -177,18 +178,18 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                     for side, steps in (("row", 4), ("column", 4)):
                         loop = Loop(0.125, steps, side, FACTOR)  # type: ignore[arg-type]
                         yield f"loop {name}{what} {side}", partial(
-                            sinkhorn.streaming_loop, q, k, v, *given, None, loop
+                            sinkhorn.streaming_loop, Scores(q, k, *given, 0.125), v, None, loop
                         )
                 loop = Loop(0.125, 4, "row", FACTOR)
                 if tokens <= block.MOST_TOKENS:
                     for what, given in given_to.items():
                         yield f"resident {name}{what}", partial(
-                            resident.resident_loop, q, k, v, *given, None, loop
+                            resident.resident_loop, Scores(q, k, *given, 0.125), v, None, loop
                         )
                 else:
                     for what, given in given_to.items():
                         yield f"stored {name}{what}", partial(
-                            stored.stored_loop, q, k, v, *given, None, loop
+                            stored.stored_loop, Scores(q, k, *given, 0.125), v, None, loop
                         )
                 yield f"gradients {name}", partial(
                     backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop,
@@ -222,7 +223,7 @@ def edges() -> Iterator[tuple[str, Callable[[], Any]]]:
                 keep = torch.ones(1, keys, dtype=torch.bool)
                 start = torch.zeros(1, 2, keys if side == "row" else queries)
                 name = f"edge {str(dtype).removeprefix('torch.')} N{queries} M{keys} D{dim} {side}"
-                yield name, partial(run, q, k, k, keep, None, start, loop)
+                yield name, partial(run, Scores(q, k, keep, None, 0.125), k, start, loop)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_gpu_loops import LOOPS, Case, assert_loop
+from test_gpu_loops import LOOPS, Case, assert_loop, scored
 
 from asapc.kernels.gpu import block, resident, tiles
 from asapc.kernels.loop import Loop
@@ -48,8 +48,10 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
             made[shape] = ctypes.CDLL(str(folder / "block.so"))
         return made[shape]
 
-    def run(*inputs: Any, loop: Loop, shared: int = SHARED) -> tuple[Tensor, Tensor]:
-        q, k, v, keep, bias, dual = inputs
+    def run(
+        scores: tiles.Scores, v: Tensor, dual: Tensor | None, loop: Loop, shared: int = SHARED
+    ) -> tuple[Tensor, Tensor]:
+        q, k, keep, bias, _ = scores
         shape = block.shape_of(q, k, v, shared)
         assert shape is not None
         out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=v.dtype)
@@ -68,7 +70,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 def in_range(emulated: Runner, shared: int = SHARED) -> Callable[..., Tensor]:
     def run(*given: Any) -> Tensor:
-        out, done = emulated(*given[:-1], loop=given[-1], shared=shared)
+        out, done = emulated(*given, shared=shared)
         assert bool((done == 1).all())
         return out
 
@@ -100,7 +102,7 @@ def test_keys_that_a_bias_hides(emulated: Runner) -> None:
     assert_loop(case, in_range(emulated), LOOPS["RCRCRC"])
     given = [*case.given()]
     given[4] = torch.where(case.keep[:, None, None], case.bias, math.nan)
-    out = in_range(emulated)(*given, None, Loop(0.4, 6, "column", case.factors()))
+    out = in_range(emulated)(*scored(*given), None, Loop(0.4, 6, "column", case.factors()))
     assert bool(out.isfinite().all())
 
 
@@ -150,9 +152,8 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
 
     def done(**changed: Any) -> list[int]:
         q, asked = changed.get("q", case.q), loop._replace(first_side=changed.get("side", "row"))
-        flags: list[int] = emulated(
-            q, case.k, case.v, None, None, changed.get("dual"), loop=asked
-        )[1].tolist()
+        inputs = scored(q, case.k, case.v, None, None)
+        flags: list[int] = emulated(*inputs, changed.get("dual"), asked)[1].tolist()
         return flags
 
     assert done() == [1, 1]
@@ -161,7 +162,7 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
     for nan in (torch.tensor(math.nan), made_by_a_gpu):
         assert done(q=torch.where(torch.arange(8) == 0, nan, case.q)) == [0, 0]
         v = torch.where(torch.arange(8) == 0, nan, case.v)
-        out, _ = emulated(case.q, case.k, v, None, None, None, loop=loop)
+        out, _ = emulated(*scored(case.q, case.k, v, None, None), None, loop)
         assert bool(out[..., 0].isnan().all()) and bool(out[..., 1:].isfinite().all())
     far = torch.zeros(2, 1, 18)
     far[1, 0, :9] = -600.0

@@ -182,11 +182,17 @@ def reach_of(*summed: Tensor) -> float:
     return sum(float(t[t.isfinite()].abs().max()) if bool(t.isfinite().any()) else 0.0 for t in summed)
 
 
+def scored(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None
+) -> tuple[tiles.Scores, Tensor]:
+    return tiles.Scores(q, k, keep, bias, SCALE), v
+
+
 def assert_loop(case: Case, runner: Any, loop: Any) -> None:
     half_steps, first, started = loop
     exact, rough = (output(case, loop, dtype) for dtype in (torch.float64, torch.float32))
     dual = case.dual(first) if started else None
-    own = runner(*case.given(), dual, Loop(SCALE, half_steps, first, case.factors()))
+    own = runner(*scored(*case.given()), dual, Loop(SCALE, half_steps, first, case.factors()))
     assert own.dtype == case.v.dtype
     # The order in which a product is summed decides a last digit of a score; a far start has its own.
     reach = reach_of(case.scores(torch.float32), *([] if dual is None else [case.f, case.g]))
@@ -234,19 +240,18 @@ def assert_gradients(case: Case, loop: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_half_steps(name: str) -> None:
     case = Case(**CASES[name])
-    q, k, _, keep, bias = case.given()
-    scored = tiles.Scores(q, k, keep, bias, SCALE)
+    inputs, _ = scored(*case.given())
     for start, far in ((False, None), (True, None), (True, 0.5), (True, 500.0)):
-        f, g = (case.dual(first) if start else None for first in ("column", "row"))
+        f, g = (case.dual(first) / math.log(2) if start else None for first in ("column", "row"))
         own = (
-            half_step.close_rows(scored, g),
-            half_step.close_columns(scored, f),
+            half_step.close_rows(inputs, g),
+            half_step.close_columns(inputs, f),
         )
         if far is not None:  # from earlier duals, which may be anything
             early = [x + far * torch.arange(x.shape[2], device=x.device).sin() for x in own]
             own = (
-                half_step.close_rows(scored, g, early[0]),
-                half_step.close_columns(scored, f, early[1]),
+                half_step.close_rows(inputs, g, early[0]),
+                half_step.close_columns(inputs, f, early[1]),
             )
         results = []
         for dtype in (torch.float64, torch.float32):
@@ -256,8 +261,9 @@ def test_half_steps(name: str) -> None:
             rows = c_transforms.close_rows(scores, zero_g + case.g.to(dtype) * start, log_mu)
             columns = c_transforms.close_columns(scores, zero_f + case.f.to(dtype) * start, log_nu)
             results.append((rows, columns))
-        for mine, exact, rough in zip(own, *results, strict=True):
-            assert mine.dtype == torch.float32
+        for in_log2, exact, rough in zip(own, *results, strict=True):
+            assert in_log2.dtype == torch.float32
+            mine = in_log2 * math.log(2)
             largest = float(exact[exact.isfinite()].abs().max())
             assert_honest(mine, exact, rough, 1e-6 * max(1.0, largest))
 
@@ -354,7 +360,7 @@ def test_a_nan_is_not_hidden(runner: str) -> None:
     case.q[:, :, 3, 2] = math.nan
     q, k, v, keep, bias = case.given()
     loop = Loop(SCALE, 6, "row", case.factors())
-    assert bool(RUNNERS[runner](q, k, v, keep, bias, None, loop).isnan().all())
+    assert bool(RUNNERS[runner](*scored(q, k, v, keep, bias), None, loop).isnan().all())
 
 
 def test_each_way_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +388,7 @@ def test_nothing_in_nothing_out(shape: tuple[int, ...]) -> None:
     case = Case(shape)
     q, k, v, *rest = case.given()
     loop = Loop(SCALE, 3, "row", case.factors())
-    found = [run(q, k, v, *rest, None, loop) for run in RUNNERS.values()]
+    found = [run(*scored(q, k, v, *rest), None, loop) for run in RUNNERS.values()]
     grads = backward.sinkhorn_backward(torch.ones_like(q), q, k, v, *rest, None, loop, Tail(3))
     for own, like in zip((*found, *grads[:3]), (*[q] * len(found), q, k, v), strict=True):
         assert own is not None and own.shape == like.shape and not own.any()

@@ -25,7 +25,7 @@ from test_gpu_features import ALL, parameters_of, width_of
 from test_gpu_loops import Case
 
 from asapc.device import moved
-from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
+from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn, tiles
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
@@ -97,7 +97,8 @@ class NeverRead(TorchDispatchMode):
 def host_sides() -> dict[str, Callable[[], Any]]:
     """Calls of the kernels, on the CPU, where they run interpreted."""
     q, k, v, keep, bias = Case((2, 2, 17, 18, 8, 8), masked=True, bias=(1, 2)).given()
-    f, loop = torch.zeros(2, 2, 17), Loop(0.4, 5, "row", [1.0, 1.0, 0.0, 1.0])
+    scores, f = tiles.Scores(q, k, keep, bias, 0.4), torch.zeros(2, 2, 17)
+    loop = Loop(0.4, 5, "row", [1.0, 1.0, 0.0, 1.0])
     weights = torch.ones(2, width_of(ALL, 8))
     fitted = (keep, None, parameters_of(ALL, 2, 8), weights, ALL)
     task = Task.of(
@@ -105,8 +106,8 @@ def host_sides() -> dict[str, Callable[[], Any]]:
         output_factor=[2.0, 1.0, 0.0, 0.0], by_head=[1.0, 0.5],
     )  # fmt: skip
     return {
-        "resident": lambda: resident.resident_loop(q, k, v, keep, bias, None, loop),
-        "streaming": lambda: sinkhorn.streaming_loop(q, k, v, keep, bias, None, loop),
+        "resident": lambda: resident.resident_loop(scores, v, None, loop),
+        "streaming": lambda: sinkhorn.streaming_loop(scores, v, None, loop),
         "dual and row mass": lambda: dual.dual_and_row_mass(q, k, *fitted, 0.4, 5, True),
         "plan": lambda: plan.plan(torch.ones(3, 2, 4, 4), task),
         "gradients": lambda: backward.sinkhorn_backward(

@@ -232,7 +232,7 @@ def test_tails_on_the_gpu(first: Side, tail: Tail) -> None:
 
     case = {k: None if v is None else v.to(gpu_env.DEVICE) for k, v in given(
         19, 16, torch.float32, first, masked=True, spread=0.5).items()}  # fmt: skip
-    loop = Loop(0.5, 6, first, [1.0, 0.0, 1.0, 0.0])
+    loop = Loop(0.5, 6, first, [1.0, 0.0, 0.0, 1.0])
     arguments = [case[name] for name in ("grad", "q", "k", "v", "keep", "bias", "dual")]
     arguments[3] = meaning.clean_values(case["v"], case["keep"])
     found = backward.sinkhorn_backward(*arguments, loop, tail)

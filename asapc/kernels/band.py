@@ -188,7 +188,7 @@ class _Band:
         dv = self.sums(attention.transpose(-1, -2) @ grads)
         slopes = attention * products
         of_f, of_g = slopes.sum(-1), self.sums(slopes.sum(-2))
-        allowed = None if tail.tolerance <= 0 else self._allowed(tail, attention, products)
+        allowed = None if tail.tolerance <= 0 else tail.allowed(attention, products)
         depth, half_steps = 0, self.loop.half_steps
         while depth < min(tail.most, half_steps):
             closes_rows, f, g = every.pop()
@@ -212,10 +212,3 @@ class _Band:
         """Without what rounding made of its sum, which is 0, see cpu.gradients."""
         count = self.active.sum(1, keepdim=True).clamp(min=1)
         return of_g - (of_g.sum(1, keepdim=True) / count).masked_fill(~self.active, 0.0)
-
-    def _allowed(self, tail: Tail, attention: Tensor, products: Tensor) -> Tensor:
-        """What the tail may leave out of these heads, [G]."""
-        mass = attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-        mean = (attention * products).sum(-1, keepdim=True) / mass
-        changes, terms = attention * (products - mean), attention * products
-        return tail.allowed(changes.abs().sum((1, 2, 3)), terms.abs().sum((1, 2, 3)))

@@ -57,6 +57,10 @@ class Tail:
     most: int
     tolerance: float = 0.0
 
-    def allowed(self, slopes: Tensor, terms: Tensor) -> Tensor:
-        """What may be left out, from the L1 norms of the slopes and of the A_ij Z_ij they are made of."""
-        return self.tolerance * slopes + ROUNDING * torch.finfo(terms.dtype).eps * terms
+    def allowed(self, attention: Tensor, products: Tensor) -> Tensor:
+        """What may be left out of rows of A and Z [G, ..., M]: [G], for every head."""
+        mass = attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
+        terms = attention * products
+        slopes = attention * (products - terms.sum(-1, keepdim=True) / mass)
+        rounding = ROUNDING * torch.finfo(terms.dtype).eps
+        return self.tolerance * slopes.abs().flatten(1).sum(1) + rounding * terms.abs().flatten(1).sum(1)

@@ -325,7 +325,7 @@ class _Chain:
         column, weighted = b.transpose(1, 2), b.transpose(1, 2) * v
         eta_a = torch.empty_like(a)
         found = torch.zeros_like(v)
-        slopes, terms = (torch.zeros_like(self.scale[:, 0, 0]) for _ in range(2))
+        allowed = torch.zeros_like(self.scale[:, 0, 0])
         for rows, kernel in self.kernel.blocks():
             if ends_on_rows:
                 a[:, rows] = self._closing(kernel, rows)
@@ -334,15 +334,12 @@ class _Chain:
             eta_a[:, rows] = (torch.bmm(kernel, weighted) * scaled_grad).sum(-1, keepdim=True)
             found.baddbmm_(kernel.transpose(1, 2), scaled_grad)
             if tail.tolerance > 0:
-                plan = kernel * scaled * b
-                mass = plan.sum(-1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
                 products = torch.bmm(grad[:, rows], v.transpose(1, 2))
-                terms += (plan * products).abs_().sum((1, 2))
-                slopes += (products - eta_a[:, rows] / mass).mul_(plan).abs_().sum((1, 2))
+                allowed += tail.allowed(kernel * scaled * b, products)
         if ends_on_rows:
             self.a.append(a)
         dv = found.mul_(column)
-        return eta_a, (dv * v).sum(-1)[:, None], dv, tail.allowed(slopes, terms)
+        return eta_a, (dv * v).sum(-1)[:, None], dv, allowed
 
     def _columns(self, x: Tensor) -> Tensor:
         """K' x [G, 1, M], x: [G, N, 1]."""

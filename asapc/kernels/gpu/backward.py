@@ -15,7 +15,7 @@ The plans of all half-steps are one plan with its rows and columns scaled,
     P_t = P exp(f_t - f) exp(g_t - g)       the transport orbit: block-wise paper, Proposition 6
 
 so that such a pass takes one exponential an entry and a product of rank 2 T. Where duals move too far for
-float32, it takes an exponential a half-step.
+float32, it takes an exponential a half-step. Duals are in log2, their gradients are not.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,10 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels.gpu.apply import attend
-from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.half_step import attend, close_columns, close_rows
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
+    LN_2,
+    LOG2_E,
     Scores,
     block_of,
     is_half,
@@ -51,7 +52,7 @@ from asapc.operators.sinkhorn import factor_value, score_matrix
 
 SIZE_ENTRIES = 1 << 24  # of a block of scores in plain PyTorch
 RANK_STEP = tl.constexpr(16)  # of an orbit's rank: what a product takes at once
-REACH = 40.0  # of the duals' moves: a plan's entry of 1e-8 stays far from the end of float32's range
+REACH = 57.0  # of the duals' moves: a plan's entry of 1e-8 stays far from the end of float32's range
 
 
 class Output(NamedTuple):
@@ -107,7 +108,8 @@ def sinkhorn_backward(
     ]
     f, g = (torch.zeros(x.shape[:3], dtype=torch.float32, device=x.device) for x in (q, k))
     if dual is not None:
-        f, g = (f, dual.float()) if rows_first else (dual.float(), g)
+        start = dual.float() * LOG2_E.value
+        f, g = (f, start) if rows_first else (start, g)
     pairs, out = [], None
     for step, side in enumerate(sides):
         if side == "column":
@@ -161,21 +163,18 @@ def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -
     batch, heads, queries, _ = q.shape
     bias = None if bias is None else bias.expand(batch, heads, queries, k.shape[2])
     v = output.v.float().transpose(2, 3)
-    slopes, terms = (q.new_zeros((batch, heads), dtype=torch.float32) for _ in range(2))
+    allowed = q.new_zeros((batch, heads), dtype=torch.float32)
     rows = max(1, SIZE_ENTRIES // max(1, batch * heads * k.shape[2]))
     for start in range(0, queries, rows):
         part = slice(start, start + rows)
         some = None if bias is None else bias[:, :, part].float()
         scores = score_matrix(q[:, :, part].float(), k.float(), keep, some, score_multiplier)
-        plan = torch.exp(scores + f[:, :, part, None] + g[:, :, None])
+        plan = torch.exp(scores + LN_2.value * (f[:, :, part, None] + g[:, :, None]))
         products = output.grad[:, :, part].float() @ v
-        mass = plan.sum(-1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
-        means = (plan * products).sum(-1, keepdim=True) / mass
-        terms += (plan * products).abs_().sum((2, 3))
-        slopes += products.sub_(means).mul_(plan).abs_().sum((2, 3))
+        allowed += tail.allowed(plan.flatten(0, 1), products.flatten(0, 1)).view_as(allowed)
     factor = factor_value(output.factor, queries, k.shape[2], keep)
-    scale = abs(factor) if isinstance(factor, float) else factor.abs().to(slopes)[:, :, 0, 0]
-    return tail.allowed(slopes * scale, terms * scale)
+    scale = abs(factor) if isinstance(factor, float) else factor.abs().to(allowed)[:, :, 0, 0]
+    return allowed * scale
 
 
 def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> Orbit:
@@ -184,7 +183,7 @@ def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> 
     middle = (moved_x.amax(-1, keepdim=True) + moved_x.amin(-1, keepdim=True)) / 2  # a gauge of its own
     moved_x, moved_y = moved_x - middle, moved_y + middle
     reach = (moved_x.abs().amax(-1) + moved_y.abs().amax(-1)).amax(0)  # [B, H]
-    x, y = (moved.clamp(-REACH, REACH).exp() for moved in (moved_x, moved_y))
+    x, y = (moved.clamp(-REACH, REACH).exp2() for moved in (moved_x, moved_y))
     sides = [torch.cat([coef_x * x, x]), torch.cat([y, coef_y * y])]
     more = -2 * len(dual_x) % RANK_STEP.value
     laid = [torch.nn.functional.pad(side.permute(1, 2, 3, 0), (0, more)) for side in sides]
@@ -262,7 +261,7 @@ def _slopes(
         0 if orbit is None else orbit.x.shape[3],
         *x.stride(), *y.stride(), *strides_of(u_x, 4), *strides_of(u_y, 4), *strides_of(keep, 2),
         *strides_of(bias, 4),
-        score_multiplier,
+        score_multiplier * LOG2_E.value,
         factor,
         HAS_KEEP=keep is not None,
         KEEP_ON_X=not rows,
@@ -368,7 +367,7 @@ def _slope_sums(
         scores = tl.where(m_tile, scores, float("-inf"))
         slopes = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
         if HAS_OUTPUT:
-            plan = tl.exp(scores + b_applied_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
+            plan = tl.exp2(scores + b_applied_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
             slopes = plan * score_tile(
                 b_u, p_ux, p_uy, p_bias, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd,
                 stride_uyn, stride_uyd, stride_bias_x, stride_bias_y, factor, False,
@@ -385,7 +384,7 @@ def _slope_sums(
                 ratios = product(b_orbit_x, tl.trans(b_orbit_y), ratios, PRECISION)
             if not HAS_OUTPUT:
                 b_first_x = load_dual(p_dual_x, o_x, m_x, 1)
-                plan = tl.exp(scores + b_first_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
+                plan = tl.exp2(scores + b_first_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
             slopes += plan * ratios
         else:
             p_term_x, p_term_y = p_dual_x, p_dual_y
@@ -395,7 +394,7 @@ def _slope_sums(
                 b_dual_y = load_dual(p_term_y, o_y, m_y, 1)
                 b_coef_x = load_dual(p_slope_x, o_x, m_x, 1)
                 b_coef_y = load_dual(p_slope_y, o_y, m_y, 1)
-                weights = tl.exp(scores + b_dual_x[:, None] + b_dual_y[None, :])
+                weights = tl.exp2(scores + b_dual_x[:, None] + b_dual_y[None, :])
                 slopes += weights * (b_coef_x[:, None] + b_coef_y[None, :])
                 p_term_x += step_x
                 p_term_y += step_y
@@ -410,7 +409,7 @@ def _slope_sums(
     if WANT_POINTS:
         places = p_dx + (i_bh * count_x + o_x)[:, None] * dim + o_all_d[None, :]
         mask = m_inside[:, None] & (o_all_d < dim)[None, :]
-        tl.store(places, (b_dx * scale).to(p_dx.dtype.element_ty), mask=mask)
+        tl.store(places, (b_dx * (scale * LN_2)).to(p_dx.dtype.element_ty), mask=mask)
     if WANT_VALUES:
         places = p_du + (i_bh * count_x + o_x)[:, None] * value_dim + o_all_e[None, :]
         mask = m_inside[:, None] & (o_all_e < value_dim)[None, :]

@@ -20,6 +20,7 @@ from asapc.kernels.gpu.tiles import (
     FEWEST,
     FLOAT32_PRECISION,
     LOG2_E,
+    Scores,
     add_exponentials,
     block_of,
     is_half,
@@ -46,16 +47,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor, loop: Loop) -> bool:
     return loop.half_steps >= FEWEST and block.shape_for(q, k, v) is not None
 
 
-def resident_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    loop: Loop,
-) -> Tensor:
-    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as kernels.native's."""
+def resident_loop(scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop) -> Tensor:
+    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as in `streaming_loop`."""
+    q, k, keep, bias, _ = scores
     batch, heads, queries, dim = q.shape
     keys, value_dim = k.shape[2], v.shape[3]
     out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)

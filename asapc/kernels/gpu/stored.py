@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asapc.kernels.gpu.apply import attend
-from asapc.kernels.gpu.half_step import close_columns, close_rows, tile_for
+from asapc.kernels.gpu.half_step import attend, close_columns, close_rows, tile_for
 from asapc.kernels.gpu.launch import Launches
 from asapc.kernels.gpu.tiles import (
     FEWEST,
@@ -57,29 +56,21 @@ def fits(q: Tensor, k: Tensor, loop: Loop) -> bool:
     )
 
 
-def stored_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    loop: Loop,
-) -> Tensor:
+def stored_loop(scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop) -> Tensor:
     """A v [B, H, N, E] in v's dtype, for loops with a row and a later column c-transform.
 
     Arguments as in `streaming_loop`.
     """
-    scores = Scores(q, k, keep, spread_bias(bias, q, k), loop.score_multiplier)
+    scores = scores._replace(bias=spread_bias(scores.bias, scores.q, scores.k))
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:
-        dual = close_columns(scores, dual, natural=False)
-    f_first = close_rows(scores, dual, natural=False)
+        dual = close_columns(scores, dual)
+    f_first = close_rows(scores, dual)
     pairs = (loop.half_steps - loop.ends_on_rows - (1 if rows_first else 2) - 1) // 2
     f, g = _run(scores, f_first, dual is not None, pairs)
     closes = loop.ends_on_rows
-    return attend(scores, v, f, g, loop.output_factor, closes, natural=False)[0]
+    return attend(scores, v, f, g, loop.output_factor, closes)[0]
 
 
 def _run(scores: Scores, f_first: Tensor, has_dual: bool, pairs: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +172,7 @@ def _form(
             logits, o_y, m_y = logit_tile(
                 b_q, p_q, p_k, p_keep, p_bias, p_f, o_x, m_x, start, keys, dim, stride_qn, stride_qd,
                 stride_kn, stride_kd, stride_keep_n, stride_bias_x, stride_bias_y, 1, scale, HAS_KEEP,
-                HAS_BIAS, False, False, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+                HAS_BIAS, False, AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
                 part == 0, ALL_D,
             )  # fmt: skip
             logits += b_f[:, None]

@@ -187,13 +187,13 @@ def score_tile(
     HAS_BIAS: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """scale x.y + bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet; b_x as in `products`."""
+    """scale x.y + log2(e) bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet; b_x as in `products`."""
     scores = scale * products(
         b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
         PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
     )  # fmt: skip
     if HAS_BIAS:
-        scores += load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
+        scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
     return scores
 
 
@@ -204,13 +204,13 @@ def logit_tile(
     stride_xn, stride_xd, stride_yn, stride_yd, stride_keep_n, stride_bias_x, stride_bias_y,
     stride_dual_n,
     scale,
-    HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr, NATURAL: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DUAL: tl.constexpr,
     AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr, WHOLE: tl.constexpr, ALL_D: tl.constexpr,
 ):  # fmt: skip
     """log2 of exp(S + dual of y) for the BLOCK_Y points y from `start` on, -inf where they are masked.
 
-    scale: of x.y, log2(e) included.  NATURAL: the dual's unit.  WHOLE: all these y exist.  Returns also
+    scale: of x.y, log2(e) included.  WHOLE: all these y exist.  Returns also
     which points y they are, and which of them are active.
     """
     o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
@@ -227,8 +227,6 @@ def logit_tile(
             b_dual = tl.load(p_dual + o_y * stride_dual_n, mask=m_y, other=0.0).to(tl.float32)
         else:
             b_dual = tl.load(p_dual + o_y * stride_dual_n).to(tl.float32)
-        if NATURAL:
-            b_dual *= LOG2_E
         if masked:
             b_dual = tl.where(m_y, b_dual, float("-inf"))
         logits += b_dual[None, :]

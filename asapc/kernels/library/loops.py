@@ -71,9 +71,10 @@ def _run(
         factor = loop.output_factor
         return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
+    from asapc.kernels.gpu.tiles import Scores
 
-    values = clean_values(v, keep)
-    return gpu.sinkhorn_loop(q, k, values, keep, bias, start, loop)
+    scores = Scores(q, k, keep, bias, loop.score_multiplier)
+    return gpu.sinkhorn_loop(scores, clean_values(v, keep), start, loop)
 
 
 def _usual(
