@@ -48,6 +48,7 @@ class Fresh:
         self._model = copied(model)
         self._weights = _sums(model)
         own = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
+        own += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
         shared = (value for value in own if isinstance(value, _KINDS))  # by all copies
         holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
@@ -174,8 +175,7 @@ def _sums(model: nn.Module) -> dict[str, list[Any]]:
 
 def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
     """The globals of the classes of a model's modules, and of what is imported there."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    queue, known = deque[Any](sorted(kinds, key=repr)), set[int]()
+    queue, known = deque[Any](_kinds_of(model)), set[int]()
     while queue and len(known) < MOST_FILES:
         value = queue.popleft()
         home = sys.modules.get(value.__module__) if isinstance(value, type) else value
@@ -191,15 +191,29 @@ def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[
             yield space
 
 
-def _holders(value: Any) -> Iterator[_Holder]:
-    """What may keep something for a later call: a value, its attributes, the variables around it."""
+def _kinds_of(model: nn.Module) -> list[type]:
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return sorted(kinds, key=repr)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _holders(value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Holder]:
+    """What may keep something for a later call: a value, its attributes, the variables around it.
+
+    around: the functions whose variables led to it.
+    """
     if isinstance(value, _CONTAINERS):
         yield value
     elif isinstance(value, FunctionType):
         yield vars(value)
         for cell in value.__closure__ or ():
             yield cell
-            yield from _holders(_content(cell)) if isinstance(_content(cell), _CONTAINERS) else ()
+            inner = _content(cell)
+            if isinstance(inner, (*_CONTAINERS, FunctionType)) and inner not in (value, *around):
+                yield from _holders(inner, (value, *around))
     elif isinstance(value, type):
         yield value
         for inner in map(plain_function, vars(value).values()):

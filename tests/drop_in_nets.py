@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from attention_zoo import module
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -120,23 +121,18 @@ class ThroughNumpy(nn.Module):
         return found.out * torch.from_numpy(found.norm.detach().numpy()).mean()
 
 
-class Norm(nn.Module):
+def _norm(self: Any, x: Tensor) -> Tensor:
     """In float32 whatever it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
+    wide = x.float()
+    return (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """One attention called twice, with a norm between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.norm = Attention(8, 2, 5), Norm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(self.norm(x) + self.attention(x))
+    return module(
+        lambda self, x: self.attention(self.norm(x) + self.attention(x)),
+        attention=Attention(8, 2, 5), norm=module(_norm),
+    )  # fmt: skip
 
 
 def halved(self: Any, x: Tensor) -> Tensor:
@@ -150,7 +146,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.halved = Shared(), Attention(8, 2, 4)
+        self.shared, self.halved = shared(), Attention(8, 2, 4)
         self.halved.calls, self.halved.share = 0, 0.5
         self.halved.forward = MethodType(halved, self.halved)  # type: ignore[method-assign]
         self.head = nn.Linear(8, 3)

@@ -8,7 +8,7 @@ import gc
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -175,20 +175,21 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(nn.Softmax(-1), "inductor")(torch.randn(5, 77).requires_grad_(False))
 
 
-@pytest.mark.parametrize(
-    ("training", "how"), [(False, {"fullgraph": True}), (True, {"dynamic": True})], ids=str
-)
-def test_outputs_gradients_and_state_are_the_models(training: bool, how: dict[str, bool]) -> None:
-    model = Attention(dropout=0.3 if training else 0.0).train(training)
-    assert_trains_alike(model, tokens(), **how)
-    assert operators(model) == ["plan" if training else "sinkhorn"]
+TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool], list[str]]] = {
+    "in evaluation mode": (lambda: Attention().eval(), {"fullgraph": True}, ["sinkhorn"]),
+    "dropout": (lambda: Attention(dropout=0.3), {"dynamic": True}, ["plan"]),
+    "another layer, and buffers that change": (
+        lambda: nn.Sequential(Counts(), Attention(3)), {}, ["sinkhorn", "sinkhorn"]),
+    "float64": (lambda: Attention().double(), {}, ["sinkhorn"]),
+}  # fmt: skip
 
 
-def test_the_rest_of_a_graph_stays_as_it_is() -> None:
-    """Another layer, and buffers that change."""
-    model = nn.Sequential(Counts(), Attention(3))
-    assert_trains_alike(model, tokens())
-    assert operators(model) == ["sinkhorn", "sinkhorn"]
+@pytest.mark.parametrize(("make", "how", "expected"), TRAINED.values(), ids=TRAINED)
+def test_outputs_gradients_and_state_are_the_models(make: Any, how: Any, expected: list[str]) -> None:
+    model = make()
+    x = tokens().to(next(model.parameters()).dtype)
+    assert_trains_alike(model, x, 1e-12 if x.dtype == torch.float64 else WITHIN, **how)
+    assert operators(model) == expected
 
 
 def test_what_is_changed_in_place_is_replaced() -> None:
@@ -305,12 +306,6 @@ def test_what_changes_between_calls_takes_effect() -> None:
         model.qkv.weight.mul_(2)
     assert_same(fast(x), model(x))
     assert set(operators(model)) == {"sinkhorn"}
-
-
-def test_another_dtype() -> None:
-    model = Attention().double()
-    assert_trains_alike(model, tokens().double(), 1e-12)
-    assert operators(model) == ["sinkhorn"]
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -29,6 +29,8 @@ ASAP = (
     "operator: asap\nside: source\nc_transforms: 3\nfeatures: ['sliced:8']\n"
     "batch_size: 16\nmax_examples: 64\n"
 )
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")

@@ -31,6 +31,7 @@ import drop_in_nets
 import numpy as np
 import pytest
 import torch
+from attention_zoo import module
 from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
@@ -49,8 +50,7 @@ LIMITS = {"compiled": 1.0}
 
 
 def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 2, bias: Any = 0.0) -> Tensor:
-    q, k = layer.qk(x).chunk(2, -1)
-    scores = 3 * q @ k.mT / tau + bias
+    scores = 3 * products(layer, x) / tau + bias
     f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
     for _ in range(steps):
         f = -torch.logsumexp(scores + g, -1, keepdim=True)
@@ -569,6 +569,7 @@ class Once(Layer):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("known", torch.zeros(()))
+        self.functions = {"level": [once()]}
 
     def made_once(self, x: Tensor) -> Any:
         if self.level is None:
@@ -579,96 +580,89 @@ class Once(Layer):
         return attended(self, x, self.made_once(x))
 
 
-class OnceOfSizes(Once):
-    def made_once(self, x: Tensor) -> Any:
-        self.level = self.level or x.shape[1] / 6
-        return self.level
+def of_sizes(self: Once, x: Tensor) -> Any:
+    self.level = self.level or x.shape[1] / 6
+    return self.level
 
 
-class OnceOfSizesOrNaN(OnceOfSizes):
+def of_weights(self: Once, x: Tensor) -> Any:
+    self.level = self.level or float(self.qk.weight.abs().sum())
+    return self.level
+
+
+def of_nothing(self: Once, x: Tensor) -> Any:
+    self.level = self.level or torch.tensor(self.qk.in_features / 8)
+    return self.level
+
+
+def in_a_class(self: Once, x: Tensor) -> Any:
+    Once.of_class = self.of_class or float(x.abs().mean())
+    return self.of_class
+
+
+def in_a_dict(self: Once, x: Tensor) -> Any:
+    return FIRST_SEEN.setdefault("level", x.abs().mean())
+
+
+def in_a_global(self: Once, x: Tensor) -> Any:
+    global FIRST_LENGTH
+    FIRST_LENGTH = FIRST_LENGTH or len(x[0])
+    return FIRST_LENGTH
+
+
+def around_an_attribute(self: Once, x: Tensor) -> Any:
+    """Of a function, which copies of the layer share."""
+    return self.functions["level"][0](x)
+
+
+def by_another_function(level: Callable[[Tensor], Tensor]) -> Any:
+    return lambda self, x: level(x)
+
+
+def in_a_buffer(self: Once, x: Tensor) -> Any:
+    if not self.known:
+        self.known.copy_(x.abs().mean())
+    return self.known
+
+
+def in_a_weight(self: Once, x: Tensor) -> Any:
+    if not self.known:
+        self.known.fill_(1.0)
+        self.scale.data.copy_(x.abs().mean())
+    return self.scale
+
+
+def once_as(made_once: Any, base: type[Once] = Once) -> type[Once]:
+    return type("Own", (base,), {"made_once": made_once})
+
+
+class OrNaN(Once):
     """All of a kernel leaves the format where inputs are large, and what is 0 / 0 tells nothing apart."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.where(x.abs().amax() > 40, torch.nan, x))
 
 
-class OnceOfWeights(Once):
-    def made_once(self, x: Tensor) -> Any:
-        self.level = self.level or float(self.qk.weight.abs().sum())
-        return self.level
+LEVEL, FIRST = "makes level once", "first"
 
 
-class OnceOfNothing(Once):
-    def made_once(self, x: Tensor) -> Any:
-        self.level = self.level or torch.tensor(self.qk.in_features / 8)
-        return self.level
-
-
-class OnceInAClass(Once):
-    def made_once(self, x: Tensor) -> Any:
-        OnceInAClass.of_class = self.of_class or float(x.abs().mean())
-        return self.of_class
-
-
-class OnceInADict(Once):
-    def made_once(self, x: Tensor) -> Any:
-        return FIRST_SEEN.setdefault("level", x.abs().mean())
-
-
-class OnceInAGlobal(Once):
-    def made_once(self, x: Tensor) -> Any:
-        global FIRST_LENGTH
-        FIRST_LENGTH = FIRST_LENGTH or len(x[0])
-        return FIRST_LENGTH
-
-
-class OnceAround(Once):
-    made_once = staticmethod(once())
-
-
-class OnceAroundAnAttribute(Once):
-    """Of a function, which copies of the layer share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions = {"level": [once()]}
-
-    def made_once(self, x: Tensor) -> Any:
-        return self.functions["level"][0](x)
-
-
-class OnceInABuffer(Once):
-    def made_once(self, x: Tensor) -> Any:
-        if not self.known:
-            self.known.copy_(x.abs().mean())
-        return self.known
-
-
-class OnceInAWeight(OnceInABuffer):
-    def made_once(self, x: Tensor) -> Any:
-        if not self.known:
-            self.known.fill_(1.0)
-            self.scale.data.copy_(x.abs().mean())
-        return self.scale
-
-
-@pytest.mark.parametrize("kind", [
-    Once, OnceOfSizes, OnceOfSizesOrNaN, OnceOfWeights, OnceInAClass, OnceInADict, OnceInAGlobal,
-    OnceAround, OnceInABuffer,
-    OnceInAWeight, OnceAroundAnAttribute,
+@pytest.mark.parametrize(("kind", "text"), [
+    (Once, LEVEL), (once_as(of_sizes), LEVEL), (once_as(of_sizes, OrNaN), LEVEL),
+    (once_as(of_weights), LEVEL), (once_as(in_a_class), FIRST), (once_as(in_a_dict), FIRST),
+    (once_as(in_a_global), FIRST), (once_as(staticmethod(once())), FIRST), (once_as(in_a_buffer), FIRST),
+    (once_as(in_a_weight), FIRST), (once_as(around_an_attribute), FIRST),
+    (once_as(by_another_function(once())), FIRST),
 ])  # fmt: skip
-def test_what_is_made_of_the_first_data_is_no_constant(kind):
+def test_what_is_made_of_the_first_data_is_no_constant(kind, text):
     model = stack(Layer, kind)
     whole = [*map(str, model.state_dict().values())]
     analysis = _analysed(copy.deepcopy(model))
-    plainly = issubclass(kind, OnceOfSizes) or kind in (Once, OnceOfWeights)
-    text = "makes level once" if plainly else "first"
     assert len(analysis.left_alone) == 1 and text in analysis.left_alone[0].reason
     assert [*map(str, model.state_dict().values())] == whole
 
 
 def test_what_is_made_once_of_nothing_is_one():
-    assert not _analysed(stack(Layer, OnceOfNothing)).left_alone
+    assert not _analysed(stack(Layer, once_as(of_nothing))).left_alone
 
 
 class Careless:
@@ -821,17 +815,12 @@ def of_a_list(self: Layer, x: Tensor, maps: list[Tensor]) -> Tensor:
 OfGivenList = layer(of_a_list)
 
 
-class OfListOfLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(OfGivenList() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        maps: list[Tensor] = []
-        x = x + 1 if x.sum() > 1e9 else x
-        for one in self.layers:
-            x = x + one(x, maps)
-        return x + maps[0]
+def of_list_of_layers(self: nn.Module, x: Tensor) -> Tensor:
+    maps: list[Tensor] = []
+    x = x + 1 if x.sum() > 1e9 else x
+    for one in self.layers:
+        x = x + one(x, maps)
+    return x + maps[0]
 
 
 def in_parts(self: Layer, x: Tensor) -> Tensor:
@@ -843,16 +832,12 @@ def in_parts(self: Layer, x: Tensor) -> Tensor:
     return torch.cat(parts, 1) @ self.out(x)
 
 
-class OfTwoNames(Layer):
+def of_two_names() -> nn.Module:
     """A layer with two names, whose weights torch.func.functional_call does not put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        self.k = self.q
-
-    def forward(self, x: Tensor) -> Tensor:
-        return by_softmax(self.q(x) @ self.k(x).mT) @ self.out(x)
+    q = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return layer(
+        lambda self, x: by_softmax(self.q(x) @ self.k(x).mT) @ self.out(x), lambda: {"q": q, "k": q}
+    )()
 
 
 def in_blocks(self: Layer, x: Tensor) -> Tensor:
@@ -875,17 +860,6 @@ def with_autocast(self: Layer, x: Tensor) -> Tensor:
     return attended(self, x + out.float())
 
 
-class Twice(nn.Module):
-    """Of one layer, and in Python that is not traced: it is captured alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(torch.from_numpy(x.numpy())))
-
-
 def by_softmax(scores: Tensor) -> Tensor:
     for half_step in range(6):
         scores = scores.log_softmax(-1 - half_step % 2)
@@ -899,10 +873,13 @@ SAME: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda self, x: attended(self, x).view(len(x), -1, 4) * log(x.shape[1])), (9,)),
     "mapped over examples": (layer(
         lambda self, x: torch.vmap(lambda one: attended(self, one))(x)), (11,)),
-    "a list for layers": (OfListOfLayers, (6,)), "parts of queries": (layer(in_parts), (6,)),
-    "a layer of two names": (OfTwoNames, (6,)), "blocks": (layer(in_blocks), (5, 6, 7)),
+    "a list for layers": (lambda: module(
+        of_list_of_layers, layers=nn.ModuleList([OfGivenList(), OfGivenList()])), (6,)),
+    "parts of queries": (layer(in_parts), (6,)),
+    "a layer of two names": (of_two_names, (6,)), "blocks": (layer(in_blocks), (5, 6, 7)),
     "autocast of a layer": (layer(with_autocast), (6,)), "baddbmm": (layer(of_baddbmm), (6, 9)),
-    "a layer called twice": (Twice, (6, 9, 1)),
+    "a layer that is captured alone and called twice": (lambda: module(
+        lambda self, x: self.layer(self.layer(torch.from_numpy(x.numpy()))), layer=Layer()), (6, 9, 1)),
 }  # fmt: skip
 
 
@@ -918,28 +895,16 @@ def test_layers_that_are_the_same_at_every_size(kind, lengths):
 # What is refused
 
 
-class OfRemadeBuffers(Layer):
+def of_remade_buffers(self: Layer, x: Tensor) -> Tensor:
     """Positions of the longest input, in a buffer that begins empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("positions", torch.zeros(0, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.positions) < x.shape[1]:
-            self.positions = torch.arange(x.shape[1])[:, None].to(x)
-        return attended(self, x + 0.1 * self.positions[: x.shape[1]])
+    if len(self.positions) < x.shape[1]:
+        self.positions = torch.arange(x.shape[1])[:, None].to(x)
+    return attended(self, x + 0.1 * self.positions[: x.shape[1]])
 
 
-class OfCallbacks(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.keep = self.kept.append
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.keep(x)
-        return attended(self, x)
+def of_callbacks(self: Layer, x: Tensor) -> Tensor:
+    self.keep(x)
+    return attended(self, x)
 
 
 def leaves_its_length(self: Layer, x: Tensor) -> Tensor:
@@ -947,27 +912,10 @@ def leaves_its_length(self: Layer, x: Tensor) -> Tensor:
     return attended(self, x)
 
 
-class ReadsWhatIsLeft(nn.Module):
+def reads_what_is_left(self: nn.Module, x: Tensor) -> Tensor:
     """From the call before, where there was one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer(leaves_its_length)()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * (1 + 0.01 * getattr(self.layer, "length", 7.0))
-        return self.layer(self.layer(x))
-
-
-class Rescaled(nn.Module):
-    """Calls its layer with another number each time, in Python that is not traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer(attended)()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(torch.from_numpy(x.numpy()), 1.0), 2.0)
+    x = x * (1 + 0.01 * getattr(self.layer, "length", 7.0))
+    return self.layer(self.layer(x))
 
 
 def writes_into_its_input(self: Layer, x: Tensor) -> Tensor:
@@ -1038,6 +986,7 @@ def into_function(layer: Publishes, plan: Tensor) -> None:
 def into_default(layer: Publishes, plan: Tensor) -> None:
     layer.length = plan.shape[1]
 
+
 VARIES, WRITES = "which is not always the same", "the model writes into its inputs"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "chance": (layer(
@@ -1049,17 +998,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "iterators": (layer(
         lambda self, x: attended(self, x, next(self.rest)), lambda: {"rest": iter([1.0] * 99)}),
         NoSiteError, VARIES),
-    "callbacks": (OfCallbacks, NoSiteError, VARIES),
+    "callbacks": (layer(of_callbacks, lambda: {"keep": list[Tensor]().append}), NoSiteError, VARIES),
     "written inputs": (layer(writes_into_its_input), InputError, WRITES),
     "a residual in place": (layer(adds_to_its_input), InputError, WRITES),
     "noise": (layer(
         lambda self, x: attended(self, x, bias=torch.empty(x.shape[1]).uniform_(0, 1))),
         InputError, "the model must compute the same from the same inputs"),
     "a buffer that the first call makes": (
-        OfRemadeBuffers, NoSiteError, "writes into weights or buffers when it is first"),
+        layer(of_remade_buffers, lambda: {"positions": nn.Buffer(torch.zeros(0, 1), persistent=False)}),
+        NoSiteError, "writes into weights or buffers when it is first"),
     "what changes between the calls of one run": (
-        ReadsWhatIsLeft, VerificationError, "where other data or weights came first"),
-    "other numbers at each call": (Rescaled, NoSiteError, "layer is called in more than one way"),
+        lambda: module(reads_what_is_left, layer=layer(leaves_its_length)()),
+        VerificationError, "where other data or weights came first"),
+    "other numbers at each call": (
+        lambda: module(
+            lambda self, x: self.layer(self.layer(torch.from_numpy(x.numpy()), 1.0), 2.0),
+            layer=layer(attended)()),
+        NoSiteError, "layer is called in more than one way"),
     **{f"a map left in {place}": (
         functools.partial(Publishes, place), NoSiteError, f"sets (the global )?{place}, which comp")
         for place in ("LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan", "length")
@@ -1071,21 +1026,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
 def test_what_no_program_can_hold_to_is_refused(kind, error, rule):
     with pytest.raises(error, match=rule):
         made(kind)
-
-
-class OfBias(Layer):
-    """Of heads, queries and keys."""
-
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
-        bias = torch.randn(2, 6, 6)
-        if trained:
-            self.bias = nn.Parameter(bias)
-        else:
-            self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, bias=self.bias)
 
 
 def into_a_copy(self: Layer, x: Tensor) -> Tensor:
@@ -1101,25 +1041,21 @@ def into_a_copy_by_place(self: Layer, x: Tensor) -> Tensor:
     return attended(self, kept)
 
 
-class OfAnyKeywords(Layer):
-    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
-        return attended(self, *args, named["x"], bias=named["bias"][:, None]) + named["more"]
+def of_any_keywords(self: Layer, *args: Tensor, **named: Tensor) -> Tensor:
+    return attended(self, *args, named["x"], bias=named["bias"][:, None]) + named["more"]
 
 
 TWO = torch.ones(2)
 
 
-class OfDefaults(Layer):
+def of_defaults(self: Layer, x: Tensor, *, scale: float = 1.0, bias: Tensor = TWO) -> Tensor:
     """By keyword, and one of them is a tensor."""
-
-    def forward(self, x: Tensor, *, scale: float = 1.0, bias: Tensor = TWO) -> Tensor:
-        return attended(self, x * scale, bias=bias.sum())
+    return attended(self, x * scale, bias=bias.sum())
 
 
-class OfNestedInputs(Layer):
-    def forward(self, data: dict[str, Any]) -> Tensor:
-        x, others = data["tokens"]
-        return attended(self, x) + others["image"].mean((1, 2, 3))[:, None, None] * data["weight"]
+def of_nested_inputs(self: Layer, data: dict[str, Any]) -> Tensor:
+    x, others = data["tokens"]
+    return attended(self, x) + others["image"].mean((1, 2, 3))[:, None, None] * data["weight"]
 
 
 class OfSuper(ELSEWHERE.Base, Layer):  # type: ignore[misc, name-defined]
@@ -1218,53 +1154,39 @@ class OfAbsentBias(OfWidth):
         return attended(self, x, 3.0 if self.q.bias is None else 1.0)
 
 
-class OfChildren(Layer):
+def of_children(self: Layer, x: Tensor) -> Tensor:
     """Through all of its layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = 3.0 if "gate" in self._parameters else 1.0
-        return attended(self, x, own * sum(layer(x)[..., :1] ** 2 for layer in self.children()).mean())
+    own = 3.0 if "gate" in self._parameters else 1.0
+    return attended(self, x, own * sum(one(x)[..., :1] ** 2 for one in self.children()).mean())
 
 
-class Scales(nn.Module):
-    def __init__(self, context: Context) -> None:
-        super().__init__()
-        self.context, self.options, self.by = context, {"n": 1}, 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.context.tau / self.options["n"] / self.by
+OfChildren = layer(of_children)
 
 
-class TellsItsLayers(Layer):
-    """What its layer reads is set by its own code, which is compiled: the layer is no longer called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.Sequential(Scales(self.context), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
+def tells_its_layers() -> Layer:
+    def forward(self: Layer, x: Tensor) -> Tensor:
         self.context.tau = 1.0 if x.shape[1] < 9 else 2.0
         self.scales[0].options["n"] = x.shape[1]
-        self.scales[0].by = x.shape[1] + 1  # type: ignore[assignment]
+        self.scales[0].by = x.shape[1] + 1
         return self.scales(attended(self, x))
+
+    context = Context()
+    scales = module(
+        lambda self, x: x * self.context.tau / self.options["n"] / self.by,
+        context=context, options={"n": 1}, by=1,
+    )  # fmt: skip
+    return layer(forward, lambda: {
+        "context": context, "scales": nn.Sequential(scales, nn.Linear(4, 4))})()  # fmt: skip
 
 
 @torch.no_grad()
 def test_layers_that_read_what_the_code_around_them_sets():
-    model, compiled = made(TellsItsLayers)
+    """By code which is compiled: the layer is no longer called."""
+    model, compiled = made(tells_its_layers)
     for length in (6, 11, 6, 3):
         x = torch.randn(3, length, 4)
         with warnings.catch_warnings(action="ignore", category=OwnCodeWarning):
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-
-
-class OfSame(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return attended(self.layer, x, 3.0 if y is x else 1.0) + y
 
 
 class Clipped(torch.autograd.Function):
@@ -1277,14 +1199,17 @@ class Clipped(torch.autograd.Function):
         return grad.clamp(-50, 50)
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
 @torch.no_grad()
-def test_a_bias_of_weights_that_hides_later(trained):
-    model, compiled = made(lambda: OfBias(trained), 2)
+def test_a_bias_of_weights_that_hides_later(kind):
+    """Of heads, queries and keys."""
+    biased = layer(lambda self, x: attended(self, x, bias=self.bias), lambda: {
+        "bias": kind(torch.randn(2, 6, 6))})  # fmt: skip
+    model, compiled = made(biased, 2)
     x, layers = torch.randn(3, 2, 6, 4), (model[0], compiled[0])
     for entries, low in ((2, 2.0), (3, -math.inf)):
-        for layer in layers:
-            layer.bias[1, 4, :entries] = low
+        for one in layers:
+            one.bias[1, 4, :entries] = low
         if low > 0:
             assert own_code(model, compiled, x) == []
     assert model(x).isfinite().all()
@@ -1316,11 +1241,12 @@ def given_one(examples: int, tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"), [(OfAnyKeywords, by_name), (OfNestedInputs, nested), (OfDefaults, given_one)]
+    ("forward", "call"),
+    [(of_any_keywords, by_name), (of_nested_inputs, nested), (of_defaults, given_one)],
 )
 @torch.no_grad()
-def test_sizes_of_keywords_and_nested_inputs_are_free(kind, call):
-    model = kind().eval()
+def test_sizes_of_keywords_and_nested_inputs_are_free(forward, call):
+    model = layer(forward)().eval()
     compiled = asapc.compile(model, [call(8, 6) for _ in range(5)], recipe=LOSSLESS, quiet=True).model
     for examples, tokens in ((3, 6), (2, 11)):
         given = call(examples, tokens)
@@ -1330,7 +1256,7 @@ def test_sizes_of_keywords_and_nested_inputs_are_free(kind, call):
 
 def test_an_input_that_is_no_tensor_is_named():
     with pytest.raises(InputError, match=r"data\['weight'\] must be a tensor"):
-        asapc.compile(OfNestedInputs().eval(), [{"data": {"weight": object()}}], quiet=True)
+        asapc.compile(layer(of_nested_inputs)().eval(), [{"data": {"weight": object()}}], quiet=True)
 
 
 @pytest.mark.parametrize(("kind", "asks"), [(layer(of_devices), True), (layer(on_any_device), False)])
@@ -1390,30 +1316,26 @@ def test_the_lowest_number_of_a_dtype_under_autocast():
         assert own_code(model, one, x) == []
 
 
-class OfValues(nn.Module):
+def of_values(self: nn.Module, x: Tensor) -> Tensor:
     """Without a layer: what autocast makes of the product with the values decides."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return by_softmax(x @ x.mT) @ x
+    return by_softmax(x @ x.mT) @ x
 
 
-class OfGivenMass(nn.Module):
+def of_given_mass(self: nn.Module, x: Tensor) -> Tensor:
     """Scores in the dtype of autocast, next to masses that are not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores, masses = x @ x.mT, (x[..., 0] - 1).log_softmax(-1)[..., None]
-        f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
-        for _ in range(3):
-            g = -(scores + f).logsumexp(-2, keepdim=True)
-            f = masses - (scores + g).logsumexp(-1, keepdim=True)
-        return (scores + f + g).exp()
+    scores, masses = x @ x.mT, (x[..., 0] - 1).log_softmax(-1)[..., None]
+    f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
+    for _ in range(3):
+        g = -(scores + f).logsumexp(-2, keepdim=True)
+        f = masses - (scores + g).logsumexp(-1, keepdim=True)
+    return (scores + f + g).exp()
 
 
-@pytest.mark.parametrize("kind", [OfValues, OfGivenMass])
+@pytest.mark.parametrize("forward", [of_values, of_given_mass])
 @torch.no_grad()
-def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
+def test_the_dtype_of_outputs_under_autocast(forward, tmp_path):
     torch.manual_seed(0)
-    model, x = kind().eval(), torch.randn(48, 6, 4)
+    model, x = module(forward).eval(), torch.randn(48, 6, 4)
     live = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, out=tmp_path / "out").model
     for one in (live, asapc.load(tmp_path / "out"), torch.compile(live, backend="eager")):
         assert own_code(model, one, x[:3]) == []
@@ -1425,20 +1347,12 @@ def test_the_dtype_of_outputs_under_autocast(kind, tmp_path):
                     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
-class BesideTorchsEncoder(Layer):
-    """Which takes a way of its own without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x + attended(self, x))
-
-
 def test_dtypes_under_autocast_that_gradients_change(tmp_path):
+    """Beside torch's encoder, which takes a way of its own without them."""
     torch.manual_seed(0)
-    model, x = BesideTorchsEncoder().eval(), torch.randn(48, 6, 4)
+    model = layer(lambda self, x: self.encoder(x + attended(self, x)), lambda: {
+        "encoder": nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)})().eval()  # fmt: skip
+    x = torch.randn(48, 6, 4)
     asapc.compile(model, x, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     alone, dtypes = asapc.load(tmp_path / "out", trust=True), []
     for grad in (False, True):
@@ -1452,44 +1366,25 @@ def wider(layer: Any) -> None:
     layer.q, layer.k = nn.Linear(4, 16), nn.Linear(4, 16)
 
 
+def mixed(layer: Layer, x: Tensor) -> Tensor:
+    return plan_of(layer, x) @ layer.out(x)
+
+
 def drops_of_everything(self: Layer, x: Tensor) -> Tensor:
     """The map, and what comes of it."""
     plan = nn.functional.dropout(plan_of(self, x), 0.5, self.training)
     return nn.functional.dropout(plan @ self.out(x), 0.5, self.training)
 
 
-@torch.no_grad()
-def test_dropout_besides_that_of_a_map():
-    _, compiled = made(layer(drops_of_everything))
-    x = torch.randn(2, 6, 4)
-    compiled.train()
-    with pytest.warns(OwnCodeWarning, match="training mode"):
-        assert not torch.equal(compiled(x), compiled(x))
-
-DROP: Any = lambda: {"drop": nn.Dropout(0.5)}  # noqa: E731
-
-
-def drops_inputs(self: Layer, x: Tensor) -> Tensor:
-    """What is read more than once, and what the module gives."""
-    x = self.drop(x)
-    return self.drop(plan_of(self, x) @ self.out(x))
-
-
 def drops_beside_itself(self: Layer, x: Tensor) -> Tensor:
     """Whose layer gives the very tensor that it is given, which is added to what it gives."""
-    y = plan_of(self, x) @ self.out(x)
+    y = mixed(self, x)
     return y + self.drop(y)
 
 
 def drops_another_map(self: Layer, x: Tensor) -> Tensor:
     share = 0.5 if self.training else 0.0
-    x = x + nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=share)
-    return plan_of(self, x) @ self.out(x)
-
-
-def drops_another_map_of_torchs(self: Layer, x: Tensor) -> Tensor:
-    x = x + self.before(x, x, x)[0]
-    return plan_of(self, x) @ self.out(x)
+    return mixed(self, x + nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=share))
 
 
 def drops_queries(self: Layer, x: Tensor) -> Tensor:
@@ -1515,15 +1410,21 @@ def normalises_scores(self: Layer, x: Tensor) -> Tensor:
     return by_softmax(self.norm(scores.flatten(1)[:, None]).view_as(scores)) @ self.out(x)
 
 
-DropsInputs = layer(drops_inputs, DROP)
-DropsScores = layer(lambda self, x: by_softmax(self.drop(products(self, x))) @ self.out(x), DROP)
+def a_half() -> dict[str, Any]:
+    return {"drop": nn.Dropout(0.5)}
+
+
+# What is read more than once, and what the module gives.
+DropsInputs = layer(lambda self, x: self.drop(mixed(self, self.drop(x))), a_half)
+DropsScores = layer(lambda self, x: by_softmax(self.drop(products(self, x))) @ self.out(x), a_half)
 NormalisesScores = layer(normalises_scores, lambda: {"norm": nn.BatchNorm1d(1)})
 IN_TRAINING: dict[str, type[Layer]] = {
     "inputs": DropsInputs, "scores": DropsScores, "normalised scores": NormalisesScores,
     "beside itself": layer(drops_beside_itself, lambda: {"drop": nn.AlphaDropout(0.5)}),
     "another map": layer(drops_another_map), "queries": layer(drops_queries),
-    "another map of torch's": layer(drops_another_map_of_torchs, lambda: {
+    "another map of torch's": layer(lambda self, x: mixed(self, x + self.before(x, x, x)[0]), lambda: {
         "before": nn.MultiheadAttention(4, 2, 0.5, batch_first=True)}),
+    "its map and what comes of it": layer(drops_of_everything),
     "in training alone": layer(drops_in_training_alone),
     "its map in training alone": layer(drops_of_its_map_in_training_alone),
 }  # fmt: skip
@@ -1585,13 +1486,6 @@ def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
-class Trained(nn.Sequential):
-    """Layers that are others in training mode, after one that is not."""
-
-    def __init__(self, kind: nn.Module) -> None:
-        super().__init__(Layer(), kind)
-
-
 DROPOUT, STATISTICS = ", without dropout", ", without batch statistics (batch_norm)"
 ITERATIONS = ", without power iterations (spectral_norm)"
 
@@ -1605,9 +1499,10 @@ ITERATIONS = ", without power iterations (spectral_norm)"
 ], ids=lambda x: type(x).__name__)  # fmt: skip
 @torch.no_grad()
 def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
+    """Layers that are others in training mode, after one that is not."""
     torch.manual_seed(0)
-    data = {"input": torch.randn(48, 6, 4)}
-    asapc.compile(Trained(kind).eval(), data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
+    model, data = nn.Sequential(Layer(), kind).eval(), {"input": torch.randn(48, 6, 4)}
+    asapc.compile(model, data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     with warnings.catch_warnings(action="error"):
         loaded = asapc.load(tmp_path / "out", trust=True).eval()
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -1618,7 +1513,7 @@ def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
 
 
 def test_frozen_weights_are_frozen_in_a_model_that_is_rebuilt(tmp_path):
-    model = Trained(nn.LayerNorm(4)).eval()
+    model = nn.Sequential(Layer(), nn.LayerNorm(4)).eval()
     model[0].qk.requires_grad_(False)
     asapc.compile(model, torch.randn(48, 6, 4), recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     trained = [
@@ -1770,22 +1665,19 @@ def test_what_is_set_before_it_is_read_is_no_state(reads):
     assert_told(own_code(model, compiled, x), "shared.tau" if reads else None)
 
 
-class OfFloatMask(Layer):
+def of_float_mask(self: Layer, x: Tensor, mask: Tensor) -> Tensor:
     """One that is 1 or 0, of which the scores beside a 0 have a gradient in the model's own code."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k = self.qk(x).chunk(2, -1)
-        scores = (q @ k.mT + (1.0 - mask[:, None]) * -10000.0).exp()
-        rows = torch.ones_like(scores[..., :1])
-        for _ in range(6):
-            columns = 1 / (scores.mT @ rows + 1e-9)
-            rows = 1 / (scores @ columns + 1e-9)
-        return (rows * scores * columns.mT) @ self.out(x)
+    scores = (products(self, x) + (1.0 - mask[:, None]) * -10000.0).exp()
+    rows = torch.ones_like(scores[..., :1])
+    for _ in range(6):
+        columns = 1 / (scores.mT @ rows + 1e-9)
+        rows = 1 / (scores @ columns + 1e-9)
+    return (rows * scores * columns.mT) @ self.out(x)
 
 
 def test_no_gradient_of_a_mask_is_compared():
     torch.manual_seed(0)
-    model, x = OfFloatMask().eval(), torch.randn(24, 6, 4)
+    model, x = layer(of_float_mask)().eval(), torch.randn(24, 6, 4)
     mask = (torch.arange(6) < torch.arange(24)[:, None] % 4 + 3).float()
     compiled = asapc.compile(model, {"x": x, "mask": mask}, recipe=LOSSLESS, examples=8, quiet=True).model
     found = []
@@ -1800,22 +1692,14 @@ def test_no_gradient_of_a_mask_is_compared():
 @torch.no_grad()
 def test_one_tensor_in_two_places():
     torch.manual_seed(0)
-    model, data = OfSame().eval(), {"x": torch.randn(24, 6, 4), "y": torch.randn(24, 6, 4)}
+    model = module(
+        lambda self, x, y: attended(self.layer, x, 3.0 if y is x else 1.0) + y, layer=Layer()
+    ).eval()
+    data = {"x": torch.randn(24, 6, 4), "y": torch.randn(24, 6, 4)}
     recipe = {"operator": "lossless", "batch_size": 8}
     compiled, x = asapc.compile(model, data, recipe=recipe, examples=8).model, torch.randn(2, 6, 4)
     with pytest.warns(OwnCodeWarning, match="same_objects"):
         torch.testing.assert_close(compiled(x, x), model(x, x))
-
-
-class Tied(nn.Module):
-    """One layer in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer()] * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](x))
 
 
 @contextlib.contextmanager
@@ -1898,7 +1782,9 @@ OTHERS = [
     Other(OfAbsentBias, "q.bias", lambda one: setattr(one, "q", nn.Linear(4, 8, bias=False))),
     Other(OfChildren, "structure", lambda one: one.add_module("more", nn.Linear(4, 4))),
     Other(OfChildren, "structure", lambda one: one.register_parameter("gate", None)),
-    Other(Tied, "is no longer its layers.0", lambda one: one.layers.__setitem__(1, Layer())),
+    Other(lambda: module(
+        lambda self, x: self.layers[1](self.layers[0](x)), layers=nn.ModuleList([Layer()] * 2)),
+          "is no longer its layers.0", lambda one: one.layers.__setitem__(1, Layer())),
     Other(Positions, "base was captured as 2.0", set_to(base=3.0), given=lambda x: torch.randn(2, 8, 4)),
     Other(layer(of_gate, lambda: {"gate": nn.Parameter(torch.tensor(0.5))}),
           "x * 2 if self.gate > 0 else x", lambda one: one.gate.neg_()),

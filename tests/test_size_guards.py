@@ -173,14 +173,47 @@ def entropy(function: str) -> nn.Module:
     return zoo.module(lambda self, x: own(x @ x.transpose(-1, -2), x.shape[1]).softmax(-1))
 
 
-@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "a number"])
-def test_a_function_of_a_length_is_computed_where_the_program_runs(function: str) -> None:
-    model = entropy(function)
-    (program,) = capture(model, (torch.randn(*EXAMPLE, 4),), {}).programs
-    assert allowed(program) == ((0, MOST), (0, MOST))
-    for n in (2, 5, 100):
-        x = torch.randn(3, n, 4)
-        torch.testing.assert_close(program.graph(x), model(x))
+def places(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A dustbin that is written where the tokens end."""
+    n, m = x.shape[1], x.shape[2]
+    z = torch.zeros(x.shape[0], n + 1, 2, n + 2)
+    z[:, n] = x.sum((1, 2))[:, None, None]
+    z[..., n] += 3.0
+    z[0, :n, 1, n + 1] = x[0, :, 0]
+    z[..., 0, n] = z[..., 1, n + 1] * 2
+    z[:, -1] *= 0.5
+    z[:, n - 1, 1, m - 2] = 7.0
+    z[:, n, 0, 1] = x.mean((1, 2))[None]  # a leading axis too many, as indexing allows
+    return z, z[:, None, n, :, 1:], z[n - n]
+
+
+def tabled(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return (x @ x.mT + self.table[..., :n, :n]).softmax(-1) @ x
+
+
+def table(*leads: int) -> nn.Module:
+    return zoo.module(tabled, table=nn.Parameter(torch.randn(*leads, 12, 12)))
+
+
+# A model, how many tokens its example has, the most that it may have, and others.
+ALLOWED: dict[str, tuple[nn.Module, int, int, tuple[int, ...]]] = {
+    **{name: (entropy(name), 9, MOST, (2, 5, 100)) for name in FUNCTIONS if name != "a number"},
+    "a place that is a size": (zoo.module(places), 9, MOST, (9, 5, 30)),
+    **{f"{tokens} of a table of {leads}": (table(*leads), tokens, 12, (1, 5, 12))
+       for tokens in (12, 7) for leads in ((), (1, 1), (1, 3))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_follows_a_length_is_computed_where_the_program_runs(name: str) -> None:
+    model, tokens, most, lengths = ALLOWED[name]
+    (program,) = capture(model, (torch.randn(3, tokens, 4),), {}).programs
+    free = "(1, 3)" not in name  # a table of each example
+    assert allowed(program) == ((0, MOST) if free else (3, 3), (0, most))
+    for batch, n in zip((3, 2, 6), lengths, strict=True):
+        x = torch.randn(batch if free else 3, n, 4)
+        torch.testing.assert_close(program.graph(x), model(x), rtol=0, atol=0)
     assert math.log is MATH_LOG
 
 
@@ -209,50 +242,10 @@ def test_what_no_file_holds_of_a_size_is_told(function: Callable[[Any], int], sa
     assert says in reason and "test_size_guards.py, line " in reason
 
 
-class Places(nn.Module):
-    """A dustbin that is written where the tokens end."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        n, m = x.shape[1], x.shape[2]
-        z = torch.zeros(x.shape[0], n + 1, 2, n + 2)
-        z[:, n] = x.sum((1, 2))[:, None, None]
-        z[..., n] += 3.0
-        z[0, :n, 1, n + 1] = x[0, :, 0]
-        z[..., 0, n] = z[..., 1, n + 1] * 2
-        z[:, -1] *= 0.5
-        z[:, n - 1, 1, m - 2] = 7.0
-        z[:, n, 0, 1] = x.mean((1, 2))[None]  # a leading axis too many, as indexing allows
-        return z, z[:, None, n, :, 1:], z[n - n]
-
-
-def test_a_place_that_is_a_size_leaves_it_free() -> None:
-    (program,) = capture(Places(), (torch.randn(*EXAMPLE, 4),), {}).programs
-    for batch, tokens in ((3, 9), (2, 5), (6, 30)):
-        x = torch.randn(batch, tokens, 4)
-        for expected, found in zip(Places()(x), program.graph(x), strict=True):
-            assert torch.equal(expected, found)
-
-
 def test_a_part_of_a_larger_tensor_ties_no_size_to_the_example() -> None:
     whole = torch.randn(EXAMPLE[0], EXAMPLE[1] + 1, 4)
-    (program,) = capture(Places(), (whole[:, 1:],), {}).programs
+    (program,) = capture(zoo.module(places), (whole[:, 1:],), {}).programs
     assert allowed(program) == ((0, MOST), (0, MOST))
-
-
-def tabled(self: Any, x: Tensor) -> Tensor:
-    n = x.shape[1]
-    return (x @ x.mT + self.table[..., :n, :n]).softmax(-1) @ x
-
-
-@pytest.mark.parametrize("tokens", [12, 7])
-@pytest.mark.parametrize("leads", [(), (1, 1), (1, 3)])
-def test_a_part_of_a_table_holds_for_all_of_it(leads: tuple[int, ...], tokens: int) -> None:
-    net = zoo.module(tabled, table=nn.Parameter(torch.randn(*leads, 12, 12)))
-    (program,) = capture(net, (torch.randn(3, tokens, 4),), {}).programs
-    assert allowed(program)[1] == (0, 12)
-    for length in (1, 5, 12):
-        x = torch.randn(3, length, 4)
-        torch.testing.assert_close(program.graph(x), net(x))
 
 
 class Windowed(zoo.Biased):
