@@ -512,10 +512,7 @@ def _tell_shortage(
     if most < needed:
         run.note(f"warning: {asking} {needed} examples: pass --examples {needed}")
     source = open_data(data, forward_signature(teacher))
-    if (source.examples or 0) > 20 * needed:
-        return  # enough, and long to count
-    hashes = [content for batch in source.batches(1024) for content in batch.hashes]
-    held_out = sum(split_of(content) == "gate" for content in hashes)
+    held_out = source.count(1, select=lambda content: split_of(content) == "gate") or 0
     if held_out < needed:
         run.note(
             f"warning: {asking} {needed} examples, and the report will have {held_out}, the gate "

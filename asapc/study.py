@@ -105,9 +105,7 @@ def _blocks(value: Any, place: Place) -> list[list[Recipe]]:
 def _rows(block: Any, place: Place) -> list[Recipe]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
-    operators = block.get("operator")
-    named = operators if isinstance(operators, list) else [operators]
-    if "half_steps" in block and "fitted_sinkhorn" not in named:
+    if "half_steps" in block and block.get("operator") not in ("fitted_sinkhorn", ["fitted_sinkhorn"]):
         where = place.at("half_steps", block)
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
@@ -119,11 +117,8 @@ def _rows(block: Any, place: Place) -> list[Recipe]:
         if len(rows) == MAX_ROWS:
             raise InputError(f"{place}: at most {MAX_ROWS} combinations", got="more")
         row = {"operator": "asap", **combination}
-        others = row["operator"] != "fitted_sinkhorn" and row.pop("half_steps", None) is not None
-        recipe = Recipe.from_dict(row, where=place, source=block, types=GRID_TYPES)
-        recipe.check_side(str(place))
-        if not (others and recipe in rows):  # one for all half-steps, which it does not read
-            rows.append(recipe)
+        rows.append(Recipe.from_dict(row, where=place, source=block, types=GRID_TYPES))
+        rows[-1].check_side(str(place))
     return rows
 
 

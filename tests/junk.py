@@ -26,12 +26,23 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def with_junk(document: Any, way: tuple[Any, ...], junk: Any) -> Any:
+    """A copy with another value in a place; `...` for nothing there."""
     changed = copy.deepcopy(document)
     inside = changed
     for key in way[:-1]:
         inside = inside[key]
     inside[way[-1]] = junk
+    if junk is ...:
+        del inside[way[-1]]
     return changed
+
+
+def changed_at(document: Any, *changes: tuple[str, Any]) -> Any:
+    """A copy with other values, by places such as "sites.0.operator"."""
+    for place, value in changes:
+        way = (int(key) if key.isdigit() else key for key in place.split("."))
+        document = with_junk(document, tuple(way), value)
+    return document
 
 
 def survives(call: Callable[[], None], where: object) -> bool:

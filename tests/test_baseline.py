@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from junk import with_junk
+from junk import changed_at, with_junk
 
 from asapc.errors import InputError
 from asapc.report import Report
@@ -46,20 +46,11 @@ def typed(report: dict[str, Any]) -> Report:
     return Report.from_json(report, "report")
 
 
-def with_(*changes: tuple[str, Any]) -> dict[str, Any]:
-    """The report with other values, by "sites.0.operator"; None: without it."""
-    report = deepcopy(REPORT)
-    for way, value in changes:
-        *parents, key = way.split(".")
-        holder: Any = report
-        for parent in parents:
-            holder = holder[int(parent) if parent.isdigit() else parent]
-        holder[key] = value
-    return report
+with_ = partial(changed_at, REPORT)
 
 
 def changed(**model: Any) -> dict[str, Any]:
-    return with_(*((f"model.{key}", value) for key, value in model.items()))
+    return {**REPORT, "model": REPORT["model"] | model}
 
 
 def against(report: dict[str, Any], earlier: dict[str, Any] | None = None, *allowed: str) -> GateReport:
@@ -180,8 +171,7 @@ def test_the_verdict_goes_into_the_gate_without_any_limit() -> None:
 
 @pytest.mark.parametrize(("key", "what"), [("teacher", "of the same teacher"), ("data", "same data")])
 def test_a_baseline_of_something_else_is_an_error(key: str, what: str) -> None:
-    other = deepcopy(REPORT)
-    other["fingerprints"][key] = "c" * 64
+    other = with_((f"fingerprints.{key}", "c" * 64))
     with pytest.raises(InputError, match=what):
         compare(typed(REPORT), Baseline("b.json", typed(other), Allowance()))
     del other["fingerprints"]

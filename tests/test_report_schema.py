@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from junk import changed_at
 from page_report import small_report, typed
 
 from asapc.metrics import METRICS as METRICS_OF_REPORTS
@@ -84,16 +85,7 @@ def test_infinities_are_null_in_the_file() -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found_where_it_is(place: str, value: Any, found: str) -> None:
-    report: Any = written()
-    *parents, key = place.split(".")
-    holder: Any = report
-    for parent in parents:
-        holder = holder[int(parent) if parent.isdigit() else parent]
-    if value is ...:
-        del holder[key]
-    else:
-        holder[key] = value
-    assert found in problems(report)
+    assert found in problems(changed_at(written(), (place, value)))
 
 
 def test_a_limit_has_exactly_one_bound() -> None:

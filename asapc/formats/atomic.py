@@ -214,14 +214,13 @@ def put_back(target: str | Path) -> None:
         return
 
 
-def clean_leftovers(target: str | Path) -> int:
-    """Remove what killed runs left beside `target`; how much it was. What a live run writes stays."""
-    return _clean(_resolved(target))
+def clean_leftovers(target: str | Path) -> None:
+    """Remove what killed runs left beside `target`. What a live run writes stays."""
+    _clean(_resolved(target))
 
 
-def _clean(final: Path) -> int:
+def _clean(final: Path) -> None:
     put_back(final)
-    count = 0
     for path in [*_leftovers(final, "partial"), *_leftovers(final, "previous")]:
         try:
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -235,10 +234,8 @@ def _clean(final: Path) -> int:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-            count += 1
         finally:
             os.close(lock)
-    return count
 
 
 def flush(path: Path) -> None:
@@ -333,10 +330,8 @@ def _swap(partial: Path, final: Path) -> None:
         try:
             if not os.path.lexists(final):
                 os.rename(partial, final)
-                return
-            if _exchange(partial, final):
-                return
-            _swap_in_two(partial, final)
+            elif not _exchange(partial, final):
+                _swap_in_two(partial, final)
             return
         except OSError as error:  # another run, or a reader, has put something there or taken it
             if error.errno not in _TAKEN or not partial.exists():

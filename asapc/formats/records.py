@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -38,23 +38,16 @@ def optional() -> Any:
     return field(default=None, metadata=OPTIONAL)
 
 
-APART: Mapping[str, Any] = {"apart": True}
-
-
-def apart() -> Any:
-    """A field that is no part of the JSON."""
-    return field(default=(), compare=False, metadata=APART)
+APART: Mapping[str, Any] = {"apart": True}  # of a field that is no part of the JSON
 
 
 @dataclass(frozen=True)
 class Record:
     """A field that `__init__` does not take is only written.
 
-    lenient: what has a wrong type counts as absent, and is not refused.
-    always:  keys of its `rest` that a written record has.
+    always: keys of its `rest` that a written record has.
     """
 
-    lenient: ClassVar[bool] = False
     always: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -72,11 +65,7 @@ class Record:
                     more[name] = read(float | None, more[name], f"{where}: {name}")
                 values[each.name] = more
             elif each.init and (value is not None or required(each)):
-                try:
-                    values[each.name] = read(hints[each.name], value, place, cls.lenient)
-                except InputError:
-                    if not cls.lenient or required(each):
-                        raise
+                values[each.name] = read(hints[each.name], value, place)
         try:
             return cls(**values)
         except ValueError as error:  # of what the annotations do not say
@@ -115,16 +104,13 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def read(hint: Any, value: Any, where: str, lenient: bool = False) -> Any:
-    """The value as the annotation has it.  lenient: without the items that it has not.
-
-    Raises InputError.
-    """
+def read(hint: Any, value: Any, where: str) -> Any:
+    """The value as the annotation has it.  Raises InputError."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and NoneType in arguments):
         return value
     if origin in (Union, UnionType):
-        return read(_one_of(arguments, value), value, where, lenient)
+        return read(_one_of(arguments, value), value, where)
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_json(value, where)
     if origin is Literal:
@@ -135,13 +121,11 @@ def read(hint: Any, value: Any, where: str, lenient: bool = False) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(arguments):
             raise InputError(f"{where} must be a list of {len(arguments)}", got=short(value))
         pairs = zip(arguments, value, strict=True)
-        return tuple(read(argument, item, where, lenient) for argument, item in pairs)
+        return tuple(read(argument, item, where) for argument, item in pairs)
     if origin is tuple and isinstance(value, list | tuple):
-        items = ((i, f"{where}[{i}]", item) for i, item in enumerate(value))
-        return tuple(_items(arguments[0], items, lenient).values())
+        return tuple(read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        named = ((key, f"{where}: {_name(key)}", item) for key, item in value.items())
-        return _items(arguments[1], named, lenient)
+        return {key: read(arguments[1], x, f"{where}: {_name(key)}") for key, x in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         beyond = isinstance(value, int) and abs(value) > sys.float_info.max
         return math.inf * (1 if value > 0 else -1) if beyond else value
@@ -163,17 +147,6 @@ def _one_of(kinds: tuple[Any, ...], value: Any) -> Any:
         elif type(value) is kind or (isinstance(value, list) and get_origin(kind) is tuple):
             return kind
     return kinds[0]
-
-
-def _items(hint: Any, items: Iterable[tuple[Any, str, Any]], lenient: bool) -> dict[Any, Any]:
-    found = {}
-    for key, place, item in items:
-        try:
-            found[key] = read(hint, item, place, lenient)
-        except InputError:
-            if not lenient:
-                raise
-    return found
 
 
 def _name(key: Any) -> str:

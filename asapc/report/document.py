@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from asapc.errors import InputError
-from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
+from asapc.formats.records import APART, OPTIONAL, Record, optional, rest
 from asapc.metrics import METRIC, METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
 from asapc.terminal.hints import install_line, missing_module
@@ -200,8 +200,6 @@ class Tried(Record):
     """A candidate of a site, see asapc.passes.select; times in ms by shape, "32x512", and the interval of
     the teacher's over the candidate's."""
 
-    lenient: ClassVar[bool] = True
-
     label: str = ""
     operator: str = ""
     attention_rel_l2: Number = None
@@ -218,8 +216,6 @@ class Tried(Record):
 @dataclass(frozen=True)
 class TriedSite(Record):
     """What was tried at a site."""
-
-    lenient: ClassVar[bool] = True
 
     name: str = ""
     candidates: tuple[Tried, ...] = ()
@@ -239,8 +235,6 @@ class TriedSite(Record):
 class Round(Record):
     """A set of candidates that was verified on the whole model."""
 
-    lenient: ClassVar[bool] = True
-
     budget: Numbers = field(default_factory=dict)
     choice: Mapping[str, str] = field(default_factory=dict)
     predicted_ms: float | None = optional()
@@ -252,9 +246,7 @@ class Round(Record):
 
 @dataclass(frozen=True)
 class Trail(Record):
-    """How the operators were chosen.  Told and never judged: what is not as it should be is left out."""
-
-    lenient: ClassVar[bool] = True
+    """How the operators were chosen.  Told and never judged."""
 
     fit_seconds: float | None = optional()
     objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
@@ -444,7 +436,7 @@ class Report(Record):
     ] = field(default=None, metadata=OPTIONAL)
     environment: Mapping[str, Any] = field(default_factory=dict)
     gate: GateReport = GateReport()
-    pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch
+    pictures: tuple[Any, ...] = field(default=(), compare=False, metadata=APART)  # SitePictures
 
     def figure(self, what: str = "errors", site: str | None = None) -> Any:
         """A picture of it as a matplotlib.figure.Figure, see asapc.report.figures.

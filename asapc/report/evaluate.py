@@ -87,16 +87,16 @@ def report(
     Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
     measure on.
     """
-    with _read(artifact, data, model, reading, "report") as (read, surrounding, source):
-        check_patterns(limits, read.site_names)
-        return _measured(read, surrounding, source, measuring, progress, processes)
+    with _read(artifact, data, model, reading, "report", measuring.metric) as models:
+        check_patterns(limits, models.artifact.site_names)
+        return _measured(models, measuring, progress, processes)
 
 
 @contextlib.contextmanager
 def _read(
     artifact: str | Path | Artifact, data: str | DataSource | None, model: str | nn.Module | None,
-    reading: Reading, command: str,
-) -> Iterator[tuple[Artifact, nn.Module | None, DataSource]]:  # fmt: skip
+    reading: Reading, command: str, metric: OwnMetric | None = None,
+) -> Iterator[_Models]:  # fmt: skip
     """The artefact, the model around it and the data, on the device for a while."""
     device = reading.place()
     if not isinstance(artifact, Artifact):
@@ -105,31 +105,25 @@ def _read(
     data = data or recorded_data(artifact.manifest["data"], artifact.folder, command)
     source = open_data(data, artifact.signature()).on(device)
     with artifact.running_on(device, surrounding):
-        yield artifact, surrounding, source
+        yield _Models(artifact, surrounding, source, metric)
 
 
 def _measured(
-    artifact: Artifact,
-    surrounding: nn.Module | None,
-    source: DataSource,
-    measuring: Measuring,
-    progress: Progress,
-    processes: Processes,
+    models: _Models, measuring: Measuring, progress: Progress, processes: Processes
 ) -> Report:
-    models, fast = _Models(artifact, surrounding, measuring.metric), measuring.fast
-    size = _recipe(artifact).batch_size
+    artifact, source, size, fast = models.artifact, models.source, models.batch_size, measuring.fast
     limit = None if measuring.max_memory is None else MemoryLimit(measuring.max_memory)
     if limit is not None:
-        size = processes.least(_within(limit, models, artifact, fast, source, size))
-    sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
+        size = processes.least(_within(limit, models, fast, size))
+    sites = models.sites(fast)
     own = dict(processes.share(sites.items()))
-    fidelity = _Fidelity(models, own, _audit(artifact, surrounding) if processes.first else None)
+    fidelity = _Fidelity(models, own, models.audit() if processes.first else None)
     unseen = Unseen(artifact, source)
     batches = source.batches(size, select=unseen.select, limit=measuring.examples)
     count = source.count(size, select=Unseen(artifact, source).select, limit=measuring.examples)
     batches = progress.track(batches, "measuring fidelity", count)
     for batch, (found, _) in processes.dealt(batches, models.outputs):
-        fidelity.add(batch, found, source)
+        fidelity.add(batch, found)
     if fidelity.first is None:
         raise unseen.nothing()
     with progress.phase("certificates and pictures" if not fast else "layers"):
@@ -146,7 +140,7 @@ def _measured(
         progress.note(limit.told(size))
     document = {
         **_provenance(artifact, source),
-        "model": _of_model(artifact, source, fidelity, timed),
+        "model": _of_model(models, fidelity, timed),
         "sites": results,
         "splits": {**unseen.splits(), "gate": fidelity.measured, "excluded": unseen.excluded},
     }
@@ -172,22 +166,21 @@ def _provenance(artifact: Artifact, source: DataSource) -> dict[str, Any]:
     }
 
 
-def _of_model(
-    artifact: Artifact, source: DataSource, fidelity: _Fidelity, timed: Mapping[str, Any]
-) -> dict[str, Any]:
-    manifest, measured, mapped = artifact.manifest, fidelity.measured, fidelity.mapped
+def _of_model(models: _Models, fidelity: _Fidelity, timed: Mapping[str, Any]) -> dict[str, Any]:
+    artifact, manifest = models.artifact, models.artifact.manifest
+    measured, mapped = fidelity.measured, fidelity.mapped
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
     fitted = any(entry["fit"] is not None for entry in manifest["sites"])
     assert fidelity.first is not None
     return {
         "source": manifest["teacher"]["source"],
         "capture": artifact.capture,
-        "data": source.source,
+        "data": models.source.source,
         **({"sizes": manifest["sizes"]} if manifest.get("sizes") else {}),
         "examples": measured,
         **({"map_examples": mapped} if mapped < measured else {}),
         "batch": len(fidelity.first),
-        **({} if fidelity.metric is None else {"own_metric": fidelity.metric.name}),
+        **({} if models.metric is None else {"own_metric": models.metric.name}),
         **fidelity.outputs.metrics(),
         "lossless_max_abs_error": fidelity.lossless.metrics()["max_abs_error"],
         **timed,
@@ -206,8 +199,7 @@ class _Fidelity:
     def __init__(
         self, models: _Models, sites: Mapping[str, SiteFidelity], audit: SoftToHard | None = None
     ) -> None:
-        self.metric = models.metric
-        lower = self.metric is not None and self.metric.lower
+        lower = models.metric is not None and models.metric.lower
         self.outputs, self.lossless = OutputFidelity(lower), OutputFidelity()
         self.measured = self.mapped = 0
         self.first: Batch | None = None
@@ -215,7 +207,7 @@ class _Fidelity:
         self._models, self._sites = models, sites
         self._entries = 0  # of all maps so far, also of sites that other processes compare
 
-    def add(self, batch: Batch, found: Mapping[str, Tensor], source: DataSource) -> None:
+    def add(self, batch: Batch, found: Mapping[str, Tensor]) -> None:
         """found: see _Models.outputs."""
         if self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES:
             lossless = _only(self._models.lossless.watch(batch, self._see))
@@ -225,7 +217,7 @@ class _Fidelity:
         self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers, own)
         give_back()
         if self.first is None:
-            self.first, classes = batch, self.outputs.classes
+            self.first, classes, source = batch, self.outputs.classes, self._models.source
             if source.labels is not None and classes is not None:
                 check_labels(source.labels, classes, range(len(source.labels)), source.source)
         if self.audit is not None:
@@ -240,22 +232,39 @@ class _Fidelity:
 
 
 class _Models:
-    """The teacher, the lossless and the compiled model of an artefact."""
+    """The teacher, the lossless and the compiled model of an artefact, and the data."""
 
     def __init__(
-        self, artifact: Artifact, surrounding: nn.Module | None, metric: OwnMetric | None = None
-    ) -> None:
-        programs = artifact.programs
-        self.metric, self._signature = metric, artifact.signature()
+        self, artifact: Artifact, surrounding: nn.Module | None, source: DataSource,
+        metric: OwnMetric | None,
+    ) -> None:  # fmt: skip
+        self.artifact, self.source, self.metric = artifact, source, metric
+        self._surrounding, programs = surrounding, artifact.programs
         self.runners = {stage: Runner(surrounding, parts) for stage, parts in programs.items()}
         self.lossless = Tap(surrounding, programs["lossless"], artifact.site_names)
+        recipe = artifact.folder / "recipe.yaml"
+        document = read_yaml_mapping(recipe, "recipe")
+        self.batch_size = Recipe.from_dict(document, where=str(recipe)).batch_size
+
+    def sites(self, fast: bool) -> dict[str, SiteFidelity]:
+        names = enumerate(self.artifact.site_names)
+        return {name: SiteFidelity(self.artifact, i, fast) for i, name in names}
+
+    def audit(self) -> SoftToHard | None:
+        """Of a teacher that sorts softly."""
+        programs, manifest = self.artifact.programs, self.artifact.manifest
+        if not soft_sites(programs["lossless"]):
+            return None
+        refreshed = programs["graph"] if "refresh" in manifest else None
+        untouched = [str(x["name"]) for x in manifest["sites"] if x["operator"] == TEACHER]
+        return SoftToHard(self._surrounding, programs["lossless"], refreshed, untouched)
 
     def outputs(self, batch: Batch) -> Part:
         """What teacher and compiled model give, and the user's metric of both."""
         given = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
         found = {who: _only(output) for who, output in given.items()}
         if self.metric is not None:
-            found |= self.metric.values(given, batch, self._signature)
+            found |= self.metric.values(given, batch, self.artifact.signature())
         return found, None
 
 
@@ -267,15 +276,12 @@ def _only(output: Any) -> Tensor:
     return moved(found[0], CPU)
 
 
-def _within(
-    limit: MemoryLimit, models: _Models, artifact: Artifact, fast: bool, source: DataSource, most: int
-) -> int:
+def _within(limit: MemoryLimit, models: _Models, fast: bool, most: int) -> int:
     """The batch that fits into the limit, by trying."""
 
     def step(examples: int) -> None:
-        batch = next(source.batches(examples))
-        sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
-        _Fidelity(models, sites).add(batch, models.outputs(batch)[0], source)
+        batch = next(models.source.batches(examples))
+        _Fidelity(models, models.sites(fast)).add(batch, models.outputs(batch)[0])
 
     return limit.batch_size(step, most)
 
@@ -356,9 +362,8 @@ def bench(
     explain: also which kernels each compiled site runs, and why.
     torch_compile: teacher and compiled model under torch.compile, too.  model, reading: see report.
     """
-    with _read(artifact_path, data, model, reading, "bench") as (artifact, surrounding, source):
-        batch = next(source.batches(_recipe(artifact).batch_size))
-        models = _Models(artifact, surrounding)
+    with _read(artifact_path, data, model, reading, "bench") as models:
+        artifact, batch = models.artifact, next(models.source.batches(models.batch_size))
         _, tensors = models.lossless(batch)
         under = ", also under torch.compile" if torch_compile else ""
         with progress.phase(f"timing the whole model{under}"):
@@ -381,21 +386,5 @@ def bench(
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         **onnx,
         "sites": sites,
-        "environment": environment(source.device),
+        "environment": environment(models.source.device),
     }
-
-
-def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
-    """For an artefact whose teacher sorts softly."""
-    lossless = artifact.programs["lossless"]
-    if not soft_sites(lossless):
-        return None
-    refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
-    sites = artifact.manifest["sites"]
-    untouched = [str(site["name"]) for site in sites if site["operator"] == TEACHER]
-    return SoftToHard(model, lossless, refreshed, untouched)
-
-
-def _recipe(artifact: Artifact) -> Recipe:
-    place = artifact.folder / "recipe.yaml"
-    return Recipe.from_dict(read_yaml_mapping(place, "recipe"), where=str(place))
