@@ -310,47 +310,47 @@ class _Reader:
         check_graph(made, "module_programs", [name])
         moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
         of_maps = {node for site in sites.values() for node in _after_loop(site)}
-        own = [node for node in inside.nodes if is_another_in_training(node)
+        own = [node for node in inside.nodes
+               if is_another_in_training(node) and not is_without_share(node)
                and (node in of_maps or node not in called)]  # a call on a map is dead code
         modes = {*self._homes(inside, (node for node in own if node not in of_maps))}
         drops = {*self._homes(inside, (node for node in own if node in of_maps))}
-        for hidden in self._dropping(inside, called, [child.name for child in children], sites.values()):
-            path = hidden.name[len(traced.name) :].lstrip(".")
-            (modes if of_maps.isdisjoint(hidden.outputs) else drops).add(path)
+        places = [self.order[site.part().output] for site in sites.values()]
+        for path, on_map in self._dropping(inside, called, children, of_maps, places):
+            (drops if on_map else modes).add(path)
         return ModuleProgram(
             program, moved, call, children, tuple(constants), frozenset(modes), frozenset(drops)
         )  # fmt: skip
 
     def _dropping(
-        self, inside: _Inside, called: set[Node], children: Sequence[str], sites: Iterable[Site]
-    ) -> Iterator[ModuleCall]:
-        """Calls of dropout that the graph of evaluation mode does not show, as code that writes in place
-        leaves none, outside of the layers that are called; and of torch's attention that is inlined
-        without its own, in which there is no site."""
-        places = [self.order[site.part().output] for site in sites]
+        self, inside: _Inside, called: set[Node], children: Sequence[Child], of_maps: set[Node],
+        places: Sequence[int],
+    ) -> Iterator[tuple[str, bool]]:  # fmt: skip
+        """Paths of dropout layers that are not called, and whether they are on a map.  A graph of
+        evaluation mode may show none: code that writes in place leaves none, and their share may be
+        changed.  And of torch's attention that is inlined without its dropout, in which there is no site.
+        of_maps, places: nodes between loops and values, and where the sites' maps are."""
         for call in self.program.calls:
-            module, nodes = self.model.get_submodule(self._full(call.name)), self.nodes[call.start : call.end]
+            module = self.model.get_submodule(self._full(call.name))
             path = call.name[len(inside.call.name) :].lstrip(".")
-            shown = any(node in inside.known and is_another_in_training(node) for node in nodes)
-            if shown or not _within(call.name, inside.call.name):
+            on_map = not of_maps.isdisjoint(call.outputs)
+            if not _within(call.name, inside.call.name):
                 continue
             if isinstance(module, _DropoutNd):
-                if not any(_within(path, child) for child in children):
-                    yield call
+                if on_map or not any(_within(path, child.name) for child in children):
+                    yield path, on_map
             elif isinstance(module, nn.MultiheadAttention) and module.dropout and (
-                called.isdisjoint(nodes) and not any(call.start <= place < call.end for place in places)
+                called.isdisjoint(self.nodes[call.start : call.end])
+                and not any(call.start <= place < call.end for place in places)
             ):
-                yield call
+                yield path, False
 
     def _homes(self, inside: _Inside, nodes: Iterable[Node]) -> Iterator[str]:
         """Paths of the innermost modules whose code computes these in training mode, otherwise."""
         for node in nodes:
             place = self.order[node]
             name = next(call.name for call in self.program.calls if call.start <= place < call.end)
-            module = self.model.get_submodule(self._full(name))
-            # The share of a layer may be changed; one in the user's code is among what that reads.
-            if isinstance(module, _DropoutNd) or not is_without_share(node):
-                yield name[len(inside.call.name) :].lstrip(".")
+            yield name[len(inside.call.name) :].lstrip(".")
 
     def _attribute(self, node: Node, module: nn.Module) -> tuple[str | None, Tensor]:
         """What a node reads, with its name in the module; None for a constant of the trace."""
@@ -417,8 +417,8 @@ class _Reader:
 
 
 def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
-    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone, as
-    one that hides nothing where the model was given none."""
+    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone,
+    as one that hides nothing where the model was given none."""
     part = site.part()
     outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
     constants = (node for node in outside if not depends_on_data(node))

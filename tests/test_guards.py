@@ -1686,8 +1686,8 @@ def by_softmax(scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [
     DropsInputs, DropsBesideItself, DropsAnotherMap, DropsAnotherMapOfTorchs, DropsScores, DropsQueries,
-    DropsInTrainingAlone, DropsOfItsMapInTrainingAlone, NormalisesScores, DropsInPlace, DropsScoresInPlace,
-    NormalisesInPlace,
+    DropsInTrainingAlone, DropsOfItsMapInTrainingAlone, NormalisesScores, DropsInPlace,
+    DropsScoresInPlace, NormalisesInPlace,
 ])  # fmt: skip
 @torch.no_grad()
 def test_layers_that_are_others_in_training_mode(kind):
@@ -2249,8 +2249,8 @@ class Massed(Layer):
         q, k = self.qk(x).chunk(2, -1)
         kernel, a, b = (q @ k.mT).exp() * (keep[:, :, None] & keep[:, None]), 1.0, masses[:, None]
         for _ in range(2):
-            a = masses[:, :, None] / (kernel * b).sum(-1, keepdim=True).masked_fill(~keep[:, :, None], 1.0)
-            b = masses[:, None] / (kernel * a).sum(-2, keepdim=True).masked_fill(~keep[:, None], 1.0)
+            a = masses[:, :, None] / (kernel * b).sum(-1, True).masked_fill(~keep[:, :, None], 1.0)
+            b = masses[:, None] / (kernel * a).sum(-2, True).masked_fill(~keep[:, None], 1.0)
         return a * kernel * b @ self.out(x)
 
 
@@ -2280,6 +2280,25 @@ def test_what_a_caller_gives_to_a_loop_may_be_something_else_later(of_mask: bool
         with warnings.catch_warnings(record=True, action="always") as caught:
             torch.testing.assert_close(compiled(**given), model(**given), rtol=1e-4, atol=1e-5)
         assert_told([str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)], text)
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2.0
+        return self.layer(x)
+
+
+@torch.no_grad()
+def test_a_model_that_writes_into_what_it_is_given():
+    model, compiled = made(WritesIntoItsInput)
+    x = torch.randn(2, 6, 4)
+    theirs, ours = x.clone(), x.clone()
+    torch.testing.assert_close(compiled(ours), model(theirs))
+    assert torch.equal(ours, theirs) and torch.equal(ours, 2 * x)
 
 
 def test_a_backward_that_clips_large_gradients():
