@@ -164,8 +164,8 @@ class RegionExperiment(Experiment, Trials):
         dims = self.dims(self.region.score.result, self.few)
         if len(dims) == 3 and bias.shape[:-2] != dims[:1]:
             heads = heads_of(self.region)
-            dims = [dims[0] // heads, heads, *dims[1:]]
-        return bias.expand([*dims]).reshape(self.size())
+            dims = (dims[0] // heads, heads, *dims[1:])
+        return bias.expand(dims).reshape(self.size())
 
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
