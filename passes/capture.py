@@ -785,7 +785,8 @@ def _related(name: str, other: str) -> bool:
 def _way(given: Any) -> str:
     """Which arguments a call has, in what containers, and the numbers and texts among them."""
     plain = (bool, int, float, str, type(None))
-    return repr(pytree.tree_map(lambda x: repr(x) if isinstance(x, plain) else "", given))
+    leaves, spec = pytree.tree_flatten(given)  # a PackedSequence could not be made again of texts
+    return repr(([x if isinstance(x, plain) else "" for x in leaves], spec))
 
 
 def _packed(value: Any) -> Any:

@@ -420,7 +420,7 @@ def _is_lower(node: Node) -> bool:
 
 
 def recorded(graph: GraphModule, wanted: Container[Node], inputs: Any) -> dict[Node, Tensor]:
-    """What these nodes hold when the graph runs on inputs (args, kwargs)."""
+    """What these nodes hold when the graph runs on inputs (args, kwargs), into which it may write."""
     values: dict[Node, Tensor] = {}
 
     class Recorder(Interpreter):
@@ -431,7 +431,8 @@ def recorded(graph: GraphModule, wanted: Container[Node], inputs: Any) -> dict[N
             return value
 
     with torch.no_grad():
-        Recorder(graph).run(*pytree.tree_leaves(inputs), enable_io_processing=False)
+        given = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
+        Recorder(graph).run(*pytree.tree_leaves(given), enable_io_processing=False)
     return values
 
 

@@ -309,37 +309,48 @@ class _Reader:
         made.recompile()
         check_graph(made, "module_programs", [name])
         moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
-        of_maps = {node for site in sites.values() for node in _dropout_of_map(site)}
-        own = [node for node in inside.nodes if is_another_in_training(node)
+        of_maps = {node for site in sites.values() for node in _after_loop(site)}
+        own = [node for node in inside.nodes
+               if is_another_in_training(node) and not is_without_share(node)
                and (node in of_maps or node not in called)]  # a call on a map is dead code
-        modes = frozenset(self._homes(inside, (node for node in own if node not in of_maps)))
-        modes |= {*self._dropping(inside, called, sites.values())}
-        drops = frozenset(self._homes(inside, (node for node in own if node in of_maps)))
-        return ModuleProgram(program, moved, call, children, tuple(constants), modes, drops)
+        modes = {*self._homes(inside, (node for node in own if node not in of_maps))}
+        drops = {*self._homes(inside, (node for node in own if node in of_maps))}
+        places = [self.order[site.part().output] for site in sites.values()]
+        for path, on_map in self._dropping(inside, called, children, of_maps, places):
+            (drops if on_map else modes).add(path)
+        return ModuleProgram(
+            program, moved, call, children, tuple(constants), frozenset(modes), frozenset(drops)
+        )  # fmt: skip
 
-    def _dropping(self, inside: _Inside, called: set[Node], sites: Iterable[Site]) -> Iterator[str]:
-        """Paths of torch's attention that is inlined without its dropout, which a graph of evaluation
-        mode does not show, and in which there is no site."""
-        places = [self.order[site.part().output] for site in sites]
+    def _dropping(
+        self, inside: _Inside, called: set[Node], children: Sequence[Child], of_maps: set[Node],
+        places: Sequence[int],
+    ) -> Iterator[tuple[str, bool]]:  # fmt: skip
+        """Paths of dropout layers that are not called, and whether they are on a map.  A graph of
+        evaluation mode may show none: code that writes in place leaves none, and their share may be
+        changed.  And of torch's attention that is inlined without its dropout, in which there is no site.
+        of_maps, places: nodes between loops and values, and where the sites' maps are."""
         for call in self.program.calls:
             module = self.model.get_submodule(self._full(call.name))
-            is_within = _within(call.name, inside.call.name) and not any(
-                call.start <= place < call.end for place in places
-            )
-            if is_within and isinstance(module, nn.MultiheadAttention) and module.dropout and (
+            path = call.name[len(inside.call.name) :].lstrip(".")
+            on_map = not of_maps.isdisjoint(call.outputs)
+            if not _within(call.name, inside.call.name):
+                continue
+            if isinstance(module, _DropoutNd):
+                if on_map or not any(_within(path, child.name) for child in children):
+                    yield path, on_map
+            elif isinstance(module, nn.MultiheadAttention) and module.dropout and (
                 called.isdisjoint(self.nodes[call.start : call.end])
+                and not any(call.start <= place < call.end for place in places)
             ):
-                yield call.name[len(inside.call.name) :].lstrip(".")
+                yield path, False
 
     def _homes(self, inside: _Inside, nodes: Iterable[Node]) -> Iterator[str]:
         """Paths of the innermost modules whose code computes these in training mode, otherwise."""
         for node in nodes:
             place = self.order[node]
             name = next(call.name for call in self.program.calls if call.start <= place < call.end)
-            module = self.model.get_submodule(self._full(name))
-            # The share of a layer may be changed; one in the user's code is among what that reads.
-            if isinstance(module, _DropoutNd) or not is_without_share(node):
-                yield name[len(inside.call.name) :].lstrip(".")
+            yield name[len(inside.call.name) :].lstrip(".")
 
     def _attribute(self, node: Node, module: nn.Module) -> tuple[str | None, Tensor]:
         """What a node reads, with its name in the module; None for a constant of the trace."""
@@ -415,15 +426,13 @@ def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
     return made or any(reaches(node, call.inputs.__contains__) for node in constants)
 
 
-def _dropout_of_map(site: Site) -> Iterator[Node]:
-    """Dropout between the loop of a site and the product with the values, of which nothing else reads."""
+def _after_loop(site: Site) -> Iterator[Node]:
+    """From the map that is multiplied by the values back to the loop's, of which nothing else reads."""
     part = site.part()
     node: Any = part.output
     while node in part.inside and (node is part.output or len(node.users) == 1):
-        is_dropout = "dropout" in str(node.target)
-        if is_dropout:
-            yield node
-        elif node.target not in _OF_MAP:
+        yield node
+        if node.target not in _OF_MAP and "dropout" not in str(node.target):
             break
         node = node.args[0]
 

@@ -242,10 +242,9 @@ def merged_heads(node: Node) -> int:
         before, after = source.meta["val"].shape, node.meta["val"].shape
         if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
             return before[1] if same(before[0] * before[1], after[0]) else 1
-        if len(before) == len(after) == 3 and isinstance(before[2], int) and isinstance(after[2], int):
-            heads = before[2] // max(after[2], 1)
-            if heads > 1 and same(before[1] * heads, after[1]):
-                return heads
+        if len(before) == len(after) == 3 and isinstance(before[2], int) and before[2] > after[2] > 0:
+            heads = before[2] // int(after[2])
+            return heads if same(before[1] * heads, after[1]) else 1
         node = source
     return 1
 

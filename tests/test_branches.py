@@ -160,6 +160,20 @@ def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> 
     assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
 
 
+def of_several_lengths(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """A layer of torch that is given sequences of several lengths."""
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return self.layer(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+
+def test_packed_sequences_stay_python() -> None:
+    recurrent = zoo.module(
+        of_several_lengths, layer=Attention(), lstm=nn.LSTM(5, 5, batch_first=True)
+    ).eval()
+    found = capture(recurrent, (X, torch.tensor([9, 4, 7, 1])), {})
+    assert [program.name for program in found.programs] == ["layer"] and not found.skipped
+
+
 def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
     model = net(lambda x: x * 2 if bool((x > 0).any()) else x)
     positive, negative = X.abs() + 0.1, -X.abs()

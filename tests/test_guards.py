@@ -1418,6 +1418,12 @@ def a_half() -> dict[str, Any]:
 DropsInputs = layer(lambda self, x: self.drop(mixed(self, self.drop(x))), a_half)
 DropsScores = layer(lambda self, x: by_softmax(self.drop(products(self, x))) @ self.out(x), a_half)
 NormalisesScores = layer(normalises_scores, lambda: {"norm": nn.BatchNorm1d(1)})
+# Beside what is written in place, a graph keeps no dropout of evaluation mode.
+DropsInPlace, DropsScoresInPlace, NormalisesInPlace = (
+    type("InPlace", (kind,), {
+        "forward": lambda self, x, kind=kind: kind.forward(self, (2 * x).tanh_())})
+    for kind in (DropsInputs, DropsScores, NormalisesScores)
+)  # fmt: skip
 IN_TRAINING: dict[str, type[Layer]] = {
     "inputs": DropsInputs, "scores": DropsScores, "normalised scores": NormalisesScores,
     "beside itself": layer(drops_beside_itself, lambda: {"drop": nn.AlphaDropout(0.5)}),
@@ -1427,6 +1433,8 @@ IN_TRAINING: dict[str, type[Layer]] = {
     "its map and what comes of it": layer(drops_of_everything),
     "in training alone": layer(drops_in_training_alone),
     "its map in training alone": layer(drops_of_its_map_in_training_alone),
+    "beside what is written": DropsInPlace, "scores of what is written": DropsScoresInPlace,
+    "normalised scores of what is written": NormalisesInPlace,
 }  # fmt: skip
 
 
@@ -1441,7 +1449,7 @@ def test_layers_that_are_others_in_training_mode(kind):
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True, action="always") as caught:
             outputs.append(one(x))
-    is_called = kind is NormalisesScores  # by the compiled code, which begins after it
+    is_called = issubclass(kind, NormalisesScores)  # by the compiled code, which begins after it
     assert_told([str(warning.message) for warning in caught], None if is_called else "training mode")
     torch.testing.assert_close(*outputs, rtol=1e-5 * is_called, atol=1e-5 * is_called)
     assert not torch.allclose(outputs[1], made(kind)[0](x))
@@ -1464,16 +1472,19 @@ def drops_maps_by_function(self: Layer, x: Tensor) -> Tensor:
     return self.outside(plan @ self.out(x))
 
 
-OfDroppedMaps, OfDroppedFeatures, OfDroppedMapsByFunction = (
+OfDroppedMaps, OfDroppedFeatures, OfDroppedMapsByFunction, OfDroppedMapsInPlace = (
     layer(forward, lambda kind=kind: {"on_map": kind(0.5), "outside": nn.Dropout(0.5)})
     for forward, kind in (
         (drops_maps, nn.Dropout), (drops_maps, nn.FeatureAlphaDropout),
         (drops_maps_by_function, nn.Dropout),
+        (lambda self, x: self.on_map(plan_of(self, (2 * x).tanh_())) @ self.out(x), nn.Dropout),
     )
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [OfDroppedMaps, OfDroppedMapsByFunction, OfDroppedFeatures])
+@pytest.mark.parametrize("kind", [
+    OfDroppedMaps, OfDroppedMapsByFunction, OfDroppedMapsInPlace, OfDroppedFeatures,
+])  # fmt: skip
 @torch.no_grad()
 def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
     _, compiled = made(kind)
@@ -1493,7 +1504,8 @@ ITERATIONS = ", without power iterations (spectral_norm)"
 @pytest.mark.parametrize(("kind", "left_out"), [
     (nn.Dropout(0.5), DROPOUT), (nn.BatchNorm1d(6), STATISTICS), (nn.LayerNorm(4), None),
     (nn.Dropout(0.0), None), (DropsScores(), DROPOUT), (OfDroppedMaps(), DROPOUT),
-    (NormalisesScores(), STATISTICS),
+    (NormalisesScores(), STATISTICS), (DropsInPlace(), DROPOUT), (DropsScoresInPlace(), DROPOUT),
+    (NormalisesInPlace(), STATISTICS),
     (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
     (nn.utils.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
 ], ids=lambda x: type(x).__name__)  # fmt: skip
@@ -1873,6 +1885,25 @@ def test_what_a_caller_gives_to_a_loop_may_be_something_else_later(of_mask: bool
         with warnings.catch_warnings(record=True, action="always") as caught:
             torch.testing.assert_close(compiled(**given), model(**given), rtol=1e-4, atol=1e-5)
         assert_told([str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)], text)
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2.0
+        return self.layer(x)
+
+
+@torch.no_grad()
+def test_a_model_that_writes_into_what_it_is_given():
+    model, compiled = made(WritesIntoItsInput)
+    x = torch.randn(2, 6, 4)
+    theirs, ours = x.clone(), x.clone()
+    torch.testing.assert_close(compiled(ours), model(theirs))
+    assert torch.equal(ours, theirs) and torch.equal(ours, 2 * x)
 
 
 def test_a_backward_that_clips_large_gradients():

@@ -52,7 +52,9 @@ AS_CAPTURED = (
 )
 NO_DROPOUT = "dropout between scores and values is not applied: a compiled layer has no map"
 AS_EVALUATED = "computes in training mode as in evaluation mode, without "
+_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default  # of code that writes in place
 _STATISTICS = {"batch_norm": "batch statistics (batch_norm)",
+               "_native_batch_norm_legit_no_training": "batch statistics (batch_norm)",
                "instance_norm": "statistics of the input (instance_norm)"}  # fmt: skip
 AS_THE_ORIGINAL = (
     "a compiled model computes what its original does, or nothing",
@@ -419,7 +421,8 @@ def is_another_in_training(node: Node) -> bool:
         else node.kwargs.get(argument.name, argument.default_value)
         for place, argument in enumerate(node.target._schema.arguments)
     }  # fmt: skip
-    return any(given.get(name, True) is False for name in ("train", "training", "use_input_stats"))
+    modes = ("train", "training", "use_input_stats")
+    return node.target is _NORM or any(given.get(name, True) is False for name in modes)
 
 
 def is_without_share(node: Node) -> bool:

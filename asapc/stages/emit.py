@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, Stage, read_artifact, read_patches, returns_as, write_artifact
@@ -97,14 +98,17 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
     others = [*not_applied(program.graph.graph for program in analysis.capture.untouched)]
-    parts = [*analysis.model.modules()] if analysis.model is not None else []
-    hooks = [hook for part in parts for hook in part._forward_pre_hooks.values()]
-    if any(type(one).__name__.endswith("SpectralNorm") for one in (*parts, *hooks)):
+    parts = dict(analysis.model.named_modules()) if analysis.model is not None else {}
+    ran = [parts.get(call.name) for program in analysis.capture.programs for call in program.calls]
+    if any(isinstance(part, _DropoutNd) and part.p for part in ran) and "dropout" not in str(others):
+        others.append("dropout")  # which a graph does not show where its code writes in place
+    hooks = [hook for part in parts.values() for hook in part._forward_pre_hooks.values()]
+    if any(type(one).__name__.endswith("SpectralNorm") for one in (*parts.values(), *hooks)):
         others.append("power iterations (spectral_norm)")
     if c.whole and others:
         manifest["not_applied"] = others
     users = c.whole and parts and teacher.onnx is None  # no file says what is to be trained
-    weights = parts[0].named_parameters(remove_duplicate=False) if users else ()
+    weights = parts[""].named_parameters(remove_duplicate=False) if users else ()
     frozen = [name for name, weight in weights if not weight.requires_grad]
     if frozen:
         manifest["frozen"] = frozen

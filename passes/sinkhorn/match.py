@@ -168,8 +168,8 @@ class RegionExperiment(Experiment, Trials):
         dims = self.dims(self.region.score.result, self.few)
         if len(dims) == 3 and bias.shape[:-2] != dims[:1]:
             heads = heads_of(self.region)
-            dims = [dims[0] // heads, heads, *dims[1:]]
-        return bias.expand([*dims]).reshape(self.size())
+            dims = (dims[0] // heads, heads, *dims[1:])
+        return bias.expand(dims).reshape(self.size())
 
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
@@ -633,14 +633,13 @@ def heads_of(region: Region) -> int:
 
 def _fits(node: Node, region: Region) -> bool:
     """Whether an input's leading axes are those of scores [B * H, N, M], of [B, H, N, M], or 1."""
-    shape, leading = region.score.result.shape, node.meta["val"].shape[:-2]
+    shape, leading, heads = region.score.result.shape, node.meta["val"].shape[:-2], heads_of(region)
     if len(shape) != 3 or not leading:
         return True
-    heads = heads_of(region)
-    *examples, last = leading
-    of_examples = all(same(size, 1) or same(size * heads, shape[0]) for size in examples)
-    of_heads = same(last, 1) or same(last, heads) or (not examples and same(last, shape[0]))
-    return len(examples) <= 1 and of_examples and of_heads
+    *batch, last = leading
+    wanted = (1, heads) if batch else (1, heads, shape[0])
+    alone = all(same(size, 1) or same(size * heads, shape[0]) for size in batch)
+    return len(batch) <= 1 and alone and any(same(last, size) for size in wanted)
 
 
 def _merged(node: Node, region: Region) -> bool:
