@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,22 @@ def test_what_a_copy_would_not_have_is_refused(
 ) -> None:
     with pytest.raises(kind, match=text):
         asapc.compile(make().eval(), {"x": torch.randn(48, 5, 8)}, quiet=True)
+
+
+def test_hooks_of_the_layers_of_a_rebuilt_model_would_never_run(tmp_path: Path) -> None:
+    model, x = Attention().eval(), torch.randn(48, 5, 8)
+    asapc.compile(model, {"x": x}, recipe={"operator": "lossless"}, out=tmp_path / "out", quiet=True)
+    rebuilt, seen = asapc.load(tmp_path / "out"), list[Tensor]()
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        with pytest.raises(InputError, match="its layers are not called one by one"):
+            getattr(rebuilt.to_q, f"register_{register}")(print)
+    rebuilt.register_forward_hook(lambda _, __, output: seen.append(output))
+    torch.testing.assert_close(copy.deepcopy(rebuilt)(x), model(x))
+    assert len(seen) == 1
+    patched = asapc.load(tmp_path / "out", model=copy.deepcopy(model))
+    for one in (patched, model):
+        one.to_q.register_forward_hook(lambda _, __, output: 2 * output)
+    torch.testing.assert_close(patched(x), model(x))
 
 
 def test_a_hook_may_read_what_the_model_has_as_well() -> None:

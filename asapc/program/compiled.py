@@ -360,6 +360,19 @@ class Forward:
         return f"<compiled forward of {self.name}>"
 
 
+class Layer(nn.Module):
+    """The weights of a layer whose code is in the compiled forward, which calls no hooks."""
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> Any:
+        raise InputError(
+            "hooks are of the whole model: its layers are not called one by one",
+            got="a hook of one of its layers", help="load it with model=, or hook the model itself",
+        )  # fmt: skip
+
+    register_forward_pre_hook = register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
+
+
 class CompiledModel(nn.Module):
     """A compiled model, rebuilt from an artefact alone.
 
@@ -380,6 +393,8 @@ class CompiledModel(nn.Module):
         ):  # fmt: skip
             ours.update(theirs)  # type: ignore[arg-type]
         self._non_persistent_buffers_set.update(weights._non_persistent_buffers_set)
+        for part in self.modules():
+            part.__class__ = Layer if type(part) is nn.Module else type(part)
         self.__dict__["forward"] = Forward(self, code, call, teacher)
         self._sites: tuple[str, ...]
         self.__dict__["_sites"] = tuple(sites)
