@@ -99,10 +99,11 @@ class EmptyExamples:
         return self._of(own)
 
     def _seen(self, experiment: Any, score: float) -> list[_Seen]:
-        observed = []
+        generator, observed = torch.Generator().manual_seed(9), []
         for at in self.experiment.sizes:
             for spread in SPREADS:
-                s = self.experiment.scores(spread, at)
+                s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
+                s = s * spread / abs(self.convention.score_multiplier)
                 theirs = experiment.attention(s, self._hidden(at, score), at)
                 equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
                 observed.append(_Seen(theirs, equal, opened))
