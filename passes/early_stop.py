@@ -101,10 +101,6 @@ class Stopping:
     def _residuals(self) -> Cut:
         return residuals_cut(self.program, self.stops, self.inputs)
 
-    @cached_property
-    def _first_residual(self) -> Cut:
-        return residuals_cut(self.program, self.stops[:1], self.inputs)
-
     def plan(self, given: Sample, half_steps: int) -> Tensor:
         """After so many half-steps."""
         return map_of(replace(self.convention, half_steps=half_steps), given)
@@ -124,7 +120,7 @@ class Stopping:
         padded = torch.zeros(tuple(self.size(twice)), dtype=torch.float64)
         padded[tuple(slice(0, size) for size in noise.shape)] = noise
         here, there = (
-            float(self._first_residual.run(self.feed(x, at, None)[0], at)[0])
+            float(self._residuals.run(self.feed(x, at, None)[0], at)[0])
             for x, at in ((noise, lengths), (padded, twice))
         )
         doublings = math.log2(here / there) if here > 0 and there > 0 else 0.0

@@ -112,10 +112,6 @@ def _candidates(graph: GraphModule) -> Iterator[_Candidate]:
         plans = (outer.map, inner.map.turned())
         queries, keys = (_halves(graph, plan, data) for plan in plans)
         if queries and keys:
-            points = [side[0].points.shape for side in (queries, keys)]
-            batch, tokens = ([shape[axis] for shape in points] for axis in (0, -2))
-            for half in (*queries, *keys):
-                half.sizes = small_sizes(half.cut, batch, tokens, examples=1)
             yield _Candidate(inner, outer, (queries, keys))
 
 
@@ -258,6 +254,10 @@ _Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
 
 
 def _examine(program: Program, candidate: _Candidate) -> LotSite:
+    points = [side[0].points.shape for side in candidate.sides]
+    batch, tokens = ([shape[axis] for shape in points] for axis in (0, -2))
+    for half in (half for side in candidate.sides for half in side):
+        half.sizes = small_sizes(half.cut, batch, tokens, examples=1)
     for name, side in zip(SIDES, candidate.sides, strict=True):
         for half in side[:1]:
             if len(half.cut.masks) > 1:

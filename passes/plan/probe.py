@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Marginal, OutputFactor, PlanConvention, Side, Stabiliser
-from asapc.passes.experiment import EXACT, STABILISED, NoFit
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, first_fit
 from asapc.passes.sinkhorn.probe import (
     BEYOND,
     BOTH,
@@ -71,37 +71,30 @@ def identify_plan(
     ]
     made = partial(PlanConvention, source_marginal=kinds[0], target_marginal=kinds[1])
     most = most if _has_marginals(samples) else MAX_HALF_STEPS
-    try:
-        return identify(samples, made, guesses=guesses, most=most)
-    except NoFit:
-        damped = _damped(samples, sums, guesses, made) if sums else None
-        if damped is None:
-            raise
-        return damped
+    balanced = partial(identify, samples, made, guesses=guesses, most=most)
+    damped = partial(_damped, samples, sums, guesses, made)
+    return first_fit([balanced, damped] if sums else [balanced])
 
 
 def _damped(
     samples: Sequence[Sample], sums: int, guesses: Guesses, made: Callable[..., PlanConvention]
-) -> Fit[PlanConvention] | None:
-    """The unbalanced loop that reproduces everything, None if there is none.  made: as of identify."""
+) -> Fit[PlanConvention]:
+    """The unbalanced loop that reproduces everything.  made: as of identify.  Raises NoFit."""
     mild, mildest = mild_ones(samples)
-    try:
-        multiplier = score_multiplier(mild)
-    except NoFit:
-        return None
+    multiplier = score_multiplier(mild)
     if not all(bool(x.isfinite().all()) for one in samples for x in one.marginals if x is not None):
-        return None
+        raise NoFit("marginals of 0 are known of balanced loops alone")
     heads = [sample.head() for sample in mildest]
     found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
     if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
-        return None
+        raise NoFit("no unbalanced loop")
     budget = found.budget
     convention = made(budget.half_steps, budget.first_side, multiplier, damping=found.damping)
     samples, heads = ([x.powered(found.powers) for x in of] for of in (samples, heads))
     longer = [convention]
     if budget.rival is not None:
         if not converged(found.damping, budget.half_steps):
-            return None
+            raise NoFit("several unbalanced loops")
         later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
     stabilisers: list[Stabiliser | None] = [None] if found.budget.error <= EXACT else []
@@ -115,7 +108,9 @@ def _damped(
             one = replace(one, output_factor=factor)
             fits.append(Fit(one, convention_error(one, samples), powers=found.powers))
     best = min(fits, key=lambda fit: fit.error, default=None)
-    return best if best is not None and best.error <= HELD else None
+    if best is None or not best.error <= HELD:
+        raise NoFit("no factor of an unbalanced loop")
+    return best
 
 
 # Unbalanced loops

@@ -9,6 +9,7 @@ log M is lost beside -1e9 in float32. So the region runs in its own precision, t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,10 +100,11 @@ class EmptyExamples:
         return self._of(own)
 
     def _seen(self, experiment: Any, score: float) -> list[_Seen]:
+        """At scores at which it is finite with every key shown: exp(S) is not, at sharp ones."""
         observed = []
-        for at in self.experiment.sizes:
-            for spread in SPREADS:
-                s = self.experiment.scores(spread, at)
+        for at, spread in itertools.product(self.experiment.sizes, SPREADS):
+            s = self.experiment.scores(spread, at)
+            if bool(experiment.attention(s, self.experiment.resized(at), at).isfinite().all()):
                 theirs = experiment.attention(s, self._hidden(at, score), at)
                 equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
                 observed.append(_Seen(theirs, equal, opened))
@@ -145,9 +147,6 @@ def _ratio(seen: _Seen) -> tuple[int, int, float, float]:
 
 
 def _holds(empty: Empty, seen: _Seen, tolerance: float) -> bool:
-    """Whether a map is what is said.  One that is not finite says nothing where all keys would be active:
-    exp(S) is not, at sharp scores."""
-    if empty.open and not bool(seen.theirs.isfinite().all()):
-        return True
+    """Whether a map is what is said."""
     share = value_of(empty.share, *seen.theirs.shape[-2:])
     return relative_error(seen.theirs, seen.open if empty.open else seen.equal * share) <= tolerance
