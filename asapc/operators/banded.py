@@ -91,7 +91,8 @@ def banded_map(
     Every query has mass 1/N and every active key 1/M. Of a key that no query sees, and of a query with
     no active key in its window, the map is 0, whatever their duals are.
     """
-    shown = in_band(*scores.shape[-2:], low, high, scores)
+    queries, keys = scores.shape[-2:]
+    shown = in_band(queries, keys, low, high, scores)
     if keep is not None:
         shown = shown & keep[:, None, None, :]
     scores = scores.masked_fill(~shown, -math.inf)

@@ -44,7 +44,6 @@ from asapc.kernels.gpu.tiles import (
     product,
     score_tile,
     split_factor,
-    spread_bias,
     strides_of,
 )
 from asapc.kernels.loop import Loop, Tail
@@ -117,8 +116,9 @@ def sinkhorn_backward(
         elif step + 1 < len(sides):
             f = close_rows(inputs, g)
         else:
-            out, f = attend(inputs, v, None, g, output.factor, True, with_dual=True)
-        pairs.append((_given(f), g))
+            out, last = attend(inputs, v, None, g, output.factor, True, with_dual=True)
+            f = _given(last)
+        pairs.append((f, g))
     grad = None  # of the dual that the step at hand has made; then of the other, which it was made from
     terms: list[Terms] = []
     most = min(tail.most, len(sides))
@@ -141,7 +141,7 @@ def sinkhorn_backward(
                 break
     passed = len(terms)
     if not terms:
-        terms.append(one_term(_given(f), g, "row", None))
+        terms.append(one_term(f, g, "row", None))
         started: Side = "column" if rows_first else "row"
         grad = None
         if dual is not None and not sides:
@@ -223,16 +223,12 @@ def _slopes(
     points: dq [B, H, N, D] or dk [B, H, M, D]; values: dv [B, H, M, E], of columns alone; sums:
     [B, H, N] or [B, H, M] float32, the gradient of the dual of that side.
     """
-    q, k, keep, bias, score_multiplier = inputs
-    bias = spread_bias(bias, q, k)
-    rows = side == "row"
-    x, y = (q, k) if rows else (k, q)
+    rows, spread = side == "row", inputs.spread()
+    x, y, keep, bias, score_multiplier = spread if rows else spread.turned()
     u_x, u_y, factor, factors = None, None, 1.0, None
     if output is not None:
         u_x, u_y = (output.grad, output.v) if rows else (output.v, output.grad)
-        factor, factors = split_factor(output.factor, q.shape[2], k.shape[2], keep)
-    if bias is not None and not rows:
-        bias = bias.transpose(2, 3)
+        factor, factors = split_factor(output.factor, inputs.q.shape[2], inputs.k.shape[2], keep)
     dual_x, dual_y = (terms.f, terms.g) if rows else (terms.g, terms.f)
     coef_x, coef_y = (terms.row, terms.column) if rows else (terms.column, terms.row)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if points else None

@@ -56,6 +56,15 @@ class Scores(NamedTuple):
     bias: Tensor | None
     multiplier: float
 
+    def spread(self) -> Scores:
+        """With all axes of the bias."""
+        return self._replace(bias=spread_bias(self.bias, self.q, self.k))
+
+    def turned(self) -> Scores:
+        """Of the keys and the queries, once they are spread."""
+        bias = None if self.bias is None else self.bias.mT
+        return self._replace(q=self.k, k=self.q, bias=bias)
+
 
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
