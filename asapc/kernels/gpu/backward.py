@@ -38,11 +38,12 @@ from asapc.kernels.gpu.tiles import (
     Scores,
     block_of,
     is_half,
+    load_bias,
     load_dual,
     load_keep,
     load_rows,
     product,
-    score_tile,
+    products,
     split_factor,
     strides_of,
 )
@@ -355,20 +356,21 @@ def _slope_sums(
         if HAS_KEEP and not KEEP_ON_X:
             m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
         m_tile = m_x[:, None] & m_y[None, :]
-        scores = score_tile(
-            b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn,
-            stride_yd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
-            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+        scores = scale * products(
+            b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd,
+            AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
         )  # fmt: skip
+        if HAS_BIAS:
+            scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
         scores = tl.where(m_tile, scores, float("-inf"))
         slopes = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
         if HAS_OUTPUT:
             plan = tl.exp2(scores + b_applied_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
-            slopes = plan * score_tile(
-                b_u, p_ux, p_uy, p_bias, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd,
-                stride_uyn, stride_uyd, stride_bias_x, stride_bias_y, factor, False,
-                VALUES_AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_E, CHUNKED_VALUES,
+            gains = factor * products(
+                b_u, p_ux, p_uy, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd, stride_uyn,
+                stride_uyd, VALUES_AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_E, CHUNKED_VALUES,
             )  # fmt: skip
+            slopes = plan * gains
             if WANT_VALUES:
                 b_uy = load_rows(p_uy, o_y, m_y, o_all_e, value_dim, stride_uyn, stride_uyd, WIDEN_VALUES)
                 b_du = product(plan.to(b_uy.dtype), b_uy, b_du, VALUES_PRECISION)

@@ -188,25 +188,6 @@ def load_bias(p_bias, o_x, o_y, m_x, m_y, stride_x, stride_y):
 
 
 @triton.jit
-def score_tile(
-    b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y,
-    dim,
-    stride_xn, stride_xd, stride_yn, stride_yd, stride_bias_x, stride_bias_y,
-    scale,
-    HAS_BIAS: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """scale x.y + log2(e) bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet; b_x as in `products`."""
-    scores = scale * products(
-        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
-        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
-    )  # fmt: skip
-    if HAS_BIAS:
-        scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
-    return scores
-
-
-@triton.jit
 def logit_tile(
     b_x, p_x, p_y, p_keep, p_bias, p_dual, o_x, m_x, start,
     count_y, dim,
