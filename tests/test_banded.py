@@ -223,7 +223,8 @@ def test_threads_do_not_share_short_operators(monkeypatch: pytest.MonkeyPatch) -
             op(q, k, v, None, 0.4, 3, True, UNIT, -4, 4).sum().backward()
     finally:
         torch.set_num_threads(before)
-    assert seen == [1, 2]
+    each = len(seen) // 2  # 2 where the result is computed like that, too
+    assert each and seen == [1] * each + [2] * each
 
 
 def test_without_the_engine_the_loop_keeps_to_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

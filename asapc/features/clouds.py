@@ -121,10 +121,6 @@ def _widened_times(tensor: Tensor, factor: float) -> Tensor:
 
 
 def _side_and_points(side: str) -> tuple[PredictedSide, Points]:
-    if side == "source":
-        return "source", "all"
-    if side == "active":
-        return "source", "active"
-    if side == "target":
-        return "target", "all"
-    raise ValueError(f"side must be source, active or target, got {side!r}")
+    if side not in ("source", "active", "target"):
+        raise ValueError(f"side must be source, active or target, got {side!r}")
+    return "target" if side == "target" else "source", "active" if side == "active" else "all"

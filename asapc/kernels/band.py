@@ -74,8 +74,7 @@ def _for_heads(
     if low > high or 0 in (batch * heads, queries, keys):
         return
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    active = seen_keys(queries, keys, low, high, q).expand(batch, keys)
-    active = active if keep is None else active & keep
+    active = seen_keys(q, k, keep, low, high)
     factor = factor_value(loop.output_factor, queries, keys, keep)
     factors = (q.new_ones((batch, heads, 1, 1), dtype=torch.float64) * factor).to(dtype)
     every = (q, clean_values(k, keep), clean_values(v, keep), factors)

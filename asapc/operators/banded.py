@@ -70,10 +70,11 @@ def within(queries: int, keys: int, low: int, high: int) -> tuple[int, int]:
     return min(max(low, 1 - queries), keys), max(min(high, keys - 1), -queries)
 
 
-def seen_keys(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tensor:
-    """[M] bool, True for keys in some query's window: all of them where N = M and low <= 0 <= high."""
-    j = torch.arange(keys, device=like.device)
-    return (j >= low) & (j <= queries - 1 + high) & (low <= high)
+def seen_keys(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) -> Tensor:
+    """[B, M] bool, True for active keys in some query's window."""
+    j = torch.arange(k.shape[2], device=k.device)
+    seen = ((j >= low) & (j <= q.shape[2] - 1 + high) & (low <= high)).expand(len(k), -1)
+    return seen if keep is None else seen & keep
 
 
 def banded_map(
@@ -91,7 +92,8 @@ def banded_map(
     Every query has mass 1/N and every active key 1/M. Of a key that no query sees, and of a query with
     no active key in its window, the map is 0, whatever their duals are.
     """
-    shown = in_band(*scores.shape[-2:], low, high, scores)
+    queries, keys = scores.shape[-2:]
+    shown = in_band(queries, keys, low, high, scores)
     if keep is not None:
         shown = shown & keep[:, None, None, :]
     scores = scores.masked_fill(~shown, -math.inf)

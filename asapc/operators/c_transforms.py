@@ -44,10 +44,7 @@ def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:
     massless = torch.isneginf(log_nu)
     # A masked column of scores is all -inf, whose logsumexp has no gradient: it is left out first.
     logits = torch.where(massless[..., None, :], 0.0, scores) + f[..., :, None]
-    empty = all_hidden(logits, -2)
-    total = torch.logsumexp(torch.where(empty[..., None, :], 0.0, logits), dim=-2)
-    g = torch.where(empty, 0.0, torch.where(massless, 0.0, log_nu) - total)
-    return torch.where(massless, -math.inf, g)
+    return torch.where(massless, -math.inf, _closed(logits, torch.where(massless, 0.0, log_nu), -2))
 
 
 def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
@@ -57,10 +54,14 @@ def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
     0 where a row sees no active key at all (its plan row is 0 whatever f is).
     Source: ASAP, Eq. 15, in score coordinates.
     """
-    logits = scores + g[..., None, :]
-    empty = all_hidden(logits, -1)  # no gradient either where all is -inf
-    total = torch.logsumexp(torch.where(empty[..., None], 0.0, logits), dim=-1)
-    return torch.where(empty, 0.0, log_mu - total)
+    return _closed(scores + g[..., None, :], log_mu, -1)
+
+
+def _closed(logits: Tensor, log_mass: Tensor, axis: int) -> Tensor:
+    """log mass - logsumexp along an axis, 0 where all is -inf, which has no gradient."""
+    empty = all_hidden(logits, axis)
+    total = torch.logsumexp(torch.where(empty.unsqueeze(axis), 0.0, logits), dim=axis)
+    return torch.where(empty, 0.0, log_mass - total)
 
 
 def closed_log_plan(log_plan: Tensor, axis: int, log_mass: Tensor | float) -> Tensor:

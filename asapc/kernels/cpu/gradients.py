@@ -110,7 +110,8 @@ def sinkhorn_backward(
             if full_bias is not None:  # which is not copied for all heads that share it
                 inputs = replace(inputs, bias=full_bias[numbers // heads, numbers % heads].to(work))
             found = _group(inputs, loop, tail, limits, bound)
-            for out, gradient in zip(outs, found, strict=False):
+            gradients = [x for x in found[:4] if x is not None]
+            for out, gradient in zip(outs, gradients, strict=True):
                 out.flatten(0, 1)[part] = gradient
             outs[0].flatten(0, 1)[part] *= loop.score_multiplier
             depth.view(-1)[part] = found.depth

@@ -60,7 +60,6 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores if scores.dtype is dtype else scores.to(dtype)
-    multiplier = settings["score_multiplier"]
     if settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, settings["by_head"])
     given = given.contiguous()
@@ -70,14 +69,10 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         require_masses(task)
         return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
     balanced, offset = settings["damping"] is None, 0.0
-    if starts is not None:
-        start = starts
-    elif not balanced:
-        start = "plain"
-    else:
-        start = "matrix" if settings["is_kernel"] else "row" if task.rows_first else "column"
+    first = "matrix" if settings["is_kernel"] else "row" if task.rows_first else "column"
+    start = starts or (first if balanced else "plain")
     if start == "tensor":
-        offset = float(_largest(given, multiplier)) * multiplier
+        offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
     shares = balanced and stabiliser is None  # beside a constant a total is no gauge
     mu = _masses(task.log_mu, (batch, heads, queries), dtype, shares)
     nu = _masses(task.log_nu, (batch, heads, keys), dtype, shares)

@@ -38,13 +38,13 @@ from asapc.kernels.gpu.tiles import (
     Scores,
     block_of,
     is_half,
+    load_bias,
     load_dual,
     load_keep,
     load_rows,
     product,
-    score_tile,
+    products,
     split_factor,
-    spread_bias,
     strides_of,
 )
 from asapc.kernels.loop import Loop, Tail
@@ -117,8 +117,9 @@ def sinkhorn_backward(
         elif step + 1 < len(sides):
             f = close_rows(inputs, g)
         else:
-            out, f = attend(inputs, v, None, g, output.factor, True, with_dual=True)
-        pairs.append((_given(f), g))
+            out, last = attend(inputs, v, None, g, output.factor, True, with_dual=True)
+            f = _given(last)
+        pairs.append((f, g))
     grad = None  # of the dual that the step at hand has made; then of the other, which it was made from
     terms: list[Terms] = []
     most = min(tail.most, len(sides))
@@ -141,7 +142,7 @@ def sinkhorn_backward(
                 break
     passed = len(terms)
     if not terms:
-        terms.append(one_term(_given(f), g, "row", None))
+        terms.append(one_term(f, g, "row", None))
         started: Side = "column" if rows_first else "row"
         grad = None
         if dual is not None and not sides:
@@ -223,16 +224,12 @@ def _slopes(
     points: dq [B, H, N, D] or dk [B, H, M, D]; values: dv [B, H, M, E], of columns alone; sums:
     [B, H, N] or [B, H, M] float32, the gradient of the dual of that side.
     """
-    q, k, keep, bias, score_multiplier = inputs
-    bias = spread_bias(bias, q, k)
-    rows = side == "row"
-    x, y = (q, k) if rows else (k, q)
+    rows, spread = side == "row", inputs.spread()
+    x, y, keep, bias, score_multiplier = spread if rows else spread.turned()
     u_x, u_y, factor, factors = None, None, 1.0, None
     if output is not None:
         u_x, u_y = (output.grad, output.v) if rows else (output.v, output.grad)
-        factor, factors = split_factor(output.factor, q.shape[2], k.shape[2], keep)
-    if bias is not None and not rows:
-        bias = bias.transpose(2, 3)
+        factor, factors = split_factor(output.factor, inputs.q.shape[2], inputs.k.shape[2], keep)
     dual_x, dual_y = (terms.f, terms.g) if rows else (terms.g, terms.f)
     coef_x, coef_y = (terms.row, terms.column) if rows else (terms.column, terms.row)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if points else None
@@ -359,20 +356,21 @@ def _slope_sums(
         if HAS_KEEP and not KEEP_ON_X:
             m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
         m_tile = m_x[:, None] & m_y[None, :]
-        scores = score_tile(
-            b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn,
-            stride_yd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
-            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+        scores = scale * products(
+            b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd,
+            AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
         )  # fmt: skip
+        if HAS_BIAS:
+            scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
         scores = tl.where(m_tile, scores, float("-inf"))
         slopes = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
         if HAS_OUTPUT:
             plan = tl.exp2(scores + b_applied_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
-            slopes = plan * score_tile(
-                b_u, p_ux, p_uy, p_bias, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd,
-                stride_uyn, stride_uyd, stride_bias_x, stride_bias_y, factor, False,
-                VALUES_AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_E, CHUNKED_VALUES,
+            gains = factor * products(
+                b_u, p_ux, p_uy, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd, stride_uyn,
+                stride_uyd, VALUES_AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_E, CHUNKED_VALUES,
             )  # fmt: skip
+            slopes = plan * gains
             if WANT_VALUES:
                 b_uy = load_rows(p_uy, o_y, m_y, o_all_e, value_dim, stride_uyn, stride_uyd, WIDEN_VALUES)
                 b_du = product(plan.to(b_uy.dtype), b_uy, b_du, VALUES_PRECISION)

@@ -376,10 +376,8 @@ def _sweep(
             other=float("-inf"),
         )  # fmt: skip
         if ON_X:
-            b_row = b_logit + b_weight[None, :]
-            b_most = finite_or_zero(tl.max(b_row, 1))  # where no y carries mass
-            b_total = tl.sum(tl.exp2(b_row - b_most[:, None]), 1)
-            b_u = -(b_most + tl.log2(tl.where(b_total > 0, b_total, 1.0)))
+            b_row = log_sum(b_logit + b_weight[None, :], 1)
+            b_u = tl.where(b_row == float("-inf"), 0.0, -b_row)  # where no y carries mass
             tl.store(p_u + o_n, b_u * LN_2, mask=m_n)
             b_logit += b_u[:, None]
         m_x = with_mass(p_keep, stride_keep, o_n, num_x, KEEP)

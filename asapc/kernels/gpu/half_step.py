@@ -39,7 +39,6 @@ from asapc.kernels.gpu.tiles import (
     logit_tile,
     product,
     split_factor,
-    spread_bias,
     strides_of,
 )
 
@@ -52,8 +51,7 @@ def close_rows(
     old: an earlier f, if there is one.  All duals are in log2.
     """
     f = torch.empty(scores.q.shape[:3], dtype=torch.float32, device=scores.q.device)
-    bias = spread_bias(scores.bias, scores.q, scores.k)
-    _pass(scores._replace(bias=bias), g, old, f, launches=launches)
+    _pass(scores.spread(), g, old, f, launches=launches)
     return f
 
 
@@ -62,9 +60,7 @@ def close_columns(
 ) -> Tensor:
     """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys."""
     g = torch.empty(scores.k.shape[:3], dtype=torch.float32, device=scores.k.device)
-    bias = spread_bias(scores.bias, scores.q, scores.k)
-    turned = scores._replace(q=scores.k, k=scores.q, bias=None if bias is None else bias.mT)
-    _pass(turned, f, old, g, keep_on_x=True, launches=launches)
+    _pass(scores.spread().turned(), f, old, g, keep_on_x=True, launches=launches)
     return g
 
 
@@ -78,13 +74,12 @@ def attend(
     closes: by a row c-transform first, of which f, if given, is an older result.  with_dual: the product
     in float32, and f [B, H, N] of this transform.
     """
-    q, k, keep, bias, _ = scores
+    q, k, keep = scores[:3]
     out_dtype = torch.float32 if with_dual else v.dtype
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=out_dtype, device=q.device)
     new_f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if with_dual else None
     factor = split_factor(output_factor, q.shape[2], k.shape[2], keep)
-    scores = scores._replace(bias=spread_bias(bias, q, k))
-    _pass(scores, g, f, new_f, v, out, factor, closes=closes)
+    _pass(scores.spread(), g, f, new_f, v, out, factor, closes=closes)
     return out, new_f
 
 

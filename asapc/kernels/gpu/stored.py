@@ -35,7 +35,6 @@ from asapc.kernels.gpu.tiles import (
     log_sum,
     logit_tile,
     pitch_of,
-    spread_bias,
     strides_of,
 )
 from asapc.kernels.loop import Loop
@@ -61,7 +60,7 @@ def stored_loop(scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop) -> T
 
     Arguments as in `streaming_loop`.
     """
-    scores = scores._replace(bias=spread_bias(scores.bias, scores.q, scores.k))
+    scores = scores.spread()
     dual = None if dual is None else (dual.float() * LOG2_E.value).contiguous()
     rows_first = loop.first_side == "row"
     if not rows_first:

@@ -56,6 +56,15 @@ class Scores(NamedTuple):
     bias: Tensor | None
     multiplier: float
 
+    def spread(self) -> Scores:
+        """With all axes of the bias."""
+        return self._replace(bias=spread_bias(self.bias, self.q, self.k))
+
+    def turned(self) -> Scores:
+        """Of the keys and the queries, once they are spread."""
+        bias = None if self.bias is None else self.bias.mT
+        return self._replace(q=self.k, k=self.q, bias=bias)
+
 
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
@@ -176,25 +185,6 @@ def load_bias(p_bias, o_x, o_y, m_x, m_y, stride_x, stride_y):
     """Of points o_x and o_y: [BLOCK_X, BLOCK_Y] float32, 0 where masked."""
     places = p_bias + o_x[:, None] * stride_x + o_y[None, :] * stride_y
     return tl.load(places, mask=m_x[:, None] & m_y[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def score_tile(
-    b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y,
-    dim,
-    stride_xn, stride_xd, stride_yn, stride_yd, stride_bias_x, stride_bias_y,
-    scale,
-    HAS_BIAS: tl.constexpr, AS_FLOAT32: tl.constexpr, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """scale x.y + log2(e) bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet; b_x as in `products`."""
-    scores = scale * products(
-        b_x, p_x, p_y, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn, stride_yd, AS_FLOAT32,
-        PRECISION, BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
-    )  # fmt: skip
-    if HAS_BIAS:
-        scores += LOG2_E * load_bias(p_bias, o_x, o_y, m_x, m_y, stride_bias_x, stride_bias_y)
-    return scores
 
 
 @triton.jit

@@ -284,8 +284,7 @@ def banded(
     if 0 in (out.numel(), keys) or low > high:
         return out.to(v.dtype)
     keep, _ = _masks(q, k, v, keep, None)
-    seen = seen_keys(queries, keys, low, high, q).expand(batch, keys)
-    active = seen.contiguous() if keep is None else seen & keep
+    active = seen_keys(q, k, keep, low, high).contiguous()
     tensors = [x.to(dtype).contiguous() for x in (q, k, v)]
     lost = _engine().asapc_band(BAND.pack(
         *(x.data_ptr() for x in (*tensors, active, out)), batch * heads, heads, queries, keys, dim, width,
