@@ -77,5 +77,5 @@ def _pair(
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1)).clamp(min=1e-300)
     error = torch.nan_to_num(difference / norm, nan=torch.inf)  # a broken head is the one to show
     head = int(error.argmax())
-    shown, own = (pooled(x[head]).tolist() for x in (exact, approx))
+    shown, own = (pooled(x[head]).cpu().tolist() for x in (exact, approx))
     return MapPair(example, head, exact.shape[-1], shown, own, float(error[head]))
