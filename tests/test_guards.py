@@ -50,7 +50,8 @@ LIMITS = {"compiled": 1.0}
 
 
 def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 2, bias: Any = 0.0) -> Tensor:
-    scores = 3 * products(layer, x) / tau + bias
+    q, k = layer.qk(x).chunk(2, -1)
+    scores = 3 * q @ k.mT / tau + bias
     f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
     for _ in range(steps):
         f = -torch.logsumexp(scores + g, -1, keepdim=True)
