@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.fx import Node
 
 from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor, reached
-from asapc.passes.experiment import NoFit, relative_error
+from asapc.passes.experiment import NoFit, first_fit, relative_error
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SUMS
 from asapc.passes.products import BARRIERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Fit, Sample, map_of
@@ -73,37 +74,36 @@ def _has_large(node: Node) -> bool:
 
 def with_hidden(
     draw: Callable[[], Tensor], show: Callable[[Tensor], Sample], fit: Fit[PlanConvention],
-    own: torch.dtype | None, raised: bool,
+    added: Sequence[Node],
 ) -> Fit[PlanConvention]:  # fmt: skip
     """The fit that also gives what the loop makes of hidden rows and columns.  Raises NoFit.
 
-    draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  own: the dtype
-    of the loop, None where nothing can hide any of its scores.  raised: whether something may raise them.
+    draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  added: the
+    scores, and what is added to them in the loop; empty where a kernel is given.
     """
     tried = [(torch.float64, low, which) for low in EXACTLY for which in PATTERNS[:2]]
-    if own is not None:
+    hides = any(map(may_hide, added))
+    if hides:
+        own = added[0].meta["val"].dtype
         tried += [(own, max(low, torch.finfo(own).min), which) for low in LOW for which in PATTERNS]
         highest = min(HIGH, torch.finfo(own).max)
-        tried += [(own, highest, which) for which in PATTERNS if raised]
+        tried += [(own, highest, which) for which in PATTERNS if any(map(may_raise, added))]
     sign = 1.0 if fit.convention.score_multiplier > 0 else -1.0
     observed = [
         (f"{pattern} of scores that are {sign * low:g} in {str(dtype).removeprefix('torch.')}",
          max(HELD, 4 * torch.finfo(dtype).eps), show(_hidden(draw().to(dtype), pattern, sign * low)))
         for dtype, low, pattern in tried
     ]  # fmt: skip
-    failures = []
-    for convention in _conventions(fit.convention, own is not None):
-        wrong = next(
-            ((text, error) for text, limit, o in observed
-             if not (error := _error(convention, o)) <= limit), None,
-        )  # fmt: skip
-        if wrong is None:
-            return replace(fit, convention=convention)
-        failures.append(wrong)
-    text, error = failures[0]
-    raise NoFit(
-        f"{text} gives another plan (relative error {error:.2g}): hide tokens through their marginals"
-    )
+
+    def held(convention: PlanConvention) -> Fit[PlanConvention]:
+        for text, limit, sample in observed:
+            error = _error(convention, sample)
+            if not error <= limit:
+                wrong = f"{text} gives another plan (relative error {error:.2g})"
+                raise NoFit(f"{wrong}: hide tokens through their marginals")
+        return replace(fit, convention=convention)
+
+    return first_fit(partial(held, convention) for convention in _conventions(fit.convention, hides))
 
 
 def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:

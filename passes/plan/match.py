@@ -456,17 +456,6 @@ class _Trials(Trials):
         self.by_head: Tensor | None = None
         self.masks = 0  # that were drawn
 
-    @property
-    def hides(self) -> torch.dtype | None:
-        """Of the scores, where they or what is added to them may be as low as a mask."""
-        hides = not self.region.kernel and any(map(may_hide, self.added_up))
-        return self.added_up[0].meta["val"].dtype if hides else None
-
-    @property
-    def added_up(self) -> list[Node]:
-        """The scores, and what is added to them in the loop."""
-        return [self.region.start.node, *self.biases]
-
     def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
         start = self.region.start
         shape = self.cut.shape_of(start.node, self.few if at is None else at)
@@ -632,8 +621,8 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
     trials.check_larger_sizes(fit.convention, region.start.shape, first.scores.shape[1])
-    raised = any(map(may_raise, trials.added_up))
-    fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, trials.hides, raised)
+    added = [] if region.kernel else [region.start.node, *trials.biases]
+    fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
     if any(x.is_mask for x in roles.given):
         _check_masks(trials, fit.convention)
     if region.kernel:
