@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asapc.kernels.cpu.gradients import Gradients
 from asapc.kernels.cpu.workers import each_worker
-from asapc.kernels.loop import Loop, Tail
+from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.banded import seen_keys, within
 from asapc.operators.sinkhorn import clean_values, factor_value
 

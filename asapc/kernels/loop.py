@@ -40,6 +40,16 @@ class Loop(NamedTuple):
         return (self.first_side == "row") == (self.half_steps % 2 == 1)
 
 
+class Gradients(NamedTuple):
+    """Of q, k, v and the start dual (None without one); depth: [B, H], half-steps they passed through."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dual: Tensor | None
+    depth: Tensor
+
+
 @dataclass(frozen=True)
 class Tail:
     """The half-steps that gradients pass through, from the last one: a certified tail.

@@ -19,26 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asapc.kernels.cpu.workers import each_worker
-from asapc.kernels.loop import Loop, Tail, precision
+from asapc.kernels.loop import Gradients, Loop, Tail, precision
 from asapc.kernels.thresholds import Thresholds, thresholds
 from asapc.operators.asap import asap
 from asapc.operators.sinkhorn import factor_value, sinkhorn
-
-
-class Gradients(NamedTuple):
-    """Of q, k, v and the start dual (None without one); depth: [B, H], half-steps they passed through."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dual: Tensor | None
-    depth: Tensor
 
 
 @dataclass(frozen=True)

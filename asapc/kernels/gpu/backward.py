@@ -47,7 +47,7 @@ from asapc.kernels.gpu.tiles import (
     split_factor,
     strides_of,
 )
-from asapc.kernels.loop import Loop, Tail
+from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.sinkhorn import factor_value, score_matrix
 
 SIZE_ENTRIES = 1 << 24  # of a block of scores in plain PyTorch
@@ -94,9 +94,8 @@ def sinkhorn_backward(
     dual: Tensor | None,
     loop: Loop,
     tail: Tail,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of q, k, v and the start dual (None where none is given) for `sinkhorn_loop`, and the
-    half-steps that they passed through [B, H].
+) -> Gradients:
+    """Of `sinkhorn_loop`.  grad_out: [B, H, N, E], of its result.
 
     A tolerance of the tail waits for the GPU after every half-step.
     """
@@ -155,7 +154,7 @@ def sinkhorn_backward(
         all_passed = passed == len(sides)
         grad_dual = _given(grad).to(dual.dtype) if all_passed else torch.zeros_like(dual)
     depth = torch.full(q.shape[:2], passed, device=q.device)
-    return _given(dq), _given(dk), _given(dv), grad_dual, depth
+    return Gradients(_given(dq), _given(dk), _given(dv), grad_dual, depth)
 
 
 def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
 from asapc.kernels import band, dispatch
-from asapc.kernels.cpu import gradients as cpu_gradients
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
 from asapc.kernels.loop import Loop, Tail
@@ -50,14 +49,11 @@ def loop_gradients(
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
     values = sinkhorn_reference.clean_values(v, open_keep)
     given = (grad_out, open_q, k, values, open_keep, open_bias, opened, loop, through)
-    found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
     if _on_cpu(q):
-        found = cpu_gradients.sinkhorn_backward(*given)
+        from asapc.kernels.cpu.gradients import sinkhorn_backward
     else:
         from asapc.kernels.gpu.backward import sinkhorn_backward
-
-        found = sinkhorn_backward(*given)
-    dq, dk, dv, dual_grad, depth = found
+    dq, dk, dv, dual_grad, depth = sinkhorn_backward(*given)
     dq = sinkhorn_reference.masked(dq, keep, None)
     if dual_grad is None:
         return dq, dk, dv, q.new_empty(0), depth
