@@ -242,9 +242,11 @@ def merged_heads(node: Node) -> int:
         before, after = source.meta["val"].shape, node.meta["val"].shape
         if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
             return before[1] if same(before[0] * before[1], after[0]) else 1
-        if len(before) == len(after) == 3 and isinstance(before[2], int) and before[2] > after[2] > 0:
-            heads = before[2] // int(after[2])
-            return heads if same(before[1] * heads, after[1]) else 1
+        widths = (before[-1], after[-1])  # a comparison with a free size would bound it
+        if len(before) == len(after) == 3 and all(isinstance(width, int) for width in widths):
+            heads = before[2] // max(after[2], 1)
+            if heads > 1:
+                return heads if same(before[1] * heads, after[1]) else 1
         node = source
     return 1
 
