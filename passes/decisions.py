@@ -142,11 +142,11 @@ def rounded(part: Part) -> str | None:
     ]  # fmt: skip
     if any(_is_short(node) for node in layers):
         return None  # a model, or what an autocast makes of one, in half precision throughout
-    for node in part.inside:
-        if _is_short(node):
-            name = str(node.meta["val"].dtype).removeprefix("torch.")
-            return f"{spoken(node)} rounds to {name} what is computed in single precision"
-    return None
+    first = min(filter(_is_short, part.inside), default=None)
+    if first is None:
+        return None
+    name = str(first.meta["val"].dtype).removeprefix("torch.")
+    return f"{spoken(first)} rounds to {name} what is computed in single precision"
 
 
 def both_sides(

@@ -131,6 +131,20 @@ def test_what_is_decided_by_scores_or_rounded_is_refused() -> None:
         assert rule in reasons[f"layers.{place}"], (name, reasons[f"layers.{place}"])
 
 
+class InAHalf(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        s = (q @ k.mT).bfloat16()
+        for axis in (-1, -2) * 2:
+            s = s - s.logsumexp(axis, keepdim=True)
+        return self.merge(s.exp().float() @ v)
+
+
+def test_of_a_loop_in_a_half_the_line_where_that_begins_is_told() -> None:
+    (left,) = analysed(InAHalf(log_loop).eval(), torch.randn(2, 6, 8)).left_alone
+    assert left.reason.startswith("`s = (q @ k.mT).bfloat16()`")
+
+
 def test_scores_that_are_bounded_far_above_are_given() -> None:
     torch.manual_seed(1)
     model = Layer(lambda s: log_loop(s.clamp(-1e4, 1e4))).eval()

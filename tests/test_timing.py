@@ -1,6 +1,9 @@
+import ast
 import gc
+import inspect
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,25 @@ def test_calls_that_take_long_are_not_repeated_as_often(enough: float, rounds: i
     calls: list[int] = []
     interleaved_times({"a": lambda: calls.append(0)}, repeats=20, warmup=5, enough=enough)
     assert len(calls) == rounds + (1 if enough == 0.0 else 5)
+
+
+def test_short_calls_are_repeated_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr("asapc.measure.timing.time.perf_counter", lambda: 1e-3 * next(clock))
+    counts = [
+        len(interleaved_times({"a": lambda: None}, repeats=repeats, warmup=0, min_time=0.3)["a"])
+        for repeats in (5, 200)
+    ]
+    assert counts == [100, 200]  # a round looks at the clock three times
+
+
+def test_benchmarks_pass_what_is_taken() -> None:
+    """No test runs them."""
+    taken = inspect.signature(interleaved_medians)
+    for path in (Path(__file__).parents[1] / "benchmarks").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("interleaved_medians"):
+                taken.bind(*call.args, **{str(own.arg): own.value for own in call.keywords})
 
 
 def test_garbage_collection_is_restored_even_after_a_failure() -> None:

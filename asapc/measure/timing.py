@@ -5,6 +5,7 @@ all of them alike.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +23,10 @@ ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as ste
 
 
 def interleaved_medians(
-    functions: Mapping[str, Callable[[], Any]], repeats: int = 10, warmup: int = 2
+    functions: Mapping[str, Callable[[], Any]], repeats: int = 10, warmup: int = 2, min_time: float = 0.0
 ) -> dict[str, dict[str, float]]:
     """Median and quartiles of `interleaved_times`: name -> {"median_ms", "q1", "q3"}, all in ms."""
-    times = interleaved_times(functions, repeats, warmup)
+    times = interleaved_times(functions, repeats, warmup, min_time=min_time)
     return {name: quartiles(values) for name, values in times.items()}
 
 
@@ -34,13 +35,15 @@ def interleaved_times(
     repeats: int = 10,
     warmup: int = 2,
     enough: float = math.inf,
+    min_time: float = 0.0,
 ) -> dict[str, list[float]]:
     """Wall times of one call in ms, round by round: name -> as many as there were rounds.
 
     Rounds go through every function once, starting one further each round.  There are `repeats` rounds,
-    but no more than FEWEST once `enough` seconds have passed, and one where it takes more than half of
-    that.  Where this process uses a GPU, calls are timed by its events, from an idle stream to its end.
-    `warmup` rounds are not counted; the first is enough where it takes a tenth of `enough`.
+    and more until `min_time` seconds have passed, but no more than FEWEST once `enough` seconds have, and
+    one where it takes more than half of that.  Where this process uses a GPU, calls are timed by its
+    events, from an idle stream to its end.  `warmup` rounds are not counted; the first is enough where it
+    takes a tenth of `enough`.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
@@ -58,9 +61,11 @@ def interleaved_times(
     gc.disable()  # a collection would be charged to whoever happens to run
     try:
         start = time.perf_counter()
-        for rounds in range(repeats):
+        for rounds in itertools.count():
             passed = time.perf_counter() - start
             if rounds and (2 * passed > enough * rounds or (passed >= enough and rounds >= FEWEST)):
+                break
+            if rounds >= repeats and passed >= min_time:
                 break
             turn = rounds % max(1, len(names))
             for name in names[turn:] + names[:turn]:
