@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 
 import asapc.pipeline
 from asapc import cli
@@ -181,6 +182,12 @@ MISTYPED = [
     (["refresh", "out", "--data", "gone.npz", "--distil"], "gone.npz: no such data file"),
     (["study", "teacher", "--data", "d.npz", "--grid", "no.yaml", "-o", "s"], "grid no.yaml: no such"),
 ]
+
+
+def test_switches_have_no_opposites() -> None:
+    commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
+    switches = [own for command in commands for own in command.params if not own.default]
+    assert not [own.opts for own in switches if own.secondary_opts]
 
 
 def test_help_and_mistyped_paths_need_no_torch(calls, tmp_path):

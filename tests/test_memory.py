@@ -67,9 +67,10 @@ class Steps:
 def test_the_limit_is_not_passed_by_looking_for_it(
     monkeypatch: pytest.MonkeyPatch, each: int, once: int, most: int
 ) -> None:
-    steps = Steps(monkeypatch, each, once)
+    steps, loading = Steps(monkeypatch, each, once), list[int]()
     limit = MemoryLimit(current() + SLACK + 100 * MIB)
-    size = limit.batch_size(lambda n: None, most, share=0.5)
+    size = limit.batch_size(loading.append, most, share=0.5)
+    assert loading == [1]  # before anything is measured
     room = limit.left * 0.5
     assert 1 <= size <= most
     assert once + size * each <= room and steps.most <= room
