@@ -16,7 +16,7 @@ SEEDS = (
     20296, 21656,
     # masses of 1 and shares of one, where a sum is as small as the constant beside it
     900190,
-    # exp(s) in float64 of scores of which some are as low as its subnormal numbers, which ours does not form
+    # exp(s) in float64 of scores as low as its subnormal numbers, which the log domain does not form
     1001724,
 )  # fmt: skip
 COMPILED = {  # each was refused, or fixed to the lengths of its data
