@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from written import write_results
 
-from asapc.kernels.gpu import backward, block, dual, plan, resident, sinkhorn, stored
+from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn, stored
 from asapc.kernels.gpu.tiles import Scores
 from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
@@ -181,7 +181,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                             sinkhorn.streaming_loop, Scores(q, k, *given, 0.125), v, None, loop
                         )
                 loop = Loop(0.125, 4, "row", FACTOR)
-                if tokens <= block.MOST_TOKENS:
+                if tokens <= resident.MOST_KEYS:
                     for what, given in given_to.items():
                         yield f"resident {name}{what}", partial(
                             resident.resident_loop, Scores(q, k, *given, 0.125), v, None, loop
@@ -216,7 +216,7 @@ def edges() -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (*DTYPES, torch.float16):
         for queries, side in ((65, "row"), (1, "column")):  # the first side and the last
             loop = Loop(0.125, 5, side, [1.0, 0.0, 1.0, -1.0])  # type: ignore[arg-type]
-            sizes = [(keys, 32, resident.resident_loop) for keys in (16, 32, 64, 128, 256)]
+            sizes = [(keys, 32, resident.resident_loop) for keys in (16, 32, 64, 128, 256, 512, 1024)]
             sizes += [(70, dim, sinkhorn.streaming_loop) for dim in (1, 256)]
             for keys, dim, run in sizes:
                 q, k = points(queries, dim, dtype), points(keys, dim, dtype)

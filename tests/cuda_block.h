@@ -1,5 +1,5 @@
-// CUDA for one block of threads at a time on a CPU, as far as resident.cu needs it: a thread is a fiber that runs
-// until it waits for others.
+// CUDA for one cluster of blocks of threads at a time on a CPU, as far as resident.cu needs it: a thread is a fiber
+// that runs until it waits for others.
 
 #include <math.h>
 #include <stdlib.h>
@@ -13,6 +13,7 @@
 #define __forceinline__
 #define __launch_bounds__(...)
 #define __shared__
+#define OF_CLUSTER
 
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -21,49 +22,77 @@ struct ushort2 { unsigned short x, y; };
 struct Place { unsigned x; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static ushort2 make_ushort2(unsigned short x, unsigned short y) { return {x, y}; }
+static int max(int x, int y) { return x < y ? y : x; }
 template <typename To, typename From> static To bits(From x) { To y; memcpy(&y, &x, sizeof y); return y; }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static float __int_as_float(int x) { return bits<float>(x); }
 
 constexpr int AFTER = 1 << 17;  // bytes that nothing may write
-alignas(16) static float4 shared[(SHARED + AFTER) / 16];
+constexpr int FIBERS = 32 * WARPS * CLUSTER;
+alignas(16) static float4 all_shared[CLUSTER][(SHARED + AFTER) / 16];
+static float4* shared;  // of the block of the thread that runs
 static Place threadIdx, blockIdx;
-static ucontext_t scheduler, fibers[32 * WARPS];
-static unsigned left_by[32 * WARPS][8];  // what a thread hands to its warp
-static int arrived, generation;
+static ucontext_t scheduler, fibers[FIBERS];
+static unsigned left_by[FIBERS][8];  // what a thread hands to its warp
 
-static void wait() {
-  unsigned own = threadIdx.x;
-  swapcontext(&fibers[own], &scheduler);
-  threadIdx.x = own;
+static int rank() { return blockIdx.x % CLUSTER; }
+static unsigned own_fiber() { return 32 * WARPS * rank() + threadIdx.x; }
+
+static void go_on(unsigned fiber, unsigned cluster) {
+  threadIdx.x = fiber % (32 * WARPS);
+  blockIdx.x = CLUSTER * cluster + fiber / (32 * WARPS);
+  shared = all_shared[rank()];
 }
 
-static void __syncthreads() {
-  int own = generation;
-  if (++arrived == 32 * WARPS) arrived = 0, generation++;
-  while (own == generation) wait();
+static void wait() {
+  unsigned own = own_fiber(), cluster = blockIdx.x / CLUSTER;
+  swapcontext(&fibers[own], &scheduler);
+  go_on(own, cluster);
+}
+
+struct Barrier {
+  int arrived, generation;
+  void pass(int all) {
+    int own = generation;
+    if (++arrived == all) arrived = 0, generation++;
+    while (own == generation) wait();
+  }
+};
+static Barrier of_blocks[CLUSTER], of_all;
+
+static void __syncthreads() { of_blocks[rank()].pass(32 * WARPS); }
+static void wait_for_cluster() { of_all.pass(FIBERS); }
+static float of_block(const float* p, int other) {
+  return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(p) - reinterpret_cast<const char*>(shared) +
+                                         reinterpret_cast<const char*>(all_shared[other]));
 }
 
 static float exp2_of(float x) { return exp2f(x) < 0x1p-126f ? 0.0f : exp2f(x); }
 static void copy_later(void* to, const void* from, bool exists) { exists ? memcpy(to, from, 16) : memset(to, 0, 16); }
-static void forget() {}
 static void copies_arrived() {}
 
 // Runs `use` once all lanes of the warp have left their words; they pass the same such places in the same order.
 template <typename Use> static void together(const unsigned* words, int count, Use use) {
-  memcpy(left_by[threadIdx.x], words, 4 * count);
+  memcpy(left_by[own_fiber()], words, 4 * count);
   wait();
-  use(left_by + threadIdx.x / 32 * 32);
+  use(left_by + own_fiber() / 32 * 32);
   wait();
 }
 
-static float exchanged(float x, int distance) {
-  unsigned word = __float_as_uint(x), lane = threadIdx.x % 32;
+static float of_lane(float x, int lane) {
+  unsigned word = __float_as_uint(x);
   float other = 0.0f;
-  together(&word, 1, [&](unsigned (*warp)[8]) { other = __uint_as_float(warp[lane ^ distance][0]); });
+  together(&word, 1, [&](unsigned (*warp)[8]) { other = __uint_as_float(warp[lane][0]); });
   return other;
+}
+static float exchanged(float x, int distance) { return of_lane(x, threadIdx.x % 32 ^ distance); }
+static bool any_of_warp(bool x) {
+  unsigned word = x, any = 0;
+  together(&word, 1, [&](unsigned (*warp)[8]) { for (int i = 0; i < 32; i++) any |= warp[i][0]; });
+  return any;
 }
 
 static float number(unsigned bits, int part) {  // of an operand of the tensor cores
@@ -101,19 +130,19 @@ static unsigned rounded(float x) {
 #endif
 }
 static unsigned packed(float first, float second) { return rounded(first) | rounded(second) << 16; }
-static uint2 turned(const unsigned short* row) {
+static void load_blocks(unsigned (&to)[4], const unsigned short* row, bool turned) {
   unsigned long long place = reinterpret_cast<unsigned long long>(row);
   unsigned words[2] = {static_cast<unsigned>(place), static_cast<unsigned>(place >> 32)};
-  uint2 pair;
   together(words, 2, [&](unsigned (*warp)[8]) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    auto at = [&](int i) {
-      unsigned long long p = warp[i][0] | static_cast<unsigned long long>(warp[i][1]) << 32;
-      return static_cast<unsigned>(reinterpret_cast<const unsigned short*>(p)[g]);
+    auto at = [&](int block, int i, int j) {
+      unsigned* own = warp[8 * block + i];
+      unsigned long long p = own[0] | static_cast<unsigned long long>(own[1]) << 32;
+      return static_cast<unsigned>(reinterpret_cast<const unsigned short*>(p)[j]);
     };
-    pair = {at(2 * t) | at(2 * t + 1) << 16, at(8 + 2 * t) | at(9 + 2 * t) << 16};
+    for (int i = 0; i < 4; i++)
+      to[i] = turned ? at(i, 2 * t, g) | at(i, 2 * t + 1, g) << 16 : at(i, g, 2 * t) | at(i, g, 2 * t + 1) << 16;
   });
-  return pair;
 }
 #endif
 
@@ -124,38 +153,43 @@ static void (*body)();
 static std::vector<bool>* ended;
 static void run_fiber() {
   body();
-  (*ended)[threadIdx.x] = true;
+  (*ended)[own_fiber()] = true;
   wait();
 }
 
-// All threads of each of `blocks` blocks.
-static void run_blocks(int blocks, void (*of_thread)()) {
-  std::vector<std::vector<char>> stacks(THREADS, std::vector<char>(1 << 16));
+// All threads of each of `clusters` clusters.
+static void run_clusters(int clusters, void (*of_thread)()) {
+  std::vector<std::vector<char>> stacks(FIBERS, std::vector<char>(1 << 16));
   body = of_thread;
-  for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(blocks); blockIdx.x++) {
-    std::vector<bool> done(THREADS, false);
+  for (int cluster = 0; cluster < clusters; cluster++) {
+    std::vector<bool> done(FIBERS, false);
     ended = &done;
-    arrived = generation = 0;
-    unsigned char* after = reinterpret_cast<unsigned char*>(shared) + SHARED;
-    memset(shared, 0xff, SHARED);  // NaN where nothing was written
-    memset(after, 0x55, AFTER);
-    for (int i = 0; i < THREADS; i++) {
+    of_all = {};
+    for (int i = 0; i < CLUSTER; i++) {
+      of_blocks[i] = {};
+      memset(all_shared[i], 0xff, SHARED);  // NaN where nothing was written
+      memset(reinterpret_cast<char*>(all_shared[i]) + SHARED, 0x55, AFTER);
+    }
+    for (int i = 0; i < FIBERS; i++) {
       getcontext(&fibers[i]);
       fibers[i].uc_stack.ss_sp = stacks[i].data();
       fibers[i].uc_stack.ss_size = stacks[i].size();
       makecontext(&fibers[i], run_fiber, 0);
     }
-    for (int running = THREADS; running;) {
+    int held_up = 0;  // a bit of some warps, for a while: what no barrier orders comes in any order
+    for (int running = FIBERS, round = 0; running; round++) {
+      if (round % 16 == 0) held_up = rand();
       running = 0;
-      for (int i = 0; i < THREADS; i++) {
-        if (done[i]) continue;
-        threadIdx.x = i;
-        swapcontext(&scheduler, &fibers[i]);
+      for (int i = 0; i < FIBERS; i++) {
         running += !done[i];
+        if (done[i] || held_up >> i / 32 % 31 & 1) continue;
+        go_on(i, cluster);
+        swapcontext(&scheduler, &fibers[i]);
       }
     }
-    for (int i = 0; i < AFTER; i++)
-      if (after[i] != 0x55) abort();
+    for (int i = 0; i < CLUSTER; i++)
+      for (int j = 0; j < AFTER; j++)
+        if (reinterpret_cast<unsigned char*>(all_shared[i])[SHARED + j] != 0x55) abort();
   }
 }
 
@@ -170,8 +204,8 @@ template <int... I> static void thread(std::integer_sequence<int, I...>) {
            floats(6), static_cast<Element*>(pointers[7]), static_cast<int*>(pointers[8]), numbers[I]...);
 }
 
-extern "C" void run(int blocks, void* const* of_call, const int* numbers_of_call) {
+extern "C" void run(int clusters, void* const* of_call, const int* numbers_of_call) {
   memcpy(pointers, of_call, sizeof pointers);
   memcpy(numbers, numbers_of_call, sizeof numbers);
-  run_blocks(blocks, [] { thread(std::make_integer_sequence<int, NUMBERS>()); });
+  run_clusters(clusters, [] { thread(std::make_integer_sequence<int, NUMBERS>()); });
 }

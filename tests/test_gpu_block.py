@@ -31,22 +31,22 @@ Runner = Callable[..., tuple[Tensor, Tensor]]
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """The kernel's output and which heads stayed in range; out of bounds it ends the process."""
-    made: dict[block.Shape, ctypes.CDLL] = {}
+    made: dict[tuple[str, int], ctypes.CDLL] = {}
 
-    def built(shape: block.Shape) -> ctypes.CDLL:
-        if shape not in made:
+    def built(shape: block.Shape, keys: int) -> ctypes.CDLL:
+        source, shared = shape.source, shape.shared(keys)
+        if (source, shared) not in made:
             folder = tmp_path_factory.mktemp("block")
-            (folder / "resident.cu").write_text(shape.source)
+            (folder / "resident.cu").write_text(source)
             (folder / "block.cpp").write_text(
-                shape.source.split("\n//")[0] + f'\n#define SOURCE "{folder}/resident.cu"\n'
-                f"#define SHARED {shape.shared}\n"
-                + (Path(__file__).parent / "cuda_block.h").read_text()
+                source.split("\n//")[0] + f'\n#define SOURCE "{folder}/resident.cu"\n'
+                f"#define SHARED {shared}\n" + (Path(__file__).parent / "cuda_block.h").read_text()
             )  # fmt: skip
             checks = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
             command = (str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *checks)
             subprocess.run([*command, "-o", folder / "block.so", folder / "block.cpp"], check=True)
-            made[shape] = ctypes.CDLL(str(folder / "block.so"))
-        return made[shape]
+            made[source, shared] = ctypes.CDLL(str(folder / "block.so"))
+        return made[source, shared]
 
     def run(
         scores: tiles.Scores, v: Tensor, dual: Tensor | None, loop: Loop, shared: int = SHARED
@@ -62,7 +62,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
             q, k, v, keep, bias, dual, factors, out, done, loop, factor / max(1, q.shape[2])
         )
         places = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
-        built(shape).run(len(done), places, (ctypes.c_int * len(numbers))(*numbers))
+        built(shape, k.shape[2]).run(len(done), places, (ctypes.c_int * len(numbers))(*numbers))
         return out, done
 
     return run
@@ -110,16 +110,26 @@ def test_what_a_block_holds() -> None:
     def shape(
         n: int = 64, m: int = 64, d: int = 64, e: int = 64, dtype: torch.dtype = torch.float32, **of: Any
     ) -> block.Shape | None:
-        sizes = ((n, d), (m, d), (m, e))
-        q, k, v = (torch.empty(1, 1, *size, dtype=dtype, device="meta") for size in sizes)
-        return block.shape_of(q, k, v.to(of.get("values", dtype)), of.get("shared", SHARED))
+        sizes = ((of.get("batch", 1), 8, *size) for size in ((n, d), (m, d), (m, e)))
+        q, k, v = (torch.empty(size, dtype=dtype, device="meta") for size in sizes)
+        v, shared = v.to(of.get("values", dtype)), of.get("shared", SHARED)
+        return block.shape_of(q, k, v, shared, of.get("blocks", block.MOST_BLOCKS))
 
-    assert shape(256, 256) is not None and shape(256, 256, 128, 128, torch.bfloat16) is not None
+    def of(n: int, dtype: torch.dtype, **given: Any) -> tuple[int, int, int] | None:
+        own = shape(n, n, dtype=dtype, **given)
+        return own and (own.warps, own.cluster, own.blocks)
+
+    halves, batch = torch.bfloat16, {"batch": 32}
+    assert of(197, halves, **batch) == (13, 1, 2) and of(197, torch.float32, **batch) == (13, 1, 1)
+    assert of(256, halves, **batch) == (16, 1, 1) and of(256, torch.float32, **batch) == (8, 2, 1)
+    assert of(512, halves, **batch) == (11, 3, 1) and of(512, halves) == (4, 8, 2)
+    assert of(880, halves) == (7, 8, 1) and of(640, torch.float32, d=16, e=16) == (5, 8, 1)
     beyond: tuple[dict[str, Any], ...] = (
-        {"n": 257}, {"m": 257}, {"d": 129}, {"e": 129}, {"n": 0}, {"m": 0}, {"dtype": torch.float64},
-        {"values": torch.bfloat16}, {"n": 256, "m": 256, "shared": 64 << 10},
+        {"n": 1024, "m": 1024, "dtype": halves}, {"m": 641}, {"d": 129}, {"e": 129}, {"n": 0}, {"m": 0},
+        {"dtype": torch.float64}, {"values": halves}, {"n": 256, "m": 256, "shared": 32 << 10},
     )  # fmt: skip
     assert all(shape(**given) is None for given in beyond)
+    assert shape(256, 256, blocks=1) is None  # before sm_90
 
 
 def test_the_blocks_loop_runs_where_it_holds_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +140,43 @@ def test_the_blocks_loop_runs_where_it_holds_the_heads(monkeypatch: pytest.Monke
     assert fits == [False, False, False, True]
 
 
-def test_values_take_the_place_of_keys_and_part_of_the_matrix_is_shared(
-    emulated: Runner, monkeypatch: pytest.MonkeyPatch
+CLUSTERS: tuple[dict[str, Any], ...] = (
+    {"shape": (2, 2, 33, 70, 16, 16), "masked": True},
+    {"shape": (1, 1, 66, 270, 16, 24), "masked": True, "bias": (1, 1)},
+    {"shape": (1, 2, 40, 90, 20, 16), "dtype": torch.float16},
+    {"shape": (2, 1, 70, 140, 48, 40), "dtype": torch.bfloat16, "masked": True, "bias": ()},
+)
+
+
+@pytest.mark.parametrize("case", CLUSTERS, ids=str)
+def test_a_head_is_shared_among_blocks(
+    case: dict[str, Any], emulated: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case((1, 2, 20, 40, 16, 24))
-    whole = block.shape_of(case.q, case.k, case.v, SHARED)
-    assert whole is not None and not whole.late and whole.held == whole.tiles
-    assert_loop(case, in_range(emulated, shared=whole.shared - 1), LOOPS["RCRCRC"])
-    monkeypatch.setitem(block.OTHER_REGISTERS, 4, 247)
+    monkeypatch.setattr(block, "FEW_KEYS", 0)
     monkeypatch.setattr(block, "_shape", block._shape.__wrapped__)
-    part = block.shape_of(case.q, case.k, case.v, SHARED)
-    assert part is not None and 0 < part.held < part.tiles
-    assert_loop(case, in_range(emulated), LOOPS["CRCRC"])
-    assert block.shape_of(case.q, case.k, case.v, 1 << 10) is None
+    own = Case(**case)
+    shape = block.shape_of(own.q, own.k, own.v, SHARED)
+    assert shape is not None and shape.cluster > 2
+    for name in ("RCRCR from g", "CRCRC", "RCRCRC"):
+        assert_loop(own, in_range(emulated), LOOPS[name])
+
+
+@pytest.mark.parametrize("where", ["auto join =", "auto close_rows =", "in_range(exp2_of(LOG2_E * dual"])
+def test_threads_that_do_not_wait_are_found(
+    where: str, emulated: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation lets warps run in any order: without one of its barriers, the kernel is wrong."""
+    case, source = Case((1, 1, 66, 100, 16, 16), dtype=torch.bfloat16), block.Shape.source.fget
+
+    def without(shape: block.Shape) -> str:
+        before, after = source(shape).split(where, 1)
+        return before + where + after.replace("__syncthreads();", "", 1)
+
+    assert_loop(case, in_range(emulated), LOOPS["RCRCR from g"])
+    monkeypatch.setattr(block.Shape, "source", property(without))
+    with pytest.raises(AssertionError):
+        for _ in range(5):
+            assert_loop(case, in_range(emulated), LOOPS["RCRCR from g"])
 
 
 def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
@@ -167,3 +201,26 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
     far = torch.zeros(2, 1, 18)
     far[1, 0, :9] = -600.0
     assert done(dual=far) == done(dual=far, side="column") == [1, 0]
+
+
+def test_a_kernel_that_gives_other_numbers_than_tritons_is_not_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, kernel = Case(), block.Kernel(None)
+
+    def launch(shape: block.Shape, tensors: list[Tensor], *_: Any) -> None:
+        tensors[-2].fill_(7.0)
+        tensors[-1].fill_(1)
+
+    given = (*scored(*case.given()), None, Loop(0.4, 5, "row", case.factors()))
+    right = resident.resident_loop(*given)
+    monkeypatch.setattr(block, "shape_for", lambda q, k, v: block.shape_of(q, k, v, SHARED))
+    monkeypatch.setattr(block, "compiled", lambda *_: kernel)
+    monkeypatch.setattr(block, "launch", launch)
+    with pytest.warns(UserWarning, match="other numbers than Triton"):
+        out = resident.resident_loop(*given)
+    assert kernel.agrees is False and torch.equal(out, right)
+    kernel.agrees = None
+    monkeypatch.setattr(block, "launch", lambda shape, tensors, *_: tensors[-1].fill_(0))
+    resident.resident_loop(*given)
+    assert kernel.agrees is True

@@ -104,6 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd dims, half": {"shape": (1, 2, 17, 19, 48, 5), "dtype": torch.float16},
     "several tiles": {"shape": (1, 1, 65, 80, 72, 40)},
     "huge": {"spread": 600.0, "masked": True},
+    "many keys, masked": {"shape": (1, 1, 17, 300, 16, 16), "masked": True, "dtype": torch.bfloat16},
 }
 LOOPS = {  # half-steps, first side, from a dual
     "R": (1, "row", True),

@@ -1,6 +1,6 @@
-"""The finite loop of a head in one block of threads, its matrix in registers: host side of resident.cu.
+"""The finite loop of a head by a cluster of blocks, its matrix in shared memory: host of resident.cu.
 
-CUDA C++, since Triton's tensors have powers of two as sizes and no registers to choose from; torch
+CUDA C++, since Triton's programs neither keep a matrix from one pass to the next nor share it; torch
 compiles it at the first call of a shape, with the NVRTC that it brings along.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -20,46 +21,47 @@ from asapc.kernels.gpu.tiles import LOG2_E, strides_of
 from asapc.kernels.loop import SAFE_ROW_RANGE, Loop
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MOST_TOKENS = 256
 MOST_FEATURES = 128
-REGISTERS = 16384  # of each of the four parts of a processor, which share the warps of a block
-OTHER_REGISTERS = {4: 52, 2: 36}  # beside the matrix, by bytes of an element
+MOST_WARPS = 16
+MOST_CHUNKS = 5  # of 128 columns that the lanes of a warp share, where K is float32
+MOST_BLOCKS = 8  # of a cluster
+FEW_KEYS = 128  # up to which a cluster's waiting takes longer than what it saves
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest output
+REGISTERS = {0: 128, 1: 72, 2: 72}  # that a thread needs at least
+PROCESSOR = 228 << 10  # bytes of shared memory, of which a block takes 1 KiB beside its own
 
 
 class Shape(NamedTuple):
     """The constants of resident.cu, in order."""
 
     warps: int
-    strips: int
-    tiles: int
-    held: int
+    cluster: int
     dim: int
     value_dim: int
     kind: int
-    late: bool
+    chunks: int
+    blocks: int = 1
 
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory."""
-        size = 2 if self.kind else 4
-        pad, keys, queries = (8 if self.kind else 4), 8 * self.tiles, 16 * self.strips * self.warps
-        scored, valued = (keys + queries) * (self.dim + pad), keys * (self.value_dim + pad)
-        kept = max(scored, valued) if self.late else scored + valued
-        parts = self.warps * 32 * -(-self.tiles // 4)
-        others = 16 * (self.tiles - self.held) * self.strips * 32 * self.warps
-        return 4 * (keys + parts) + 16 + size * kept + others
+    def shared(self, keys: int) -> int:
+        """Bytes of shared memory of a block."""
+        columns, rows = -(-keys // 16) * 16, 16 * self.warps
+        size, part, buffers = (2, 64, 2) if self.kind else (4, 32, 3)
+        widest = max(self.dim + 8, self.value_dim + (8 if self.kind else 4))
+        read = size * part * buffers * widest
+        scalings = 4 * (columns * (3 if self.cluster > 1 else 1) + rows + 4)
+        if self.kind == 2:
+            return scalings + 4 * (rows + columns + 8) + read + 2 * rows * (columns + 8)
+        return scalings + max(read, 4 * self.warps * columns) + 4 * rows * (columns + 8)
 
-    @property
-    def blocks(self) -> int:
-        """That a processor has registers for, and an H100 the memory (1 KiB a block is lost)."""
-        registers = 4 * self.strips * self.held + (44 if self.kind else 64)
-        by_registers = 4 * REGISTERS // (32 * self.warps * registers)
-        return max(1, min(by_registers, (228 << 10) // (self.shared + 1024), 16))
+    def filling(self, keys: int) -> Shape:
+        """With as many blocks as a processor has memory and registers for."""
+        by_registers = 65536 // (32 * self.warps * REGISTERS[self.kind])
+        by_memory = PROCESSOR // (self.shared(keys) + 1024)
+        return self._replace(blocks=max(1, min(by_registers, by_memory, 16)))
 
     @property
     def source(self) -> str:
-        named = {**self._asdict(), "blocks": self.blocks}
-        constants = [f"#define {name.upper()} {int(value)}\n" for name, value in named.items()]
+        constants = [f"#define {name.upper()} {value}\n" for name, value in self._asdict().items()]
         return "".join(constants) + files("asapc.kernels.gpu").joinpath("resident.cu").read_text()
 
 
@@ -68,7 +70,9 @@ def shape_for(q: Tensor, k: Tensor, v: Tensor) -> Shape | None:
     if not q.is_cuda or not _compiles(q.device):
         return None
     own: Any = torch.cuda.get_device_properties(q.device)
-    return shape_of(q, k, v, own.shared_memory_per_block_optin)
+    most_blocks = MOST_BLOCKS if own.major >= 9 else 1
+    shape = shape_of(q, k, v, own.shared_memory_per_block_optin, most_blocks, own.multi_processor_count)
+    return None if shape is None or compiled(shape, q.device).agrees is False else shape
 
 
 @cache
@@ -77,7 +81,7 @@ def _compiles(device: torch.device) -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        compiled(Shape(1, 1, 2, 2, 16, 16, 0, False), device)
+        compiled(Shape(1, 1, 16, 16, 0, 1), device)
     except (AttributeError, OSError, RuntimeError) as error:  # of torch's private function, or of NVRTC
         text = f"CUDA C++ does not compile here, so slower kernels run: {error}"
         warnings.warn(text, stacklevel=2)
@@ -85,31 +89,43 @@ def _compiles(device: torch.device) -> bool:
     return True
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, shared: int) -> Shape | None:
-    """None where the kernel cannot hold these.  shared: bytes of shared memory that a block may take."""
+def shape_of(
+    q: Tensor, k: Tensor, v: Tensor, shared: int, most_blocks: int = MOST_BLOCKS, processors: int = 132
+) -> Shape | None:
+    """None where the kernel cannot hold these.
+
+    shared: bytes of shared memory that a block may take.  most_blocks: that a cluster may have.
+    """
     if {k.dtype, v.dtype} != {q.dtype} or q.dtype not in KINDS:
         return None
-    return _shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, shared)
+    batch, heads, queries, dim = q.shape
+    idle = max(1, processors // max(1, batch * heads))
+    sizes = (queries, k.shape[2], dim, v.shape[3])
+    return _shape(sizes, q.dtype, shared, most_blocks, min(most_blocks, idle))
 
 
 @cache
 def _shape(
-    queries: int, keys: int, dim: int, value_dim: int, dtype: torch.dtype, shared: int
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, shared: int, most: int, idle: int
 ) -> Shape | None:
-    if not (min(queries, keys) > 0 and max(queries, keys) <= MOST_TOKENS):
+    """most: blocks of a cluster; idle: while there are processors for each."""
+    queries, keys, dim, value_dim = sizes
+    if min(queries, keys) < 1 or max(dim, value_dim) > MOST_FEATURES:
         return None
-    if max(dim, value_dim) > MOST_FEATURES:
+    kind, strips = KINDS[dtype], -(-queries // 16)
+    chunks = 0 if kind == 2 else -(-keys // 128)
+    dims = (-(-dim // 16) * 16, -(-value_dim // 16) * 16)
+    if chunks > MOST_CHUNKS:
         return None
-    strips = 1 if queries <= 128 else 2  # the fewer warps, the less they exchange, and the less they hide
-    warps, tiles = -(-queries // (16 * strips)), -(-keys // 16) * 2  # a kernel for every 16 keys
-    registers = min(255, REGISTERS // (32 * -(-warps // 4)) // 8 * 8)
-    held = max(0, min(tiles, (registers - OTHER_REGISTERS[dtype.itemsize]) // (4 * strips)))
-    dims = (-(-dim // 16) * 16, -(-value_dim // 8) * 8)
-    for late in (False, True):
-        shape = Shape(warps, strips, tiles, held, *dims, KINDS[dtype], late)
-        if shape.shared <= shared:
-            return shape
-    return None
+    fitting = [
+        shape for cluster in range(1, min(most, strips) + 1)
+        if (shape := Shape(-(-strips // cluster), cluster, *dims, kind, chunks)).warps <= MOST_WARPS
+        and shape.shared(keys) <= shared
+    ]  # fmt: skip
+    if not fitting:
+        return None
+    wanted = [shape for shape in fitting if shape.cluster <= idle] if keys > FEW_KEYS else []
+    return (wanted[-1] if wanted else fitting[0]).filling(keys)
 
 
 def arguments(
@@ -148,16 +164,44 @@ def _bits(x: float) -> int:
 
 def launch(shape: Shape, tensors: Sequence[Tensor], numbers: Sequence[int], heads: int) -> None:
     """On the current stream, for so many heads of the whole batch."""
-    kernel = compiled(shape, tensors[0].device)
+    kernel = compiled(shape, tensors[0].device).run
     torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread without one
-    kernel((heads, 1, 1), (32 * shape.warps, 1, 1), [*tensors, *numbers], shape.shared)
+    grid, keys = (heads * shape.cluster, 1, 1), tensors[1].shape[2]
+    kernel(grid, (32 * shape.warps, 1, 1), [*tensors, *numbers], shape.shared(keys))
+
+
+@dataclass
+class Kernel:
+    """run: to be called with a grid, a block, arguments and bytes of shared memory.
+
+    agrees: with Triton's, whether it did at its first call here; None before that.
+    """
+
+    run: Any
+    agrees: bool | None = None
 
 
 @cache
-def compiled(shape: Shape, device: torch.device) -> Any:
-    """The kernel, to be called with a grid, a block, arguments and bytes of shared memory."""
+def compiled(shape: Shape, device: torch.device) -> Kernel:
     with torch.cuda.device(device):
         torch.cuda.is_current_stream_capturing()  # as in `launch`
         kernel = torch.cuda._compile_kernel(shape.source, "resident")
-        kernel.set_shared_memory_config(shape.shared)
-    return kernel
+        own: Any = torch.cuda.get_device_properties(device)
+        kernel.set_shared_memory_config(own.shared_memory_per_block_optin)
+    return Kernel(kernel)
+
+
+def is_new(shape: Shape, device: torch.device) -> bool:
+    """Whether the kernel is to be compared with Triton's: compilers differ from machine to machine."""
+    recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return compiled(shape, device).agrees is None and not recorded
+
+
+def agrees(shape: Shape, out: Tensor, by_triton: Tensor) -> bool:
+    """Whether both are the same but for their roundings; if not, the kernel is not called again here."""
+    own = compiled(shape, out.device)
+    most = TOLERANCE[out.dtype] * by_triton.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    own.agrees = bool(torch.isclose(out, by_triton, rtol=0.0, atol=most, equal_nan=True).all())
+    if not own.agrees:
+        warnings.warn(f"CUDA C++ gives other numbers than Triton here, which runs: {shape}", stacklevel=2)
+    return own.agrees

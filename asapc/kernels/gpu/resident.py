@@ -1,6 +1,6 @@
-"""The whole finite loop of a head of up to 256 tokens, in two launches.
+"""The whole finite loop of a head whose matrix fits shared memory, in two launches.
 
-`block` keeps the matrix in registers, in the linear domain, and tells which heads stayed in float32's
+`block` keeps it there, in the linear domain, and tells which heads stayed in float32's
 range. The others, whose scores spread too far or whose scalings grow without end, go through the launch
 below: a program keeps S of one head after another in a scratch of its own, and works with logarithms.
 
@@ -38,8 +38,9 @@ from asapc.kernels.gpu.tiles import (
 )
 from asapc.kernels.loop import Loop
 
-SCRATCH = 32 << 20  # bytes of all matrices that are kept at once
-TILE = {256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
+SCRATCH = {1024: 1 << 27, 512: 1 << 27}  # bytes of all matrices that are kept; 32 MiB for fewer keys
+TILE = {1024: 16384, 512: 8192, 256: 8192, 128: 8192}  # entries of a block of rows; 4096 for fewer keys
+MOST_KEYS = 1024
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, loop: Loop) -> bool:
@@ -49,33 +50,45 @@ def fits(q: Tensor, k: Tensor, v: Tensor, loop: Loop) -> bool:
 
 def resident_loop(scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop) -> Tensor:
     """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as in `streaming_loop`."""
-    q, k, keep, bias, _ = scores
-    batch, heads, queries, dim = q.shape
-    keys, value_dim = k.shape[2], v.shape[3]
-    out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)
-    if batch * heads * queries == 0:
-        return out
+    q, k, keep, bias, scale = scores
+    if q.shape[:3].numel() == 0:
+        return torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
     # In float32 before it is spread, and the dual: both launches read them.
     bias = spread_bias(None if bias is None else bias.float(), q, k)
-    dual = None if dual is None else dual.float()
+    given = (Scores(q, k, keep, bias, scale), v, None if dual is None else dual.float(), loop)
+    shape = block.shape_for(q, k, v)
+    out = _launched(shape, *given)
+    if shape is not None and block.is_new(shape, q.device):
+        by_triton = _launched(None, *given)
+        if not block.agrees(shape, out, by_triton):
+            return by_triton
+    return out
+
+
+def _launched(
+    shape: block.Shape | None, scores: Scores, v: Tensor, dual: Tensor | None, loop: Loop
+) -> Tensor:
+    q, k, keep, bias, _ = scores
+    (batch, heads, queries, dim), (keys, value_dim) = q.shape, v.shape[2:]
+    out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)
     rows_first = loop.first_side == "row"
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
+    scale, factor = loop.score_multiplier * LOG2_E.value, factor / queries
+    done = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
+    tensors, numbers = block.arguments(q, k, v, keep, bias, dual, factors, out, done, loop, factor)
+    if shape is not None and max(numbers) < 1 << 31:  # torch passes them as int
+        block.launch(shape, tensors, numbers, batch * heads)
+    else:
+        done.zero_()  # all are left to the next launch
     half = is_half(q, k)
-    width = block_of(keys, block.MOST_TOKENS)
+    width = block_of(keys, MOST_KEYS)
     block_x = block_of(queries, TILE.get(width, 4096) // width)
     block_d = block_of(dim, 128 if half else 32)
-    block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) else 16)
+    block_e = block_of(value_dim, 64 if width < 256 else 32 if is_half(v) and width == 256 else 16)
     size = queries * pitch_of(k)
-    programs = min(batch * heads, max(1, SCRATCH // max(1, 4 * size)))
+    programs = min(batch * heads, max(1, SCRATCH.get(width, 1 << 25) // max(1, 4 * size)))
     scratch = torch.empty((programs, size), dtype=torch.float32, device=q.device)
-    scale, factor = loop.score_multiplier * LOG2_E.value, factor / queries
     pairs = (loop.half_steps - (not rows_first)) // 2
-    done = torch.zeros(batch * heads, dtype=torch.int32, device=q.device)
-    shape = block.shape_for(q, k, v)
-    if shape is not None:
-        tensors, numbers = block.arguments(q, k, v, keep, bias, dual, factors, out, done, loop, factor)
-        if max(numbers) < 1 << 31:  # torch passes them as int: else all heads are left to the next launch
-            block.launch(shape, tensors, numbers, batch * heads)
     _resident[(programs,)](
         q, k, v, keep, bias, dual, factors, out, scratch, done,
         batch * heads, heads, queries, keys, dim, value_dim, pitch_of(k),
