@@ -80,11 +80,7 @@ def steps(out: Path) -> list[Step]:
         Step("parity", 1.7, ("-m", "pytest", "-q", "-s", "-n", workers, "-p", "no:cacheprovider", "-p",
                              "gpu_worker", *tests)),
         attention("bf16_D64", 0.8, out, *bf16, *one, "64", "--tokens", "4096", "512", "1024", "16384"),
-        *(
-            attention(f"{name}_197", 0.5, out, *dtype, "--batch", "32", "--heads", "8", "--head-dim",
-                      "64", "--tokens", "197", "65", "128")
-            for name, dtype in (("bf16", bf16), ("fp32", ()))
-        ),
+        script("blocks", "gpu_blocks", 1.0, out),
         attention("compiled", 0.6, out, *bf16, *one, "64", "--tokens", "512", "4096", "--compile"),
         attention("bf16_dims", 0.6, out, *bf16, *one, "40", "80", "128", "256", "--tokens", "4096"),
         attention("fp32_D64", 0.4, out, *one, "64", "--tokens", "512", "4096"),
