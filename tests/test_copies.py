@@ -96,6 +96,10 @@ def test_hooks_of_the_layers_of_a_rebuilt_model_would_never_run(tmp_path: Path) 
     for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
         with pytest.raises(InputError, match="its layers are not called one by one"):
             getattr(rebuilt.to_q, f"register_{register}")(print)
+    for name in ("scale", "forward"):
+        with pytest.raises(InputError, match=f"weights alone.*{name} is set"):
+            setattr(rebuilt.to_q, name, print)
+    rebuilt.to_q.bias = nn.Parameter(model.to_q.bias.detach().clone())
     rebuilt.register_forward_hook(lambda _, __, output: seen.append(output))
     torch.testing.assert_close(copy.deepcopy(rebuilt)(x), model(x))
     assert len(seen) == 1

@@ -230,6 +230,31 @@ def test_a_kernel_that_may_be_negative_is_none() -> None:
     assert left.status == "refused" and not analysis.sites
 
 
+class Filled(nn.Module):
+    """A kernel with zeros, which its loop fills: one by one, or rows and columns of them."""
+
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = (x @ x.transpose(-1, -2)).relu()
+        for _ in range(4):
+            sums = plan if self.dim is None else plan.sum(self.dim, keepdim=True)
+            plan = torch.where(sums == 0, 1e-2, plan)
+            plan = plan / (plan.sum(-1, keepdim=True) + 1e-9)
+            plan = plan / (plan.sum(-2, keepdim=True) + 1e-9)
+        return plan
+
+
+@pytest.mark.parametrize("dim", [None, -1, -2])
+def test_zeros_of_a_kernel_that_the_loop_fills(dim: int | None) -> None:
+    """Sharp scores have zeros, too, and rows and columns of them."""
+    analysis = analysed(Filled(dim), random(3, 10, 16))
+    (left,) = analysis.left_alone
+    assert left.status == "refused" and not analysis.sites
+
+
 def test_memory_layout_and_heads_do_not_matter() -> None:
     s = random(3, 20, 17, 2).permute(0, 3, 1, 2)
     by_head = [1.0, 2.5]

@@ -361,7 +361,17 @@ class Forward:
 
 
 class Layer(nn.Module):
-    """The weights of a layer whose code is in the compiled forward, which calls no hooks."""
+    """The weights of a layer whose code is in the compiled forward, which calls no hooks and reads no
+    other attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        of_torch = name == "training" or name.startswith("_") or isinstance(value, (Tensor, nn.Module))
+        if not of_torch and value is not None:
+            raise InputError(
+                "a layer of a rebuilt model is weights alone: other attributes are constants of its code",
+                got=f"{name} is set", help="load it with model=, or compile the changed model",
+            )  # fmt: skip
+        super().__setattr__(name, value)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> Any:
         raise InputError(

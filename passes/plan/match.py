@@ -625,20 +625,7 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
     fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
     if any(x.is_mask for x in roles.given):
         _check_masks(trials, fit.convention)
-    if region.kernel:
-        _check_zeros(trials, fit.convention)
     return fit if region.slack is None else _with_slack(trials, fit)
-
-
-def _check_zeros(trials: _Trials, convention: PlanConvention) -> None:
-    """Where a kernel is 0: here and there, in a row, in a column."""
-    noise = trials.scores()
-    rows, columns = (torch.arange(size) for size in noise.shape[-2:])
-    some, row = (rows[:, None] + columns) % 3 == 0, (rows == 1)[:, None].expand(noise.shape[-2:])
-    for zero in (some, row, (columns == 1).expand_as(row)):
-        sample = trials.on(noise.masked_fill(zero, -math.inf))
-        if sample is not None and not convention_error(convention, [sample]) <= HELD:
-            raise NoFit("where its kernel is 0 it is another loop")
 
 
 def _with_slack(trials: _Trials, fit: Fit[PlanConvention]) -> Fit[PlanConvention]:
