@@ -109,6 +109,32 @@ def test_hooks_of_the_layers_of_a_rebuilt_model_would_never_run(tmp_path: Path) 
     torch.testing.assert_close(patched(x), model(x))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Linear(8, 8)
+        self.tokens, self.attention, self.head = nn.Embedding(20, 8), Attention(), nn.Linear(8, 20)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.attention(self.tokens(ids)))
+
+
+def test_a_rebuilt_model_names_its_weights_as_the_teacher_does(tmp_path: Path) -> None:
+    """By which state dicts and the state of optimisers go."""
+    model, ids = Tied().eval(), torch.randint(20, (48, 5))
+    asapc.compile(model, {"ids": ids}, recipe={"operator": "lossless"}, out=tmp_path / "out", quiet=True)
+    rebuilt = asapc.load(tmp_path / "out")
+    names = [name for name, _ in model.named_parameters() if not name.startswith("unread")]
+    assert [name for name, _ in rebuilt.named_parameters()] == names
+    state = {name: 2 * x for name, x in model.state_dict().items() if not name.startswith("unread")}
+    rebuilt.load_state_dict(state)
+    model.load_state_dict({**model.state_dict(), **state})
+    moved = copy.deepcopy(rebuilt).double()
+    assert moved.head.weight is moved.tokens.weight
+    torch.testing.assert_close(moved(ids), model.double()(ids))
+
+
 def test_a_hook_may_read_what_the_model_has_as_well() -> None:
     settings = {"gain": 2.0}
     model = Attention().eval()

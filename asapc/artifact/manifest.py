@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Len
 from pydantic import (
     AfterValidator,
     AllowInfNan,
@@ -120,6 +120,7 @@ _MANIFEST = _keys(
     live=_keys(programs=list_of(_Live), left=dict[str, str]),
     sizes=(str, ""), questions=(list_of(_Question), []),
     not_applied=(_Texts, []), frozen=(_Texts, []), refresh=(dict[str, Any], {}),
+    parameters=(list_of(Annotated[_Texts, Len(2, 2)]), []),
     onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
     warnings=(list_of(_keys(sites=_Texts, text=str)), []),
 )  # fmt: skip

@@ -32,7 +32,7 @@ from asapc.program.call import (
     types_at_hand,
 )
 from asapc.program.code import GraphCode, tensors_of, traced_inputs, under
-from asapc.program.compiled import CompiledModel, Inside, site_line
+from asapc.program.compiled import CompiledModel, Inside, Layer, site_line
 from asapc.program.live import (
     Patch,
     another_model,
@@ -142,6 +142,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     if plain != sorted(graph.state_dict()):  # of a model whose state dict has weights, and none of these
         graph._non_persistent_buffers_set.update(graph._buffers.keys() & plain)
     model = CompiledModel(graph, code, call, source, lines)
+    _name_as_the_teacher(model, manifest.get("parameters", ()))
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
     model.__dict__["not_applied"] = tuple(manifest.get("not_applied", model.not_applied))
@@ -179,6 +180,26 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
             owner.register_buffer(leaf, tensor, persistent)
         else:
             owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
+
+
+def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) -> None:
+    """A weight of several names has all of them, and weights their order, by which optimisers keep state.
+
+    parameters: names, each with the first that its weight has.
+    """
+    first = dict(parameters)  # type: ignore[arg-type]
+    weights = model.named_parameters(remove_duplicate=False)
+    known = {first.get(name, name): weight for name, weight in weights}
+    for name, of in parameters:
+        *path, leaf = name.split(".")
+        owner: Any = model
+        for part in path if of in known else ():  # else the program does not read it
+            held = owner._modules.pop(part, None)
+            owner._modules[part] = Layer() if held is None else held
+            owner = owner._modules[part]
+        if of in known:
+            owner._parameters.pop(leaf, None)
+            owner._parameters[leaf] = known[of]
 
 
 def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:

@@ -108,10 +108,13 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     if c.whole and others:
         manifest["not_applied"] = others
     users = c.whole and parts and teacher.onnx is None  # no file says what is to be trained
-    weights = parts[""].named_parameters(remove_duplicate=False) if users else ()
-    frozen = [name for name, weight in weights if not weight.requires_grad]
+    weights = dict(parts[""].named_parameters(remove_duplicate=False)) if users else {}
+    frozen = [name for name, weight in weights.items() if not weight.requires_grad]
     if frozen:
         manifest["frozen"] = frozen
+    if weights:
+        first = {weight: name for name, weight in reversed(weights.items())}
+        manifest["parameters"] = [[name, first[weight]] for name, weight in weights.items()]
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
         (program,) = analysis.capture.programs
