@@ -42,7 +42,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
                 source.split("\n//")[0] + f'\n#define SOURCE "{folder}/resident.cu"\n'
                 f"#define SHARED {shared}\n" + (Path(__file__).parent / "cuda_block.h").read_text()
             )  # fmt: skip
-            checks = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
+            checks = ("-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error")
             command = (str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *checks)
             subprocess.run([*command, "-o", folder / "block.so", folder / "block.cpp"], check=True)
             made[source, shared] = ctypes.CDLL(str(folder / "block.so"))
