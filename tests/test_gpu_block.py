@@ -192,7 +192,7 @@ def test_a_head_is_shared_among_blocks(
         assert_loop(own, in_range(emulated), LOOPS[name])
 
 
-@pytest.mark.parametrize("where", ["auto join =", "auto close_rows =", "in_range(exp2_of(LOG2_E * dual"])
+@pytest.mark.parametrize("where", ["auto join =", "auto close =", "in_range(exp2_of(LOG2_E * dual"])
 def test_threads_that_do_not_wait_are_found(
     where: str, emulated: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,14 +139,13 @@ def arguments(
     done: [B H], 1 where the head stayed in range, else 0.
     """
     (_, heads, queries, dim), (keys, value_dim) = q.shape, v.shape[2:]
-    rows_first = loop.first_side == "row"
     given = (keep, bias, dual, factors)
-    flags = [x is not None for x in given] + [rows_first, loop.ends_on_rows, *map(_is_wide, (q, k, v))]
+    flags = [x is not None for x in given] + [loop.first_side == "row", *map(_is_wide, (q, k, v))]
     reals = (loop.score_multiplier * LOG2_E.value, factor, SAFE_ROW_RANGE[torch.float32] * LOG2_E.value)
     strides = (*q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4))
     numbers = [
         heads, queries, keys, dim, value_dim, *strides, *strides_of(dual, 3), *map(_bits, reals),
-        (loop.half_steps - (not rows_first)) // 2, sum(flag << i for i, flag in enumerate(flags)),
+        loop.half_steps, sum(flag << i for i, flag in enumerate(flags)),
     ]  # fmt: skip
     return [q, k, v, *(out if x is None else x for x in given), out, done], numbers
 
