@@ -210,10 +210,15 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
 __device__ __forceinline__ float dot(float4 x, float4 y) { return x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w; }
 #endif
 
-// `use(row, d, count)` for all of PART rows of `width` elements, `count` at a time; the same for each thread each time.
+// `use(row, d, COUNT)` for all of PART rows of `width` elements, COUNT at a time; the same for each thread each time.
+template <int COUNT, typename Use> __device__ __forceinline__ void for_each(int width, Use use) {
+  const int steps = width / COUNT;
+#pragma unroll (COUNT > 1 ? 1 : 2)
+  for (int i = threadIdx.x; i < PART * steps; i += THREADS) use(i / steps, i % steps * COUNT, COUNT);
+}
+
 template <typename Use> __device__ __forceinline__ void for_elements(int width, bool wide, Use use) {
-  const int size = wide ? VECTOR : 1, steps = width / size;
-  for (int i = threadIdx.x; i < PART * steps; i += THREADS) use(i / steps, i % steps * size, size);
+  wide ? for_each<VECTOR>(width, use) : for_each<1>(width, use);
 }
 
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) resident(
@@ -261,11 +266,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   auto read_later = [&](const Element* from, int first, int stride_n, int stride_d, int width, int padded_width,
                         int distance, bool wide) {
     Element* to = buffers + (KIND ? first / PART % 2 * BUFFER : 0);
-    for_elements(padded_width, wide, [&](int i, int d, int) {
+    for_elements(padded_width, wide, [&](int i, int d, int size) {
       const int j = first + i;
       const bool there = j < keys && d < width && columns[j] >= 0.0f;
       const Element* place = there ? from + 1ll * j * stride_n + 1ll * d * stride_d : from;
-      if (wide) copy_later(to + i * distance + d, place, there);
+      if (size > 1) copy_later(to + i * distance + d, place, there);
       else to[i * distance + d] = there ? *place : Element(0);
     });
   };
@@ -316,15 +321,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   // Scores, in units of log2, and K.
   float shift[2], most[2] = {-INFINITE, -INFINITE}, least[2] = {INFINITE, INFINITE};
   for (int r = 0; r < 2; r++) shift[r] = exists[r] ? -INFINITE : INFINITE;  // rows that do not exist are empty
-  auto read_keys = [&](int first) { read_later(k, first, k_n, k_d, dim, DIM, PITCH, flags & WIDE_KEYS); };
-  read_keys(0);
-  for (int first = 0; first < keys; first += PART) {
+  for (int first = -PART; first < keys; first += PART) {
     copies_arrived();
     __syncthreads();
 #if KIND == 0
-    split_all(DIM, PITCH);
+    if (first >= 0) split_all(DIM, PITCH);
 #endif
-    if (first + PART < keys) read_keys(first + PART);
+    if (first + PART < keys) read_later(k, first + PART, k_n, k_d, dim, DIM, PITCH, flags & WIDE_KEYS);
+    if (first < 0) continue;
     for (int start = 0; start < PART && first + start < padded; start += 8 * GROUP) {
       float4 scores[GROUP] = {};
 #pragma unroll
@@ -570,18 +574,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     if (!(columns[j] == columns[j])) *right = 0.0f;
 
   // The weights, rounded as the values are, times the values; in bfloat16 b is a factor of the values instead.
-  auto read_values = [&](int first) {
-    read_later(v, first, v_n, v_d, value_dim, VALUE_DIM, VALUE_PITCH, flags & WIDE_VALUES);
-  };
   float4 sums[VALUE_DIM / 8] = {};
   const float a[2] = {row_scales[16 * warp + g], row_scales[16 * warp + 8 + g]};
-  read_values(0);
-  for (int first = 0; first < keys; first += PART) {
+  for (int first = -PART; first < keys; first += PART) {
     Element* own = buffers + (KIND ? first / PART % 2 * BUFFER : 0);
     copies_arrived();
 #if KIND == 2
     for_elements(VALUE_DIM, flags & WIDE_VALUES, [&](int i, int d, int size) {
-      if (first + i >= keys) return;
+      if (first < 0 || first + i >= keys) return;
       for (int e = d; e < d + size; e++) {
         Element& x = own[i * VALUE_PITCH + e];
         x = packed(columns[first + i] * __uint_as_float(static_cast<unsigned>(x) << 16), 0.0f);
@@ -590,9 +590,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
 #endif
     __syncthreads();
 #if KIND == 0
-    split_all(VALUE_DIM, VALUE_PITCH);
+    if (first >= 0) split_all(VALUE_DIM, VALUE_PITCH);
 #endif
-    if (first + PART < keys) read_values(first + PART);
+    if (first + PART < keys)
+      read_later(v, first + PART, v_n, v_d, value_dim, VALUE_DIM, VALUE_PITCH, flags & WIDE_VALUES);
+    if (first < 0) continue;
+#pragma unroll (KIND ? 2 : 1)
     for (int start = 0; start < PART && first + start < padded; start += STEP) {
       const int column = first + start;
 #if KIND == 2
