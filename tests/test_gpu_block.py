@@ -229,6 +229,10 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
         v = torch.where(torch.arange(8) == 0, nan, case.v)
         out, _ = emulated(*scored(case.q, case.k, v, None, None), None, loop)
         assert bool(out[..., 0].isnan().all()) and bool(out[..., 1:].isfinite().all())
+    for dtype, most in ((torch.float32, math.inf), (torch.bfloat16, 3e38)):  # 3e38 b is infinite
+        q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
+        v[1, 0, :, 2] = most
+        assert emulated(*scored(q, k, v, None, None), None, loop)[1].tolist() == [1, 0]
     far = torch.zeros(2, 1, 18)
     far[1, 0, :9] = -600.0
     assert done(dual=far) == done(dual=far, side="column") == [1, 0]

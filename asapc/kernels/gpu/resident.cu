@@ -580,8 +580,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     Element* own = buffers + (KIND ? first / PART % 2 * BUFFER : 0);
     copies_arrived();
 #if KIND == 2
-    for_elements(VALUE_DIM, flags & WIDE_VALUES, [&](int i, int d, int size) {
-      if (first < 0 || first + i >= keys) return;
+    if (first >= 0) for_elements(VALUE_DIM, flags & WIDE_VALUES, [&](int i, int d, int size) {
+      if (first + i >= keys) return;
       for (int e = d; e < d + size; e++) {
         Element& x = own[i * VALUE_PITCH + e];
         x = packed(columns[first + i] * __uint_as_float(static_cast<unsigned>(x) << 16), 0.0f);
@@ -635,6 +635,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
       }
     }
   }
+  // The next launch has the values that are infinite, whose second part is NaN here, or that b made infinite.
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < VALUE_DIM / 8; i++) total += sums[i].x + sums[i].y + (sums[i].z + sums[i].w);
+  if (!(fabsf(total) < INFINITE)) *right = 0.0f;
   __syncthreads();
   wait_for_cluster();
   if (rank == 0 && threadIdx.x == 0) {
