@@ -15,10 +15,10 @@
 #define __shared__
 #define OF_CLUSTER
 
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct uint2 { unsigned x, y; };
-struct ushort2 { unsigned short x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(4) ushort2 { unsigned short x, y; };
 struct Place { unsigned x; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -37,6 +37,12 @@ static float4* shared;  // of the block of the thread that runs
 static Place threadIdx, blockIdx;
 static ucontext_t scheduler, fibers[FIBERS];
 static unsigned left_by[FIBERS][8];  // what a thread hands to its warp
+static std::vector<bool> ended(FIBERS);
+
+static void demand(bool holds) {
+  if (!holds) abort();
+}
+static bool is_aligned(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16 == 0; }
 
 static int rank() { return blockIdx.x % CLUSTER; }
 static unsigned own_fiber() { return 32 * WARPS * rank() + threadIdx.x; }
@@ -66,12 +72,16 @@ static Barrier of_blocks[CLUSTER], of_all;
 static void __syncthreads() { of_blocks[rank()].pass(32 * WARPS); }
 static void wait_for_cluster() { of_all.pass(FIBERS); }
 static float of_block(const float* p, int other) {
+  for (int i = 0; i < 32 * WARPS; i++) demand(!ended[32 * WARPS * other + i]);
   return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(p) - reinterpret_cast<const char*>(shared) +
                                          reinterpret_cast<const char*>(all_shared[other]));
 }
 
 static float exp2_of(float x) { return exp2f(x) < 0x1p-126f ? 0.0f : exp2f(x); }
-static void copy_later(void* to, const void* from, bool exists) { exists ? memcpy(to, from, 16) : memset(to, 0, 16); }
+static void copy_later(void* to, const void* from, bool exists) {
+  demand(is_aligned(to) && is_aligned(from));
+  exists ? memcpy(to, from, 16) : memset(to, 0, 16);
+}
 static void copies_arrived() {}
 
 // Runs `use` once all lanes of the warp have left their words; they pass the same such places in the same order.
@@ -131,6 +141,7 @@ static unsigned rounded(float x) {
 }
 static unsigned packed(float first, float second) { return rounded(first) | rounded(second) << 16; }
 static void load_blocks(unsigned (&to)[4], const unsigned short* row, bool turned) {
+  demand(is_aligned(row));
   unsigned long long place = reinterpret_cast<unsigned long long>(row);
   unsigned words[2] = {static_cast<unsigned>(place), static_cast<unsigned>(place >> 32)};
   together(words, 2, [&](unsigned (*warp)[8]) {
@@ -150,10 +161,9 @@ static void load_blocks(unsigned (&to)[4], const unsigned short* row, bool turne
 #include SOURCE
 
 static void (*body)();
-static std::vector<bool>* ended;
 static void run_fiber() {
   body();
-  (*ended)[own_fiber()] = true;
+  ended[own_fiber()] = true;
   wait();
 }
 
@@ -162,8 +172,7 @@ static void run_clusters(int clusters, void (*of_thread)()) {
   std::vector<std::vector<char>> stacks(FIBERS, std::vector<char>(1 << 16));
   body = of_thread;
   for (int cluster = 0; cluster < clusters; cluster++) {
-    std::vector<bool> done(FIBERS, false);
-    ended = &done;
+    ended.assign(FIBERS, false);
     of_all = {};
     for (int i = 0; i < CLUSTER; i++) {
       of_blocks[i] = {};
@@ -181,15 +190,15 @@ static void run_clusters(int clusters, void (*of_thread)()) {
       if (round % 16 == 0) held_up = rand();
       running = 0;
       for (int i = 0; i < FIBERS; i++) {
-        running += !done[i];
-        if (done[i] || held_up >> i / 32 % 31 & 1) continue;
+        running += !ended[i];
+        if (ended[i] || held_up >> i / 32 % 31 & 1) continue;
         go_on(i, cluster);
         swapcontext(&scheduler, &fibers[i]);
       }
     }
     for (int i = 0; i < CLUSTER; i++)
       for (int j = 0; j < AFTER; j++)
-        if (reinterpret_cast<unsigned char*>(all_shared[i])[SHARED + j] != 0x55) abort();
+        demand(reinterpret_cast<unsigned char*>(all_shared[i])[SHARED + j] == 0x55);
   }
 }
 

@@ -7,13 +7,16 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gpu_env import DEVICE
 from torch import Tensor
+from torch.utils import cpp_extension
 
 pytest.importorskip("triton")
 
@@ -42,7 +45,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
                 source.split("\n//")[0] + f'\n#define SOURCE "{folder}/resident.cu"\n'
                 f"#define SHARED {shared}\n" + (Path(__file__).parent / "cuda_block.h").read_text()
             )  # fmt: skip
-            checks = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
+            checks = ("-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error")
             command = (str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *checks)
             subprocess.run([*command, "-o", folder / "block.so", folder / "block.cpp"], check=True)
             made[source, shared] = ctypes.CDLL(str(folder / "block.so"))
@@ -123,13 +126,41 @@ def test_what_a_block_holds() -> None:
     assert of(197, halves, **batch) == (13, 1, 2) and of(197, torch.float32, **batch) == (13, 1, 1)
     assert of(256, halves, **batch) == (16, 1, 1) and of(256, torch.float32, **batch) == (8, 2, 1)
     assert of(512, halves, **batch) == (11, 3, 1) and of(512, halves) == (4, 8, 2)
+    assert of(144, halves)[:2] == (2, 5)  # where 8 blocks have two warps, too, and three of them no rows
     assert of(880, halves) == (7, 8, 1) and of(640, torch.float32, d=16, e=16) == (5, 8, 1)
     beyond: tuple[dict[str, Any], ...] = (
-        {"n": 1024, "m": 1024, "dtype": halves}, {"m": 641}, {"d": 129}, {"e": 129}, {"n": 0}, {"m": 0},
-        {"dtype": torch.float64}, {"values": halves}, {"n": 256, "m": 256, "shared": 32 << 10},
+        {"n": 1024, "m": 1024, "dtype": halves}, {"m": 641}, {"d": 129}, {"e": 129},
+        {"n": 0}, {"m": 0}, {"d": 0}, {"e": 0}, {"dtype": torch.float64},
+        {"values": halves}, {"n": 256, "m": 256, "shared": 32 << 10},
     )  # fmt: skip
     assert all(shape(**given) is None for given in beyond)
     assert shape(256, 256, blocks=1) is None  # before sm_90
+
+
+@pytest.mark.parametrize("error", [None, ImportError("no setuptools")], ids=str)
+def test_it_compiles_without_a_toolkit_or_warns(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own function looks for a toolkit's headers before it compiles."""
+
+    def compile_kernel(*_: str) -> Any:
+        if error is not None:
+            raise error
+        assert cpp_extension.include_paths("cuda")
+        return SimpleNamespace(set_shared_memory_config=lambda size: None)
+
+    own = SimpleNamespace(shared_memory_per_block_optin=SHARED)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {
+        "device": nullcontext, "is_current_stream_capturing": bool, "_compile_kernel": compile_kernel,
+        "get_device_capability": lambda _: (9, 0), "get_device_properties": lambda _: own,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(block, "compiled", block.compiled.__wrapped__)
+    with nullcontext() if error is None else pytest.warns(UserWarning, match="kernels run: no setup"):
+        assert block._compiles.__wrapped__(torch.device("cuda", 0)) is (error is None)
+    assert cpp_extension.CUDA_HOME is None
 
 
 def test_the_blocks_loop_runs_where_it_holds_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +192,7 @@ def test_a_head_is_shared_among_blocks(
         assert_loop(own, in_range(emulated), LOOPS[name])
 
 
-@pytest.mark.parametrize("where", ["auto join =", "auto close_rows =", "in_range(exp2_of(LOG2_E * dual"])
+@pytest.mark.parametrize("where", ["auto join =", "auto close =", "in_range(exp2_of(LOG2_E * dual"])
 def test_threads_that_do_not_wait_are_found(
     where: str, emulated: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +229,10 @@ def test_heads_that_leave_the_range_are_told(emulated: Runner) -> None:
         v = torch.where(torch.arange(8) == 0, nan, case.v)
         out, _ = emulated(*scored(case.q, case.k, v, None, None), None, loop)
         assert bool(out[..., 0].isnan().all()) and bool(out[..., 1:].isfinite().all())
+    for dtype, most in ((torch.float32, math.inf), (torch.bfloat16, 3e38)):  # 3e38 b is infinite
+        q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
+        v[1, 0, :, 2] = most
+        assert emulated(*scored(q, k, v, None, None), None, loop)[1].tolist() == [1, 0]
     far = torch.zeros(2, 1, 18)
     far[1, 0, :9] = -600.0
     assert done(dual=far) == done(dual=far, side="column") == [1, 0]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def _compiles(device: torch.device) -> bool:
         return False
     try:
         compiled(Shape(1, 1, 16, 16, 0, 1), device)
-    except (AttributeError, OSError, RuntimeError) as error:  # of torch's private function, or of NVRTC
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # torch's or NVRTC's
         text = f"CUDA C++ does not compile here, so slower kernels run: {error}"
         warnings.warn(text, stacklevel=2)
         return False
@@ -110,7 +111,7 @@ def _shape(
 ) -> Shape | None:
     """most: blocks of a cluster; idle: while there are processors for each."""
     queries, keys, dim, value_dim = sizes
-    if min(queries, keys) < 1 or max(dim, value_dim) > MOST_FEATURES:
+    if min(sizes) < 1 or max(dim, value_dim) > MOST_FEATURES:
         return None
     kind, strips = KINDS[dtype], -(-queries // 16)
     chunks = 0 if kind == 2 else -(-keys // 128)
@@ -125,7 +126,7 @@ def _shape(
     if not fitting:
         return None
     wanted = [shape for shape in fitting if shape.cluster <= idle] if keys > FEW_KEYS else []
-    return (wanted[-1] if wanted else fitting[0]).filling(keys)
+    return (min(wanted) if wanted else fitting[0]).filling(keys)  # least warps, then blocks
 
 
 def arguments(
@@ -138,14 +139,13 @@ def arguments(
     done: [B H], 1 where the head stayed in range, else 0.
     """
     (_, heads, queries, dim), (keys, value_dim) = q.shape, v.shape[2:]
-    rows_first = loop.first_side == "row"
     given = (keep, bias, dual, factors)
-    flags = [x is not None for x in given] + [rows_first, loop.ends_on_rows, *map(_is_wide, (q, k, v))]
+    flags = [x is not None for x in given] + [loop.first_side == "row", *map(_is_wide, (q, k, v))]
     reals = (loop.score_multiplier * LOG2_E.value, factor, SAFE_ROW_RANGE[torch.float32] * LOG2_E.value)
     strides = (*q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4))
     numbers = [
         heads, queries, keys, dim, value_dim, *strides, *strides_of(dual, 3), *map(_bits, reals),
-        (loop.half_steps - (not rows_first)) // 2, sum(flag << i for i, flag in enumerate(flags)),
+        loop.half_steps, sum(flag << i for i, flag in enumerate(flags)),
     ]  # fmt: skip
     return [q, k, v, *(out if x is None else x for x in given), out, done], numbers
 
@@ -183,7 +183,11 @@ class Kernel:
 
 @cache
 def compiled(shape: Shape, device: torch.device) -> Kernel:
-    with torch.cuda.device(device):
+    from torch.utils import cpp_extension  # setuptools with it, which not all have
+
+    # Torch asks for a toolkit's headers, which resident.cu does without: there may be none.
+    home = patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "")
+    with torch.cuda.device(device), home:
         torch.cuda.is_current_stream_capturing()  # as in `launch`
         kernel = torch.cuda._compile_kernel(shape.source, "resident")
         own: Any = torch.cuda.get_device_properties(device)

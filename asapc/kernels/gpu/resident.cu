@@ -42,8 +42,8 @@ constexpr float LEAST_B = 0x1p-50f;          // a sum of K b is then below 2^120
 #define INFINITE __int_as_float(0x7f800000)
 
 // The flags of a call.
-enum { HAS_KEEP = 1, HAS_BIAS = 2, HAS_DUAL = 4, HAS_FACTORS = 8, ROWS_FIRST = 16, CLOSES_ROWS = 32,
-       WIDE_QUERIES = 64, WIDE_KEYS = 128, WIDE_VALUES = 256 };
+enum { HAS_KEEP = 1, HAS_BIAS = 2, HAS_DUAL = 4, HAS_FACTORS = 8, ROWS_FIRST = 16, WIDE_QUERIES = 32, WIDE_KEYS = 64,
+       WIDE_VALUES = 128 };
 
 #ifndef EMULATED  // tests/cuda_block.h has these for a CPU
 
@@ -182,11 +182,6 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return x;
 }
 
-__device__ __forceinline__ float sum_of_row(float x) {
-  x += exchanged(x, 1);
-  return x + exchanged(x, 2);
-}
-
 #if KIND == 2
 // x as the sum of two numbers, `stride` apart.
 __device__ __forceinline__ void keep_parts(unsigned short* to, int stride, float x) {
@@ -215,10 +210,15 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
 __device__ __forceinline__ float dot(float4 x, float4 y) { return x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w; }
 #endif
 
-// `use(row, d, count)` for all of PART rows of `width` elements, `count` at a time; the same for each thread each time.
+// `use(row, d, COUNT)` for all of PART rows of `width` elements, COUNT at a time; the same for each thread each time.
+template <int COUNT, typename Use> __device__ __forceinline__ void for_each(int width, Use use) {
+  const int steps = width / COUNT;
+#pragma unroll (COUNT > 1 ? 1 : 2)
+  for (int i = threadIdx.x; i < PART * steps; i += THREADS) use(i / steps, i % steps * COUNT, COUNT);
+}
+
 template <typename Use> __device__ __forceinline__ void for_elements(int width, bool wide, Use use) {
-  const int size = wide ? VECTOR : 1, steps = width / size;
-  for (int i = threadIdx.x; i < PART * steps; i += THREADS) use(i / steps, i % steps * size, size);
+  wide ? for_each<VECTOR>(width, use) : for_each<1>(width, use);
 }
 
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) resident(
@@ -226,7 +226,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     const float* dual, const float* factors, Element* out, int* done, int heads, int queries, int keys, int dim,
     int value_dim, int q_b, int q_h, int q_n, int q_d, int k_b, int k_h, int k_n, int k_d, int v_b, int v_h, int v_n,
     int v_d, int keep_b, int keep_n, int bias_b, int bias_h, int bias_x, int bias_y, int dual_b, int dual_h, int dual_n,
-    int scale_bits, int factor_bits, int range_bits, int pairs, int flags) {
+    int scale_bits, int factor_bits, int range_bits, int half_steps, int flags) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER;
   const long long head = blockIdx.x / CLUSTER, i_b = head / heads, i_h = head % heads;
@@ -266,11 +266,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   auto read_later = [&](const Element* from, int first, int stride_n, int stride_d, int width, int padded_width,
                         int distance, bool wide) {
     Element* to = buffers + (KIND ? first / PART % 2 * BUFFER : 0);
-    for_elements(padded_width, wide, [&](int i, int d, int) {
+    for_elements(padded_width, wide, [&](int i, int d, int size) {
       const int j = first + i;
       const bool there = j < keys && d < width && columns[j] >= 0.0f;
       const Element* place = there ? from + 1ll * j * stride_n + 1ll * d * stride_d : from;
-      if (wide) copy_later(to + i * distance + d, place, there);
+      if (size > 1) copy_later(to + i * distance + d, place, there);
       else to[i * distance + d] = there ? *place : Element(0);
     });
   };
@@ -321,15 +321,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   // Scores, in units of log2, and K.
   float shift[2], most[2] = {-INFINITE, -INFINITE}, least[2] = {INFINITE, INFINITE};
   for (int r = 0; r < 2; r++) shift[r] = exists[r] ? -INFINITE : INFINITE;  // rows that do not exist are empty
-  auto read_keys = [&](int first) { read_later(k, first, k_n, k_d, dim, DIM, PITCH, flags & WIDE_KEYS); };
-  read_keys(0);
-  for (int first = 0; first < keys; first += PART) {
+  for (int first = -PART; first < keys; first += PART) {
     copies_arrived();
     __syncthreads();
 #if KIND == 0
-    split_all(DIM, PITCH);
+    if (first >= 0) split_all(DIM, PITCH);
 #endif
-    if (first + PART < keys) read_keys(first + PART);
+    if (first + PART < keys) read_later(k, first + PART, k_n, k_d, dim, DIM, PITCH, flags & WIDE_KEYS);
+    if (first < 0) continue;
     for (int start = 0; start < PART && first + start < padded; start += 8 * GROUP) {
       float4 scores[GROUP] = {};
 #pragma unroll
@@ -437,26 +436,26 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     __syncthreads();
   };
 #if KIND == 2
-  auto close_rows = [&]() {
-    float4 sums[2] = {};
+  auto close = [&](bool rows, bool columns_too) {
+    if (rows) {
+      float4 sums[2] = {};
 #pragma unroll 2
-    for (int j = 0, i = 0; j < padded; j += 16, i = 1 - i) {
-      unsigned blocks[4];
-      load_blocks(blocks, strip + lane % 16 * pitch + j + lane / 16 * 8, false);
-      const uint2 b = load_parts(column_parts + j, pitch, g, t);
-      float4 next = sums[0];
-      multiply(next, blocks, b.x, b.y);
-      sums[0] = sums[1];
-      sums[1] = next;
+      for (int j = 0, i = 0; j < padded; j += 16, i = 1 - i) {
+        unsigned blocks[4];
+        load_blocks(blocks, strip + lane % 16 * pitch + j + lane / 16 * 8, false);
+        const uint2 b = load_parts(column_parts + j, pitch, g, t);
+        float4 next = sums[0];
+        multiply(next, blocks, b.x, b.y);
+        sums[0] = sums[1];
+        sums[1] = next;
+      }
+      const float totals[2] = {sums[0].x + sums[0].y + (sums[1].x + sums[1].y),
+                               sums[0].z + sums[0].w + (sums[1].z + sums[1].w)};
+      for (int r = 0; r < 2; r++)
+        if (t == 0) set_a(16 * warp + 8 * r + g, totals[r] == 0.0f ? 0.0f : 1.0f / totals[r]);
+      __syncthreads();
     }
-    const float totals[2] = {sum_of_row(sums[0].x + sums[0].y + (sums[1].x + sums[1].y)),
-                             sum_of_row(sums[0].z + sums[0].w + (sums[1].z + sums[1].w))};
-    for (int r = 0; r < 2; r++) {
-      if (t == 0) set_a(16 * warp + 8 * r + g, totals[r] == 0.0f ? 0.0f : 1.0f / totals[r]);
-    }
-    __syncthreads();
-  };
-  auto close_columns = [&]() {
+    if (!columns_too) return;
     for (int j = 16 * warp; j < padded; j += 16 * WARPS) {
       float4 sums[2] = {};
 #pragma unroll
@@ -471,18 +470,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     }
     join();
   };
-  auto close_both = [&]() {
-    close_rows();
-    close_columns();
-  };
 #else
   float* sums_of_warps = reinterpret_cast<float*>(buffers);
   // One pass over the strip: the sums of its rows, and what the rows then add to those of the columns.
-  auto pass = [&](bool closes, bool adds) {
+  auto close = [&](bool rows, bool columns_too) {
     float4 b[CHUNKS] = {}, added[CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
-      if (closes && 128 * c + 4 * lane < padded) b[c] = *reinterpret_cast<const float4*>(columns + 128 * c + 4 * lane);
+      if (rows && 128 * c + 4 * lane < padded) b[c] = *reinterpret_cast<const float4*>(columns + 128 * c + 4 * lane);
 #pragma unroll 1
     for (int i = 0; i < 16; i += 4) {
       float4 x[4][CHUNKS] = {};
@@ -495,7 +490,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
             x[r][c] = *reinterpret_cast<const float4*>(strip + (i + r) * pitch + 128 * c + 4 * lane);
           totals[r] += dot(x[r][c], b[c]);
         }
-      if (closes) {
+      if (rows) {
         const float total = sum_of_four(totals, lane), own = total == 0.0f ? 0.0f : 1.0f / total;
         if (lane % 8 == 0) set_a(16 * warp + i + lane / 8, own);
 #pragma unroll
@@ -516,10 +511,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
-      if (adds && 128 * c + 4 * lane < padded)
+      if (columns_too && 128 * c + 4 * lane < padded)
         *reinterpret_cast<float4*>(sums_of_warps + warp * padded + 128 * c + 4 * lane) = added[c];
     __syncthreads();
-    if (!adds) return;
+    if (!columns_too) return;
     for (int j = threadIdx.x; j < padded; j += THREADS) {
       float total = 0.0f;
 #pragma unroll
@@ -528,9 +523,6 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     }
     join();
   };
-  auto close_rows = [&]() { pass(true, false); };
-  auto close_columns = [&]() { pass(false, true); };
-  auto close_both = [&]() { pass(true, true); };
 #endif
 
   if (flags & ROWS_FIRST) {
@@ -571,25 +563,24 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     }
     for (int j = threadIdx.x; j < padded; j += THREADS) set_b(j, 1.0f, columns[j] < 0.0f);
     __syncthreads();
-    close_columns();
   }
-  for (int pair = 0; pair < pairs; pair++) close_both();
-  if (flags & CLOSES_ROWS) close_rows();
+  bool rows = flags & ROWS_FIRST;
+  for (int left = half_steps; left > 0; rows = true) {
+    const bool columns_too = left > rows;
+    close(rows, columns_too);
+    left -= rows + columns_too;
+  }
   for (int j = threadIdx.x; j < padded; j += THREADS)
     if (!(columns[j] == columns[j])) *right = 0.0f;
 
   // The weights, rounded as the values are, times the values; in bfloat16 b is a factor of the values instead.
-  auto read_values = [&](int first) {
-    read_later(v, first, v_n, v_d, value_dim, VALUE_DIM, VALUE_PITCH, flags & WIDE_VALUES);
-  };
   float4 sums[VALUE_DIM / 8] = {};
   const float a[2] = {row_scales[16 * warp + g], row_scales[16 * warp + 8 + g]};
-  read_values(0);
-  for (int first = 0; first < keys; first += PART) {
+  for (int first = -PART; first < keys; first += PART) {
     Element* own = buffers + (KIND ? first / PART % 2 * BUFFER : 0);
     copies_arrived();
 #if KIND == 2
-    for_elements(VALUE_DIM, flags & WIDE_VALUES, [&](int i, int d, int size) {
+    if (first >= 0) for_elements(VALUE_DIM, flags & WIDE_VALUES, [&](int i, int d, int size) {
       if (first + i >= keys) return;
       for (int e = d; e < d + size; e++) {
         Element& x = own[i * VALUE_PITCH + e];
@@ -599,9 +590,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
 #endif
     __syncthreads();
 #if KIND == 0
-    split_all(VALUE_DIM, VALUE_PITCH);
+    if (first >= 0) split_all(VALUE_DIM, VALUE_PITCH);
 #endif
-    if (first + PART < keys) read_values(first + PART);
+    if (first + PART < keys)
+      read_later(v, first + PART, v_n, v_d, value_dim, VALUE_DIM, VALUE_PITCH, flags & WIDE_VALUES);
+    if (first < 0) continue;
+#pragma unroll (KIND ? 2 : 1)
     for (int start = 0; start < PART && first + start < padded; start += STEP) {
       const int column = first + start;
 #if KIND == 2
@@ -641,6 +635,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
       }
     }
   }
+  // The next launch has the values that are infinite, whose second part is NaN here, or that b made infinite.
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < VALUE_DIM / 8; i++) total += sums[i].x + sums[i].y + (sums[i].z + sums[i].w);
+  if (!(fabsf(total) < INFINITE)) *right = 0.0f;
   __syncthreads();
   wait_for_cluster();
   if (rank == 0 && threadIdx.x == 0) {
