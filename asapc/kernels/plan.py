@@ -31,8 +31,8 @@ class Settings:
 
 
 @lru_cache(4096)
-def _settings(values: tuple[Any, ...]) -> Settings:
-    settings = dict(zip(NAMES, values, strict=True))
+def _settings(*values: Any) -> Settings:
+    settings = reference.DEFAULTS | dict(zip(NAMES, values, strict=False))
     if settings["constant"] is None:
         return Settings(settings, None)
     names = ("form", "kind", "constant", "start", "shares", "start_share")
@@ -54,9 +54,8 @@ class Task:
     @classmethod
     def of_values(cls, log_mu: Tensor | None, log_nu: Tensor | None, settings: Sequence[Any]) -> Task:
         """Of settings in their order; a call leaves out the last ones that are as usual."""
-        left_out = [reference.DEFAULTS[name] for name in NAMES[len(settings) :]]
-        values = (tuple(x) if isinstance(x, list) else x for x in (*settings, *left_out))
-        return cls(log_mu, log_nu, _settings(tuple(values)))
+        values = [tuple(x) if isinstance(x, list) else x for x in settings]
+        return cls(log_mu, log_nu, _settings(*values))
 
     @property
     def settings(self) -> Mapping[str, Any]:

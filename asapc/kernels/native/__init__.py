@@ -206,7 +206,6 @@ def plan(
     groups = scores.numel() // (queries * keys)
     out, held = torch.empty_like(scores), torch.empty(groups, dtype=torch.bool)
     given = (scores, log_mu, log_nu, out, held)
-    assert all(x is None or x.is_contiguous() for x in given)
     lost = _engine().asapc_plan(PLAN.pack(
         *[0 if x is None else x.data_ptr() for x in given], log_mu is not None and len(log_mu) > 1,
         log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), offset, groups,

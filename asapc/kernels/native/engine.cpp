@@ -229,42 +229,22 @@ struct Tokens {
   }
 };
 
-// The numbers of x and y by turns, of their first halves or their second.
-template <bool second, class T, size_t... i> INLINE V<T> zipped(V<T> x, V<T> y, std::index_sequence<i...>) {
-#define FROM i / 2 + i % 2 * kLanes<T> + (second ? kLanes<T> / 2 : 0)
-#ifdef __clang__
-  return __builtin_shufflevector(x, y, (FROM)...);
-#else
-  return __builtin_shuffle(x, y, typename Lanes<T>::Bits{(FROM)...});
-#endif
-#undef FROM
-}
-
 // Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
 template <class T>
 void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
   constexpr int L = kLanes<T>;
   constexpr int64_t P = 2 * L;
-  constexpr std::make_index_sequence<L> lanes;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < size; start += P, panel += P * depth) {
     const int64_t here = std::min(P, size - start), squares = here < P ? 0 : depth / L * L;
     const auto token = [&](int64_t j) { return from + tokens.active[start + j] * stride; };
     if (here < P) std::fill_n(panel, P * depth, T(0));
     for (int64_t j = 0; j < P; j += L)
-      for (int64_t d = 0; d < squares; d += L) {  // squares of registers, turned by as many rounds as halve them
-        V<T> x[L], y[L];
+      for (int64_t d = 0; d < squares; d += L) {
+        V<T> x[L];
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) x[i] = load(token(j + i) + d) * factor;
-#pragma GCC unroll 4
-        for (int round = 1; round < L; round *= 2) {
-#pragma GCC unroll 16
-          for (int i = 0; i < L; i += 2) {
-            y[i] = zipped<false, T>(x[i / 2], x[i / 2 + L / 2], lanes);
-            y[i + 1] = zipped<true, T>(x[i / 2], x[i / 2 + L / 2], lanes);
-          }
-          std::swap(x, y);
-        }
+        turn_square<T>(x);
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) store(panel + (d + i) * P + j, x[i]);
       }
@@ -1013,7 +993,7 @@ template <class X, class S> class Planned {
     if (none([this](int64_t g) { return is_held(g); })) return count_;
     if (p_.log) put_log_plan(held);
     else put_plan();
-    if (is_turned_) turn(s_, n_, m_, T(1), static_cast<S*>(p_.out) + first_ * n_ * m_);
+    if constexpr (!kIsVector<X>) if (is_turned_) turn(s_, n_, m_, T(1), static_cast<S*>(p_.out) + first_ * n_ * m_);
     std::copy_n(held, count_, p_.held + first_);
     return std::count(held, held + count_, false);
   }
@@ -1071,8 +1051,8 @@ template <class X, class S> class Planned {
   void take_scores() {
     const S* from = static_cast<const S*>(p_.scores) + first_ * n_ * m_;
     const T factor = T(p_.multiplier);
-    if (is_turned_) turn(from, m_, n_, factor, s_);
-    else if (!given_)
+    if constexpr (!kIsVector<X>) if (is_turned_) turn(from, m_, n_, factor, s_);
+    if (!is_turned_ && !given_)
       for (int64_t g = 0; g < W; ++g)
         for (int64_t e = 0, at = std::min(g, count_ - 1) * n_ * m_; e < n_ * m_; ++e) set(s_[e], g, from[at + e] * factor);
     std::fill(s_ + n_ * m_, s_ + padded_, X{});
@@ -1082,13 +1062,20 @@ template <class X, class S> class Planned {
     else return given ? Y(get<Y>(given + e) * factor) : get<Y>(s + e);
   }
 
-  // to = factor from', of one matrix [rows, columns], by squares: whole columns may share a few sets of a cache.
+  // to = factor from', of one matrix [rows, columns], by squares as far as they go.
   template <class Y, class Z> static void turn(const Y* from, int64_t rows, int64_t columns, T factor, Z* to) {
-    if constexpr (!kIsVector<X>)
-      for (int64_t top = 0; top < rows; top += 8)
-        for (int64_t left = 0; left < columns; left += 8)
-          for (int64_t j = left; j < std::min(left + 8, columns); ++j)
-            for (int64_t i = top; i < std::min(top + 8, rows); ++i) to[j * rows + i] = Z(from[i * columns + j] * factor);
+    const int64_t right = columns / L * L, bottom = rows / L * L;
+    for (int64_t i = 0; i < bottom; i += L)
+      for (int64_t j = 0; j < right; j += L) {
+        V<T> x[L];
+#pragma GCC unroll 16
+        for (int r = 0; r < L; ++r) x[r] = load_as<T>(from + (i + r) * columns + j) * factor;
+        turn_square<T>(x);
+#pragma GCC unroll 16
+        for (int r = 0; r < L; ++r) store_as<T>(to + (j + r) * rows + i, x[r]);
+      }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = i < bottom ? right : 0; j < columns; ++j) to[j * rows + i] = Z(from[i * columns + j] * factor);
   }
 
   // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
@@ -1333,124 +1320,145 @@ template <class T> class InOrder {
   static constexpr int L = kLanes<T>;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
 
+  // Rows or columns, up to a whole register.  given: logarithms of their masses or null.
+  struct Side {
+    const void* given;
+    int64_t each, count;
+    double damping;
+    T *dual, *mass, *top, *sum;
+  };
+
  public:
   InOrder(const Plan& p, int64_t index, Scratch& scratch)
-      : p_(p), in_place_(p.written >= kLogs), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)),
-        first_(index * n_ * m_) {
-    scratch.reserve((n_ * padded_ + 3 * padded_ + n_) * sizeof(T) + 5 * kBytes);
-    s_ = scratch.take<T>(n_ * padded_), f_ = scratch.take<T>(n_);
-    g_ = scratch.take<T>(padded_), tops_ = scratch.take<T>(padded_), sums_ = scratch.take<T>(padded_);
-    mu_ = p.log_mu ? static_cast<const T*>(p.log_mu) + (p.mu_each ? index * n_ : 0) : nullptr;
-    nu_ = p.log_nu ? static_cast<const T*>(p.log_nu) + (p.nu_each ? index * m_ : 0) : nullptr;
+      : p_(p), in_place_(p.written >= kLogs), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)), index_(index),
+        rows_{p.log_mu, p.mu_each, n_, p.row_power, {}, {}, {}, {}},
+        columns_{p.log_nu, p.nu_each, m_, p.column_power, {}, {}, {}, {}} {
+    scratch.reserve((n_ * padded_ + 4 * (n_ + m_ + 2 * L)) * sizeof(T) + 10 * kBytes);
+    s_ = scratch.take<T>(n_ * padded_);
+    for (Side* side : {&rows_, &columns_})
+      for (T** numbers : {&side->dual, &side->mass, &side->top, &side->sum})
+        *numbers = scratch.take<T>(rounded_up(side->count, L));
   }
 
   // Returns whether all masses have a logarithm.
   bool run() {
-    const auto none = [](T x) { return std::isnan(x); };
-    if ((mu_ && std::any_of(mu_, mu_ + n_, none)) || (nu_ && std::any_of(nu_, nu_ + m_, none))) return false;
-    const T* scores = static_cast<const T*>(p_.scores) + first_;
+    for (const Side& side : {rows_, columns_}) {
+      const T* given = side.given ? static_cast<const T*>(side.given) + (side.each ? index_ * side.count : 0) : nullptr;
+      std::fill_n(side.dual, rounded_up(side.count, L), T(0));
+      std::fill_n(side.mass, rounded_up(side.count, L), p_.log_shares ? -std::log(T(side.count)) : T(0));
+      if (given) std::copy_n(given, side.count, side.mass);
+      if (std::any_of(side.mass, side.mass + side.count, [](T mass) { return std::isnan(mass); })) return false;
+    }
+    const T* scores = static_cast<const T*>(p_.scores) + index_ * n_ * m_;
     for (int64_t i = 0; i < n_; ++i) {
       T* row = s_ + i * padded_;
       for (int64_t j = 0; j < m_; ++j) row[j] = scores[i * m_ + j] * T(p_.multiplier);
       std::fill(row + m_, row + padded_, -kInf);
     }
-    std::fill_n(f_, n_, T(0)), std::fill_n(g_, padded_, T(0));
-    for (int64_t i = 0; in_place_ && i < n_; ++i) f_[i] = mass(mu_, i, n_);
-    for (int64_t j = 0; in_place_ && j < m_; ++j) g_[j] = mass(nu_, j, m_);
     bool rows = !p_.rows_first;
     for (int64_t step = 0; step < p_.half_steps; ++step) {
       rows = !rows;
-      if (rows) close_rows();
-      else close_columns();
+      if (rows) sum_rows();
+      else sum_columns();
+      if (in_place_) subtract(rows);
+      else update(rows ? rows_ : columns_);
     }
-    put(p_.log_shares || (rows ? mu_ : nu_) ? T(0) : std::log(T(rows ? n_ : m_)));
+    const Side& last = rows ? rows_ : columns_;
+    put(p_.log_shares || last.given ? T(0) : std::log(T(last.count)));
     return true;
   }
 
  private:
-  INLINE V<T> term(int64_t i, int64_t j, bool rows) const {
-    const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-    return in_place_ ? s : p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
+  // What is summed along rows, or columns: (row, column) to a register.
+  auto terms(bool along_rows) const {
+    const bool both = p_.written == kIncrements;
+    return [=, s = s_, padded = padded_, f = rows_.dual, g = columns_.dual, plain = in_place_](int64_t i, int64_t j) {
+      const V<T> x = load(s + i * padded + j);
+      if (plain) return x;
+      return both ? x + f[i] + load(g + j) : along_rows ? x + load(g + j) : x + f[i];
+    };
   }
 
-  // What is subtracted before exp, and the logsumexp.
-  static T finite(T top) { return std::isinf(top) ? T(0) : top; }
-  static T log_sum(T top, T sum) { return top == kInf ? top : std::log(sum) + finite(top); }
+  static V<T> finite(V<T> top) { return (top < kInf) & (top > -kInf) ? top : V<T>{}; }  // is subtracted before exp
 
-  T mass(const T* masses, int64_t i, int64_t size) const {
-    return masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
-  }
-  void update(T& dual, T mass, T log_sum, double damping) const {
-    dual = p_.written == kIncrements ? dual + (mass - log_sum) : T(damping) * (mass - log_sum);
-  }
-
-  // Of a row or column in place: its largest score and the logarithm of its sum, or 0 and its logsumexp.
-  void split(T& top, T& sum) const {
-    sum = p_.written == kLogs ? log_sum(top, sum) : std::log(sum);
-    if (p_.written == kLogs) top = 0;
-  }
-
-  void close_rows() {
+  void sum_rows() {
+    const auto term = terms(true);
     for (int64_t i = 0; i < n_; ++i) {
       V<T> high = all(-kInf), sum{};
-      for (int64_t j = 0; j < padded_; j += L) high = term(i, j, true) > high ? term(i, j, true) : high;
-      T top = max_of<T>(high);
-      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j, true) - finite(top));
-      T total = sum_of<T>(sum);
-      if (!in_place_) {
-        update(f_[i], mass(mu_, i, n_), log_sum(top, total), p_.row_power);
-        continue;
-      }
-      split(top, total);
-      T* row = s_ + i * padded_;
-      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - top - total + f_[i];
+      for (int64_t j = 0; j < padded_; j += L) high = term(i, j) > high ? term(i, j) : high;
+      const T top = max_of<T>(high);
+      const V<T> shift = finite(all(top));
+      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j) - shift);
+      rows_.top[i] = top, rows_.sum[i] = sum_of<T>(sum);
     }
   }
 
-  void close_columns() {
-    std::fill_n(tops_, padded_, -kInf), std::fill_n(sums_, padded_, T(0));
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> x = term(i, j, false), top = load(tops_ + j);
-      store(tops_ + j, x > top ? x : top);
+  void sum_columns() {
+    const auto term = terms(false);
+    const auto over_rows = [this](T* found, const auto& op) {  // a few rows at a time
+      for (int64_t i = 0; i < n_; i += kRows)
+        for (int64_t j = 0; j < padded_; j += L) {
+          V<T> so_far = load(found + j);
+          for (int64_t row = i; row < std::min(i + kRows, n_); ++row) so_far = op(so_far, row, j);
+          store(found + j, so_far);
+        }
+    };
+    std::fill_n(columns_.top, padded_, -kInf), std::fill_n(columns_.sum, padded_, T(0));
+    over_rows(columns_.top, [=](V<T> top, int64_t i, int64_t j) { return term(i, j) > top ? term(i, j) : top; });
+    over_rows(columns_.sum, [=, tops = columns_.top](V<T> sum, int64_t i, int64_t j) {
+      return sum + exponential<T>(term(i, j) - finite(load(tops + j)));
     });
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> top = load(tops_ + j), shift = (top < kInf && top > -kInf) ? top : V<T>{};
-      store(sums_ + j, load(sums_ + j) + exponential<T>(term(i, j, false) - shift));
-    });
-    for (int64_t j = 0; j < m_; ++j) {
-      if (in_place_) split(tops_[j], sums_[j]);
-      else update(g_[j], mass(nu_, j, m_), log_sum(tops_[j], sums_[j]), p_.column_power);
+  }
+
+  static V<T> log_sum(const Side& side, int64_t t) {
+    const V<T> top = load(side.top + t);
+    return top == kInf ? top : log_of<T>(load(side.sum + t)) + finite(top);
+  }
+
+  void update(const Side& side) const {
+    for (int64_t t = 0; t < side.count; t += L) {
+      const V<T> change = load(side.mass + t) - log_sum(side, t);
+      store(side.dual + t, p_.written == kIncrements ? load(side.dual + t) + change : T(side.damping) * change);
     }
-    for (int64_t i = 0; in_place_ && i < n_; ++i) {
+    std::fill(side.dual + side.count, side.dual + rounded_up(side.count, L), T(0));
+  }
+
+  // Scores in place: less the largest of a row or column and the logarithm of its sum, or less its logsumexp.
+  void subtract(bool rows) const {
+    const Side& side = rows ? rows_ : columns_;
+    for (int64_t t = 0; t < side.count; t += L) {
+      store(side.sum + t, p_.written == kLogs ? log_sum(side, t) : log_of<T>(load(side.sum + t)));
+      if (p_.written == kLogs) store(side.top + t, V<T>{});
+    }
+    for (int64_t i = 0; i < n_; ++i) {
       T* row = s_ + i * padded_;
-      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - tops_[j] - sums_[j] + g_[j];
+      const auto of = [&](const T* numbers, int64_t j) { return rows ? all(numbers[i]) : load(numbers + j); };
+      for (int64_t j = 0; j < padded_; j += L)
+        store(row + j, load(row + j) - of(side.top, j) - of(side.sum, j) + of(side.mass, j));
+      std::fill(row + m_, row + padded_, -kInf);
     }
   }
 
-  template <class Body> INLINE void each_entry(const Body& body) const {
-    for (int64_t i = 0; i < n_; ++i)
-      for (int64_t j = 0; j < padded_; j += L) body(i, j);
-  }
-
-  void put(T count) {
-    T* out = static_cast<T*>(p_.out) + first_;
+  void put(T count) const {
+    T* out = static_cast<T*>(p_.out) + index_ * n_ * m_;
     const T log_factor = std::log(T(p_.factor));
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-      V<T> x = in_place_ ? s : p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g;
-      x -= count;
-      if (p_.log) x += log_factor;
-      else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
-      else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
-      std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
-    });
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < padded_; j += L) {
+        const V<T> s = load(s_ + i * padded_ + j), f = all(rows_.dual[i]), g = load(columns_.dual + j);
+        V<T> x = in_place_ ? s : p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g;
+        x -= count;
+        if (p_.log) x += log_factor;
+        else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
+        else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
+        std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
+      }
   }
 
   const Plan& p_;
-  const bool in_place_;  // scores become the logarithm of the plan, step by step; f and g are the masses'
-  const int64_t n_, m_, padded_, first_;
-  const T *mu_, *nu_;
-  T *s_, *f_, *g_, *tops_, *sums_;
+  const bool in_place_;  // scores become the logarithm of the plan, step by step
+  const int64_t n_, m_, padded_, index_;
+  Side rows_, columns_;
+  T* s_;
 };
 
 template <class T> int64_t plan_all(const Plan& given) {

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -173,6 +174,33 @@ template <class T> INLINE V<T> power_of(V<T> x, double p) {
     const V<T> whole = exponential<T, true>(y), found = whole + whole * (most - y + rest);
     const auto fine = (normal & (y < 700) & (y > -700)) | nothing;
     return repaired(nothing ? V<T>{} : found, x, fine, [p](T own) { return std::pow(own, p); });
+  }
+}
+
+// The numbers of x and y by turns, of their first halves or their second.
+template <bool second, class T, size_t... i> INLINE V<T> zipped(V<T> x, V<T> y, std::index_sequence<i...>) {
+#define FROM i / 2 + i % 2 * kLanes<T> + (second ? kLanes<T> / 2 : 0)
+#ifdef __clang__
+  return __builtin_shufflevector(x, y, (FROM)...);
+#else
+  return __builtin_shuffle(x, y, typename Lanes<T>::Bits{(FROM)...});
+#endif
+#undef FROM
+}
+
+// Rows of a square as its columns, by as many rounds as halve it.
+template <class T> INLINE void turn_square(V<T> (&x)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+  constexpr std::make_index_sequence<L> lanes;
+  V<T> y[L];
+#pragma GCC unroll 4
+  for (int round = 1; round < L; round *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i += 2) {
+      y[i] = zipped<false, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+      y[i + 1] = zipped<true, T>(x[i / 2], x[i / 2 + L / 2], lanes);
+    }
+    std::swap(x, y);
   }
 }
 
