@@ -1126,7 +1126,11 @@ template <class X, class S> class Planned {
   // K, after the scores' largest were found.
   void form_kernel() {
     const bool is_in_place = std::is_same_v<S, T> && given_ && p_.is_kernel && !p_.log;
-    if (p_.start != kOffset || p_.offset != 0) {
+    // Where no constant stands beside a kernel, to divide one whose largest entry is near 1 would change nothing.
+    const bool is_near_one = p_.is_kernel && !stabilised_ && all_of(count_, [this](int64_t g) {
+      return of(high_, g) >= T(0.02) && of(high_, g) <= 50;
+    });
+    if ((p_.start != kOffset || p_.offset != 0) && !is_near_one) {
       find_tops<true>();
     } else if (is_in_place) {
       kernel_ = const_cast<X*>(reinterpret_cast<const X*>(given_));
