@@ -35,6 +35,7 @@ setup(
         Extension(
             f"asapc.kernels.native.{name}",
             ["asapc/kernels/native/engine.cpp"],
+            depends=["asapc/kernels/native/vectors.h"],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],
             optional=True,

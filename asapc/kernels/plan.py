@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +16,27 @@ from asapc.operators.sinkhorn import factor_value
 from asapc.operators.stabilised import unit_mass
 
 SMALL = 16 * 16  # entries of a matrix up to which many are computed side by side
+NAMES = [*signature(reference.plan).parameters][3:]  # of the settings, the last of which have defaults
 
 Pair = tuple[float, float]
 """Of rows and of columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """By name.  One object for the same ones, by which what follows from them is found again."""
+
+    values: Mapping[str, Any]
+    stabiliser: Stabiliser | None
+
+
+@lru_cache(4096)
+def _settings(*values: Any) -> Settings:
+    settings = reference.DEFAULTS | dict(zip(NAMES, values, strict=False))
+    if settings["constant"] is None:
+        return Settings(settings, None)
+    names = ("form", "kind", "constant", "start", "shares", "start_share")
+    return Settings(settings, Stabiliser.of(*(settings[name] for name in names)))
 
 
 @dataclass(frozen=True)
@@ -24,20 +45,29 @@ class Task:
 
     log_mu: Tensor | None
     log_nu: Tensor | None
-    settings: dict[str, Any]
-    stabiliser: Stabiliser | None
+    known: Settings
 
     @classmethod
     def of(cls, log_mu: Tensor | None, log_nu: Tensor | None, **settings: Any) -> Task:
-        settings = reference.DEFAULTS | settings  # those that a call leaves out are not handed on
-        if settings["constant"] is None:
-            return cls(log_mu, log_nu, settings, None)
-        names = ("form", "kind", "constant", "start", "shares", "start_share")
-        return cls(log_mu, log_nu, settings, Stabiliser.of(*(settings[name] for name in names)))
+        return cls.of_values(log_mu, log_nu, [(reference.DEFAULTS | settings)[name] for name in NAMES])
+
+    @classmethod
+    def of_values(cls, log_mu: Tensor | None, log_nu: Tensor | None, settings: Sequence[Any]) -> Task:
+        """Of settings in their order; a call leaves out the last ones that are as usual."""
+        values = [tuple(x) if isinstance(x, list) else x for x in settings]
+        return cls(log_mu, log_nu, _settings(*values))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.known.values
+
+    @property
+    def stabiliser(self) -> Stabiliser | None:
+        return self.known.stabiliser
 
     def of_scores(self) -> Task:
         """The same of the logarithm of a kernel."""
-        return replace(self, settings=self.settings | {"is_kernel": False})
+        return self.of(self.log_mu, self.log_nu, **{**self.settings, "is_kernel": False})
 
     def plain(self, scores: Tensor) -> Tensor:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)

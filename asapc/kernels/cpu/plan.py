@@ -18,6 +18,7 @@ without effect.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from asapc.errors import BranchError
 from asapc.ir import Stabiliser
 from asapc.kernels import native
-from asapc.kernels.plan import Task, is_small
+from asapc.kernels.plan import SMALL, Settings, Task, is_small
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import widen
 
@@ -48,65 +49,75 @@ def described(scores: Tensor, task: Task) -> tuple[str, str]:
 def plan(scores: Tensor, task: Task) -> Tensor:
     """[B, H, N, M] in the dtype of the scores, see operators.plan."""
     batch, heads, queries, keys = scores.shape
-    settings, stabiliser = task.settings, task.stabiliser
-    given_masses = task.log_mu is not None and task.log_nu is not None
-    units = task.as_written and not settings["shares"] and not given_masses  # masses of 1, which damp
-    of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
-    if scores.numel() == 0 or settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
-        return task.plain(scores).contiguous()
-    starts: str | None = None if stabiliser is None else stabiliser.start
-    scaled = settings["score_multiplier"] != 1.0 or settings["by_head"] is not None
-    if settings["is_kernel"] and (scaled or task.as_written or starts == "tensor"):
-        return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    settings, stabiliser, masses = task.settings, task.stabiliser, (task.log_mu, task.log_nu)
+    has_masses = (masses[0] is not None, masses[1] is not None)
+    way = scores.numel() and _way(task.known, has_masses, queries, keys, dtype, scores.dtype is dtype)
+    if not way:
+        return task.plain(scores).contiguous()
+    if way is OF_LOGS:
+        return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
     given = scores if scores.dtype is dtype else scores.to(dtype)
     if settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, settings["by_head"])
-    given = given.contiguous()
-    if task.has_masses and stabiliser is not None and (
-        settings["log"] or (of_plan and not _alike_in_total(scores, task, stabiliser))
-    ):
-        require_masses(task)
-        return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
-    balanced, offset = settings["damping"] is None, 0.0
-    first = "matrix" if settings["is_kernel"] else "row" if task.rows_first else "column"
-    start = starts or (first if balanced else "plain")
-    if start == "tensor":
-        offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
-    shares = balanced and stabiliser is None  # beside a constant a total is no gauge
-    mu = _masses(task.log_mu, (batch, heads, queries), dtype, shares)
-    nu = _masses(task.log_nu, (batch, heads, keys), dtype, shares)
-    near = ROUNDED if task.as_written else torch.inf
-    if not balanced and any(map(_are_lost, (mu, nu), settings["damping"])):
-        return task.plain(scores).contiguous()
-    out, lost = native.plan(
-        given, mu, nu, _share(scores, task), task, start, offset, near, FAR, is_small(scores),
-        task.as_written and given.dtype is scores.dtype,
+    given, offset = given.contiguous(), 0.0
+    if stabiliser is not None:
+        if stabiliser.start == "tensor":
+            offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
+        if task.has_masses and (
+            settings["log"]
+            or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
+        ):
+            require_masses(task)
+            return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
+    log_mu, log_nu = (
+        None if logs is None else _by_token(logs.to(dtype), (batch, heads, size)).contiguous()
+        for logs, size in zip(masses, (queries, keys), strict=True)
     )
-    matrices = (-1, queries, keys)
+    if settings["damping"] is not None and any(map(_are_lost, (log_mu, log_nu), settings["damping"])):
+        return task.plain(scores).contiguous()
+    out, lost = native.plan(given, log_mu, log_nu, offset, way)
     if lost is not None:
+        matrices = (-1, queries, keys)
         _beyond(
             given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
         )
     return out if scores.dtype is dtype else out.to(scores.dtype)
 
 
+OF_LOGS = b"logs"  # of a kernel, whose logarithms are taken first
+
+
+@lru_cache(4096)
+def _way(
+    known: Settings, has_masses: tuple[bool, bool], queries: int, keys: int, dtype: torch.dtype,
+    is_own: bool,
+) -> bytes:  # fmt: skip
+    """What settings and sizes alone decide: the engine's settings, or OF_LOGS, or nothing where the
+    reference runs.  is_own: whether the scores are of the dtype."""
+    settings, stabiliser = known.values, known.stabiliser
+    none = torch.empty(0)
+    task = Task(*(none if has else None for has in has_masses), known)
+    units = task.as_written and not settings["shares"] and not all(has_masses)  # masses of 1, which damp
+    of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
+    if settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
+        return b""
+    starts: str | None = None if stabiliser is None else stabiliser.start
+    scaled = settings["score_multiplier"] != 1.0 or settings["by_head"] is not None
+    if settings["is_kernel"] and (scaled or task.as_written or starts == "tensor"):
+        return OF_LOGS
+    first = "matrix" if settings["is_kernel"] else "row" if task.rows_first else "column"
+    start = starts or (first if settings["damping"] is None else "plain")
+    near = ROUNDED if task.as_written else torch.inf
+    return native.plan_settings(
+        task, queries, keys, dtype, start, near, FAR, queries * keys <= SMALL, task.as_written and is_own
+    )
+
+
 def require_masses(task: Task) -> None:
     """Raises BranchError where a mass has no logarithm; looked at only where the engine gives up."""
     if any(logs is not None and bool(logs.isnan().any()) for logs in (task.log_mu, task.log_nu)):
         raise BranchError("masses of a plan >= 0", True)
-
-
-def _masses(
-    logs: Tensor | None, shape: Sequence[int], dtype: torch.dtype, shares: bool
-) -> tuple[Tensor, Tensor] | None:
-    """One side's marginals and their logarithms [G, X], or [1, X] where all matrices have the same; None
-    where they are uniform. Of total 1 where they are shares: the other side's total is gauge, the last
-    side's is put back."""
-    if logs is None:
-        return None
-    rows = _by_token(logs.to(dtype), shape).contiguous()
-    return torch.softmax(rows, -1) if shares else rows.exp(), rows
 
 
 def _alike_in_total(scores: Tensor, task: Task, stabiliser: Stabiliser) -> bool:
@@ -119,30 +130,15 @@ def _alike_in_total(scores: Tensor, task: Task, stabiliser: Stabiliser) -> bool:
     return bool(((totals[0] - totals[1]).abs() <= ALIKE).all())
 
 
-def _are_lost(masses: tuple[Tensor, Tensor] | None, damping: float) -> bool:
+def _are_lost(logs: Tensor | None, damping: float) -> bool:
     """Whether a mass is 0 of which a damped half-step makes more: exp(-200) to the power 0.01 is 0.14."""
-    if masses is None:
-        return False
-    mass, logs = masses
-    return bool(((mass == 0) & ((damping * logs).exp() > 0)).any())
+    return logs is not None and bool(((logs.exp() == 0) & ((damping * logs).exp() > 0)).any())
 
 
 def _by_token(logs: Tensor, shape: Sequence[int]) -> Tensor:
     """[G, X] of a side, or [1, X] where all matrices have the same."""
     logs = logs.expand(*logs.shape[:-1], shape[-1])
     return (logs if logs.numel() == shape[-1] else logs.broadcast_to(shape)).reshape(-1, shape[-1])
-
-
-def _share(scores: Tensor, task: Task) -> float | Tensor:
-    """What a plan whose last side has total 1, or a damped one, is multiplied by; [G] float64 where it is
-    every matrix's own."""
-    queries, keys = scores.shape[-2:]
-    factor = task.factor(queries, keys)
-    logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
-    if logs is None or task.settings["damping"] is not None or task.stabiliser is not None:
-        return factor
-    totals = torch.logsumexp(_by_token(logs.double(), (*scores.shape[:2], tokens)), -1).exp() * factor
-    return float(totals) if len(totals) == 1 else totals.contiguous()
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
@@ -154,17 +150,16 @@ def _largest(scores: Tensor, multiplier: float) -> Tensor:
 def _beyond(
     given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor, dtype: torch.dtype
 ) -> None:
-    """Some matrices [g] of `given` [G, N, M] that the linear domain of its dtype does not hold, into
-    `out`: beside a constant in float64, others by the reference.  leads: B and H; dtype: of the scores,
-    in which a known order of the sums is followed."""
+    """Some matrices [g] of `given` [G, N, M] that the engine does not hold, into `out`, by the reference.
+    leads: B and H; dtype: of the scores, in which a known order of the sums is followed."""
     require_masses(task)
     chosen = given[which][:, None]
     if task.settings["is_kernel"]:
         chosen, task = reference.logs_of(chosen), task.of_scores()
-    stabiliser, in_float64 = task.stabiliser, given.dtype is torch.float32 and task.stabiliser is not None
+    stabiliser = task.stabiliser
     if task.as_written:
         chosen = chosen.to(dtype)
-    elif in_float64 or FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
+    elif stabiliser or FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
         chosen = chosen.double()  # duals as large as a mask of -1e4 leave no digits to float32
 
     def own(logs: Tensor | None) -> Tensor | None:
@@ -172,10 +167,9 @@ def _beyond(
             return logs
         return logs.broadcast_to(*leads, logs.shape[-1]).reshape(-1, 1, logs.shape[-1])[which]
 
-    settings = task.settings | {"by_head": None}
+    settings = {**task.settings, "by_head": None}
     if stabiliser is not None and stabiliser.start == "tensor":
         top = _largest(given, settings["score_multiplier"])
         chosen, settings = chosen - top, settings | {"start": "plain"}
     task = Task.of(own(task.log_mu), own(task.log_nu), **settings)
-    found = plan(chosen, task) if in_float64 else task.plain(chosen)
-    out[which] = found[:, 0].to(out.dtype)
+    out[which] = task.plain(chosen)[:, 0].to(out.dtype)

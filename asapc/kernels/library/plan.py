@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +37,7 @@ def _at_once(
     """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
     if dispatch.listening() or native.missing() is not None:
         return None
-    return cpu_plan.plan(scores, Task.of(log_mu, log_nu, **dict(zip(_SETTINGS, settings, strict=False))))
+    return cpu_plan.plan(scores, Task.of_values(log_mu, log_nu, settings))
 
 
-_SETTINGS = list(signature(reference.plan).parameters)[3:]
 attention("plan", _plan, at_once=_at_once)

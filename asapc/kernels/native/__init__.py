@@ -32,7 +32,7 @@ from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
-PLAN = Struct("8P17q10d4q3d")
+PLAN, OF_PLANS = Struct("5P3qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -71,7 +71,7 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [layout.size for layout in (PROBLEM, PLAN, ESP, BAND)]
+    own = [PROBLEM.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
@@ -192,45 +192,51 @@ def lot(
 
 STARTS = {"plain": 0, "tensor": 0, "matrix": 1, "row": 2, "softmax": 2, "column": 3}
 WRITTEN = {"duals": 1, "reversed": 2, "summed": 3, "increments": 4, "logs": 5, "softmax": 6}
-Masses = tuple[Tensor, Tensor] | None
 
 
 def plan(
-    scores: Tensor, rows: Masses, columns: Masses, share: float | Tensor, task: Task, start: str,
-    offset: float, near: float, far: float, beside: bool, in_order: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, offset: float, settings: bytes
+) -> tuple[Tensor, Tensor | None]:
     """(plans [.., N, M], or their logarithms; those [g] that the linear domain does not hold, if any).
 
-    scores: [.., N, M], contiguous, G matrices.  rows, columns: masses and their logarithms, [G or 1, N]
-    and [G or 1, M], None where uniform.  share: what plans are multiplied by, [G] float64 where it is
-    each one's own.  start: what is subtracted before exp, the largest score of a matrix, row or column,
-    or the offset.  near: the largest score, in size, of a row or column that is held.  far: the logarithm
-    of a mass below which its token has a logarithm of the plan but no part in sums.  beside: one matrix a
-    lane.  in_order: what is not held is computed in the order of a teacher's sums.
+    scores: [.., N, M], contiguous, G matrices.  log_mu, log_nu: [G or 1, N] and [G or 1, M], None where
+    uniform.  offset: what is subtracted before exp where the start has none.  settings: of plan_settings.
     """
     queries, keys = scores.shape[-2:]
     groups = scores.numel() // (queries * keys)
-    settings, stabiliser = task.settings, task.stabiliser
     out, held = torch.empty_like(scores), torch.empty(groups, dtype=torch.bool)
-    shares, one = (share, 1.0) if isinstance(share, Tensor) else (None, share)
-    (mu, log_mu), (nu, log_nu) = rows or (None, None), columns or (None, None)
-    given = (scores, mu, nu, log_mu, log_nu, shares, out, held)
-    assert all(x is None or x.is_contiguous() for x in given)
-    units = stabiliser is None or stabiliser.shares
-    starts_shared = stabiliser is not None and stabiliser.form == "scaling" and stabiliser.start_share
+    given = (scores, log_mu, log_nu, out, held)
     lost = _engine().asapc_plan(PLAN.pack(
-        *(0 if x is None else x.data_ptr() for x in given), groups, queries, keys,
-        mu is not None and mu.shape[0] > 1, nu is not None and nu.shape[0] > 1,
-        settings["half_steps"], task.rows_first, scores.dtype is torch.float64, torch.get_num_threads(),
-        beside, STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
-        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"], settings["is_kernel"],
-        settings["score_multiplier"], offset, *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
-        *task.damping, near, far, one, task.factor(queries, keys),
-        *_rule(stabiliser, queries, keys, least(scores.dtype), task.has_masses),
-    ))  # fmt: skip
+        *[0 if x is None else x.data_ptr() for x in given], log_mu is not None and len(log_mu) > 1,
+        log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), offset, groups,
+    ) + settings)  # fmt: skip
     if lost < 0:
         raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
     return out, (~held).nonzero().squeeze(1) if lost else None
+
+
+def plan_settings(
+    task: Task, queries: int, keys: int, dtype: torch.dtype, start: str, near: float, far: float,
+    beside: bool, in_order: bool,
+) -> bytes:  # fmt: skip
+    """For plans of these sizes.
+
+    start: what is subtracted before exp, the largest score of a matrix, row or column, or the offset.
+    near: the largest score, in size, of a row or column that is held.  far: the logarithm of a mass below
+    which its token has a logarithm of the plan but no part in sums.  beside: one matrix a lane.
+    in_order: what is not held is computed in the order of a teacher's sums.
+    """
+    settings, stabiliser = task.settings, task.stabiliser
+    units = stabiliser is None or stabiliser.shares
+    starts_shared = stabiliser is not None and stabiliser.form == "scaling" and stabiliser.start_share
+    return OF_PLANS.pack(
+        queries, keys, settings["half_steps"], task.rows_first, dtype is torch.float64, beside,
+        STARTS[start], starts_shared, settings["log"], settings["damping"] is not None,
+        WRITTEN.get(settings["form"], 0) if in_order else 0, settings["shares"], settings["is_kernel"],
+        settings["score_multiplier"], *((1.0 / queries, 1.0 / keys) if units else (1.0, 1.0)),
+        *task.damping, near, far, task.factor(queries, keys),
+        *_rule(stabiliser, queries, keys, least(dtype), task.has_masses),
+    )  # fmt: skip
 
 
 def least(dtype: torch.dtype) -> float:

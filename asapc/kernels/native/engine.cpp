@@ -42,22 +42,13 @@
 
 #include <pthread.h>
 
+#include "vectors.h"
+
 // Torch's team of threads, where it has GNU's OpenMP loaded. They are awake after a model's last operator, when
 // threads of ours would share their cores. A team smaller than torch's would have the rest of it end.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace {
-
-// Registers of how many bytes, and how many rows of a tile two registers wide stay in them.
-#if defined(__AVX512F__)
-constexpr int kBytes = 64, kRows = 8;
-#elif defined(__AVX2__)
-constexpr int kBytes = 32, kRows = 6;
-#elif defined(__aarch64__)
-constexpr int kBytes = 16, kRows = 8;
-#else
-constexpr int kBytes = 16, kRows = 4;
-#endif
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kSmall = 1 << 21;            // multiplications that are not worth waking a thread for
@@ -113,82 +104,6 @@ struct Problem {
 };
 
 namespace {
-
-template <class T> struct Lanes {
-  static constexpr int count = kBytes / sizeof(T);
-  typedef T V __attribute__((vector_size(kBytes)));
-  typedef T Loose __attribute__((vector_size(kBytes), aligned(sizeof(T)), may_alias));
-  typedef std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> Int;
-  typedef Int Bits __attribute__((vector_size(kBytes)));
-};
-template <class T> using V = typename Lanes<T>::V;
-template <class T> constexpr int kLanes = Lanes<T>::count;
-
-#define INLINE inline __attribute__((always_inline))
-
-template <class T> INLINE V<T> load(const T* from) {
-  return *reinterpret_cast<const typename Lanes<T>::Loose*>(from);
-}
-template <class T> INLINE void store(T* to, V<T> value) {
-  *reinterpret_cast<typename Lanes<T>::Loose*>(to) = value;
-}
-template <class T> INLINE V<T> all(T value) { return value - V<T>{}; }
-
-// As many numbers as a register of W holds, in W.
-template <class W, class S> INLINE V<W> load_as(const S* from) {
-  if constexpr (std::is_same_v<W, S>) {
-    return load(from);
-  } else {
-    typedef S Half __attribute__((vector_size(kBytes / 2), aligned(sizeof(S)), may_alias));
-    return __builtin_convertvector(*reinterpret_cast<const Half*>(from), V<W>);
-  }
-}
-// op of all of a register, by halves: one number after the other takes several times as long.
-template <class T, int bytes = kBytes, class X, class Op> INLINE T folded(X v, const Op& op) {
-  if constexpr (bytes == 2 * sizeof(T)) {
-    return op(T(v[0]), T(v[1]));
-  } else {
-    typedef T Half __attribute__((vector_size(bytes / 2)));
-    Half low, high;
-    std::memcpy(&low, &v, bytes / 2);
-    std::memcpy(&high, reinterpret_cast<const char*>(&v) + bytes / 2, bytes / 2);
-    return folded<T, bytes / 2>(op(low, high), op);
-  }
-}
-template <class T> INLINE T sum_of(V<T> v) {
-  return folded<T>(v, [](auto x, auto y) { return x + y; });
-}
-template <class T> INLINE T max_of(V<T> v) {
-  return folded<T>(v, [](auto x, auto y) { return x < y ? y : x; });
-}
-
-// exp(r) for |r| <= ln(2) / 2, the highest power first: 1 + r and Chebyshev fits, off by 1e-8 and 2e-16.
-template <class T> constexpr double kSeries[] = {
-    2.5090870615025714e-08, 2.7620616404414727e-07, 2.755730169346813e-06, 2.4801519984897177e-05,
-    0.00019841269819833207, 0.001388888891818879, 0.008333333333353364, 0.04166666666662244,
-    0.16666666666666644, 0.5000000000000002, 1.0, 1.0};
-template <> constexpr double kSeries<float>[] = {
-    0.0013933652487560828, 0.008363181544675472, 0.04166646489535625, 0.1666657696724759,
-    0.5000000013470304, 1.0, 1.0};
-
-// exp(x) for x up to 80; nan stays nan.  bounded: no x is below the normal numbers' logarithms; 0 there.
-template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
-  constexpr bool single = std::is_same_v<T, float>;
-  constexpr T to_int = single ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(bits of the fraction)
-  constexpr T log2_e = T(1.4426950408889634);
-  constexpr T ln2_high = single ? T(0.693359375) : T(0.693147180369123816490);
-  constexpr T ln2_low = single ? T(-2.12194440e-4) : T(1.90821492927058770002e-10);
-  using Bits = typename Lanes<T>::Bits;
-  const V<T> shifted = x * log2_e + to_int;
-  const V<T> n = shifted - to_int;
-  const V<T> r = x - n * ln2_high - n * ln2_low;
-  V<T> p = all(T(kSeries<T>[0]));
-  for (size_t i = 1; i < std::size(kSeries<T>); ++i) p = p * r + T(kSeries<T>[i]);
-  const Bits power = (Bits(shifted) << (single ? 23 : 52)) + Bits(all(T(1)));
-  const V<T> result = p * V<T>(power);
-  if constexpr (bounded) return result;
-  return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
-}
 
 // out[r] = sum_d x[r][d step] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products'
 // inner part; or of (x[r][d step] - panel[d])^2. sides: 1 for the first register of each.
@@ -253,34 +168,18 @@ template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
   for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
 }
 
-template <class X> struct Number { typedef X type; };
-template <> struct Number<V<float>> { typedef float type; };
-template <> struct Number<V<double>> { typedef double type; };
-template <class X> constexpr bool kIsVector = !std::is_arithmetic_v<X>;
-
-template <class X> X power_of(X x, double power) {
-  typedef typename Number<X>::type T;
-  if constexpr (kIsVector<X>) {
-    for (int i = 0; i < kLanes<T>; ++i) x[i] = std::pow(x[i], T(power));
-    return x;
-  } else {
-    return std::pow(x, T(power));
-  }
-}
-
 // The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
-template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, bool exact, double power = 1.0) {
+template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, bool exact) {
   const auto number = [](double value) { return X(X{} + typename Number<X>::type(value)); };
-  const auto damped = [&](X quotient) { return power == 1.0 ? quotient : power_of(quotient, power); };
   if (rule.form == kPlain) {
     const X least = number(rule.least);
-    return damped(mass / (sum < least ? least : sum));
+    return mass / (sum < least ? least : sum);
   }
   const X total = rule.form == kPlan ? scaling * sum : sum, constant = number(rule.constant), none = number(0);
   X divisor = total;
   if (exact) divisor = total == none ? number(1) : total;
   else divisor = rule.adds ? X(total + constant) : X(total < constant ? constant : total);
-  if (rule.form == kScaling) return damped(mass / divisor);
+  if (rule.form == kScaling) return mass / divisor;
   return total == none ? scaling : X(scaling * mass / divisor);
 }
 
@@ -288,7 +187,8 @@ template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, b
 // each other, and their products with its entries must not leave the format unseen.
 template <class T> bool is_fine(const Rule& rule, T scaling) {
   if (rule.form != kPlan || scaling == 0) return std::isfinite(scaling);
-  return std::abs(std::log(scaling)) <= T(kSafeRange<T>);
+  static const T most = T(std::exp(kSafeRange<T>)), least = 1 / most;
+  return scaling >= least && scaling <= most;
 }
 
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
@@ -329,42 +229,22 @@ struct Tokens {
   }
 };
 
-// The numbers of x and y by turns, of their first halves or their second.
-template <bool second, class T, size_t... i> INLINE V<T> zipped(V<T> x, V<T> y, std::index_sequence<i...>) {
-#define FROM i / 2 + i % 2 * kLanes<T> + (second ? kLanes<T> / 2 : 0)
-#ifdef __clang__
-  return __builtin_shufflevector(x, y, (FROM)...);
-#else
-  return __builtin_shuffle(x, y, typename Lanes<T>::Bits{(FROM)...});
-#endif
-#undef FROM
-}
-
 // Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
 template <class T>
 void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
   constexpr int L = kLanes<T>;
   constexpr int64_t P = 2 * L;
-  constexpr std::make_index_sequence<L> lanes;
   const int64_t size = tokens.active.size();
   for (int64_t start = 0; start < size; start += P, panel += P * depth) {
     const int64_t here = std::min(P, size - start), squares = here < P ? 0 : depth / L * L;
     const auto token = [&](int64_t j) { return from + tokens.active[start + j] * stride; };
     if (here < P) std::fill_n(panel, P * depth, T(0));
     for (int64_t j = 0; j < P; j += L)
-      for (int64_t d = 0; d < squares; d += L) {  // squares of registers, turned by as many rounds as halve them
-        V<T> x[L], y[L];
+      for (int64_t d = 0; d < squares; d += L) {
+        V<T> x[L];
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) x[i] = load(token(j + i) + d) * factor;
-#pragma GCC unroll 4
-        for (int round = 1; round < L; round *= 2) {
-#pragma GCC unroll 16
-          for (int i = 0; i < L; i += 2) {
-            y[i] = zipped<false, T>(x[i / 2], x[i / 2 + L / 2], lanes);
-            y[i + 1] = zipped<true, T>(x[i / 2], x[i / 2 + L / 2], lanes);
-          }
-          std::swap(x, y);
-        }
+        turn_square<T>(x);
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) store(panel + (d + i) * P + j, x[i]);
       }
@@ -865,40 +745,51 @@ template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, 
   }
 }
 
+// New scalings of a side's rows, kTogether of one matrix by registers, up to whose end its arrays reach.
+template <class X> INLINE void close_all(const Rule& rule, int64_t count, const X* mass, const X* sums, bool exact,
+                                         double power, X* scalings) {
+  typedef V<typename Number<X>::type> Y;
+  constexpr int64_t step = sizeof(Y) / sizeof(X);
+  for (int64_t i = 0; i < count; i += step) {
+    Y* to = reinterpret_cast<Y*>(scalings + i);
+    const auto at = [i](const X* from) { return *reinterpret_cast<const Y*>(from + i); };
+    const Y quotient = closed<Y>(rule, *to, at(mass), at(sums), exact);
+    *to = power == 1.0 ? quotient : power_of<typename Number<X>::type>(quotient, power);
+  }
+}
+
 // All half-steps of one matrix, or of several side by side. a and b, the scalings of rows and columns, hold where
 // they start and what they become; mu and nu are their masses; total: [columns].  Rows are closed, and what
 // they add to the columns' sums is added, before the next ones are read.
 template <class X>
 void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
-  const X gauge = X{} + typename Number<X>::type(s.rule.gauge);
+  typedef typename Number<X>::type T;
+  constexpr int64_t together = kIsVector<X> ? 4 : std::max(4, kLanes<T>);
+  const X gauge = X{} + T(s.rule.gauge);
   bool first = true;
   each_pair(s.rows_first != 0, s.half_steps, [&](bool closes_rows, bool closes_columns) {
     const bool regauged = closes_rows && !first && s.rule.gauge != 1.0, exact = s.rule.softmax && first;
     std::fill_n(total, s.columns, X{});
-    const auto close = [&](int64_t row, auto R) {
-      const X* here = kernel + row * s.columns;
+    for (int64_t start = 0; start < s.rows; start += together) {
+      const int64_t count = std::min(together, s.rows - start);
+      const auto by_four = [&](const auto& body) {
+        int64_t row = 0;
+        for (; row + 4 <= count; row += 4) body(row, std::integral_constant<int, 4>{});
+        for (; row < count; ++row) body(row, std::integral_constant<int, 1>{});
+      };
+      const X* rows = kernel + start * s.columns;
       if (closes_rows) {
-        X sums[R.value] = {};
-        row_sums<R.value>(here, s.columns, b, sums);
-        for (int r = 0; r < R.value; ++r) {
-          a[row + r] = closed(s.rule, a[row + r], mu[row + r], sums[r], exact, s.row_power);
-          if (regauged) a[row + r] *= gauge;
-        }
+        alignas(kBytes) X sums[together] = {};
+        by_four([&](int64_t row, auto R) { row_sums<R.value>(rows + row * s.columns, s.columns, b, sums + row); });
+        close_all(s.rule, count, mu + start, sums, exact, s.row_power, a + start);
+        if (regauged) for (int64_t row = start; row < start + count; ++row) a[row] *= gauge;
       }
-      if (closes_columns) add_to_columns<R.value>(here, s.columns, a + row, total);
-    };
-    int64_t row = 0;
-    for (; row + 4 <= s.rows; row += 4) close(row, std::integral_constant<int, 4>{});
-    for (; row < s.rows; ++row) close(row, std::integral_constant<int, 1>{});
-    if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
-    if (closes_columns) {
-      int64_t j = 0;
-      if constexpr (!kIsVector<X>)
-        for (; j + kLanes<X> <= s.columns; j += kLanes<X>)
-          store(b + j, closed<V<X>>(s.rule, load(b + j), load(nu + j), load(total + j), exact && !closes_rows, s.column_power));
-      for (; j < s.columns; ++j)
-        b[j] = closed(s.rule, b[j], nu[j], total[j], exact && !closes_rows, s.column_power);
+      if (closes_columns) by_four([&](int64_t row, auto R) {
+        add_to_columns<R.value>(rows + row * s.columns, s.columns, a + start + row, total);
+      });
     }
+    if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
+    if (closes_columns) close_all(s.rule, s.columns, nu, total, exact && !closes_rows, s.column_power, b);
     first = false;
   });
 }
@@ -1015,24 +906,25 @@ template <class S> double run(const Problem& p) {
 
 }  // namespace
 
-// Plans, or their logarithms, from scores; kernels/cpu/plan.py fills it in.  scores, out: [matrices, rows,
-// columns]; held: [matrices] bytes, whether what was written means something. mu, nu: masses of every
-// matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each; log_mu,
-// log_nu: what they were given as, laid out alike, or null. shares: what each plan is multiplied by, or null
-// where all are by `share`. start: what is subtracted from scores before exp. near: scores beyond `near` are not held.
+// Plans, or their logarithms, from scores; kernels/native/__init__.py fills it in.  scores, out: [matrices, rows,
+// columns]; held: [matrices] bytes, whether what was written means something. log_mu, log_nu: logarithms of masses, of
+// every matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each. offset:
+// what is subtracted from scores before exp where `start` has nothing else. near: scores beyond it are not held; lost:
+// tokens of a lower log mass have a logarithm of the plan, but no part in sums.
 // written: the order of a teacher's sums, in which a matrix that the linear domain does not hold is computed in
-// logarithms, of plans times `factor`; log_shares: uniform masses are 1 / N and 1 / M there, not 1.
+// logarithms; log_shares: uniform masses are 1 / N and 1 / M there, not 1. factor: of the plans.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
 enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements, kLogs, kSoftmax };
 
 struct Plan {
-  const void *scores, *mu, *nu, *log_mu, *log_nu;
-  const double* shares;
+  const void *scores, *log_mu, *log_nu;
   void* out;
   uint8_t* held;
-  int64_t matrices, rows, columns, mu_each, nu_each, half_steps, rows_first, is_double, threads, beside;
+  int64_t mu_each, nu_each, threads;
+  double offset;
+  int64_t matrices, rows, columns, half_steps, rows_first, is_double, beside;
   int64_t start, start_share, log, damped, written, log_shares, is_kernel;
-  double multiplier, offset, row_mass, column_mass, row_power, column_power, near, lost, share, factor;
+  double multiplier, row_mass, column_mass, row_power, column_power, near, lost, factor;
   Rule rule;
 };
 
@@ -1044,7 +936,7 @@ constexpr double kSpread = 0.6;
 // The same of the transposed matrices.
 Plan turned(const Plan& p) {
   Plan q = p;
-  std::swap(q.rows, q.columns), std::swap(q.mu, q.nu), std::swap(q.log_mu, q.log_nu), std::swap(q.mu_each, q.nu_each);
+  std::swap(q.rows, q.columns), std::swap(q.log_mu, q.log_nu), std::swap(q.mu_each, q.nu_each);
   std::swap(q.row_mass, q.column_mass), std::swap(q.row_power, q.column_power);
   q.rows_first = !p.rows_first;
   q.start = p.start == kOfRow ? int64_t{kOfColumn} : p.start == kOfColumn ? int64_t{kOfRow} : p.start;
@@ -1056,47 +948,52 @@ template <class T> int64_t pass_of(int64_t rows, int64_t columns) {
   return rows * (columns / kLanes<T> + columns % (2 * kLanes<T>) + 2);
 }
 
-// X: a number, for one matrix, or a register, for as many matrices as it holds.  is_turned: whether p is `turned`.
-template <class X> class Planned {
+// S: the format of scores and plans. X: what is computed in: a number, for one matrix, or a register, for as many
+// matrices as it holds.  is_turned: whether p is `turned`.
+template <class X, class S> class Planned {
   typedef typename Number<X>::type T;
-  static constexpr int64_t W = kIsVector<X> ? kLanes<T> : 1;
+  static constexpr int64_t W = kIsVector<X> ? kLanes<T> : 1, L = kLanes<T>;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
 
  public:
   Planned(const Plan& p, bool is_turned, int64_t index, Scratch& scratch)
       : p_(p), is_turned_(is_turned), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
-        padded_(rounded_up(n_ * m_, kLanes<T>)), stabilised_(p.rule.form != kPlain), nothing_(p.is_kernel ? T(0) : -kInf),
+        padded_(rounded_up(n_ * m_, L)), stabilised_(p.rule.form != kPlain), nothing_(p.is_kernel ? T(0) : -kInf),
         least_(p.is_kernel ? T(std::exp(-kSafeRange<T>)) : T(-kSafeRange<T>)), most_(p.is_kernel ? 1 / least_ : -least_) {
-    scratch.reserve((2 * padded_ + 3 * n_ + 4 * m_) * sizeof(X) + 9 * kBytes);
-    s_ = scratch.take<X>(padded_), kernel_ = p.is_kernel ? s_ : scratch.take<X>(padded_);
-    a_ = scratch.take<X>(n_), mu_ = scratch.take<X>(n_), row_tops_ = scratch.take<X>(n_);
-    b_ = scratch.take<X>(m_), nu_ = scratch.take<X>(m_), column_tops_ = scratch.take<X>(m_);
-    total_ = scratch.take<X>(m_);
+    const bool apart = p.log && !p.is_kernel;  // the logarithms of K are needed beside it
+    scratch.reserve(((1 + apart) * padded_ + 3 * n_ + 4 * m_ + 7 * L) * sizeof(X) + 9 * kBytes);
+    s_ = scratch.take<X>(padded_), kernel_ = apart ? scratch.take<X>(padded_) : s_;
+    for (X** side : {&a_, &mu_, &row_tops_}) *side = scratch.take<X>(rounded_up(n_, L));
+    for (X** side : {&b_, &nu_, &column_tops_, &total_}) *side = scratch.take<X>(rounded_up(m_, L));
+    given_ = kIsVector<X> || is_turned ? nullptr : static_cast<const S*>(p.scores) + first_ * n_ * m_;
+    std::fill_n(own_, W, p.factor);
   }
 
   // Returns how many matrices are not held.
   int64_t run() {
-    if (is_turned_) turn(static_cast<const T*>(p_.scores) + first_ * n_ * m_, m_, n_, T(p_.multiplier), s_);
-    else take(p_.scores, n_ * m_, n_ * m_, 0, T(p_.multiplier), s_);
-    std::fill(s_ + n_ * m_, s_ + padded_, X{});
-    take(p_.mu, n_, p_.mu_each ? n_ : 0, p_.row_mass, T(1), mu_);
-    take(p_.nu, m_, p_.nu_each ? m_ : 0, p_.column_mass, T(1), nu_);
+    const bool ends_on_rows = (p_.rows_first != 0) == (p_.half_steps % 2 == 1);
+    take_masses(p_.log_mu, p_.mu_each, n_, p_.row_mass, ends_on_rows, mu_);
+    take_masses(p_.log_nu, p_.nu_each, m_, p_.column_mass, !ends_on_rows, nu_);
+    take_scores();
     find_tops<false>();
     bool held[W];
-    for (int64_t g = 0; g < count_; ++g) held[g] = is_near(g) && !vanishes(g);
-    if (p_.written && std::count(held, held + count_, true) == 0) return std::fill_n(p_.held + first_, count_, 0), count_;
-    if (p_.start != kOffset || p_.offset != 0) find_tops<true>();
-    const T* s = reinterpret_cast<const T*>(s_);
-    for (int64_t e = 0; !p_.is_kernel && e < padded_ * W; e += kLanes<T>)
-      store(reinterpret_cast<T*>(kernel_) + e, exponential<T>(load(s + e)));
-    std::fill_n(a_, n_, X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
-    std::fill_n(b_, m_, X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
+    const auto none = [&](const auto& test) {
+      for (int64_t g = 0; g < count_; ++g) held[g] = held[g] && test(g);
+      return std::count(held, held + count_, true) == 0;
+    };
+    std::fill_n(held, count_, true), std::fill_n(p_.held + first_, count_, 0);
+    if (none([this](int64_t g) { return is_near(g) && !vanishes(g); })) return count_;
+    form_kernel();
+    if (none([this](int64_t g) { return may_be_held(g); })) return count_;
+    std::fill_n(a_, rounded_up(n_, L), X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
+    std::fill_n(b_, rounded_up(m_, L), X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
+    std::fill_n(total_, rounded_up(m_, L), X{});
     const Scaling loop{n_, m_, p_.half_steps, p_.rows_first, p_.row_power, p_.column_power, p_.rule};
     scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
-    for (int64_t g = 0; g < count_; ++g) held[g] = held[g] && is_held(g);
+    if (none([this](int64_t g) { return is_held(g); })) return count_;
     if (p_.log) put_log_plan(held);
     else put_plan();
-    if (is_turned_) turn(s_, n_, m_, T(1), static_cast<T*>(p_.out) + first_ * n_ * m_);
+    if constexpr (!kIsVector<X>) if (is_turned_) turn(s_, n_, m_, T(1), static_cast<S*>(p_.out) + first_ * n_ * m_);
     std::copy_n(held, count_, p_.held + first_);
     return std::count(held, held + count_, false);
   }
@@ -1112,78 +1009,150 @@ template <class X> class Planned {
   }
   // As a register, of a number in its first place; and back, by a reduction.
   template <class Y, class Z> static INLINE Y get(const Z* from) {
-    if constexpr (std::is_same_v<Y, Z>) return *from;
-    else return load(from);
+    if constexpr (std::is_same_v<Y, Z> || !kIsVector<Y>) return Y(*from);
+    else return load_as<T>(from);
   }
   template <class Y, class Z> static INLINE void put(Z* to, Y value) {
-    if constexpr (std::is_same_v<Y, Z>) *to = value;
-    else store(to, value);
+    if constexpr (std::is_same_v<Y, Z> || !kIsVector<Y>) *to = Z(value);
+    else store_as<T>(to, value);
   }
   // Calls body(j, a number or a register) along a row: registers as far as they go, then numbers.
   template <class Body> static INLINE void along(int64_t size, const Body& body) {
     int64_t j = 0;
     if constexpr (!kIsVector<X>)
-      for (; j + kLanes<T> <= size; j += kLanes<T>) body(j, V<T>{});
+      for (; j + L <= size; j += L) body(j, V<T>{});
     for (; j < size; ++j) body(j, X{});
   }
 
-  // Of the matrices [.., size], `step` apart, times the factor; the value where nothing is given.
-  void take(const void* given, int64_t size, int64_t step, double value, T factor, X* to) const {
-    const T* from = static_cast<const T*>(given);
-    if (given == nullptr) std::fill_n(to, size, X{} + T(value));
-    else
-      for (int64_t g = 0; g < W; ++g)
-        for (int64_t e = 0, at = (first_ + std::min(g, count_ - 1)) * step; e < size; ++e)
-          set(to[e], g, from[at + e] * factor);
+  // One side's masses.  Those of a balanced loop are of total 1: the other side's total is gauge, and the last one's is
+  // put back.
+  void take_masses(const void* given, int64_t each, int64_t size, double alike, bool is_last, X* to) {
+    std::fill_n(to, rounded_up(size, L), given ? X{} : X{} + T(alike));
+    const bool shares = !p_.damped && !stabilised_;
+    for (int64_t g = 0; given && g < (each ? count_ : 1); ++g) {
+      const S* logs = logs_of(given, each, size, g);
+      const T top = shares ? T(*std::max_element(logs, logs + size)) : T(0);
+      int64_t e = 0;
+      if constexpr (!kIsVector<X>)
+        for (; shares && e + L <= size; e += L) store(to + e, exponential<T>(load_as<T>(logs + e) - top));
+      for (; e < size; ++e) set(to[e], g, std::exp(T(logs[e]) - top));
+      if (!shares) continue;
+      double total = 0;
+      for (e = 0; e < size; ++e) total += of(to[e], g);
+      for (e = 0; e < size; ++e) set(to[e], g, T(of(to[e], g) / total));
+      if (is_last) own_[g] *= std::exp(double(top)) * total;
+    }
+    if (!given || each) return;
+    if (is_last) std::fill_n(own_ + 1, W - 1, own_[0]);
+    for (int64_t e = 0; e < size; ++e) to[e] = X{} + of(to[e], 0);
   }
 
-  // to = factor from', of one matrix [rows, columns], by squares: whole columns may share a few sets of a cache.
+  // Scores that are not read from where they are.
+  void take_scores() {
+    const S* from = static_cast<const S*>(p_.scores) + first_ * n_ * m_;
+    const T factor = T(p_.multiplier);
+    if constexpr (!kIsVector<X>) if (is_turned_) turn(from, m_, n_, factor, s_);
+    if (!is_turned_ && !given_)
+      for (int64_t g = 0; g < W; ++g)
+        for (int64_t e = 0, at = std::min(g, count_ - 1) * n_ * m_; e < n_ * m_; ++e) set(s_[e], g, from[at + e] * factor);
+    std::fill(s_ + n_ * m_, s_ + padded_, X{});
+  }
+  template <class Y> static INLINE Y score(const S* given, const X* s, T factor, int64_t e) {
+    if constexpr (kIsVector<X>) return s[e];
+    else return given ? Y(get<Y>(given + e) * factor) : get<Y>(s + e);
+  }
+
+  // to = factor from', of one matrix [rows, columns], by squares as far as they go.
   template <class Y, class Z> static void turn(const Y* from, int64_t rows, int64_t columns, T factor, Z* to) {
-    if constexpr (!kIsVector<X>)
-      for (int64_t top = 0; top < rows; top += 8)
-        for (int64_t left = 0; left < columns; left += 8)
-          for (int64_t j = left; j < std::min(left + 8, columns); ++j)
-            for (int64_t i = top; i < std::min(top + 8, rows); ++i) to[j * rows + i] = from[i * columns + j] * factor;
+    const int64_t right = columns / L * L, bottom = rows / L * L;
+    for (int64_t i = 0; i < bottom; i += L)
+      for (int64_t j = 0; j < right; j += L) {
+        V<T> x[L];
+#pragma GCC unroll 16
+        for (int r = 0; r < L; ++r) x[r] = load_as<T>(from + (i + r) * columns + j) * factor;
+        turn_square<T>(x);
+#pragma GCC unroll 16
+        for (int r = 0; r < L; ++r) store_as<T>(to + (j + r) * rows + i, x[r]);
+      }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = i < bottom ? right : 0; j < columns; ++j) to[j * rows + i] = Z(from[i * columns + j] * factor);
   }
 
   // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
-  // given, its largest entries, the lowest above 0, and the highest.  subtracts: first takes off what the loop starts
-  // with (a kernel is divided by it), and nothing where a row or column has no score at all.
-  template <bool subtracts> void find_tops() {
+  // given, its largest entries, the lowest above 0, and the highest.  forms: first takes off what the loop starts
+  // with (a kernel is divided by it), and nothing where a row or column has no score at all; K is formed of them.
+  template <bool forms> void find_tops() {
     const bool divides = p_.is_kernel, of_rows = p_.start == kOfRow, of_columns = p_.start == kOfColumn;
     const auto finite = [=](X top) {
       return divides ? X(top == 0 ? X{} + T(1) : T(1) / top) : X(top == -kInf ? X{} : top);
     };
     const X own = p_.start == kOfMatrix ? finite(high_) : X{} + T(p_.offset);
-    for (int64_t j = 0; subtracts && j < m_; ++j) total_[j] = finite(column_tops_[j]);
-    std::fill_n(column_tops_, m_, X{} + nothing_);
-    high_ = X{} + nothing_;
+    for (int64_t j = 0; forms && j < m_; ++j) total_[j] = finite(column_tops_[j]);
+    X *const s = s_, *const tops = column_tops_, *const off = total_;
+    const S* const given = given_;
+    const T factor = T(p_.multiplier);
+    const int64_t m = m_;
+    std::fill_n(tops, m_, X{} + nothing_);
+    X high = X{} + nothing_;
     const V<T> nothing = V<T>{} + nothing_, masked = V<T>{} + (divides ? T(0) : T(-kMasked)), most_of_all = V<T>{} + kInf;
     V<T> low = most_of_all;
-    for (int64_t i = 0; i < n_; ++i) {
-      const X of_row = of_rows ? finite(row_tops_[i]) : own;
-      V<T> top = nothing;
-      along(m_, [&](int64_t j, auto kind) {
+    for (int64_t i = 0, done = 0; i < n_; ++i) {
+      const X of_row = forms && of_rows ? finite(row_tops_[i]) : own;
+      V<T> top = nothing, least = most_of_all;
+      along(m_, [=, &top, &least](int64_t j, auto kind) {
         typedef decltype(kind) Y;
-        X* at = s_ + i * m_ + j;
-        Y x = get<Y>(at);
-        if constexpr (subtracts) {
-          const Y less = of_columns ? get<Y>(total_ + j) : Y(Y{} + of_row);
-          put<Y>(at, x = divides ? Y(x * less) : Y(x - less));
+        Y x = score<Y>(given, s, factor, i * m + j);
+        if constexpr (forms) {
+          const Y less = of_columns ? get<Y>(off + j) : Y(Y{} + of_row);
+          put<Y>(s + i * m + j, x = divides ? Y(x * less) : Y(x - less));
         }
-        const Y most = get<Y>(column_tops_ + j);
-        put<Y>(column_tops_ + j, x > most ? x : most);
+        const Y most = get<Y>(tops + j);
+        put<Y>(tops + j, x > most ? x : most);
         const V<T> wide = V<T>{} + x, shown = wide > masked ? wide : most_of_all;
-        top = wide > top ? wide : top, low = shown < low ? shown : low;
+        top = wide > top ? wide : top, least = shown < least ? shown : least;
       });
+      low = least < low ? least : low;
       row_tops_[i] = highest(top);
-      high_ = row_tops_[i] > high_ ? row_tops_[i] : high_;
+      high = row_tops_[i] > high ? row_tops_[i] : high;
+      if (forms) done = exponentiate(done, (i + 1) * m_);
     }
-    low_ = -highest(-low);
+    low_ = -highest(-low), high_ = high;
   }
   static X highest(V<T> v) {
     if constexpr (kIsVector<X>) return v;
     else return max_of<T>(v);
+  }
+
+  // K, after the scores' largest were found.
+  void form_kernel() {
+    const bool is_in_place = std::is_same_v<S, T> && given_ && p_.is_kernel && !p_.log;
+    // Where no constant stands beside a kernel, to divide one whose largest entry is near 1 would change nothing.
+    const bool is_near_one = p_.is_kernel && !stabilised_ && all_of(count_, [this](int64_t g) {
+      return of(high_, g) >= T(0.02) && of(high_, g) <= 50;
+    });
+    if ((p_.start != kOffset || p_.offset != 0) && !is_near_one) {
+      find_tops<true>();
+    } else if (is_in_place) {
+      kernel_ = const_cast<X*>(reinterpret_cast<const X*>(given_));
+      return;
+    } else {
+      X* const s = s_;
+      for (int64_t i = 0, done = 0; i < n_; ++i) {
+        if (given_) along(m_, [=, given = given_, factor = T(p_.multiplier)](int64_t j, auto kind) {
+          put<decltype(kind)>(s + i * m_ + j, score<decltype(kind)>(given, s, factor, i * m_ + j));
+        });
+        done = exponentiate(done, (i + 1) * m_);
+      }
+    }
+    exponentiate(n_ * m_ / (L / W) * (L / W), padded_);
+  }
+  // exp of what there is of the scores up to `till`, by whole registers; in their place where nothing else needs them.
+  int64_t exponentiate(int64_t done, int64_t till) const {
+    const T* from = reinterpret_cast<const T*>(s_);
+    T* to = reinterpret_cast<T*>(kernel_);
+    for (; done + L / W <= till; done += L / W)
+      if (!p_.is_kernel) store(to + done * W, exponential<T>(load(from + done * W)));
+    return done;
   }
 
   template <class Test> static bool all_of(int64_t size, const Test& test) {
@@ -1194,7 +1163,7 @@ template <class X> class Planned {
   // No row and no column is so low, or high, as a whole that its dual loses digits that count. Those of a token
   // whose mass is smaller still do not: it has no part in sums, and its scores vanish beside its log mass.
   bool is_near(int64_t g) const {
-    const auto near = [&](const X* tops, const X* mass, const T* logs) {
+    const auto near = [&](const X* tops, const X* mass, const S* logs) {
       return [=, this](int64_t i) {
         const double top = std::abs(of(tops[i], g));
         const bool absent = logs && of(mass[i], g) == 0 && logs[i] <= p_.lost && logs[i] > -kInf;
@@ -1206,8 +1175,8 @@ template <class X> class Planned {
   }
 
   // Of matrix g, null where none are given.
-  const T* logs_of(const void* logs, int64_t each, int64_t size, int64_t g) const {
-    return logs ? static_cast<const T*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
+  const S* logs_of(const void* logs, int64_t each, int64_t size, int64_t g) const {
+    return logs ? static_cast<const S*>(logs) + (each ? (first_ + g) * size : 0) : nullptr;
   }
 
   // Whether entries of a kernel, or one over them, may leave the format where it is divided.
@@ -1216,92 +1185,97 @@ template <class X> class Planned {
     return p_.is_kernel && p_.start != kOffset && of(low_, g) < least;
   }
 
-  // Whether the linear domain holds a matrix. What has left the format is below 1e-38. Of a token of the side
-  // that is closed first, whose sum has a term K = 1, that is nothing while the other side's scalings spread less
-  // than the range; of the second side, whose largest K are at least exp(-safe), while those of the first spread
-  // less than what is left of it; of a kernel that is given, both sides are as the second. Tokens without mass, or
-  // all of whose scores are -inf, are absent. Damped: no product of three numbers may leave the format.
+  // Whether the linear domain may hold a matrix, by what it begins with, and whether it has held it. What has left the
+  // format is below 1e-38. Of a token of the side that is closed first, whose sum has a term K = 1, that is nothing
+  // while the other side's scalings spread less than the range; of the second side, whose largest K are at least
+  // exp(-safe), while those of the first spread less than what is left of it; of a kernel that is given, both sides
+  // are as the second. Tokens without mass, or all of whose scores are -inf, are absent. Damped: no product of three
+  // numbers may leave the format.
+  bool may_be_held(int64_t g) const {
+    const T low = of(low_, g), high = of(high_, g);
+    if (stabilised_) return (p_.is_kernel || low >= least_) && high <= most_;
+    const auto near = [&](int64_t size, const X* mass, const X* tops) {
+      return all_of(size, [&](int64_t i) { return is_absent(mass, tops, i, g) || of(tops[i], g) >= least_; });
+    };
+    const bool seen = near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_);
+    if (!p_.damped) return seen || low >= least_;
+    return seen && low >= (p_.is_kernel ? std::exp(-kBound) : -kBound) && high <= (p_.is_kernel ? std::exp(kBound) : kBound);
+  }
   bool is_held(int64_t g) const {
-    const T safe = kSafeRange<T>, low = of(low_, g), high = of(high_, g);
-    const auto hidden = [&](const X* tops, int64_t i) { return of(tops[i], g) == nothing_; };
     if (stabilised_) {
       const auto fine = [&](const X* scaling) { return [=, this](int64_t i) { return is_fine(p_.rule, of(scaling[i], g)); }; };
-      return (p_.is_kernel || low >= least_) && high <= most_ && all_of(n_, fine(a_)) && all_of(m_, fine(b_));
+      return all_of(n_, fine(a_)) && all_of(m_, fine(b_));
     }
-    const auto absent = [&](const X* mass, const X* tops, int64_t i) { return of(mass[i], g) == 0 || hidden(tops, i); };
-    const auto near = [&](int64_t size, const X* mass, const X* tops) {
-      return all_of(size, [&](int64_t i) { return absent(mass, tops, i) || of(tops[i], g) >= least_; });
-    };
     if (p_.damped) {
-      const double bound = 2.0 * safe / 3, least = p_.is_kernel ? std::exp(-bound) : -bound, most = p_.is_kernel ? 1 / least : bound;
+      const double most = std::exp(kBound), least = 1 / most;
       const auto within = [&](const X* scaling) {
-        return [=](int64_t i) { return of(scaling[i], g) == 0 || std::abs(std::log(of(scaling[i], g))) <= bound; };
+        return [=](int64_t i) { return of(scaling[i], g) == 0 || (of(scaling[i], g) >= least && of(scaling[i], g) <= most); };
       };
-      return low >= least && high <= most && near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
-             all_of(n_, within(a_)) && all_of(m_, within(b_));
+      return all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
     const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       return all_of(size, [&](int64_t i) {  // none is divided by less
-        return absent(mass, tops, i) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
+        return is_absent(mass, tops, i, g) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
       });
     };
     if (!finite(n_, a_, mu_, row_tops_) || !finite(m_, b_, nu_, column_tops_)) return false;
-    if (low >= least_) return true;
+    if (of(low_, g) >= least_) return true;
     const auto spread = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       double most = 0, least = kInfinity;
       for (int64_t i = 0; i < size; ++i) {
-        if (absent(mass, tops, i)) continue;
+        if (is_absent(mass, tops, i, g)) continue;
         most = std::max(most, double(of(scaling[i], g))), least = std::min(least, double(of(scaling[i], g)));
       }
       return std::log(most) - std::log(least);
     };
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
-    return near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_) &&
-           (p_.rows_first ? rows : columns) <= kSpread * safe &&
-           (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * safe;
+    return (p_.rows_first ? rows : columns) <= kSpread * kSafeRange<T> &&
+           (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * kSafeRange<T>;
+  }
+  bool is_absent(const X* mass, const X* tops, int64_t i, int64_t g) const {
+    return of(mass[i], g) == 0 || of(tops[i], g) == nothing_;
   }
 
-  T share(int64_t g) const { return T(p_.shares ? p_.shares[first_ + g] : p_.share); }
-
-  // diag(a) K diag(b), times the share.
+  // diag(a) K diag(b), times what each matrix's plan is multiplied by.
   void put_plan() {
     X own{};
-    for (int64_t g = 0; g < count_; ++g) set(own, g, share(g));
-    for (int64_t i = 0; i < n_; ++i) {
-      const X factor = a_[i] * own;
-      put_row(i, [&](int64_t j, auto kind) {
+    for (int64_t g = 0; g < W; ++g) set(own, g, T(own_[g]));
+    for (int64_t i = 0; i < n_; ++i)
+      put_row(i, [row = kernel_ + i * m_, b = b_, factor = a_[i] * own](int64_t j, auto kind) {
         typedef decltype(kind) Y;
-        return Y(get<Y>(kernel_ + i * m_ + j) * factor * get<Y>(b_ + j));
+        return Y(get<Y>(row + j) * factor * get<Y>(b + j));
       });
-    }
   }
 
-  // log K + log a + log b + log share. A share without a logarithm is not held, nor masses too small for
-  // their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
+  // log K + log a + log b + log of what it is multiplied by. What has no logarithm is not held, nor masses too small
+  // for their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
-    for (int64_t e = 0; (p_.is_kernel || stabilised_) && e < n_ * m_; ++e)  // beside a constant, of masked entries too
-      for (int64_t g = 0; g < W; ++g) set(s_[e], g, std::log(of(kernel_[e], g)));
+    const auto logs = [](const X* from, int64_t size, X* to) {
+      for (int64_t e = 0; e < rounded_up(size, L) * W; e += L)
+        store(reinterpret_cast<T*>(to) + e, log_of<T>(load(reinterpret_cast<const T*>(from) + e)));
+    };
+    if (p_.is_kernel || stabilised_) logs(kernel_, n_ * m_, s_);  // beside a constant, of masked entries too
+    logs(a_, n_, row_tops_), logs(b_, m_, column_tops_);
     for (int64_t g = 0; g < count_; ++g) {
-      for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, std::log(of(a_[i], g)));
-      for (int64_t j = 0; j < m_; ++j) set(column_tops_[j], g, std::log(of(b_[j], g)));
       if (p_.log_mu || p_.log_nu) held[g] = put_lost(g) && held[g];
-      held[g] = held[g] && std::isfinite(share(g)) && share(g) != 0;
-      for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, of(row_tops_[i], g) + std::log(share(g)));
+      held[g] = held[g] && std::isfinite(T(own_[g])) && T(own_[g]) != 0;
+      for (int64_t i = 0; i < n_; ++i) set(row_tops_[i], g, of(row_tops_[i], g) + std::log(T(own_[g])));
     }
     for (int64_t i = 0; i < n_; ++i)
-      put_row(i, [&](int64_t j, auto kind) {
+      put_row(i, [row = s_ + i * m_, f = row_tops_[i], g = column_tops_](int64_t j, auto kind) {
         typedef decltype(kind) Y;
-        return Y(get<Y>(s_ + i * m_ + j) + row_tops_[i] + get<Y>(column_tops_ + j));
+        return Y(get<Y>(row + j) + f + get<Y>(g + j));
       });
   }
 
   // Row i of the output, of value(j, a number or a register); in place of its scores where it is to be turned.
   template <class Value> void put_row(int64_t i, const Value& value) {
-    T* out = static_cast<T*>(p_.out) + first_ * n_ * m_ + i * m_;
-    along(m_, [&](int64_t j, auto kind) {
-      const auto x = value(j, kind);
-      if constexpr (!kIsVector<X>) put<decltype(kind)>((is_turned_ ? s_ + i * m_ : out) + j, x);
-      else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = x[g];
+    S* const out = static_cast<S*>(p_.out) + first_ * n_ * m_ + i * m_;
+    X* const own = s_ + i * m_;
+    if (is_turned_) along(m_, [=](int64_t j, auto kind) { put<decltype(kind)>(own + j, value(j, kind)); });
+    else along(m_, [=](int64_t j, auto kind) {
+      if constexpr (!kIsVector<X>) put<decltype(kind)>(out + j, value(j, kind));
+      else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = value(j, kind)[g];
     });
   }
 
@@ -1309,8 +1283,8 @@ template <class X> class Planned {
   // up to what the other duals have moved since, which is nothing beside 1e12. They take no part in the sums of
   // others. A side that was not closed has none. Returns whether all are known.
   bool put_lost(int64_t g) {
-    const T *log_mu = logs_of(p_.log_mu, p_.mu_each, n_, g), *log_nu = logs_of(p_.log_nu, p_.nu_each, m_, g);
-    const auto lost = [](const T* logs, const X& mass, int64_t g, int64_t i) {
+    const S *log_mu = logs_of(p_.log_mu, p_.mu_each, n_, g), *log_nu = logs_of(p_.log_nu, p_.nu_each, m_, g);
+    const auto lost = [](const S* logs, const X& mass, int64_t g, int64_t i) {
       return logs && of(mass, g) < std::numeric_limits<T>::min() && logs[i] > -kInf;
     };
     const bool simple = !p_.damped && !kIsVector<X>;
@@ -1333,11 +1307,15 @@ template <class X> class Planned {
     return known;
   }
 
+  static constexpr double kBound = 2.0 / 3 * kSafeRange<T>;  // of damped scalings and scores
+
   const Plan& p_;
   const bool is_turned_;
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
   const T nothing_, least_, most_;  // a hidden entry, and the ends of the safe range; their exp for a kernel
+  const S* given_;                  // the scores where they are read from there; in s_ otherwise
+  double own_[W];                   // what each matrix's plan is multiplied by
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
@@ -1346,124 +1324,145 @@ template <class T> class InOrder {
   static constexpr int L = kLanes<T>;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
 
+  // Rows or columns, up to a whole register.  given: logarithms of their masses or null.
+  struct Side {
+    const void* given;
+    int64_t each, count;
+    double damping;
+    T *dual, *mass, *top, *sum;
+  };
+
  public:
   InOrder(const Plan& p, int64_t index, Scratch& scratch)
-      : p_(p), in_place_(p.written >= kLogs), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)),
-        first_(index * n_ * m_) {
-    scratch.reserve((n_ * padded_ + 3 * padded_ + n_) * sizeof(T) + 5 * kBytes);
-    s_ = scratch.take<T>(n_ * padded_), f_ = scratch.take<T>(n_);
-    g_ = scratch.take<T>(padded_), tops_ = scratch.take<T>(padded_), sums_ = scratch.take<T>(padded_);
-    mu_ = p.log_mu ? static_cast<const T*>(p.log_mu) + (p.mu_each ? index * n_ : 0) : nullptr;
-    nu_ = p.log_nu ? static_cast<const T*>(p.log_nu) + (p.nu_each ? index * m_ : 0) : nullptr;
+      : p_(p), in_place_(p.written >= kLogs), n_(p.rows), m_(p.columns), padded_(rounded_up(m_, L)), index_(index),
+        rows_{p.log_mu, p.mu_each, n_, p.row_power, {}, {}, {}, {}},
+        columns_{p.log_nu, p.nu_each, m_, p.column_power, {}, {}, {}, {}} {
+    scratch.reserve((n_ * padded_ + 4 * (n_ + m_ + 2 * L)) * sizeof(T) + 10 * kBytes);
+    s_ = scratch.take<T>(n_ * padded_);
+    for (Side* side : {&rows_, &columns_})
+      for (T** numbers : {&side->dual, &side->mass, &side->top, &side->sum})
+        *numbers = scratch.take<T>(rounded_up(side->count, L));
   }
 
   // Returns whether all masses have a logarithm.
   bool run() {
-    const auto none = [](T x) { return std::isnan(x); };
-    if ((mu_ && std::any_of(mu_, mu_ + n_, none)) || (nu_ && std::any_of(nu_, nu_ + m_, none))) return false;
-    const T* scores = static_cast<const T*>(p_.scores) + first_;
+    for (const Side& side : {rows_, columns_}) {
+      const T* given = side.given ? static_cast<const T*>(side.given) + (side.each ? index_ * side.count : 0) : nullptr;
+      std::fill_n(side.dual, rounded_up(side.count, L), T(0));
+      std::fill_n(side.mass, rounded_up(side.count, L), p_.log_shares ? -std::log(T(side.count)) : T(0));
+      if (given) std::copy_n(given, side.count, side.mass);
+      if (std::any_of(side.mass, side.mass + side.count, [](T mass) { return std::isnan(mass); })) return false;
+    }
+    const T* scores = static_cast<const T*>(p_.scores) + index_ * n_ * m_;
     for (int64_t i = 0; i < n_; ++i) {
       T* row = s_ + i * padded_;
       for (int64_t j = 0; j < m_; ++j) row[j] = scores[i * m_ + j] * T(p_.multiplier);
       std::fill(row + m_, row + padded_, -kInf);
     }
-    std::fill_n(f_, n_, T(0)), std::fill_n(g_, padded_, T(0));
-    for (int64_t i = 0; in_place_ && i < n_; ++i) f_[i] = mass(mu_, i, n_);
-    for (int64_t j = 0; in_place_ && j < m_; ++j) g_[j] = mass(nu_, j, m_);
     bool rows = !p_.rows_first;
     for (int64_t step = 0; step < p_.half_steps; ++step) {
       rows = !rows;
-      if (rows) close_rows();
-      else close_columns();
+      if (rows) sum_rows();
+      else sum_columns();
+      if (in_place_) subtract(rows);
+      else update(rows ? rows_ : columns_);
     }
-    put(p_.log_shares || (rows ? mu_ : nu_) ? T(0) : std::log(T(rows ? n_ : m_)));
+    const Side& last = rows ? rows_ : columns_;
+    put(p_.log_shares || last.given ? T(0) : std::log(T(last.count)));
     return true;
   }
 
  private:
-  INLINE V<T> term(int64_t i, int64_t j, bool rows) const {
-    const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-    return in_place_ ? s : p_.written == kIncrements ? s + f + g : s + (rows ? g : f);
+  // What is summed along rows, or columns: (row, column) to a register.
+  auto terms(bool along_rows) const {
+    const bool both = p_.written == kIncrements;
+    return [=, s = s_, padded = padded_, f = rows_.dual, g = columns_.dual, plain = in_place_](int64_t i, int64_t j) {
+      const V<T> x = load(s + i * padded + j);
+      if (plain) return x;
+      return both ? x + f[i] + load(g + j) : along_rows ? x + load(g + j) : x + f[i];
+    };
   }
 
-  // What is subtracted before exp, and the logsumexp.
-  static T finite(T top) { return std::isinf(top) ? T(0) : top; }
-  static T log_sum(T top, T sum) { return top == kInf ? top : std::log(sum) + finite(top); }
+  static V<T> finite(V<T> top) { return (top < kInf) & (top > -kInf) ? top : V<T>{}; }  // is subtracted before exp
 
-  T mass(const T* masses, int64_t i, int64_t size) const {
-    return masses ? masses[i] : p_.log_shares ? -std::log(T(size)) : T(0);
-  }
-  void update(T& dual, T mass, T log_sum, double damping) const {
-    dual = p_.written == kIncrements ? dual + (mass - log_sum) : T(damping) * (mass - log_sum);
-  }
-
-  // Of a row or column in place: its largest score and the logarithm of its sum, or 0 and its logsumexp.
-  void split(T& top, T& sum) const {
-    sum = p_.written == kLogs ? log_sum(top, sum) : std::log(sum);
-    if (p_.written == kLogs) top = 0;
-  }
-
-  void close_rows() {
+  void sum_rows() {
+    const auto term = terms(true);
     for (int64_t i = 0; i < n_; ++i) {
       V<T> high = all(-kInf), sum{};
-      for (int64_t j = 0; j < padded_; j += L) high = term(i, j, true) > high ? term(i, j, true) : high;
-      T top = max_of<T>(high);
-      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j, true) - finite(top));
-      T total = sum_of<T>(sum);
-      if (!in_place_) {
-        update(f_[i], mass(mu_, i, n_), log_sum(top, total), p_.row_power);
-        continue;
-      }
-      split(top, total);
-      T* row = s_ + i * padded_;
-      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - top - total + f_[i];
+      for (int64_t j = 0; j < padded_; j += L) high = term(i, j) > high ? term(i, j) : high;
+      const T top = max_of<T>(high);
+      const V<T> shift = finite(all(top));
+      for (int64_t j = 0; j < padded_; j += L) sum += exponential<T>(term(i, j) - shift);
+      rows_.top[i] = top, rows_.sum[i] = sum_of<T>(sum);
     }
   }
 
-  void close_columns() {
-    std::fill_n(tops_, padded_, -kInf), std::fill_n(sums_, padded_, T(0));
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> x = term(i, j, false), top = load(tops_ + j);
-      store(tops_ + j, x > top ? x : top);
+  void sum_columns() {
+    const auto term = terms(false);
+    const auto over_rows = [this](T* found, const auto& op) {  // a few rows at a time
+      for (int64_t i = 0; i < n_; i += kRows)
+        for (int64_t j = 0; j < padded_; j += L) {
+          V<T> so_far = load(found + j);
+          for (int64_t row = i; row < std::min(i + kRows, n_); ++row) so_far = op(so_far, row, j);
+          store(found + j, so_far);
+        }
+    };
+    std::fill_n(columns_.top, padded_, -kInf), std::fill_n(columns_.sum, padded_, T(0));
+    over_rows(columns_.top, [=](V<T> top, int64_t i, int64_t j) { return term(i, j) > top ? term(i, j) : top; });
+    over_rows(columns_.sum, [=, tops = columns_.top](V<T> sum, int64_t i, int64_t j) {
+      return sum + exponential<T>(term(i, j) - finite(load(tops + j)));
     });
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> top = load(tops_ + j), shift = (top < kInf && top > -kInf) ? top : V<T>{};
-      store(sums_ + j, load(sums_ + j) + exponential<T>(term(i, j, false) - shift));
-    });
-    for (int64_t j = 0; j < m_; ++j) {
-      if (in_place_) split(tops_[j], sums_[j]);
-      else update(g_[j], mass(nu_, j, m_), log_sum(tops_[j], sums_[j]), p_.column_power);
+  }
+
+  static V<T> log_sum(const Side& side, int64_t t) {
+    const V<T> top = load(side.top + t);
+    return top == kInf ? top : log_of<T>(load(side.sum + t)) + finite(top);
+  }
+
+  void update(const Side& side) const {
+    for (int64_t t = 0; t < side.count; t += L) {
+      const V<T> change = load(side.mass + t) - log_sum(side, t);
+      store(side.dual + t, p_.written == kIncrements ? load(side.dual + t) + change : T(side.damping) * change);
     }
-    for (int64_t i = 0; in_place_ && i < n_; ++i) {
+    std::fill(side.dual + side.count, side.dual + rounded_up(side.count, L), T(0));
+  }
+
+  // Scores in place: less the largest of a row or column and the logarithm of its sum, or less its logsumexp.
+  void subtract(bool rows) const {
+    const Side& side = rows ? rows_ : columns_;
+    for (int64_t t = 0; t < side.count; t += L) {
+      store(side.sum + t, p_.written == kLogs ? log_sum(side, t) : log_of<T>(load(side.sum + t)));
+      if (p_.written == kLogs) store(side.top + t, V<T>{});
+    }
+    for (int64_t i = 0; i < n_; ++i) {
       T* row = s_ + i * padded_;
-      for (int64_t j = 0; j < m_; ++j) row[j] = row[j] - tops_[j] - sums_[j] + g_[j];
+      const auto of = [&](const T* numbers, int64_t j) { return rows ? all(numbers[i]) : load(numbers + j); };
+      for (int64_t j = 0; j < padded_; j += L)
+        store(row + j, load(row + j) - of(side.top, j) - of(side.sum, j) + of(side.mass, j));
+      std::fill(row + m_, row + padded_, -kInf);
     }
   }
 
-  template <class Body> INLINE void each_entry(const Body& body) const {
-    for (int64_t i = 0; i < n_; ++i)
-      for (int64_t j = 0; j < padded_; j += L) body(i, j);
-  }
-
-  void put(T count) {
-    T* out = static_cast<T*>(p_.out) + first_;
+  void put(T count) const {
+    T* out = static_cast<T*>(p_.out) + index_ * n_ * m_;
     const T log_factor = std::log(T(p_.factor));
-    each_entry([&](int64_t i, int64_t j) {
-      const V<T> s = load(s_ + i * padded_ + j), f = all(f_[i]), g = load(g_ + j);
-      V<T> x = in_place_ ? s : p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g;
-      x -= count;
-      if (p_.log) x += log_factor;
-      else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
-      else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
-      std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
-    });
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < padded_; j += L) {
+        const V<T> s = load(s_ + i * padded_ + j), f = all(rows_.dual[i]), g = load(columns_.dual + j);
+        V<T> x = in_place_ ? s : p_.written == kSummed ? s + (f + g) : p_.written == kReversed ? s + g + f : s + f + g;
+        x -= count;
+        if (p_.log) x += log_factor;
+        else if (max_of<T>(x) <= 80) x = exponential<T>(x) * T(p_.factor);
+        else for (int e = 0; e < L; ++e) x[e] = std::exp(x[e]) * T(p_.factor);
+        std::memcpy(out + i * m_ + j, &x, std::min<int64_t>(L, m_ - j) * sizeof(T));
+      }
   }
 
   const Plan& p_;
-  const bool in_place_;  // scores become the logarithm of the plan, step by step; f and g are the masses'
-  const int64_t n_, m_, padded_, first_;
-  const T *mu_, *nu_;
-  T *s_, *f_, *g_, *tops_, *sums_;
+  const bool in_place_;  // scores become the logarithm of the plan, step by step
+  const int64_t n_, m_, padded_, index_;
+  Side rows_, columns_;
+  T* s_;
 };
 
 template <class T> int64_t plan_all(const Plan& given) {
@@ -1474,9 +1473,13 @@ template <class T> int64_t plan_all(const Plan& given) {
   const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
   std::atomic<int64_t> lost{0};
   const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    int64_t here = p.beside ? Planned<V<T>>(p, false, index, scratch).run() : Planned<T>(p, turns, index, scratch).run();
-    for (int64_t g = index * step; here && p.written && g < std::min((index + 1) * step, p.matrices); ++g)
-      if (!p.held[g]) here -= p.held[g] = InOrder<T>(given, g, scratch).run();
+    int64_t here = p.beside ? Planned<V<T>, T>(p, false, index, scratch).run() : Planned<T, T>(p, turns, index, scratch).run();
+    for (int64_t g = index * step; here && g < std::min((index + 1) * step, p.matrices); ++g) {
+      if (p.held[g]) continue;
+      if (p.written) p.held[g] = InOrder<T>(given, g, scratch).run();
+      else if (p.rule.form != kPlain && !p.is_double) Planned<double, T>(given, false, g, scratch).run();
+      here -= p.held[g];
+    }
     lost += here;
   });
   return fits ? int64_t(lost) : -1;
