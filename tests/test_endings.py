@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import asapc
 import asapc.kernels.library
+import asapc.passes.analyse as analysis_module
+from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
+from asapc.inputs.teacher import Teacher
 from asapc.ir import Ending, PlanConvention
 from asapc.onnx import twins
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.replay import Replay
+from asapc.program.calls import sites_of
+from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 
 assert asapc.kernels.library
@@ -136,3 +145,181 @@ def test_a_file_with_another_rule_is_refused(wrong: dict[str, Any]) -> None:
     assert refused_call("asapc.plan.default", arguments) is None
     assert "must be" in str(refused_call("asapc.plan.default", arguments | wrong))
     assert "beside a constant" in str(refused_call("asapc.plan.default", arguments | {"constant": 1e-6}))
+
+
+# Which loops have such a rule
+
+
+class Loop(nn.Module):
+    """Sinkformers' loop on scores, and its relatives.
+
+    change: what of row duals before and after is compared, after which half-steps, 0 for rows and 1 for
+    columns.  ends: what is made of the plan of a loop, told whether it ended early.
+    """
+
+    def __init__(
+        self, change: Callable[[Tensor, Tensor], Tensor], threshold: float = 1e-2, most: int = 14,
+        looks: Sequence[int] = (0, 1), ends: Callable[[Tensor, bool], Tensor] = lambda plan, early: plan,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.change, self.threshold, self.most = change, threshold, most
+        self.looks, self.ends = looks, ends
+
+    def forward(self, scores: Tensor) -> Tensor:
+        b, n, m = scores.shape
+        mu, nu = torch.full((b, n), 1 / n), torch.full((b, m), 1 / m)
+        u, v = torch.zeros_like(mu), torch.zeros_like(nu)
+        early = False
+        for step in range(self.most):
+            if step % 2 == 0:
+                before = u
+                u = mu.log() - torch.logsumexp(scores + u[..., None] + v[..., None, :], -1) + u
+                residual = self.change(before, u)
+            else:
+                v = nu.log() - torch.logsumexp(scores + u[..., None] + v[..., None, :], -2) + v
+            if step % 2 in self.looks and residual.item() < self.threshold:
+                early = True
+                break
+        return self.ends((scores + u[..., None] + v[..., None, :]).exp(), early)
+
+
+class Scalings(nn.Module):
+    """PLOT's and DIML's."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        kernel = torch.exp(scores)
+        b, n, m = scores.shape
+        mu, nu = torch.full((b, n), 1 / n), torch.full((b, m), 1 / m)
+        r, c = torch.ones_like(mu), torch.ones_like(nu)
+        for _ in range(20):
+            before = r
+            r = mu / torch.matmul(kernel, c.unsqueeze(-1)).squeeze(-1)
+            c = nu / torch.matmul(kernel.permute(0, 2, 1).contiguous(), r.unsqueeze(-1)).squeeze(-1)
+            if (r - before).abs().mean().item() < 1e-3:
+                break
+        return torch.matmul(r.unsqueeze(-1), c.unsqueeze(-2)) * kernel
+
+
+def summed(before: Tensor, after: Tensor) -> Tensor:
+    return (after - before).abs().sum(-1).mean()
+
+
+def analysed(net: nn.Module, scores: Tensor) -> Analysis:
+    batch = Batch((scores,), {}, None, [0] * len(scores))
+    return analyse(Teacher(net.eval(), None, "model", "0", False, None), batch)
+
+
+def same_on(net: nn.Module, analysis: Analysis, inputs: Sequence[Tensor]) -> None:
+    for x in inputs:
+        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * len(x)))
+        torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-7)
+
+
+FOUND = {
+    "after rows": (Loop(summed), Ending("duals", 1e-2, True)),
+    "in another unit": (Loop(lambda x, y: 4 * (y - x).abs().mean()), Ending("duals", 2.5e-3)),
+    "scalings, after pairs": (Scalings(), Ending("scalings", 1e-3, False, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_rule_is_found(name: str) -> None:
+    net, rule = FOUND[name]
+    analysis = analysed(net, random(3, 9, 7))
+    assert [site.convention.ending for site in analysis.sites] == [rule] and not analysis.left_alone
+    with torch.no_grad():
+        same_on(net, analysis, [spread * random(4, 11, 7, seed=1) for spread in SPREADS])
+        uneven = torch.tensor([0.02, 4.0])[:, None, None] * random(2, 8, 7, seed=2)
+        same_on(net, analysis, [uneven, uneven[:1], uneven[1:]])
+        hidden = random(2, 8, 7, seed=2)
+        hidden[0, :, 3:], hidden[1, :, 5:] = -1e9, -1e9
+        row = hidden.clone()
+        row[0, 2] = -1e9
+        if isinstance(net, Loop):  # scalings of hidden columns are infinite
+            same_on(net, analysis, [hidden, row])
+    (site,) = analysis.sites
+    # No program holds the teacher's own code: its graph never ends early.
+    assert sites_of(analysis.lifted_without([site.name])[0]) == [site.name]
+
+
+def otherwise(plan: Tensor, early: bool) -> Tensor:
+    return plan if early else 1.001 * plan
+
+
+REFUSED = {
+    "the largest example": Loop(lambda x, y: (y - x).abs().sum(-1).max()),
+    "the largest row": Loop(lambda x, y: (y - x).abs().max()),
+    "all examples summed": Loop(lambda x, y: (y - x).abs().sum()),
+    "the first example": Loop(lambda x, y: (y - x)[0].abs().mean()),
+    "a square": Loop(lambda x, y: (y - x).square().mean()),
+    "relative": Loop(lambda x, y: (y - x).abs().mean() / y.abs().mean()),
+    "told of rows, after columns": Loop(summed, looks=[1]),
+    "another end where it does not end early": Loop(summed, ends=otherwise),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_another_rule_is_refused(how: str) -> None:
+    (left,) = analysed(REFUSED[how], random(3, 9, 7)).left_alone
+    assert "ends early" in left.reason
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.loop = nn.Linear(dim, 3 * dim), Loop(summed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (2 * self.qkv(x)).chunk(3, -1)
+        mixed: Tensor = x + x.shape[1] * self.loop(q @ k.mT / 4) @ v
+        return mixed
+
+
+class Layers(nn.Sequential):
+    """numpy: between the layers, so that each is captured by itself."""
+
+    def __init__(self, numpy: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__(Layer(), Layer())
+        self.numpy = numpy
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x) + 0.0 * float(x.detach().numpy()[0, 0, 0]) if self.numpy else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("numpy", [False, True], ids=["whole", "by module"])
+def test_every_layer_ends_by_itself(numpy: bool) -> None:
+    net = Layers(numpy)
+    analysis = analysed(net, random(3, 9, 16))
+    assert [site.convention.ending for site in analysis.sites] == [Ending("duals", 1e-2, True)] * 2
+    compiled = Runner(analysis.model, analysis.lifted)
+    with torch.no_grad():
+        for spread in SPREADS:
+            x = spread * random(2, 7, 16, seed=1)
+            ours = compiled(Batch((x,), {}, None, [0, 0]))
+            torch.testing.assert_close(ours, net(x), rtol=1e-3, atol=1e-4)
+
+
+def test_where_one_of_them_does_not_replay_none_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that is left would run that one to its end."""
+    true = analysis_module.judged
+
+    def judged(site: Any, errors: Any) -> Any:
+        return true(site, Replay({"the data": 1.0}) if site.name.startswith("0") else errors)
+
+    monkeypatch.setattr(analysis_module, "judged", judged)
+    analysis = analysed(Layers(), random(3, 9, 16))
+    assert not analysis.sites and len(analysis.left_alone) == 2
+    assert "the captured graph is not the model" in analysis.left_alone[-1].reason
+
+
+def test_its_own_code_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the operator is."""
+    monkeypatch.setattr("asapc.passes.price.Price.slower_than", lambda *_: (4, 9))
+    batches = [{"scores": random(8, 9, 7, seed=seed)} for seed in range(4)]
+    recipe = {"batch_size": 8, "max_examples": 8, "selection_examples": 8}
+    result = asapc.compile(Loop(summed).eval(), batches, recipe=recipe, examples=4)
+    (site,) = result.report.facts["sites"]
+    assert site["operator"] == "plan" and "which its captured code does not" in site["reason"]
