@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
@@ -109,6 +109,49 @@ class Written(Record):
 
 
 WRITTEN = ("softmax", "logs", "duals", "reversed", "summed", "increments")
+
+
+@dataclass(frozen=True)
+class Ending(Record):
+    """Where a loop ends before its half-steps are done: of all examples of a call at once.
+
+    moves:     what a half-step on rows changes: their "duals" f, or their "scalings" exp(f).
+    threshold: the loop ends after one that changes them by at most this, in the mean over examples, heads
+               and rows. A NaN ends nothing.
+    summed:    in the mean over examples and heads of the sums over rows.
+    after:     half-steps that follow all the same.
+    """
+
+    moves: str
+    threshold: float
+    summed: bool = False
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        if self.moves not in MOVES:
+            raise ValueError(f"moves must be one of {', '.join(MOVES)}")
+        if not 0.0 <= self.threshold < math.inf or self.after < 0:
+            raise ValueError("threshold and after must be at least 0, and finite")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Ending | None:
+        """From an operator's settings by name; None without a threshold. Raises ValueError or TypeError
+        for anything unknown."""
+        given = (settings[each.name] for each in fields(cls))
+        return None if settings["threshold"] is None else cls(*given)
+
+    def change(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """What is compared with the threshold after a half-step on rows that changed f [B, H, N]."""
+        if self.moves == "scalings":
+            before, after = before.exp(), after.exp()
+        return (after - before).abs().mean() * (before.shape[-1] if self.summed else 1)
+
+    def __str__(self) -> str:
+        change = f"{'sum' if self.summed else 'mean'} of changes of row {self.moves}"
+        return f"ends where the {change} is at most {self.threshold:g}"
+
+
+MOVES = ("duals", "scalings")
 
 
 class Kind(Record):
@@ -264,6 +307,7 @@ class PlanConvention(FiniteLoop):
     damping:         by what new duals of rows and of columns are multiplied in an unbalanced loop; None
                      where every half-step closes its side.
     mask:            "none": what a teacher hides has low scores, or no mass.
+    ending:          where the loop may end early, if that changes the plan.
     """
 
     operator: ClassVar[str] = "plan"
@@ -277,6 +321,7 @@ class PlanConvention(FiniteLoop):
     damping: tuple[float, float] | None = field(default=None, metadata=OPTIONAL)
     mask: Mask = "none"
     written: Written | None = field(default=None, metadata=OPTIONAL)
+    ending: Ending | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def balanced(self) -> bool:
@@ -361,11 +406,12 @@ class Distilled:
 class Stop:
     """Where a teacher's loop may end early: if the residual, one number, is at most the threshold.
 
-    threshold: None where the code does not show it.
+    threshold: None where the code does not show it.  number: of all comparisons in a trace.
     """
 
     residual: Node
     threshold: float | None
+    number: int
 
 
 @dataclass(frozen=True)

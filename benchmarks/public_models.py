@@ -203,6 +203,12 @@ def lepard(module: Any) -> nn.Module:
     return Call(matches, alpha=torch.tensor(1.0))
 
 
+def balanced(scores: Tensor, epsilon: float) -> list[Tensor]:
+    """A kernel of similarities, and uniform masses of its rows and columns."""
+    masses = [torch.full((len(scores), count), 1 / count) for count in scores.shape[1:]]
+    return [torch.exp((scores.tanh() - 1) / epsilon), *masses]
+
+
 def clouds(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     return {"x": normal(b, n, 8, generator=g), "y": normal(b, n - 5, 8, generator=g)}
 
@@ -452,10 +458,12 @@ def repository_rows(folder: Path) -> list[Row]:
            "my_sinkhorn_ops", lambda m: Call(lambda x: m.my_gumbel_sinkhorn(x, noise_factor=0.0)[0]),
            lambda b, n, g: {"x": normal(b, n, n, generator=g)}, (8, 20), (3, 15)),
         of("wl-zhao", "structural similarity", "DIML/utilities", "diml",
-           lambda m: Call(lambda scores: m.Sinkhorn(torch.exp((scores.tanh() - 1) / 0.05),
-                                                    torch.full(scores.shape[:2], 1 / 49),
-                                                    torch.full(scores.shape[:2], 1 / 49))),
+           lambda m: Call(lambda scores: m.Sinkhorn(*balanced(scores, 0.05))),
            lambda b, _, g: {"scores": normal(b, 49, 49, generator=g)}, (32, 0), (5, None)),
+        of("CHENGY12", "patches to prompts", "PLOT/plot-adapter", "utils",
+           lambda m: Call(lambda scores: m.Sinkhorn(*balanced(scores, 0.1))),
+           lambda b, _, g: {"scores": normal(b, 49, 4, generator=g)}, (32, 0), (5, None),
+           unneeded=("clip",)),
         of("anucvml", "optimal transport layer", "ddn/ddn/pytorch", "optimal_transport",
            lambda m: m.OptimalTransportLayer(gamma=5.0, maxiters=100),
            lambda b, n, g: {"M": torch.rand(b, n, n - 3, generator=g)}, (4, 100), (3, 60)),

@@ -35,11 +35,12 @@ from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
+from asapc.passes.early_stop import check_endings
 from asapc.passes.experiment import one_thread
 from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
 from asapc.passes.gradients import held_by, masks_of, no_gradient
 from asapc.passes.lift import lift
-from asapc.passes.match import not_the_model
+from asapc.passes.match import NOT_THE_MODEL, not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, Replay, Replayed, replay
 from asapc.passes.rewrite import Replacement, rewritten_programs
@@ -123,10 +124,10 @@ class Analysis:
         return running_on(device, [self.model, *(program.graph for program in programs)])
 
     def lifted_without(self, sites: Collection[str]) -> list[Program]:
-        """The lifted programs with these sites left as the teacher has them; attention maps that were
-        dropped elsewhere stay."""
+        """The lifted programs with these sites left as the teacher has them, unless they end early, which
+        no captured graph does; attention maps that were dropped elsewhere stay."""
         return [
-            lift(program, [site for site in its_sites if site.name not in sites], self.drop_maps)
+            lift(program, [x for x in its_sites if x.ends or x.name not in sites], self.drop_maps)
             for program, its_sites in zip(self.capture.programs, self.matched, strict=True)
         ]
 
@@ -196,6 +197,12 @@ def analyse(
                 sites.append(outcome)
             else:
                 left.append(outcome)
+    for its_program, its_sites, its_good in zip(captured.programs, matched, good, strict=True):
+        why = _ends_otherwise(teacher.model, its_program, its_sites, its_good)
+        if why is not None:
+            left += [LeftAlone(site.name, "refused", f"{NOT_THE_MODEL}: {why}") for site in its_good]
+            sites = [site for site in sites if site.name not in {one.name for one in its_good}]
+            its_good.clear()
     regions += [name for name, _ in captured.skipped]
     left += [LeftAlone(name, "refused", f"cannot be captured: {why}") for name, why in captured.skipped]
     lifted = [lift(*its, drop_maps) for its in zip(captured.programs, good, strict=True)]
@@ -217,6 +224,18 @@ def analyse(
     if sites:
         _note_gradients(found_all, batch, device)
     return found_all
+
+
+def _ends_otherwise(
+    model: nn.Module | None, program: Program, matched: Sequence[MatchedSite], good: Sequence[MatchedSite]
+) -> str | None:
+    """Why the loops of a program do not end where those of the model do, None where they do."""
+    ends = {site.name: site.ends for site in matched if site.ends}
+    if not ends or model is None:
+        return None
+    if not ends.keys() <= {site.name for site in good}:
+        return "a loop that may end early stays as it is"
+    return check_endings(model.get_submodule(program.name), program, lift(program, good), ends)
 
 
 def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:

@@ -376,7 +376,7 @@ def _traced(
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, not used, axes)
     _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
     shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
-    stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
+    stops = tuple(Stop(node, budget.thresholds[number], number) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, observer.residuals)
     return Program(name, graph, args, kwargs, shapes, stops, layers)
 

@@ -2,12 +2,15 @@
 
 A program holds the full budget, and the residuals that the teacher's code compares with a threshold on
 the way. Where the first of them is small enough, the teacher stops. That is harmless if the half-steps
-that are left change nothing, which is tried on scores of every spread; otherwise the site is refused.
-A program is not the model if any stop in it, wherever that is, is not known to be harmless.
+that are left change nothing, which is tried on scores of every spread; otherwise the operator has to end
+where the teacher does, by a rule that gives every residual, or the site is refused. A program is not the
+model if any stop in it, wherever that is, is neither harmless nor an operator's.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,15 +18,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
-from asapc.ir import Convention, PlanConvention, Program, Stop
-from asapc.passes.branches import spoken
+from asapc.ir import MOVES, Convention, Ending, PlanConvention, Program, Stop
+from asapc.measure.differences import tensor_outputs
+from asapc.operators.catalogue import by_name, ordered
+from asapc.operators.plan import row_duals
+from asapc.passes.branches import Trace, spoken
 from asapc.passes.cut import Cut, ancestors, descendants, may_change
-from asapc.passes.experiment import NoFit, relative_error
+from asapc.passes.experiment import STABILISED, NoFit, relative_error, snapped
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
+from asapc.program.calls import copied, operator_calls
 
 aten = torch.ops.aten
 # Of the scores, in units of epsilon: close to each other, since a stop changes most where it has just
@@ -32,6 +39,7 @@ SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(51)))
 MANY, MOST = 1 << 13, 1 << 16
 MANY_EXAMPLES = 32
 FAR = 16.0  # times as many examples, or as many tokens, of which all but a few are flat
+UNEVEN = (0.1, 1.0, 4.0)  # of scores, likewise, at which a rule is held against residuals
 SUMS = {  # a half-step has one of them, or as many as every other
     aten.logsumexp.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default, aten.mv.default,
     aten.einsum.default, *SOFTMAXES,
@@ -187,8 +195,83 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
                 if error > HELD:
                     raise NoFit(
                         f"its loop ends early where a residual is at most {first.threshold:g}, which "
-                        f"changes the {loop.gives} by {error:.2g} of its largest entry"
+                        f"changes the {loop.gives} by {error:.2g} of its largest entry: use a fixed "
+                        "number of steps, or stop where the rows' duals or scalings change little in the "
+                        "mean, looked at in every iteration"
                     )
+
+
+def ending_of(
+    loop: Stopping, sums: Sequence[Node], lengths: Iterable[Lengths]
+) -> tuple[Ending, tuple[tuple[int, int], ...]]:
+    """The rule that gives every residual of a loop, whatever the scores, and the numbers of some stops,
+    with the half-steps done there.  sums: of its half-steps.
+
+    What follows a residual is counted in the graph, and tried in check_endings.  Raises NoFit.
+    """
+    convention, stops = loop.convention, {stop.residual: stop for stop in reversed(loop.stops)}
+    assert isinstance(convention, PlanConvention)
+    residuals = sorted(stops)
+    half_steps, rows_first = convention.half_steps, convention.first_side == "row"
+    on_rows = range(1 if rows_first else 2, half_steps + 1, 2)
+    done = [sum(node < residual for node in sums) for residual in residuals]
+    follow = {count - step for count, step in zip(done, on_rows, strict=False)}
+    thresholds = {stop.threshold for stop in stops.values()}
+    plain = convention.stabiliser is None and len(sums) == half_steps
+    if not plain or len(done) != len(on_rows) or len(follow) != 1 or len(thresholds) != 1:
+        raise NoFit("it does not look after every iteration")
+    (threshold,), (after,) = thresholds, follow
+    assert threshold is not None
+    theirs, ours, generator = [], [], torch.Generator().manual_seed(5)
+    cut = residuals_cut(loop.program, [stops[x] for x in residuals], loop.inputs)
+    for at, spread in itertools.product(lengths, UNEVEN):
+        noise = spread * torch.randn(tuple(loop.size(at)), generator=generator, dtype=torch.float64)
+        noise[:1] *= 2.0  # a mean over examples is no largest one
+        tensors, given = loop.feed(noise, at, None)
+        scores = convention.score_multiplier * given.scores
+        f = row_duals(scores, *given.marginals, half_steps, rows_first, convention.damping)
+        theirs.append(torch.stack(cut.run(tensors, at)).flatten())
+        ours.append([*itertools.pairwise(f)])
+    for moves, summed in itertools.product(MOVES, (False, True)):
+        rule = Ending(moves, threshold, summed, after)
+        changes = [torch.stack([rule.change(*pair) for pair in pairs]) for pairs in ours]
+        unit = float(theirs[0][0] / changes[0][0])
+        off = [(unit * x - y).abs().max() / max(threshold, float(y.max()))  # masses may be rounded
+               for x, y in zip(changes, theirs, strict=True)]  # fmt: skip
+        if not all(error <= STABILISED for error in off):
+            continue
+        some = sorted({0, min(1, len(residuals) - 1), len(residuals) - 1})
+        ends = ((stops[residuals[i]].number, min(on_rows[i] + after, half_steps)) for i in some)
+        return replace(rule, threshold=snapped(threshold / unit)), tuple(ends)
+    raise NoFit("no known rule gives its residuals")
+
+
+def check_endings(
+    module: nn.Module, program: Program, lifted: Program, ends: Mapping[str, Sequence[tuple[int, int]]]
+) -> str | None:
+    """Why a rewritten program ends its loops otherwise than the code does, None if it does not.
+
+    Both are made to end early, here and there, whatever the residuals are.  module: what the program was
+    captured of.  ends: by site, as of ending_of.
+    """
+    def outputs(of: nn.Module) -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return tensor_outputs(of(*copy.deepcopy(program.args), **copy.deepcopy(program.kwargs)))
+
+    for site, number, done in ((site, *end) for site, its in ends.items() for end in its):
+        graph, _ = copied(lifted.graph)
+        for found in operator_calls(graph):
+            if found.settings.get("threshold") is not None:
+                changed = {"threshold": None} | ({"half_steps": done} if found.site == site else {})
+                known = by_name(found.call.target, found.call.args)
+                found.call.args = ordered(found.call.target, known | changed)
+        graph.recompile()
+        with Trace(number):
+            theirs = outputs(module)
+        if not all(relative_error(x, y) <= HELD for x, y in zip(outputs(graph), theirs, strict=True)):
+            return f"its loop ends early, and after {done} half-steps its code does something else"
+    return None
 
 
 def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:

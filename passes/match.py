@@ -29,6 +29,7 @@ from asapc.passes.sinkhorn.banded import open_region
 from asapc.passes.sinkhorn.match import heads_of
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
+NOT_THE_MODEL = "the captured graph is not the model"
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
 
 
@@ -71,7 +72,7 @@ def match(program: Program) -> list[Site | Refusal]:
     if elsewhere is None:
         return named
     # What the graph computes there is not what the code does, and all that follows sees it.
-    why = f"the captured graph is not the model: {elsewhere}"
+    why = f"{NOT_THE_MODEL}: {elsewhere}"
     return [site if isinstance(site, Refusal) else Refusal(site.name, why, site.part().output.name)
             for site in named]  # fmt: skip
 

@@ -137,6 +137,7 @@ def replay(
     progress: Progress = SILENT,
 ) -> dict[str, Replay]:
     """Every matched site by name.  matched: the sites of each program."""
+    matched = [[site.whole for site in its_sites] for its_sites in matched]
     sites = {site.name: (program, site) for program, its_sites in zip(programs, matched, strict=True)
              for site in its_sites}  # fmt: skip
     found = {name: Replay() for name in sites}

@@ -95,7 +95,12 @@ class OpenSite:
 
     @property
     def forced(self) -> bool:
-        return self.recipe.operator != "auto"
+        return self.recipe.operator != "auto" or self.ends_early
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether no program can hold the teacher's own code, as where it ends is up to the data."""
+        return getattr(self.site.convention, "ending", None) is not None
 
 
 @dataclass(frozen=True)
@@ -610,6 +615,8 @@ def _choice(opened: OpenSite, tried: Tried) -> Choice:
 
 def _reason(opened: OpenSite, tried: Tried) -> str:
     """Why, without any time: two runs that choose alike write the same."""
+    if opened.ends_early:
+        return "its loop ends early, which its captured code does not"
     if opened.forced:
         return tried.verdict or "the recipe asks for it"
     if tried.candidate.operator == TEACHER:

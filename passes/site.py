@@ -72,6 +72,17 @@ class Site(ABC):
         return ()
 
     @property
+    def ends(self) -> Sequence[tuple[int, int]]:
+        """Some stops by which its loop ends early, with the half-steps done then; none that changes
+        nothing."""
+        return ()
+
+    @property
+    def whole(self) -> Site:
+        """The same of a loop that never ends early, as a captured graph has it."""
+        return self
+
+    @property
     def largest_shift(self) -> float:
         """What its scores may be shifted by at most."""
         return math.inf

@@ -11,7 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from asapc.ir import Program, Stop
+from asapc.ir import Program
 from asapc.passes.lift import INERT
 from asapc.passes.verify import check_graph
 from asapc.program.calls import WRITTEN
@@ -85,5 +85,5 @@ def moved(
             calls.append(replace(
                 call, inputs=kept[0], outputs=kept[1], start=starts[call.start], end=starts[call.end]
             ))  # fmt: skip
-    stops = tuple(Stop(nodes[stop.residual], stop.threshold) for stop in program.stops)
+    stops = tuple(replace(stop, residual=nodes[stop.residual]) for stop in program.stops)
     return replace(program, graph=graph, stops=stops, calls=tuple(calls), captured=program)

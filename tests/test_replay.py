@@ -186,7 +186,7 @@ class StoppingGlue(zoo.Glued):
                 u = log_a - torch.logsumexp(scores + w.unsqueeze(-2), -1)
             else:
                 w = log_b - torch.logsumexp(scores + u.unsqueeze(-1), -2)
-            if step % 2 == 0 and (u - before).abs().mean().item() < 0.3:
+            if step % 2 == 0 and (u - before).abs().amax().item() < 0.3:
                 break
         return torch.exp(scores + u.unsqueeze(-1) + w.unsqueeze(-2))
 

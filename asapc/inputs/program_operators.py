@@ -22,7 +22,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from asapc.ir import WRITTEN, Coupling, Stabiliser, Ties, is_damping
+from asapc.ir import WRITTEN, Coupling, Ending, Stabiliser, Ties, is_damping
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import DEFAULTS
 
@@ -210,6 +210,12 @@ def _plan(arguments: Mapping[str, Any]) -> str | None:
         return f"damping={damping!r}"
     if damping is not None and arguments["constant"] is not None and arguments["form"] == "plan":
         return "damping beside a constant in the divisions of a plan"
+    try:
+        ending = Ending.of(arguments)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if ending is not None and arguments["constant"] is not None:
+        return "an early end beside a constant in the divisions of a plan"
     if arguments["constant"] is None:
         form = arguments["form"]
         return None if form in (DEFAULTS["form"], *WRITTEN) else f"form={form!r}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from asapc.ir import Stabiliser
+from asapc.errors import InputError
+from asapc.ir import Ending, Stabiliser
+from asapc.kernels.loop import precision
 from asapc.operators import plan as reference
-from asapc.operators.sinkhorn import factor_value
+from asapc.operators.sinkhorn import factor_value, widen
 from asapc.operators.stabilised import unit_mass
 
 SMALL = 16 * 16  # entries of a matrix up to which many are computed side by side
@@ -28,15 +31,17 @@ class Settings:
 
     values: Mapping[str, Any]
     stabiliser: Stabiliser | None
+    ending: Ending | None
 
 
 @lru_cache(4096)
 def _settings(*values: Any) -> Settings:
     settings = reference.DEFAULTS | dict(zip(NAMES, values, strict=False))
+    ending = Ending.of(settings)
     if settings["constant"] is None:
-        return Settings(settings, None)
+        return Settings(settings, None, ending)
     names = ("form", "kind", "constant", "start", "shares", "start_share")
-    return Settings(settings, Stabiliser.of(*(settings[name] for name in names)))
+    return Settings(settings, Stabiliser.of(*(settings[name] for name in names)), ending)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,27 @@ class Task:
     def of_scores(self) -> Task:
         """The same of the logarithm of a kernel."""
         return self.of(self.log_mu, self.log_nu, **{**self.settings, "is_kernel": False})
+
+    @torch.no_grad()
+    def ended(self, scores: Tensor) -> Task:
+        """The same of a loop that never ends early, with the half-steps that this one does on the scores,
+        which are waited for."""
+        ending, limits = self.known.ending, (self.settings["half_steps"], self.rows_first)
+        if ending is None or scores.numel() == 0:
+            return self
+        if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "a CUDA graph holds a fixed number of half-steps", got="a loop that ends by the data",
+                help="call the model itself, or give its loop a fixed number of steps",
+            )  # fmt: skip
+        given = reference.logs_of(widen(scores)) if self.settings["is_kernel"] else widen(scores)
+        s = reference.scaled(given, self.settings["score_multiplier"], self.settings["by_head"])
+        masses = widen(self.log_mu), widen(self.log_nu)
+        duals = _row_duals(s, *masses) if self.rows_first and self.settings["damping"] is None else None
+        duals = duals or reference.row_duals(s, *masses, *limits, self.settings["damping"])
+        done = reference.half_steps_until(ending, duals, *limits)
+        changed = {**self.settings, "half_steps": done, "threshold": None}
+        return self.of(self.log_mu, self.log_nu, **changed)
 
     def plain(self, scores: Tensor) -> Tensor:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)
@@ -104,6 +130,28 @@ class Task:
                 self.has_masses,
             )
         return factor
+
+
+def _row_duals(s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None) -> Iterator[Tensor] | None:
+    """row_duals of the reference without an end, rows first, in the linear domain; None where float32 or
+    float64 does not hold that."""
+    top = s.amax(-1, keepdim=True)
+    dtype = precision(float((top - s.amin(-1, keepdim=True)).amax()), s.dtype)
+    if dtype is None:
+        return None
+    kernel, (queries, keys) = (s - top).to(dtype).exp(), s.shape[-2:]
+    mu, nu = (1 / size if logs is None else logs.to(dtype).exp()[..., None]
+              for logs, size in ((log_mu, queries), (log_nu, keys)))  # fmt: skip
+
+    def steps() -> Iterator[Tensor]:
+        yield torch.zeros_like(top[..., 0])
+        b = kernel.new_ones((*s.shape[:-2], keys, 1))
+        while True:
+            a = mu / (kernel @ b)
+            yield (a.log() - top)[..., 0]
+            b = nu / (kernel.mT @ a)
+
+    return steps()
 
 
 def is_small(scores: Tensor) -> bool:

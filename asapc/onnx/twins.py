@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from asapc.features import coarse, gaussian
 from asapc.features.clouds import Budget, Clouds
-from asapc.ir import Side
+from asapc.ir import Ending, Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
 from asapc.operators import matching, ranks
@@ -186,6 +186,9 @@ fitted_sinkhorn, fitted_sinkhorn_attention = _both("fitted_sinkhorn", _fitted_si
 def _plan(a: SimpleNamespace) -> Tensor:
     """Loops whose masses are given, which may be tiny, stay in the log domain: the reference has them."""
     given = (a.constant, a.damping, a.log_mu, a.log_nu)
+    ending = Ending.of(vars(a))
+    if ending is not None:
+        return _ended_plan(a, ending)
     if a.form != "plan" or a.log or any(setting is not None for setting in given):
         return plan_meaning.plan(**vars(a))
     scores = widen(a.scores)
@@ -199,6 +202,23 @@ def _plan(a: SimpleNamespace) -> Tensor:
     loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, side)
     factor = factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
     return (loop.plan() * factor).to(a.scores.dtype)
+
+
+def _ended_plan(a: SimpleNamespace, ending: Ending) -> Tensor:
+    """Of a loop that ends by the data: one of the plans after every half-step."""
+    given = plan_meaning.logs_of(widen(a.scores)) if a.is_kernel else widen(a.scores)
+    s = plan_meaning.scaled(given, a.score_multiplier, a.by_head)
+    masses = widen(a.log_mu), widen(a.log_nu)
+    steps = plan_meaning.duals(s, *masses, a.half_steps, a.rows_first, a.damping)
+    all_f, all_g = zip(*steps, strict=True)
+    done = torch.full((1,), a.half_steps)
+    for step in range(1 if a.rows_first else 2, a.half_steps + 1, 2):
+        due = ending.change(all_f[step - 1], all_f[step]) <= ending.threshold
+        done = torch.where(due, done.clamp(max=step + a.after), done)
+    f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
+    logs, factor = s + f[..., None] + g[..., None, :], s.new_ones(())
+    factor = factor * factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    return (logs + factor.log() if a.log else logs.exp() * factor).to(a.scores.dtype)
 
 
 plan = _called_as("plan", _plan)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from inspect import Parameter, signature
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.ir import PlanConvention, Side, Stabiliser
+from asapc.ir import Ending, PlanConvention, Side, Stabiliser
 from asapc.operators.c_transforms import closed_log_plan, log_marginals
 from asapc.operators.sinkhorn import alternate, factor_value, initial_duals, loop_settings, widen
 from asapc.operators.stabilised import stabilised_plans, unit_mass
@@ -43,14 +43,10 @@ def log_plan_of(
     scores: [.., N, M] in units of epsilon; log_mu, log_nu: broadcastable to [.., N] and [.., M],
     None for 1/N and 1/M each, -inf where a token has no mass.
     """
-    mu, nu = log_mu, log_nu
-    if mu is None or nu is None:  # only then: a logarithm of a size fixes it in a graph
-        uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-        mu, nu = (alike if x is None else x for x, alike in zip((mu, nu), uniform, strict=True))
     if damping is not None:
-        side: Side = "row" if rows_first else "column"
-        f, g = alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
+        *_, (f, g) = duals(scores, log_mu, log_nu, half_steps, rows_first, damping)
         return scores + f[..., :, None] + g[..., None, :]
+    mu, nu = _log_masses(scores, log_mu, log_nu)
     for step in range(half_steps):
         rows = (step % 2 == 0) == rows_first
         scores = closed_log_plan(scores, -1 if rows else -2, mu[..., None] if rows else nu[..., None, :])
@@ -110,6 +106,10 @@ def plan(
     start_share: bool = False,
     damping: Sequence[float] | None = None,
     is_kernel: bool = False,
+    threshold: float | None = None,
+    moves: str = "duals",
+    summed: bool = False,
+    after: int = 0,
 ) -> Tensor:
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
@@ -119,12 +119,19 @@ def plan(
     damping: [of rows, of columns], None for 1 each; not beside a constant of a plan.
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
     1/N and 1/M in that order, not 1.  is_kernel: exp(scores) is given in their place, 0 where hidden.
+    threshold: None for a loop that never ends early; it and what follows: ir.Ending.
     """
     if scores.numel() == 0:
         return scores.clone()
     dtype = scores.dtype
     if is_kernel:
         scores = logs_of(widen(scores))
+    if threshold is not None:
+        s, masses = scaled(widen(scores), score_multiplier, by_head), (widen(log_mu), widen(log_nu))
+        ending = Ending(moves, threshold, summed, after)
+        with torch.no_grad():
+            f = row_duals(s, *masses, half_steps, rows_first, damping)
+            half_steps = half_steps_until(ending, f, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
         s = scaled(scores, score_multiplier, by_head)
@@ -146,6 +153,46 @@ def plan(
     unit = unit_mass(stabiliser, half_steps, rows_first, queries, keys, given)
     result = a * (factor * unit) * exps * b.transpose(-1, -2)
     return (result.log() if log else result).to(dtype)
+
+
+def half_steps_until(ending: Ending, duals: Iterable[Tensor], half_steps: int, rows_first: bool) -> int:
+    """How many half-steps are done, of as many at most.  duals: as of row_duals; no more are asked for
+    than are needed."""
+    steps = range(1 if rows_first else 2, half_steps + 1, 2)
+    changes = zip(steps, itertools.pairwise(duals), strict=False)
+    due = (step for step, pair in changes if bool(ending.change(*pair) <= ending.threshold))
+    done = next(due, half_steps)
+    return min(done + ending.after, half_steps)
+
+
+def row_duals(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
+    damping: Sequence[float] | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """f [B, H, N] of scores in units of epsilon: 0, and after every half-step on rows."""
+    steps = enumerate(duals(scores, log_mu, log_nu, half_steps, rows_first, damping))
+    return (f for step, (f, _) in steps if step == 0 or (step % 2 == 1) == rows_first)
+
+
+def duals(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
+    damping: Sequence[float] | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(f [B, H, N], g [B, H, M]) of scores in units of epsilon: 0, and after every half-step."""
+    masses, (f, g) = _log_masses(scores, log_mu, log_nu), initial_duals(scores, None)
+    yield f, g
+    for step in range(half_steps):
+        side: Side = "row" if (step % 2 == 0) == rows_first else "column"
+        f, g = alternate(scores, f, g, 1, side, *masses, damping)
+        yield f, g
+
+
+def _log_masses(scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Those that are given, and uniform ones where none are."""
+    if log_mu is not None and log_nu is not None:  # a logarithm of a size fixes it in a graph
+        return log_mu, log_nu
+    uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
+    return uniform[0] if log_mu is None else log_mu, uniform[1] if log_nu is None else log_nu
 
 
 DEFAULTS = {
@@ -183,4 +230,5 @@ def settings_of(convention: PlanConvention) -> dict[str, Any]:
         **({} if stabiliser is None else asdict(stabiliser)),
         **({} if convention.written is None else asdict(convention.written)),
         **({} if convention.damping is None else {"damping": list(convention.damping)}),
+        **({} if convention.ending is None else asdict(convention.ending)),
     }  # fmt: skip

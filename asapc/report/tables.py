@@ -187,6 +187,7 @@ def _plan(c: Result) -> list[str]:
         for symbol, kind in marginals.items() if kind != "uniform"
     ]  # fmt: skip
     scales = [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
+    scales += [f"ends early at {number(c['ending'].get('threshold'))}"] if c.get("ending") else []
     return [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c), *scales, *given]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from asapc.ir import OutputFactor, PlanConvention, Program, Side, Stabiliser
+from asapc.ir import Ending, OutputFactor, PlanConvention, Program, Side, Stabiliser
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     SHAPE_ONLY,
@@ -37,7 +37,7 @@ from asapc.passes.cut import (
     reached,
     recorded,
 )
-from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, of_many
+from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, ending_of, of_many
 from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
@@ -182,6 +182,7 @@ class _Region:
         self.constants = [node for node in self.given if node not in self.data]
         self.graph = graph
         self.cut = self._cut(torch.float64)
+        self.sums = loop.sums
         of_it = {start, *inside}
         self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
@@ -576,10 +577,10 @@ def _site(
         try:
             fit = _identified(trials, sums)
             trials.reached = KNOWN
-            if region.stops:
-                _check_stops(program, trials, fit)
+            ending, ends = _ending(program, trials, fit) if region.stops else (None, ())
+            fit = replace(fit, convention=replace(fit.convention, ending=ending))
             _check_empty(program, trials.roles)
-            return _made(program, fit, trials)
+            return replace(_made(program, fit, trials), ends=ends)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
     nearest = max(failures, key=lambda failure: failure.reached)
@@ -696,15 +697,26 @@ def _below_hidden(trials: _Trials, convention: PlanConvention) -> Sample:
     return trials.observe(scores, given=given)[0]
 
 
-def _check_stops(program: Program, trials: _Trials, fit: Fit[PlanConvention]) -> None:
-    region = trials.region
+def _ending(
+    program: Program, trials: _Trials, fit: Fit[PlanConvention]
+) -> tuple[Ending | None, tuple[tuple[int, int], ...]]:
+    """Where a loop ends early, None where that changes nothing; the rest as of ending_of."""
+    region, few = trials.region, trials.few
     entering = [region.start.node, *region.data]
     loop = Stopping(
         program, region.stops, entering, region.ordered, fit.convention, trials.size, trials.fed, "plan"
     )
     # In a far larger batch one sharp example does less to a mean, or to its square.
-    many = of_many(trials.few, region.examples, FAR**2) if region.examples else []
-    check_stops(loop, [Crowd(trials.few), *many])
+    many = of_many(few, region.examples, FAR**2) if region.examples else []
+    try:
+        check_stops(loop, [Crowd(few), *many])
+    except NoFit as changes:
+        counts = ({**few, **dict.fromkeys(region.examples, count)} for count in (1, 5))
+        found = outcome(lambda: ending_of(loop, region.sums, [*trials.sizes, *counts]))
+        if isinstance(found, NoFit):
+            raise changes from None
+        return found
+    return None, ()
 
 
 def _described(failure: NoFit, observed: Sequence[Sample]) -> NoFit:

@@ -132,7 +132,8 @@ class PlanSite(Site):
     """A loop on scores that are given.
 
     biases: what is added to the scores, and how often.  kernel: whether the start holds exp(scores).
-    slack: the score of a row and a column that are never normalised, see passes.plan.match.
+    slack: the score of a row and a column that are never normalised, see passes.plan.match.  ends: of a
+    loop that ends early, see early_stop.ending_of.
     """
 
     convention: PlanConvention
@@ -144,6 +145,11 @@ class PlanSite(Site):
     biases: tuple[tuple[Node, float], ...]
     kernel: bool = False
     slack: Node | None = None
+    ends: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def whole(self) -> PlanSite:
+        return replace(self, convention=replace(self.convention, ending=None))
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
         return given**scale * math.exp(shift) if self.kernel else given * scale + shift

@@ -16,7 +16,7 @@ from asapc.operators.sinkhorn import widen
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
-    task = Task.of(**rest)
+    task = Task.of(**rest).ended(scores)
     backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
@@ -28,7 +28,7 @@ def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
         return cpu_plan.plan(scores, task)
     if scores.device.type == "cpu":
         cpu_plan.require_masses(task)
-    return plain()
+    return task.plain(scores)
 
 
 def _at_once(
@@ -37,7 +37,7 @@ def _at_once(
     """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
     if dispatch.listening() or native.missing() is not None:
         return None
-    return cpu_plan.plan(scores, Task.of_values(log_mu, log_nu, settings))
+    return cpu_plan.plan(scores, Task.of_values(log_mu, log_nu, settings).ended(scores))
 
 
 attention("plan", _plan, at_once=_at_once)
