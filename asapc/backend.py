@@ -41,7 +41,7 @@ from asapc.ir import PlanConvention, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import LeftAlone, Site, judged
 from asapc.passes.capture import export_graph, program_of
-from asapc.passes.cut import HALVES, evaluate
+from asapc.passes.cut import HALVES, ancestors, evaluate
 from asapc.passes.differences import matched_program
 from asapc.passes.dynamo import (
     SAME,
@@ -57,6 +57,8 @@ from asapc.passes.dynamo import (
 )
 from asapc.passes.gradients import lively, no_gradient
 from asapc.passes.lift import lift
+from asapc.passes.plan.loops import find_loops
+from asapc.passes.products import BARRIERS, SORTS
 from asapc.passes.put_back import put_back
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import replay
@@ -73,7 +75,6 @@ MOST_KNOWN = 64  # graphs that what was identified is kept of
 # with its products, and of plain scalings; of loops over the logarithms of given scores.
 SMALL, SMALL_PLAN = 1 << 16, 1 << 15
 FEW = 4  # up to which a number is no size
-ROWS_ONLY = "not Sinkhorn: rows only"
 
 
 
@@ -82,11 +83,13 @@ Judged = tuple[MatchedSite, Site]  # a site as it was matched, and as it was jud
 
 @dataclass(frozen=True)
 class Identified:
-    """What is known of a lowered graph: its sites, and what was left."""
+    """What is known of a lowered graph: its sites, what was left, and whether that may be sites at sizes
+    that are not free: it has loops or sorts."""
 
     program: Program
     sites: tuple[Judged, ...]
     left: tuple[LeftAlone, ...]
+    may_have_more: bool
 
 
 class Lowerable(nn.Module):
@@ -219,7 +222,7 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
             continue
         if best is None or len(known.sites) > len(best[1].sites):
             best = lowerable, known
-        if all(left.reason.startswith(ROWS_ONLY) for left in known.left):
+        if not known.may_have_more:
             break
     assert best is not None
     return best
@@ -288,8 +291,14 @@ def _identify(program: Program) -> Identified:
     replays = replay(None, [program], [found], [Batch(program.args, program.kwargs, None, [])])
     judgements = [(site, judged(site, replays[site.name])) for site in found]
     sites = [(site, facts) for site, facts in judgements if isinstance(facts, Site)]
-    left += [facts for _, facts in judgements if isinstance(facts, LeftAlone)]
-    return Identified(replace(program, args=(), kwargs={}, captured=None), tuple(sites), tuple(left))
+    kept = [facts for _, facts in judgements if isinstance(facts, LeftAlone)]
+    at = {node.name: node for node in program.graph.graph.nodes}
+    above = ancestors(*(at[x.node] for x in outcomes if isinstance(x, Refusal)), until=BARRIERS)
+    above -= {node for site in found for node in site.part().inside}
+    loops = {total for loop in find_loops(program.graph) for total in loop.sums}
+    may_have_more = bool(kept or above & loops) or any(node.target in SORTS for node in above)
+    program = replace(program, args=(), kwargs={}, captured=None)
+    return Identified(program, tuple(sites), (*left, *kept), may_have_more)
 
 
 def rewritten(
@@ -428,18 +437,29 @@ def _check(theirs: Whole, ours: Whole) -> None:
 
 
 def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Node]) -> None:
-    """Let Dynamo guard the sizes that the lowered graph holds for, and the numbers among the sources,
-    which operators hold as constants."""
+    """Let Dynamo guard the sizes of the sources that the lowered graph holds for, and the numbers among
+    them, which operators hold as constants: what else the graph does at other sizes is its own code."""
+    known = [example_of(node) for node in sources]
+    sizes = [size for value in known for size in _sizes(value)]
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     for old, new in zip(lowerable.places, _inputs(lowered), strict=True):
         for size, traced in zip(example_of(old).shape, new.meta["val"].shape, strict=True):
+            if isinstance(size, torch.SymInt) and not symbols & size.node.expr.free_symbols:
+                continue
             low, high = limits(traced)
             if not ((low <= 2 or size >= low) and (high >= MOST or size <= high)):
                 raise Left(f"it was identified only for sizes from {low} to {high}")
-    for number in map(example_of, sources):
+    for number in known:
         if isinstance(number, torch.SymFloat):
             float(number)
         elif isinstance(number, torch.SymInt) and not number.node.expr.free_symbols <= {*lowerable.sizes}:
             int(number)
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    """The sizes of a traced value that are free."""
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def backend(

@@ -395,15 +395,12 @@ def _extract(
             made = precision is not None and _made(node)
             env[node] = copy.call_function(aten.to.dtype, (new, precision)) if made else new
     copy.output(torch.fx.node.map_arg(output, env.__getitem__))
-    module = GraphModule(graph, copy)
-    for node in list(copy.nodes):
-        if node.op == "get_attr" and precision is not None:
-            value = operator.attrgetter(str(node.target))(module)
-            if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
-                name = f"promoted_{node.name}"
-                module.register_buffer(name, value.detach().to(precision))
-                node.target = name
-    module.recompile()
+    held = {str(node.target) for node in copy.nodes if node.op == "get_attr"}
+    values = {name: operator.attrgetter(name)(graph) for name in sorted(held)}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE and precision is not None:
+            values[name] = value.detach().to(precision)
+    module = GraphModule(values, copy)
     return module, shells, sizes
 
 

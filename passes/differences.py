@@ -33,6 +33,7 @@ from asapc.passes.fused import fused_calls, spelt_out, why_it_stays
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
 from asapc.passes.match import match
+from asapc.passes.number_masks import with_boolean_masks
 from asapc.passes.observe import gives_its_input
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import (
@@ -127,12 +128,13 @@ def _with_softmax(program: Program) -> tuple[Program, Outcomes, dict[str, str]]:
 
 
 def _with_maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
-    """With sums of maps split, or scalings joined with their maps.  found: in the program as it is."""
-    joined = joined_program(program)
-    if joined is not None:
-        again = match(joined)
-        if _sites(again) > _sites(found):
-            program, found = joined, again
+    """With sums of maps split, scalings joined with their maps, or masks of numbers that are booleans.
+    found: in the program as it is."""
+    for rewrite in (joined_program, with_boolean_masks):
+        rewritten = None if _sites(found) == len(found) > 0 else rewrite(program)
+        again = [] if rewritten is None else match(rewritten)
+        if rewritten is not None and _sites(again) > _sites(found):
+            program, found = rewritten, again
     opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, found).items()}
     tried: dict[Node, frozenset[Node]] = {}
     for _ in range(ROUNDS):

@@ -18,11 +18,10 @@ from asapc.passes.cut import (
     holds_tensors,
     is_bool,
     is_tensor,
-    mask_root,
     reached,
     reaches,
 )
-from asapc.passes.masks import varies
+from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.plan.loops import find_loops, is_divided_by
 from asapc.passes.products import (
     BARRIERS,
@@ -177,7 +176,7 @@ def _is_normalised(node: Node) -> bool:
 
 
 def rooted(region: Region, heads: int) -> Region:
-    """The region with the boolean key mask that everything else in its loop is made of.
+    """The region with the mask that everything else in its loop is made of.
 
     before: inputs (1 - keep) * -1e9, log(1 / n), n and keep[:, :, None] & keep[:, None], of keep [B, M]
     after:  keep is the only input, and how the others are made of it is inside the region
@@ -194,7 +193,7 @@ def rooted(region: Region, heads: int) -> Region:
             roots[node], nodes = found
             made |= nodes
     if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
-        return region
+        return _with_others_inside(region)
     (root,) = set(roots.values())
     shape = region.score.result.shape
     if (len(shape) == 4 or heads == 1) and not same(root.meta["val"].shape[0], shape[0]):
@@ -204,27 +203,59 @@ def rooted(region: Region, heads: int) -> Region:
     return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=root)
 
 
+def _with_others_inside(region: Region) -> Region:
+    """The region with one input of keys that several are made of, as of ext [B, 1, 1, M], which is added
+    to the scores and compared: ext < -1.  What is made of it is inside."""
+    data = [node for node in region.inputs if depends_on_data(node)]
+    for source in dict.fromkeys([*data, *map(_start, data)]):
+        made = {node: nodes for node in data if (nodes := made_only_of(node, source)) is not None}
+        if len(made) > 1 and not varies(source, -2):
+            inside = sorted({*region.inside}.union(*made.values()))
+            inputs = dict.fromkeys(source if node in made else node for node in region.inputs)
+            return replace(region, inside=tuple(inside), inputs=tuple(inputs))
+    return region
+
+
 def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
-    """The only mask [B, M] that a node is computed of, and what is computed on the way; None where other
-    data enters, or parameters."""
+    """The only mask [B, M] that a node is computed of, and what is computed on the way."""
     above = reached(
         [node], lambda x: () if _is_root(x) else [y for y in x.all_input_nodes if is_tensor(y)]
     )
     found = {current for current in above if _is_root(current)}
-    between = above - found
-    enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
-    if enters or len(found) != 1:
+    if len(found) != 1:
         return None
     (root,) = found
-    keys = region.score.result.shape[-1]
-    return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
+    between, sizes = made_only_of(node, root), root.meta["val"].shape
+    is_mask = len(sizes) == 2 and same(sizes[-1], region.score.result.shape[-1])
+    return (root, between) if is_mask and between is not None else None
+
+
+def made_only_of(node: Node, root: Node) -> set[Node] | None:
+    """What is computed of a root on the way to a node; None where other data enters, or parameters."""
+    above = reached([node], lambda x: () if x is root else [y for y in x.all_input_nodes if is_tensor(y)])
+    between = above - {root}
+    enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
+    return between if root in above and not enters else None
 
 
 def _is_root(node: Node) -> bool:
-    """Whether a mask starts here: it is no view of another, and no pair of a query and a key."""
-    if not (is_bool(node) and depends_on_data(node) and mask_root(node) is node):
+    """Whether a mask starts here: it is made of no other, entry by entry, and is no pair of a query and a
+    key."""
+    if not (is_bool(node) and depends_on_data(node) and _start(node) is node):
         return False
     return rank_of(node) <= 2 or not all(is_bool(x) for x in node.all_input_nodes if is_tensor(x))
+
+
+def _start(node: Node) -> Node:
+    """The boolean mask that another, such as 1 - mask.float() == 0, says the same as, entry by entry."""
+    start = node
+    while spreads_entries(node):
+        sources = [x for x in node.all_input_nodes if is_tensor(x)]
+        if len(sources) != 1:
+            break
+        (node,) = sources
+        start = node if is_bool(node) else start
+    return start
 
 
 def _broadcasts(node: Node, region: Region) -> bool:

@@ -105,6 +105,13 @@ def under_autocast(self: Any, x: Tensor) -> Tensor:
         return self.attention(x).float() * 2
 
 
+def beside_a_cache(self: Any, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    """Whose length is of no concern to the attention."""
+    whole = past.shape[1] // 4 * 4
+    pooled = past[:, :whole].reshape(past.shape[0], whole // 4, 4, 16).mean(2)
+    return self.attention(x), pooled
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
@@ -293,6 +300,27 @@ def test_another_batch_is_not_identified_again() -> None:
         known = len(under_test._KNOWN)
         fast(tokens(9, 15))
     assert len(under_test._KNOWN) == known and len(asapc.explain().graphs) == 2
+
+
+def test_lengths_of_other_tensors_are_free() -> None:
+    model, x = module(beside_a_cache, attention=Attention()).eval(), tokens()
+    fast = compiled(model, "eager")
+    with torch.no_grad():
+        for length in (12, 13, 17, 22, 25):
+            past = tokens(3, length)
+            for ours, theirs in zip(fast(x, past), model(x, past), strict=True):
+                assert_same(ours, theirs)
+    assert operators(model) == ["sinkhorn", "sinkhorn"]  # a length, and any length
+
+
+def test_what_has_no_loop_is_looked_at_once() -> None:
+    def with_a_sink(x: Tensor, sink: Tensor) -> Tensor:
+        scores = torch.cat([x @ x.transpose(-1, -2), sink.expand(3, 11, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ x
+
+    known = len(under_test._KNOWN)
+    compiled(with_a_sink, "eager")(tokens(), torch.zeros(1))
+    assert "sink" in reasons() and len(under_test._KNOWN) == known + 1
 
 
 def test_what_changes_between_calls_takes_effect() -> None:

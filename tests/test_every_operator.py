@@ -110,6 +110,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
              "plan", "clamp", "plain", False, False, None, True],
         ),
         "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
+        "is_one": (ops.is_one, [keep.long()]),
         "rows_kept": (ops.rows_kept, [bias, True]),
         "keys_of_empty": (
             ops.keys_of_empty, [keep & False, torch.full(keep.shape, -1e4), q, k, 0.5, False]
@@ -138,7 +139,7 @@ def calls(batch: int = 2, queries: int = 9, keys: int = 7) -> dict[str, tuple[An
 
 
 CALLS = calls()
-MASKS = ("kept_keys", "rows_kept", "keys_of_empty", "some_keys")
+MASKS = ("kept_keys", "is_one", "rows_kept", "keys_of_empty", "some_keys")
 
 
 def is_float(value: Any) -> bool:

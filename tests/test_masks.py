@@ -16,6 +16,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
+from asapc.passes.differences import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.masks import heads_vary
 from asapc.passes.match import match
@@ -175,8 +176,8 @@ def compiled(plan: Spelling, mask: Tensor) -> tuple[nn.Module, nn.Module, Attent
     """The original and what it becomes, of data with this mask."""
     torch.manual_seed(0)
     model = Layer(plan).eval()
-    program = capture(model, (torch.randn(B, N, D), mask), {}).programs[0]
-    (site,) = match(program)
+    captured = capture(model, (torch.randn(B, N, D), mask), {}).programs[0]
+    program, (site,) = matched_program(captured)
     assert isinstance(site, AttentionSite | PlanSite), site
     return model, lift(program, [site]).graph, site  # type: ignore[return-value]
 
@@ -261,6 +262,62 @@ def test_a_mask_that_is_added_is_followed_or_refused_when_it_runs(name: str) -> 
             same += 1
             assert_same(found, expected, 2e-2 if low == -1e6 else 2e-3)
     assert same >= (9 if "plain, " in name and mask.any() else 20)
+
+
+def added_and_compared(s: Tensor, extended: Tensor) -> Tensor:
+    return log_divided(s + extended, lambda s: s.masked_fill(extended < -1, -1e9))
+
+
+def added_and_filled(s: Tensor, keep: Tensor) -> Tensor:
+    plan = (s + (1.0 - keep.float()) * -1e9).softmax(-1)
+    for step in range(4):
+        plan = (plan / (plan.sum(-1 if step % 2 else -2, keepdim=True) + 1e-8)).masked_fill(~keep, 0.0)
+    return plan
+
+
+def numbers_of_booleans(s: Tensor, keep: Tensor) -> Tensor:
+    mask = keep.long()
+    return log_divided(
+        s + (1 - mask)[:, None, None] * -1e9, lambda s: s.masked_fill(mask[:, None, None] == 0, -1e9)
+    )
+
+
+def compared_and_counted(s: Tensor, mask: Tensor) -> Tensor:
+    """Potentials of keys with a mass of 1 / n each."""
+    keep, counts = mask.bool(), mask.sum(-1)
+    s = s.masked_fill(~keep[:, None, None], -1e9)
+    f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+    for _ in range(2):
+        f = -torch.logsumexp(s + g[..., None, :], -1)
+        g = -torch.logsumexp(s + f[..., None], -2) - counts[:, None, None].float().log()
+        g = g.masked_fill(~keep[:, None], 0.0)
+    return torch.exp(s + f[..., None] + g[..., None, :])
+
+
+USED_TWICE: dict[str, tuple[Spelling, Callable[[Tensor], Tensor], float | None]] = {
+    # the loop, its mask of keep [B, M], and a number that is no mask's
+    "added and compared": (
+        added_and_compared, lambda keep: torch.where(keep, 0.0, -1e9)[:, None, None], -1.5
+    ),
+    "added and filled": (added_and_filled, lambda keep: keep[:, None, None], None),
+    "numbers of booleans": (numbers_of_booleans, lambda keep: keep, None),
+    "compared and counted": (compared_and_counted, lambda keep: keep.long(), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USED_TWICE)
+@torch.no_grad()
+def test_what_a_loop_uses_in_two_ways_is_one_mask(name: str) -> None:
+    plan, made, other = USED_TWICE[name]
+    model, lifted, site = compiled(plan, made(KEEPS["padded"]))
+    assert isinstance(site, AttentionSite) and site.convention.mask == "key"
+    for which in ("full", "padded", "one key"):
+        x, mask = torch.randn(B, N, D), made(KEEPS[which])
+        assert_same(lifted(x, mask), model(x, mask), 1e-4)
+    if other is not None:
+        mask[0, ..., 0] = other
+        with pytest.raises(InputError, match=f"1 others, such as {other:g}"):
+            lifted(x, mask)
 
 
 @torch.no_grad()

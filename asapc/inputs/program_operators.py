@@ -92,7 +92,7 @@ GROUPS: Mapping[str, str] = {
     """,
 }
 IN_PLACE = {"elementwise", "indices"}  # `name_` is allowed as well: torch.export keeps in-place forms
-_MARKS = {"child", "holds", "kept_keys", "keys_of_empty", "rows_kept", "some_keys"}
+_MARKS = {"child", "holds", "is_one", "kept_keys", "keys_of_empty", "rows_kept", "some_keys"}
 OWN = {*_MARKS, "dual", "dual_and_row_mass", *(name for own in OPERATORS.values() for name in own.names)}
 NOT_ALLOWED = {
     "aten.view.dtype",  # reads entries of one type as another

@@ -411,6 +411,11 @@ def kept_keys(mask: Tensor, hides: float) -> Tensor:
     return mask > hides
 
 
+def is_one(mask: Tensor) -> Tensor:
+    """True where a mask of zeros and ones is 1; a graph cannot refuse another number."""
+    return mask == 1
+
+
 def rows_kept(bias: Tensor, small: bool) -> Tensor:
     """True on the rows that are not all -inf, nor, where `small`, hold numbers that scores are lost
     beside: a graph cannot refuse them, and gives NaN."""

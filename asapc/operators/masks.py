@@ -23,6 +23,7 @@ RULE_OF_EMPTY = (
 HELP_OF_EMPTY = "hide keys by -1e4 or by torch.finfo(dtype).min, or leave out examples without keys"
 RULE_OF_NONE = "every example has an active key: what the layer gives without one is not known"
 RULE_OF_BIAS = "a score bias holds numbers beside which scores are not lost, as where it was compiled"
+RULE_OF_NUMBERS = "a mask of numbers holds 0 and 1, as where it was compiled"
 FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in float32
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
@@ -78,6 +79,21 @@ def keys_of_empty(
         got = f"{number:g} beside scores that are neither larger nor smaller than its last place"
         raise InputError(RULE_OF_EMPTY, got=got, help=HELP_OF_EMPTY)
     return keep | (empty & fine)[:, None]
+
+
+def is_one(mask: Tensor) -> Tensor:
+    """True where a mask of zeros and ones is 1, in its shape.
+
+    Raises InputError on another number; on a GPU, it is a device-side assertion.
+    """
+    one = mask == 1
+    known = (one | (mask == 0)).all()
+    if mask.device.type != "cpu":
+        torch._assert_async(known, RULE_OF_NUMBERS)
+    elif not bool(known):
+        others = mask[~one & (mask != 0)]
+        raise InputError(RULE_OF_NUMBERS, got=f"{len(others)} others, such as {float(others[0]):g}")
+    return one
 
 
 def some_keys(keep: Tensor) -> Tensor:

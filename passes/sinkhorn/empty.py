@@ -56,10 +56,7 @@ class EmptyExamples:
 
     def of_mask(self) -> Empty:
         """Of a boolean mask, whose number is in the region's code."""
-        found = self._rounded(HIDDEN_SCORE)
-        if found is None and self._is_shown():
-            raise self._unknown()
-        return found or REFUSED
+        return self._rounded(HIDDEN_SCORE) or self._unknown()
 
     def _is_shown(self) -> bool:
         """Whether the example call has such an example."""
@@ -73,16 +70,19 @@ class EmptyExamples:
         far = self._rounded(float(torch.finfo(torch.float32).min))
         infinite = self._of(self._seen(self.experiment.own, -math.inf))
         if near is None or far is None or infinite is None or far.open or infinite.open:
-            raise self._unknown()
+            return self._unknown()
         if near == far:
             return Empty(far.share, infinite=infinite.share)
         if not near.open or far.share.coefficient == 0.0:
-            raise self._unknown()
+            return self._unknown()
         return Empty(far.share, True, self._reach(), infinite.share)
 
-    def _unknown(self) -> NoFit:
-        node = spoken(self.experiment.region.inputs[self.index])
-        return NoFit(f"what an example gives in which {node} hides every key is not known")
+    def _unknown(self) -> Empty:
+        """Such an example is an error when it comes.  Raises NoFit if the example call has one."""
+        if self._is_shown():
+            node = spoken(self.experiment.region.inputs[self.index])
+            raise NoFit(f"what an example gives in which {node} hides every key is not known")
+        return REFUSED
 
     def _hidden(self, at: dict[Any, int], score: float) -> list[Tensor]:
         nothing = torch.zeros(self.experiment.size(at)[-1], dtype=torch.bool)
