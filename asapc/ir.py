@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.formats.records import OPTIONAL, Record
+from asapc.formats.records import OPTIONAL, Record, optional
 
 Side = Literal["row", "column"]
-Mask = Literal["none", "key", "both"]
+Mask = Literal["none", "key", "query", "both"]
 Coupling = Literal["interpolated", "monotone"]  # of sorted clouds of different sizes
 Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token order of a stable sort
 
@@ -27,17 +27,19 @@ Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token
 class OutputFactor(Record):
     """Attention = factor * P, where a query row of P weighs 1/N and an active key column 1/M.
 
-    factor = coefficient * N^queries * M^keys * n^active, with N queries, M keys (padding included)
-    and n active keys.  The released Sinkformers multiply by M: OutputFactor(keys=1).
+    factor = coefficient * N^queries * M^keys * n^active * n_q^shown, with N queries, M keys (padding
+    included), n active keys and n_q queries that no mask hides; shown: None where queries and keys do
+    not have masks of their own.  The released Sinkformers multiply by M: OutputFactor(keys=1).
     """
 
     coefficient: float = 1.0
     queries: float = 0
     keys: float = 0
     active: float = 0
+    shown: float | None = optional()
 
     def __str__(self) -> str:
-        powers = (("N", self.queries), ("M", self.keys), ("n", self.active))
+        powers = (("N", self.queries), ("M", self.keys), ("n", self.active), ("n_q", self.shown))
         names = [name if power == 1 else f"{name}^{power:g}" for name, power in powers if power]
         if self.coefficient != 1.0 or not names:
             names.insert(0, f"{self.coefficient:g}")
@@ -192,8 +194,8 @@ class Convention(FiniteLoop):
 
     score_multiplier: scale / epsilon, so that scores are score_multiplier * q k^T + bias.
     mask:             "key" if a key mask enters: padded keys get no attention, padded queries
-                      keep their mass. "both" if it hides queries, too: they get nothing and have no
-                      part in the columns' sums.
+                      keep their mass. "query" if one of queries does: they get nothing and have no part
+                      in the columns' sums. "both" if queries and keys are hidden, by one mask or two.
     bias:             an additive [B|1, H|1, N, M] score bias enters.
     early_stop:       the teacher's code stops early on a small residual; it has been tried on what the
                       stop leaves out, see passes.early_stop.
@@ -209,6 +211,10 @@ class Convention(FiniteLoop):
     bias: bool = False
     early_stop: bool = False
     stabiliser: Stabiliser | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def hides_queries(self) -> bool:
+        return self.mask in ("query", "both")
 
 
 @dataclass(frozen=True)

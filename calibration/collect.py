@@ -19,7 +19,7 @@ from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
-from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
+from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of, shown_queries
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
@@ -48,7 +48,7 @@ class SiteStatistics:
 
     def prepare(self, tensors: SiteTensors) -> None:
         """Make slices and pivots from a batch, unless an earlier one has made them."""
-        active = _active_examples(tensors)
+        active = active_examples(tensors)
         if len(active):
             sample = select(tensors, active)
             for dual in self.duals:
@@ -273,19 +273,23 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
 
 
 def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
-    """Examples with an active key, a few at a time so that their score matrices stay in cache.
+    """Examples with an active key and query, a few at a time so that their score matrices stay in cache.
 
     every: those without one, too.
     """
     batch, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
-    chosen = torch.arange(batch, device=tensors.q.device) if every else _active_examples(tensors)
+    chosen = torch.arange(batch, device=tensors.q.device) if every else active_examples(tensors)
     return [select(tensors, part) for part in chosen.split(size) if len(part)]
 
 
-def _active_examples(tensors: SiteTensors) -> Tensor:
+def active_examples(tensors: SiteTensors) -> Tensor:
+    """[b], those in which a query and a key carry mass."""
     index = torch.arange(tensors.q.shape[0], device=tensors.q.device)
-    return index if tensors.keep is None else index[tensors.keep.any(-1)]
+    active = torch.ones_like(index, dtype=torch.bool)
+    for keep in (tensors.keep, shown_queries(tensors.bias)):
+        active = active if keep is None else active & keep.any(-1)
+    return index[active]
 
 
 def select(tensors: SiteTensors, index: Tensor) -> SiteTensors:

@@ -252,7 +252,9 @@ def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
         values = [getattr(part, name) for part in parts]
         return None if values[0] is None else torch.cat(values)
 
-    return SiteTensors(join("q"), join("k"), join("keep"), None, join("query_keep"), join("v"))
+    first = parts[0].bias  # of queries alone, of which it hides some; features need no other
+    bias = join("bias") if first is not None and first.shape[1:] == (1, first.shape[-2], 1) else None
+    return SiteTensors(join("q"), join("k"), join("keep"), bias, join("query_keep"), join("v"))
 
 
 def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:

@@ -73,7 +73,7 @@ class TeacherDuals:
 
     def _wide(self) -> SiteTensors:
         t = self.tensors
-        return SiteTensors(t.q.double(), t.k.double(), t.keep)
+        return SiteTensors(t.q.double(), t.k.double(), t.keep, t.bias)
 
 
 def _log_history(
@@ -95,7 +95,7 @@ def _linear_history(
     A sum of positive normal numbers is exact to rounding, so within the limits this is as accurate
     as the log domain.
     """
-    finite = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], 0.0)
+    finite = scores.masked_fill(scores.isneginf(), 0.0)
     if scores.numel() == 0 or not bool(finite.abs().amax() <= _LINEAR_SCORE_LIMIT):
         return None
     kernel = torch.exp(scores)  # 0 on masked keys

@@ -175,8 +175,7 @@ def _record_examples(program: Program) -> None:
         for source in node.all_input_nodes
         if source not in region.inside and source is not region.score.node
     } | {source for region in found for source in open_region(region).region.inputs}
-    roots = (rooted(region, heads_of(region)).root for region in found)
-    nodes |= {root for root in roots if root is not None}
+    nodes |= {root for region in found for root in rooted(region, heads_of(region)).roots}
     if nodes:
         for node, value in recorded(program.graph, nodes, (program.args, program.kwargs)).items():
             node.meta["example"] = value

@@ -50,7 +50,7 @@ def _masks(program: Program) -> list[Node]:
     inputs = [
         node for node in program.graph.graph.nodes
         if node.op == "placeholder" and is_tensor(node) and not is_bool(node) and rank_of(node) > 1
-        and any(made_only_of(made, node) is not None for made in entering)
+        and any(made_only_of(made, [node]) is not None for made in entering)
     ]  # fmt: skip
     if not inputs:
         return []

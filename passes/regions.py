@@ -6,7 +6,7 @@ after:  candidate regions by their score product, found by the two products alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +52,7 @@ class Region:
     value: Product
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
-    root: Node | None = None  # of the inputs: a mask [B, M] of which what enters is made inside
+    roots: tuple[Node, ...] = ()  # of the inputs: masks [B, M] or [B, N] of which others are made inside
 
     @property
     def attention(self) -> Node:
@@ -176,31 +176,31 @@ def _is_normalised(node: Node) -> bool:
 
 
 def rooted(region: Region, heads: int) -> Region:
-    """The region with the mask that everything else in its loop is made of.
+    """The region with the masks, one or two, that everything else in its loop is made of.
 
     before: inputs (1 - keep) * -1e9, log(1 / n), n and keep[:, :, None] & keep[:, None], of keep [B, M]
     after:  keep is the only input, and how the others are made of it is inside the region
 
-    Then an experiment that hides keys hides them as the code does. The region is as it is where there are
-    several masks, one boolean tensor is made of it that broadcasts to the scores, it has not one row for
-    every example, or the scores [B * H, N, M] do not tell what of them are heads.
+    Then an experiment that hides tokens hides them as the code does. The region is as it is where there
+    are more masks, one boolean tensor is made of one that broadcasts to the scores, they have not one row
+    for every example, or the scores [B * H, N, M] do not tell what of them are heads.
     """
-    roots: dict[Node, Node] = {}
+    made_of: dict[Node, list[Node]] = {}
     made: set[Node] = set()
     for node in region.inputs:
         found = _made_of(node, region) if depends_on_data(node) else None
         if found is not None:
-            roots[node], nodes = found
+            made_of[node], nodes = found
             made |= nodes
-    if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
+    roots = dict.fromkeys(root for found in made_of.values() for root in found)
+    if len(roots) not in (1, 2) or (len(made_of) == 1 and _broadcasts(next(iter(made_of)), region)):
         return _with_others_inside(region)
-    (root,) = set(roots.values())
     shape = region.score.result.shape
-    if (len(shape) == 4 or heads == 1) and not same(root.meta["val"].shape[0], shape[0]):
+    if (len(shape) == 4 or heads == 1) and not all(same(x.meta["val"].shape[0], shape[0]) for x in roots):
         return region
     inside = sorted({*region.inside, *made})
-    inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
-    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=root)
+    inputs = dict.fromkeys(x for node in region.inputs for x in made_of.get(node, [node]))
+    return replace(region, inside=tuple(inside), inputs=tuple(inputs), roots=tuple(roots))
 
 
 def _with_others_inside(region: Region) -> Region:
@@ -208,7 +208,7 @@ def _with_others_inside(region: Region) -> Region:
     to the scores and compared: ext < -1.  What is made of it is inside."""
     data = [node for node in region.inputs if depends_on_data(node)]
     for source in dict.fromkeys([*data, *map(_start, data)]):
-        made = {node: nodes for node in data if (nodes := made_only_of(node, source)) is not None}
+        made = {node: nodes for node in data if (nodes := made_only_of(node, [source])) is not None}
         if len(made) > 1 and not varies(source, -2):
             inside = sorted({*region.inside}.union(*made.values()))
             inputs = dict.fromkeys(source if node in made else node for node in region.inputs)
@@ -216,26 +216,26 @@ def _with_others_inside(region: Region) -> Region:
     return region
 
 
-def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
-    """The only mask [B, M] that a node is computed of, and what is computed on the way."""
+def _made_of(node: Node, region: Region) -> tuple[list[Node], set[Node]] | None:
+    """The masks [B, M] or [B, N], one or two, that a node is computed of, and what is computed on the
+    way; None where other data enters, or parameters."""
     above = reached(
         [node], lambda x: () if _is_root(x) else [y for y in x.all_input_nodes if is_tensor(y)]
     )
-    found = {current for current in above if _is_root(current)}
-    if len(found) != 1:
+    found = sorted(current for current in above if _is_root(current))
+    between = made_only_of(node, found)
+    if between is None or len(found) > 2 or any(rank_of(root) != 2 for root in found):
         return None
-    (root,) = found
-    between, sizes = made_only_of(node, root), root.meta["val"].shape
-    is_mask = len(sizes) == 2 and same(sizes[-1], region.score.result.shape[-1])
-    return (root, between) if is_mask and between is not None else None
+    sizes = [(root.meta["val"].shape[-1], region.score.result.shape[-2:]) for root in found]
+    return (found, between) if all(any(same(x, y) for y in of) for x, of in sizes) else None
 
 
-def made_only_of(node: Node, root: Node) -> set[Node] | None:
-    """What is computed of a root on the way to a node; None where other data enters, or parameters."""
-    above = reached([node], lambda x: () if x is root else [y for y in x.all_input_nodes if is_tensor(y)])
-    between = above - {root}
+def made_only_of(node: Node, roots: Collection[Node]) -> set[Node] | None:
+    """What is computed of roots on the way to a node; None where other data enters, or parameters."""
+    above = reached([node], lambda x: () if x in roots else [y for y in x.all_input_nodes if is_tensor(y)])
+    between = above.difference(roots)
     enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
-    return between if root in above and not enters else None
+    return None if enters or between == above else between
 
 
 def _is_root(node: Node) -> bool:

@@ -518,14 +518,14 @@ class _Beyond:
     def _masked(self, t: SiteTensors, active: list[int] | None) -> SiteTensors:
         if active is None:
             return t
-        only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
-        only[:, active] = True
-        keep = self.site.opened(only)
-        bias = t.bias
-        if self.site.convention.mask == "both":
-            own, hidden = self._own_bias(t), hidden_queries(keep)
+        only, queries = (_shown(active, x.shape[2], x.device).expand(len(x), -1) for x in (t.k, t.q))
+        hides, bias = self.site.convention.mask, t.bias
+        keep = None if hides == "query" else self.site.opened(only)
+        if hides in ("query", "both"):
+            one = len(self.part.masks) == 1 and keep is not None
+            own, hidden = self._own_bias(t), hidden_queries(keep if one else queries)
             bias = hidden if own is None else own + hidden
-        return replace(t, keep=keep, bias=bias, query_keep=None if t.query_keep is None else only)
+        return replace(t, keep=keep, bias=bias, query_keep=None if t.query_keep is None else queries)
 
     def _own_bias(self, t: SiteTensors) -> Tensor | None:
         """What the code adds to the scores in units of epsilon, before any query is hidden."""
@@ -613,10 +613,16 @@ def _sorted_difference(expected: Tensor, found: Tensor | None) -> float:
     return math.inf if error != error else error
 
 
+def _shown(active: list[int], count: int, device: torch.device) -> Tensor:
+    """[count], True at these tokens; of fewer than there are, counting begins again."""
+    shown = torch.zeros(count, dtype=torch.bool, device=device)
+    shown[[place % max(1, count) for place in active]] = True
+    return shown
+
+
 def _all_but(mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None) -> Tensor:
     """The mask with every key but these hidden.  low: by a mask of scores."""
-    others = torch.ones(mask.shape[-1], dtype=torch.bool, device=mask.device)
-    others[active] = False
+    others = ~_shown(active, mask.shape[-1], mask.device)
     if hidden is None:
         shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
         low = (HIDDEN_SCORE if active else LOWEST) if low is None else low

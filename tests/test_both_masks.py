@@ -14,69 +14,91 @@ from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
+from asapc.artifact import read_artifact
+from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.ir import Convention
+from asapc.operators.asap import asap as reference
 from asapc.operators.masks import hidden_queries
 from asapc.operators.stabilised import stabilised_sinkhorn
 from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
+from asapc.terminal.progress import make_progress
 
 HALF_STEPS = 5
 
 
-def pairs(keep: Tensor) -> Tensor:
-    return keep[:, None, :, None] & keep[:, None, None, :]
+def pairs(queries: Tensor, keys: Tensor | None) -> Tensor:
+    shown = queries[:, None, :, None]
+    return shown if keys is None else shown & keys[:, None, None, :]
 
 
-def kernel_loop(s: Tensor, keep: Tensor) -> Tensor:
+def kernel_loop(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     """Scalings of a kernel that is 0 outside the support."""
-    kernel = torch.exp(s) * pairs(keep)
+    kernel = torch.exp(s) * pairs(queries, keys)
     a, b = torch.ones_like(s[..., :1]), torch.ones_like(s[..., :1, :])
-    queries, keys = keep[:, None, :, None], keep[:, None, None]
     for step in range(HALF_STEPS):
         if step % 2 == 0:
-            a = queries / (kernel * b).sum(-1, keepdim=True).masked_fill(~queries, 1.0)
+            shown = queries[:, None, :, None]
+            a = shown / (kernel * b).sum(-1, keepdim=True).masked_fill(~shown, 1.0)
+        elif keys is None:
+            b = 1.0 / (kernel * a).sum(-2, keepdim=True)
         else:
-            b = keys / (kernel * a).sum(-2, keepdim=True).masked_fill(~keys, 1.0)
+            shown = keys[:, None, None]
+            b = shown / (kernel * a).sum(-2, keepdim=True).masked_fill(~shown, 1.0)
     return a * kernel * b
 
 
-def subtracted(s: Tensor, keep: Tensor) -> Tensor:
-    s = s.masked_fill(~pairs(keep), -math.inf)
+def subtracted(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+    s = s.masked_fill(~pairs(queries, keys), -math.inf)
     for step in range(HALF_STEPS):
         s = s - s.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True).nan_to_num(neginf=0.0)
     return s.exp()
 
 
-def no_mass(s: Tensor, keep: Tensor) -> Tensor:
+def no_mass(s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = HALF_STEPS) -> Tensor:
     """Marginals of 1/n on the active tokens, and of next to nothing; a mask of numbers, as in BERT."""
-    hide = (1.0 - keep.to(s.dtype)) * -1e9
-    log_mass = (hide - keep.sum(-1, keepdim=True).log())[:, None]
-    s = s + hide[:, None, None]
+    keys = s.new_ones(len(s), s.shape[-1]).bool() if keys is None else keys
+    rows, columns = ((1.0 - x.to(s.dtype)) * -1e9 for x in (queries, keys))
+    log_mu, log_nu = (
+        (x - keep.sum(-1, keepdim=True).log())[:, None] for x, keep in ((rows, queries), (columns, keys))
+    )
+    s = s + columns[:, None, None]
+    if keys is not queries:
+        s = s + rows[:, None, :, None]
     f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
-    for step in range(HALF_STEPS):
+    for step in range(half_steps):
         if step % 2 == 0:
-            f = log_mass - torch.logsumexp(s + g[..., None, :], -1)
+            f = log_mu - torch.logsumexp(s + g[..., None, :], -1)
         else:
-            g = log_mass - torch.logsumexp(s + f[..., None], -2)
-    return torch.exp(s + f[..., None] + g[..., None, :]) * keep.sum(-1)[:, None, None, None]
+            g = log_nu - torch.logsumexp(s + f[..., None], -2)
+    return torch.exp(s + f[..., None] + g[..., None, :]) * queries.sum(-1)[:, None, None, None]
 
 
-def shares(s: Tensor, keep: Tensor) -> Tensor:
+def columns_last(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+    return no_mass(s, queries, keys, HALF_STEPS + 1)
+
+
+def shares(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     """Marginals of 1/n for all, potentials of 0 for what is hidden; not times n."""
-    log_mass = -keep.sum(-1, keepdim=True).float().log()[:, None]
-    s = s.masked_fill(~pairs(keep), -1e9)
+    hidden = ~pairs(queries, keys)
+    keys = s.new_ones(len(s), s.shape[-1]).bool() if keys is None else keys
+    log_mu, log_nu = (-x.sum(-1, keepdim=True).float().log()[:, None] for x in (queries, keys))
+    s = s.masked_fill(hidden, -1e9)
     f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
     for step in range(HALF_STEPS):
         if step % 2 == 0:
-            f = (log_mass - torch.logsumexp(s + g[..., None, :], -1)).masked_fill(~keep[:, None], 0.0)
+            f = (log_mu - torch.logsumexp(s + g[..., None, :], -1)).masked_fill(~queries[:, None], 0.0)
         else:
-            g = (log_mass - torch.logsumexp(s + f[..., None], -2)).masked_fill(~keep[:, None], 0.0)
+            g = (log_nu - torch.logsumexp(s + f[..., None], -2)).masked_fill(~keys[:, None], 0.0)
     return torch.exp(s + f[..., None] + g[..., None, :])
 
 
+Loop = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
 class Padded(nn.Module):
-    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, attention: Loop) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.attention = attention
@@ -84,14 +106,15 @@ class Padded(nn.Module):
 
     def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         q, k, v = (x(hidden).unflatten(2, (2, 8)).transpose(1, 2) for x in (self.q, self.k, self.v))
-        a = self.attention(3 * q @ k.transpose(-1, -2) / 8**0.5, attention_mask.bool())
+        keep = attention_mask.bool()
+        a = self.attention(3 * q @ k.transpose(-1, -2) / 8**0.5, keep, keep)
         return self.out((a @ v).transpose(1, 2).flatten(2))
 
 
 class Dustbin(Padded):
     """Behind the tokens a learnt one for each side, and fillers (block-wise paper, Proposition 3)."""
 
-    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, attention: Loop) -> None:
         super().__init__(attention)
         self.dustbin = nn.Parameter(torch.randn(1, 1, 16))
 
@@ -143,7 +166,7 @@ def test_divisions_with_a_constant_beside_an_example_without_a_token(form: str, 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
-def dilute(s: Tensor, keep: Tensor) -> Tensor:
+def dilute(s: Tensor, keep: Tensor, _keys: Tensor | None) -> Tensor:
     """Hidden queries get nothing in the end, and take part in the columns' sums all the same."""
     s = s.masked_fill(~keep[:, None, None], -1e9)
     for step in range(HALF_STEPS):
@@ -154,7 +177,7 @@ def dilute(s: Tensor, keep: Tensor) -> Tensor:
 class Apart(Padded):
     """Scores with a bias that the data makes; more: of it, where tokens are hidden."""
 
-    def __init__(self, attention: Callable[[Tensor, Tensor], Tensor], more: bool = False) -> None:
+    def __init__(self, attention: Loop, more: bool = False) -> None:
         super().__init__(attention)
         self.more = more
 
@@ -164,7 +187,7 @@ class Apart(Padded):
         keep = attention_mask.bool()
         share = keep.float().mean(-1)[:, None, None, None] if self.more else 1.0
         s = (3 * q @ k.transpose(-1, -2) / 8**0.5 * share - apart) / share
-        return self.out((self.attention(s, keep) @ v).transpose(1, 2).flatten(2))
+        return self.out((self.attention(s, keep, keep) @ v).transpose(1, 2).flatten(2))
 
 
 def test_scores_have_a_bias() -> None:
@@ -181,8 +204,8 @@ def test_scores_have_a_bias() -> None:
     assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
 
 
-def by_all_examples(s: Tensor, keep: Tensor) -> Tensor:
-    return subtracted(s, keep) * (keep.sum() / keep.numel())
+def by_all_examples(s: Tensor, keep: Tensor, keys: Tensor | None) -> Tensor:
+    return subtracted(s, keep, keys) * (keep.sum() / keep.numel())
 
 
 @pytest.mark.parametrize("net", [
@@ -212,3 +235,227 @@ def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:
     leaf, grad = nn.Parameter(random(3, 20, 16, seed=9)), random(3, 20, 16, seed=4)
     (theirs,), (ours,) = (torch.autograd.grad(m(leaf, mask), leaf, grad) for m in (net, loaded))
     assert float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
+
+
+# Two masks
+
+
+class Cross(Padded):
+    """Queries of one sequence and keys of another, each with its padding."""
+
+    def forward(
+        self, hidden: Tensor, context: Tensor, attention_mask: Tensor, context_mask: Tensor | None = None
+    ) -> Tensor:
+        q = self.q(hidden).unflatten(2, (2, 8)).transpose(1, 2)
+        k, v = (x(context).unflatten(2, (2, 8)).transpose(1, 2) for x in (self.k, self.v))
+        keys = None if context_mask is None else context_mask.bool()
+        a = self.attention(3 * q @ k.transpose(-1, -2) / 8**0.5, attention_mask.bool(), keys)
+        return self.out((a @ v).transpose(1, 2).flatten(2))
+
+
+def cross(queries: int, keys: int, seed: int = 0, batch: int = 4) -> tuple[Tensor, ...]:
+    """Sequences of other lengths in every example, and their masks."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((queries, generator), (keys, generator))
+    lengths = (torch.randint(1, size + 1, (batch,), generator=one) for size, one in sizes)
+    masks = (padding(*x.tolist(), tokens=n) for x, n in zip(lengths, (queries, keys), strict=True))
+    return random(batch, queries, 16, seed=seed), random(batch, keys, 16, seed=seed + 1), *masks
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["two masks", "of queries alone"])
+@pytest.mark.parametrize("keys", [12, 14], ids=["as many", "more keys"])
+@pytest.mark.parametrize("attention", [kernel_loop, subtracted, no_mass, columns_last, shares])
+def test_a_mask_of_queries_and_another_of_keys(attention: Loop, keys: int, alone: bool) -> None:
+    """Each side's mask is that side's marginal, on inputs with other masks and sizes than were seen."""
+    net, given = Cross(attention).eval(), cross(12, keys)[: 3 if alone else 4]
+    analysis = analysed(net, *given)
+    (site,) = analysis.sites
+    assert isinstance(site.convention, Convention)
+    assert site.convention.mask == ("query" if alone else "both")
+    assert site.convention.last_side == ("column" if attention is columns_last else "row")
+    text = convention_text(site.convention.to_json())
+    assert ("query mask" if alone else "queries and keys masked") in text
+    for n, m in ((12, keys), (21, 7), (5, 19)):
+        hidden, context = random(6, n, 16, seed=n), random(6, m, 16, seed=m + 100)
+        masks = padding(n, 3, 1, 1, n, 0, tokens=n), padding(m, 1, 2, m, 0, 0, tokens=m)
+        masks[0][1] = torch.arange(n) % 2  # not at the end, and not the first
+        given = (hidden, context, *masks)[: len(given)]
+        whole = 5 if alone else 4  # examples with a query and a key
+        some = tuple(x[:whole] for x in given)
+        for tried in (some, *([given] if attention is not shares else [])):
+            with torch.no_grad():
+                theirs = net(*tried)
+                ours = Runner(None, analysis.lifted)(Batch(tried, {}, None, [0] * len(theirs)))
+            finite = theirs.isfinite()
+            assert bool(finite[:whole].all()) and bool(ours.isfinite().all())
+            assert float((ours - theirs)[finite].abs().max()) <= 2e-5
+    nothing = tuple(x[:0] for x in given)
+    with torch.no_grad():
+        assert Runner(None, analysis.lifted)(Batch(nothing, {}, None, [])).shape == (0, 5, 16)
+    if attention is shares:  # hidden tokens take part again where no other is left
+        with pytest.raises(InputError, match="every example has an active key and query"):
+            Runner(None, analysis.lifted)(Batch(given, {}, None, [0] * 6))
+
+
+def of_all_keys(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+    """Queries that hide nothing in columns' sums."""
+    assert keys is not None
+    return subtracted(s, torch.ones_like(queries), keys) * queries[:, None, :, None]
+
+
+def of_both_lengths(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+    assert keys is not None
+    return subtracted(s, queries, keys) * (queries.sum(-1) + keys.sum(-1))[:, None, None, None]
+
+
+def of_the_next_example(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+    return subtracted(s, queries.roll(1, 0), keys)
+
+
+@pytest.mark.parametrize("attention", [of_all_keys, of_both_lengths, of_the_next_example])
+def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
+    analysis = analysed(Cross(attention).eval(), *cross(12, 14))
+    assert not analysis.sites and all(left.reason for left in analysis.left_alone)
+
+
+class Decoder(nn.Module):
+    """Not written for this test's rules: an encoder-decoder's layer, whose masks are True on padding."""
+
+    def __init__(self, dim: int = 24, heads: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.norm, self.to_q = nn.LayerNorm(dim), nn.Linear(dim, dim, bias=False)
+        self.to_kv, self.proj = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, dim)
+
+    def forward(
+        self, target: Tensor, memory: Tensor, target_key_padding_mask: Tensor,
+        memory_key_padding_mask: Tensor,
+    ) -> Tensor:  # fmt: skip
+        (b, n, _), m, h = target.shape, memory.shape[1], self.heads
+        q = self.to_q(self.norm(target)).view(b, n, h, -1)
+        k, v = self.to_kv(memory).view(b, m, 2, h, -1).unbind(2)
+        logits = torch.einsum("bnhd,bmhd->bhnm", q * self.scale * 4, k)
+        drop_q, drop_k = target_key_padding_mask[:, None, :], memory_key_padding_mask[:, None, :]
+        logits = logits.masked_fill(drop_q[..., None] | drop_k[..., None, :], float("-inf"))
+        r, c = logits.new_zeros(b, h, n), logits.new_zeros(b, h, m)
+        for _ in range(3):
+            c = -torch.logsumexp(logits + r[..., None], 2).masked_fill(drop_k, 0.0)
+            r = -torch.logsumexp(logits + c[:, :, None], 3).masked_fill(drop_q, 0.0)
+        plan = (logits + r[..., None] + c[:, :, None]).exp()
+        return target + self.proj(torch.einsum("bhnm,bmhd->bnhd", plan, v).reshape(b, n, -1))
+
+
+NAMES = ("target", "memory", "target_key_padding_mask", "memory_key_padding_mask")
+
+
+def decoded(queries: int, keys: int, seed: int, batch: int = 16) -> dict[str, Tensor]:
+    """What a Decoder is given: padding of every length, and noise where there is padding."""
+    _, _, *kept = cross(queries, keys, seed, batch)
+    tokens = random(batch, queries, 24, seed=seed), random(batch, keys, 24, seed=seed + 1)
+    return dict(zip(NAMES, (*tokens, *(keep == 0 for keep in kept)), strict=True))
+
+
+CANDIDATES = {
+    "gaussian raw": ("source", 4, 0.05), "coarse:4 gaussian": ("source", 2, 0.05),
+    "sliced:8 norm": ("source", 4, 0.1), "farthest:4 active": ("target", 3, 0.05),
+    "lse": ("target", 3, 0.1), "coarse:6": ("target", 1, 0.15),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder() -> tuple[Decoder, list[dict[str, Tensor]]]:
+    return Decoder().eval(), [decoded(12, 14, seed) for seed in range(6)]
+
+
+@pytest.mark.parametrize("features", CANDIDATES)
+def test_every_family_leaves_hidden_tokens_out(features: str, decoder: Any, tmp_path: Path) -> None:
+    """What padding holds changes nothing, and a dual of the tokens that count is as good as elsewhere."""
+    net, data = decoder
+    side, c_transforms, bound = CANDIDATES[features]
+    recipe = {
+        "batch_size": 16, "max_examples": 48, "selection_examples": 16, "operator": "asap",
+        "features": features.split(), "side": side, "c_transforms": c_transforms,
+    }  # fmt: skip
+    _, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
+    (site,) = report.facts["sites"]
+    assert site["operator"] == "asap", site["reason"]
+    metrics = site["metrics"]
+    assert 0.0 < metrics["attention_rel_l2"] < bound
+    assert metrics["row_err"] < 1e-5 and metrics["row_err_teacher"] < 1e-5  # it ends on rows
+    assert site["certificates"] and all(one["holds"] for one in site["certificates"])
+    loaded = asapc.load(tmp_path / "out")
+    given = decoded(9, 17, 99)
+    noisy = dict(given)
+    for tokens, mask in zip(NAMES[:2], NAMES[2:], strict=True):
+        noise = 100 * random(*given[tokens].shape, seed=7)
+        noisy[tokens] = torch.where(given[mask][..., None], noise, given[tokens])
+    shown = ~given["target_key_padding_mask"]
+    with torch.no_grad():
+        theirs, ours, others = net(**given)[shown], loaded(**given)[shown], loaded(**noisy)[shown]
+    assert float((ours - theirs).norm()) < bound * float(theirs.norm())
+    assert float((others - ours).abs().max()) <= 1e-4
+
+
+def test_what_hides_queries_is_exported(tmp_path: Path) -> None:
+    """One c-transform to rows of a loop that ends on columns: its rows get the mass that is predicted."""
+    pytest.importorskip("onnxruntime")
+    from asapc.inputs.onnx.session import open_session, run
+    from asapc.inputs.onnx.settings import OnnxSettings
+    from asapc.onnx.export import write_onnx
+
+    net, names = Cross(columns_last).eval(), ("hidden", "context", "attention_mask", "context_mask")
+    data = [dict(zip(names, cross(12, 14, seed, 16), strict=True)) for seed in range(4)]
+    recipe = {
+        "batch_size": 16, "max_examples": 32, "selection_examples": 16, "operator": "asap",
+        "features": ["coarse:6", "gaussian"], "side": "target", "c_transforms": 1,
+    }  # fmt: skip
+    loaded, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
+    (site,) = report.facts["sites"]
+    assert site["operator"] == "asap" and site["metrics"]["attention_rel_l2"] < 0.1
+    assert site["metrics"]["col_err_teacher"] < 1e-5
+    seen = Batch(cross(12, 14, 50), {}, None, [0] * 4)
+    artifact = read_artifact(tmp_path / "out", ("graph",))
+    write_onnx(artifact, [seen], OnnxSettings(), make_progress(quiet=True))
+    hidden, context, queries, keys = cross(9, 17, 51, 5)
+    queries[0], keys[1] = 0, 0  # an example without queries, another without keys
+    given = dict(zip(names, (hidden, context, queries, keys), strict=True))
+    with torch.no_grad():
+        ours = loaded(**given)
+    (found,) = run(open_session(tmp_path / "out" / "model.onnx"), given)
+    assert bool(ours.isfinite().all()) and float((found - ours).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("c_transforms", [1, 2, 3])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_c_transforms_of_what_is_left_and_their_gradients(side: str, c_transforms: int) -> None:
+    """Kernels against the reference in float64: queries and keys are hidden, in some examples all."""
+    q, k, v = random(5, 2, 9, 8), random(5, 2, 11, 8, seed=1), random(5, 2, 11, 4, seed=2)
+    keep, shown = padding(11, 4, 1, 11, 0, tokens=11).bool(), padding(9, 1, 5, 0, 2, tokens=9).bool()
+    dual = random(5, 2, 9 if side == "source" else 11, seed=3)
+    duals = (dual, None) if side == "source" else (None, dual)
+    settings = (0.4, c_transforms, [1.0, 1.0, 0.0, 0.0])
+    cotangent, results = random(5, 2, 9, 4, seed=4).double(), []
+    for operator, dtype in (
+        (reference, torch.float64), (reference, torch.float32), (torch.ops.asapc.asap, torch.float32),
+    ):  # fmt: skip
+        leaves = [nn.Parameter(x.to(dtype)) for x in (q, k, v)]
+        own = [None if x is None else x.to(dtype) for x in duals]
+        out = operator(*leaves, keep, hidden_queries(shown).to(dtype), *own, *settings)
+        hidden = ~shown & keep.any(1, keepdim=True)  # without a key, all attend to all alike
+        assert float(out.detach().transpose(1, 2)[hidden].abs().sum()) == 0.0
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))])
+    for exact, plain, kernel in zip(*results, strict=True):
+        budget = 2 * float((plain - exact).abs().max()) + 1e-6
+        assert float((kernel - exact).abs().max()) <= budget
+
+
+@pytest.mark.parametrize("attention", [kernel_loop, shares])
+def test_two_masks_have_the_teachers_gradient(attention: Loop) -> None:
+    net = Cross(attention).eval()
+    analysis = analysed(net, *cross(12, 14))
+    hidden, *rest = cross(9, 17, 52)
+    leaf, grad = nn.Parameter(hidden), random(4, 9, 16, seed=4)
+    ours = Runner(None, analysis.lifted, gradients=True)(Batch((leaf, *rest), {}, None, [0] * 4))
+    theirs, found = (torch.autograd.grad(x, leaf, grad)[0] for x in (net(leaf, *rest), ours))
+    assert float((found - theirs).norm()) <= 1e-4 * float(theirs.norm())

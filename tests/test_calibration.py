@@ -20,7 +20,7 @@ from asapc.calibration.stored import Calibration, load_calibration, save_calibra
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns
-from asapc.features.clouds import clouds_of
+from asapc.features.clouds import clouds_of, shown_queries
 from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
@@ -87,15 +87,16 @@ def assert_closes(tensors, rule, f, g, c_transforms, half_steps=None):
 
 
 def cost_offset(tensors, side, multiplier=0.5):
-    wide = SiteTensors(tensors.q.double(), tensors.k.double(), tensors.keep)
+    wide = SiteTensors(*double(tensors))
     return clouds_of(wide, multiplier, side).cost_offset()
 
 
 # Targets
 
 
-@pytest.mark.parametrize(("n", "m", "masked", "bias"), [
-    (9, 9, False, False), (7, 10, True, True), (7, 10, False, True), (1, 1, True, False),
+@pytest.mark.parametrize(("n", "m", "masked", "bias", "hidden"), [
+    (9, 9, False, False, False), (7, 10, True, True, False), (7, 10, False, True, False),
+    (1, 1, True, False, False), (9, 9, True, False, True), (7, 10, False, False, True),
 ])  # fmt: skip
 @pytest.mark.parametrize(
     ("half_steps", "first_side", "side", "c_transforms"),
@@ -106,31 +107,32 @@ def cost_offset(tensors, side, multiplier=0.5):
     ],
 )  # fmt: skip
 def test_exact_target_reproduces_the_finite_teacher(
-    half_steps, first_side, side, c_transforms, n, m, masked, bias
+    half_steps, first_side, side, c_transforms, n, m, masked, bias, hidden
 ):
     """The rule of DESIGN section 4: c half-steps before the end, so c c-transforms are exact.
 
     Centring and the change to cost coordinates are undone by a gauge and by |x|^2 / 2.
     """
-    tensors = site_tensors(n=n, m=m, masked=masked, bias=bias)
+    tensors = site_tensors(n=n, m=m, masked=masked, bias=bias, hidden=hidden)
     rule = convention(half_steps, first_side)
     plan = transform_plan(rule, c_transforms, side)
     assert plan.c_transforms == c_transforms and not plan.rescaled
     target = TeacherDuals(tensors, rule).target(plan.half_steps, side)
     assert target.dtype == torch.float64
-    keep = tensors.keep if side == "target" else None
-    if keep is not None:
+    keep = tensors.keep if side == "target" else shown_queries(tensors.bias)
+    if keep is not None and not keep.all():
         assert float(target.masked_fill(keep[:, None], 0.0).abs().max()) == 0.0
     assert float(target.sum(-1).abs().max()) < 1e-11
     dual = target - cost_offset(tensors, side)
     assert_closes(tensors, rule, *((dual, None) if side == "source" else (None, dual)), c_transforms)
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["all queries", "some queries"])
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @pytest.mark.parametrize(("half_steps", "first_side"), [(10, "row"), (5, "row"), (5, "column")])
-def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_side, masked):
+def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_side, masked, hidden):
     """No c-transform finds the mean of f + g that centring drops: the intercept is that mean."""
-    tensors = site_tensors(n=7, m=10, masked=masked, bias=True)
+    tensors = site_tensors(n=7, m=10, masked=masked, bias=True, hidden=hidden)
     rule = convention(half_steps, first_side)
     duals = TeacherDuals(tensors, rule)
     plan = transform_plan(rule, 0, "both")

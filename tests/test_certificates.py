@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from asapc.calibration.teacher import TeacherDuals
 from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
+from asapc.operators.masks import hidden_queries
 from asapc.operators.sinkhorn import finite_duals
 from asapc.report import certificates
 from asapc.report.certificates import (
@@ -53,6 +54,7 @@ def test_contraction_bounds_hold_and_the_exact_one_says_no_less(seed, n, m, spre
     bound, exact = contraction_bound(block.scores), exact_contraction(block.scores)
     assert ((bound >= 0) & (bound <= 1)).all() and (exact <= bound + 1e-12).all()
     assert (after <= exact * before + 1e-12).all()
+    assert (certificates.measured_contraction(block, one) <= exact + 1e-6).all()  # one query: rounding
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (6, 4)])
@@ -150,12 +152,14 @@ PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, c-transforms, s
 }
 
 
-def activations(masked: bool, seed: int = 0, scale: float = 2.0) -> SiteTensors:
+def activations(masked: bool, seed: int = 0, scale: float = 2.0, hidden: bool = False) -> SiteTensors:
     generator = torch.Generator().manual_seed(seed)
     q, k = (scale * torch.randn(4, 2, n, 5, generator=generator) for n in (7, 6))
     keep = torch.rand(4, 6, generator=generator) < 0.6
     keep[:, 0], keep[3] = True, False
-    return SiteTensors(q, k, keep if masked else None)
+    shown = torch.rand(4, 7, generator=generator) < 0.6
+    shown[:, 0], shown[2] = True, False
+    return SiteTensors(q, k, keep if masked else None, hidden_queries(shown) if hidden else None)
 
 
 def site(
@@ -197,14 +201,14 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "masked"), [(name, i % 2 == 1) for i, name in enumerate(PLANS)])
-@pytest.mark.parametrize("aim", ["aligned", "last"])
-def test_every_certificate_of_every_plan_holds(name, masked, aim):
+@pytest.mark.parametrize(("aim", "hidden"), [("aligned", False), ("last", False), ("aligned", True)])
+def test_every_certificate_of_every_plan_holds(name, masked, aim, hidden):
     half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)
     plan = transform_plan(convention, c_transforms, side, aim)
     assert plan is not None and plan.c_transforms == c_transforms
     for size in (1e-6, 0.3, 5.0):
-        found = site(activations(masked), convention, plan, normal(size))
+        found = site(activations(masked, hidden=hidden), convention, plan, normal(size))
         entries = by_name(found)
         last = "row" if "rows last" in name or "rescaled" in name else "column"
         free = "column" if last == "row" else "row"
@@ -217,7 +221,7 @@ def test_every_certificate_of_every_plan_holds(name, masked, aim):
         assert set(entries) == expected
         for entry in entries.values():
             assert entry["holds"] is True, entry
-            assert entry["cases"] == (6 if masked else 8)  # the padded example is passed over
+            assert entry["cases"] == 8 - 2 * masked - 2 * hidden  # padded examples are passed over
             assert 0 <= entry["measured"] <= entry["bound"] * (1 + 1e-6) + 1e-9
         number = "B.8" if c_transforms == 1 else "B.9"
         assert entries["dual_stability"]["source"] == f"ASAP, Proposition {number}"

@@ -16,6 +16,7 @@ from asapc.features.gaussian import brenier_matrix, moments
 from asapc.onnx import twins
 from asapc.onnx.translate import translate
 from asapc.operators import asap, esp, hybrid, plan, sinkhorn
+from asapc.operators.masks import hidden_queries
 
 BATCH, HEADS, DIM = 2, 3, 8
 FACTOR = [1.0, 0.0, 1.0, 0.0]
@@ -42,10 +43,13 @@ def tensors(queries: int, keys: int, kind: str, dtype: torch.dtype = torch.float
         active = {"masked": (keys + 1) // 2, "one": 1, "none": 0}[kind]
         keep = torch.arange(keys) < torch.tensor([[keys], [active]])
         v = torch.where(keep[:, None, :, None] | (active == 0), v, torch.nan)
+    if kind == "hidden":  # queries as well as keys, the former of one example all
+        keep = torch.arange(keys) < torch.tensor([[(keys + 1) // 2], [keys]])
+        bias = hidden_queries(torch.arange(queries) < torch.tensor([[queries // 3 + 1], [0]])).to(dtype)
     return q, k, v, keep, bias
 
 
-KINDS = ["plain", "masked", "one", "none", "biased", "huge", "twins"]
+KINDS = ["plain", "masked", "one", "none", "biased", "huge", "twins", "hidden"]
 STEPS = [(1, True), (2, False), (5, True), (20, False)]
 
 
@@ -153,7 +157,7 @@ def parameters(features: str) -> tuple[list[Tensor], Tensor]:
     return own, torch.randn(HEADS, width, generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "biased", "twins"])
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "biased", "twins", "hidden"])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize(("side", "starts_on_x"), [("source", True), ("target", False)])
 def test_predicted_duals(features: str, kind: str, side: str, starts_on_x: bool) -> None:
@@ -167,7 +171,7 @@ def test_predicted_duals(features: str, kind: str, side: str, starts_on_x: bool)
         close(twins.dual(q, k, keep, bias, *settings), asap.dual(q, k, keep, bias, *settings), tolerance)
 
 
-@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none"])
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "hidden"])
 @pytest.mark.parametrize("features", ["coarse:4", "norm"])
 @pytest.mark.parametrize("half_steps", [0, 1, 2, 19])
 def test_row_masses(kind: str, features: str, half_steps: int) -> None:

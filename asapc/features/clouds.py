@@ -26,7 +26,8 @@ class Clouds:
 
     x: [B, H, N, D], whose dual is predicted; y: [B, H, M, D], the other side's points.
     x_keep: [B, N] bool, the points that carry mass, or None for all; y_keep: [B, M] likewise. On the
-    source side every query carries mass, padded ones too, unless active points alone are asked for.
+    source side every query carries mass, padded ones too, unless the loop hides them or active points
+    alone are asked for.
     x_real: [B, N] bool, the points that are no padding, or None if that is unknown or all are.
     bias: broadcastable to [B, H, N, M], added to x . y, or None.
     """
@@ -60,27 +61,38 @@ class Clouds:
         return (values - values.sum(axis, keepdim=True) / count).masked_fill(~keep, 0.0)
 
 
+def shown_queries(bias: Tensor | None) -> Tensor | None:
+    """[B or 1, N or 1], the queries that a bias [B or 1, H or 1, N or 1, M or 1] leaves a score; None
+    without one, or of one that is the same in every example."""
+    return None if bias is None or bias.dim() < 4 else (bias > -math.inf).any(3).any(1)
+
+
 def clouds_of(
     tensors: SiteTensors, score_multiplier: float, side: PredictedSide, points: Points = "all"
 ) -> Clouds:
     """A site's clouds from `side`; half precision becomes float32.
 
-    With as many queries as keys the key mask also tells the padded queries (self-attention).
+    Queries that a bias of one number each hides carry no mass. Without one, and with as many queries as
+    keys, the key mask also tells the padded queries (self-attention).
     points: "active" leaves those out, where it tells them.
     """
     root = math.sqrt(abs(score_multiplier))
     q = _widened_times(tensors.q, root if score_multiplier >= 0 else -root)
     k = _widened_times(tensors.k, root)
     keep, bias = tensors.keep, tensors.bias
+    shown = shown_queries(bias) if bias is not None and bias.shape[-3::2] == (1, 1) else None
     if keep is not None:  # a masked key may hold anything, even nan
         k = k.masked_fill(~keep[:, None, :, None], 0.0)
-    if side == "target":
-        bias = None if bias is None else widen(bias).transpose(-1, -2)
-        return Clouds(k, q, x_keep=keep, bias=bias)
-    square = keep is not None and q.shape[2] == k.shape[2]
+    if shown is not None:
+        shown = shown.expand(q.shape[0], q.shape[2])
+        q = q.masked_fill(~shown[:, None, :, None], 0.0)
     bias = None if bias is None else widen(bias)
-    real = keep if square else None
-    return Clouds(q, k, real if points == "active" else None, y_keep=keep, x_real=real, bias=bias)
+    if side == "target":
+        bias = None if bias is None else bias.transpose(-1, -2)
+        return Clouds(k, q, x_keep=keep, y_keep=shown, bias=bias)
+    real = keep if shown is None and q.shape[2] == k.shape[2] else shown
+    with_mass = real if points == "active" else shown
+    return Clouds(q, k, with_mass, y_keep=keep, x_real=real, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -102,11 +114,15 @@ def clouds_from(
 
 
 def active_share(clouds: Clouds) -> Tensor:
-    """n / N of the points x for every y: [B, H, M]."""
+    """The mass of a y in balance, in attention units: n / N of the points x, over n / M of the points y:
+    [B, H, M]."""
     share = clouds.y.new_ones(clouds.y.shape[:3])
-    if clouds.x_keep is None:
-        return share
-    return share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
+    if clouds.x_keep is not None:
+        share = share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
+    if clouds.y_keep is not None:
+        part = clouds.y_keep.to(share.dtype).mean(-1)[:, None, None]
+        share = share / torch.where(part > 0, part, 1.0)
+    return share
 
 
 def widen(tensor: Tensor) -> Tensor:

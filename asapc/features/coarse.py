@@ -96,18 +96,18 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
 
 
 def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
-    """Predicted masses of the points y in the plan that the budget ends on: [B, H, M].
+    """Predicted masses of the points y in the plan that the budget ends on, 1 on average: [B, H, M].
 
-    In attention units: 1 for a point in balance. The last half-step closes x, so a cluster c of y
+    The last half-step closes x, so a cluster c of y
     has the mass r_c = exp(v_c - v'_c), where v' is what one more half-step would make of v. The
     clusters' total mass is that of the points x, which a column step has just made exact.
     """
     problem = coarse_problem(clouds, pivots)
     u, v = coarse_duals(problem, clouds.x_keep, budget)
-    return masses_of(problem, v, over_x(problem.scores + u[..., None], clouds.x_keep), clouds.x_keep)
+    return masses_of(problem, v, over_x(problem.scores + u[..., None], clouds.x_keep))
 
 
-def masses_of(problem: CoarseProblem, v: Tensor, sums: Tensor, x_keep: Tensor | None) -> Tensor:
+def masses_of(problem: CoarseProblem, v: Tensor, sums: Tensor) -> Tensor:
     """row_mass of the dual v and of sums = LSE_i(S_ic + u_i), both [B, H, R]."""
     log_mass = v + sums
     used = problem.counts > 0
@@ -115,8 +115,6 @@ def masses_of(problem: CoarseProblem, v: Tensor, sums: Tensor, x_keep: Tensor | 
     masses = (log_mass - top.masked_fill(top == -math.inf, 0.0)).exp().masked_fill(~used, 0.0)
     total = (problem.counts * masses).sum(-1, keepdim=True)
     masses = masses * problem.counts.sum(-1, keepdim=True) / torch.where(total > 0, total, 1.0)
-    if x_keep is not None:
-        masses = masses * x_keep.to(masses.dtype).mean(-1)[:, None, None]
     return (problem.member @ masses[..., None])[..., 0]
 
 

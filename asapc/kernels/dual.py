@@ -57,7 +57,8 @@ class Backend:
         clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
         budget = Budget(half_steps, starts_on_x)
         predicted, mass = self._predicted(clouds, features, parameters, coefficients, budget, True)
-        return predicted, active_share(clouds) if mass is None else mass
+        share = active_share(clouds)
+        return predicted, share if mass is None else mass * share
 
     def _predicted(
         self, clouds: Clouds, features: str, parameters: Sequence[Tensor], coefficients: Tensor,

@@ -38,13 +38,16 @@ def key_c_transform(
     if keep is not None:
         nothing = wide_q.new_zeros((), dtype=dtype) if mask is None else mask
         mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
-    if bias is not None:
+    of_queries = bias is not None and bias.shape[-1] == 1  # alike for every key, softmax is blind to it
+    if bias is not None and not of_queries:
         mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
     # 0 * inf of a masked key is nan
     keys, values = (clean_values(x.to(dtype), keep) for x in (wide_k, wide_v))
     out = torch.nn.functional.scaled_dot_product_attention(
         wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier
     )
+    if bias is not None and of_queries:
+        out = out.masked_fill(bias.isneginf(), 0.0)
     factor = factor_value(output_factor, q.shape[2], k.shape[2], keep)
     out = out * (factor.to(dtype) if isinstance(factor, Tensor) else factor) / q.shape[2]
     return out.to(v.dtype)

@@ -243,10 +243,13 @@ def _asap(a: SimpleNamespace) -> Tensor:
     queries = q.to(wide) * a.score_multiplier
     queries = torch.cat([queries, torch.ones_like(queries[..., :1])], -1)
     keys = torch.cat([clean_values(a.k, opened).to(wide), dual], -1)
-    mask = None if bias is None else bias.to(wide).expand(*q.shape[:3], a.k.shape[2])
+    of_queries = bias is not None and bias.shape[-1] == 1  # as in kernels.key_c_transform
+    mask = None if bias is None or of_queries else bias.to(wide).expand(*q.shape[:3], a.k.shape[2])
     out = functional.scaled_dot_product_attention(
         queries, keys, clean_values(a.v, opened).to(wide), attn_mask=mask, scale=1.0
     )
+    if bias is not None and of_queries:
+        out = torch.where(bias == -math.inf, 0.0, out)
     factor = factor_value(a.output_factor, q.shape[2], a.k.shape[2], opened)
     factor = factor.to(wide) if isinstance(factor, Tensor) else factor
     return out * (factor / q.shape[2])
@@ -336,7 +339,7 @@ def _coarse(
         return column, None
     v = loop.g + loop.v[..., 0].log() - log_nu
     sums = coarse.over_x(problem.scores + f[..., None], clouds.x_keep)
-    return column, coarse.masses_of(problem, v, sums, clouds.x_keep)
+    return column, coarse.masses_of(problem, v, sums)
 
 
 def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:

@@ -125,7 +125,7 @@ def dual_and_row_mass(
 
     One c-transform from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
     out of balance, padded batches by a third and more; these masses (in attention units) put that
-    back. They come from the first feature with clusters, and are n / N everywhere without one.
+    back. They come from the first feature with clusters, and are active_share everywhere without one.
     """
     arguments = (features, "target", score_multiplier, half_steps, starts_on_x)
     predicted = dual(q, k, keep, bias, parameters, coefficients, *arguments)
@@ -134,5 +134,6 @@ def dual_and_row_mass(
         if feature.family in CLUSTERED:
             pivots = feature.parameter_for(clouds, parameter)
             assert pivots is not None
-            return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
+            budget = Budget(half_steps, starts_on_x)
+            return predicted, coarse.row_mass(clouds, pivots, budget) * active_share(clouds)
     return predicted, active_share(clouds)

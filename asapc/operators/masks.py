@@ -21,7 +21,7 @@ RULE_OF_EMPTY = (
     "beside, or which leaves them as they are"
 )
 HELP_OF_EMPTY = "hide keys by -1e4 or by torch.finfo(dtype).min, or leave out examples without keys"
-RULE_OF_NONE = "every example has an active key: what the layer gives without one is not known"
+RULE_OF_NONE = "every example has an active key and query: what the layer gives without one is not known"
 RULE_OF_BIAS = "a score bias holds numbers beside which scores are not lost, as where it was compiled"
 RULE_OF_NUMBERS = "a mask of numbers holds 0 and 1, as where it was compiled"
 FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in float32

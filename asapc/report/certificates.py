@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
+from asapc.features.clouds import shown_queries
 from asapc.features.predictor import TransformPlan
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.c_transforms import close_columns, close_rows
@@ -160,7 +162,7 @@ def measured_contraction(block: Block, g: Tensor) -> Tensor:
     image = by_keys.closed(g, 2)[-1].f
     worst = g.new_zeros(g.shape[:2])
     for size in (*[NEAR] * POWER_STEPS, FAR):
-        spread = spread_of(change)
+        spread, change = spread_of(change), change - change.mean(-1, keepdim=True)  # the gauge may be all
         scaled = change * torch.where(spread > 0, size / spread, 0.0)[..., None]
         change = by_keys.closed(g + scaled, 2)[-1].f - image
         worst = torch.maximum(worst, torch.where(spread > 0, spread_of(change) / size, 0.0))
@@ -312,17 +314,22 @@ class SiteCertificates:
         g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
         duals = self._duals(teacher)
         ends = teacher.after(half_steps) if self.plan is not None and self.plan.aim == "last" else None
-        blocks: list[tuple[slice, Any]] = [(slice(None), slice(None))]
-        if t.keep is not None and not t.keep.all():  # without padding there is one, else one an example
-            blocks = [(slice(i, i + 1), keep) for i, keep in enumerate(t.keep)]
-        for rows, keys in blocks:
-            block = Block(teacher.scores[rows][..., keys], log_mu, log_nu)
+        every, keeps = slice(None), (shown_queries(t.bias), t.keep)
+        blocks: list[tuple[slice, Any, Any]] = [(every, every, every)]
+        if not all(x is None or x.all() for x in keeps):  # without padding there is one, else by example
+            both = [repeat(every) if x is None else x.expand(len(t.q), -1) for x in keeps]
+            one = (slice(example, example + 1) for example in range(len(t.q)))
+            blocks = [*zip(one, *both, strict=False)]
+        for rows, queries, keys in blocks:
+            block = Block(teacher.scores[rows][..., queries, :][..., keys], log_mu, log_nu)
             self._loop(block, g[rows][..., keys], before[rows][..., keys])
             if duals is not None:
-                points = keys if self._flipped else slice(None)
+                points = keys if self._flipped else queries
                 dual, true = (dual[rows][..., points] for dual in duals)
                 v = None if t.v is None else t.v.double()[rows][..., keys, :]
-                end = None if ends is None else Duals(ends[0][rows], ends[1][rows][..., keys])
+                end = None
+                if ends is not None:
+                    end = Duals(ends[0][rows][..., queries], ends[1][rows][..., keys])
                 self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
 
     @property
@@ -342,9 +349,9 @@ class SiteCertificates:
             return None
         t, true = teacher.tensors, teacher.after(self.plan.half_steps)
         predicted = [None if p is None else p(t).double() for p in (self.source, self.key)]
-        keep = None if t.keep is None else t.keep[:, None, :]
-        for dual, its, active in zip(predicted, true, (None, keep), strict=True):
+        for dual, its, keep in zip(predicted, true, (shown_queries(t.bias), t.keep), strict=True):
             if dual is not None:
+                active = None if keep is None else keep[:, None, :]
                 self._extend("dual_stability", torch.exp(spread_of(dual - its, active)))
         start, its = predicted[self._flipped], true[self._flipped]
         return None if start is None or self.plan.c_transforms == 0 else (start, its)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from asapc.artifact import Artifact, Stage
-from asapc.calibration.collect import pieces
+from asapc.calibration.collect import active_examples, pieces
 from asapc.calibration.teacher import TeacherDuals
 from asapc.device import CPU, described
+from asapc.features.clouds import shown_queries
 from asapc.features.predictor import Aim, transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
@@ -158,7 +159,7 @@ class SiteFidelity:
                     self._compare(piece, duals.attention())
                     if self.certificates is None:
                         continue
-                    if piece.keep is None or bool(piece.keep.any(-1).all()):
+                    if len(active_examples(piece)) == len(piece.q):
                         self.certificates.add(duals)
                     else:
                         self.certificates.update(piece)
@@ -170,10 +171,17 @@ class SiteFidelity:
     def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
         """What the compiled site makes of it, with the teacher's map."""
         compiled = self.compiled_site(t, None)
-        query_keep = t.keep if self.convention.mask == "both" else t.query_keep
-        self.attention.update(teacher, compiled, t.keep, query_keep)
+        keeps, c = (t.keep, t.query_keep), self.convention
+        if isinstance(c, Convention) and c.hides_queries:
+            keeps = t.keep, shown_queries(t.bias)
+            if c.last_side == "column":  # rows are then 1 on average among those that are shown
+                sizes = zip(keeps, teacher.shape[:1:-1], strict=True)
+                keys, queries = (1.0 if x is None else x.sum(1).clamp(min=1) / n for x, n in sizes)
+                balance = (queries / keys)[:, None, None, None]
+                teacher, compiled = teacher * balance, compiled * balance
+        self.attention.update(teacher, compiled, *keeps)
         if self.pictures is not None:
-            self.pictures.update(teacher, compiled, t.keep, query_keep)
+            self.pictures.update(teacher, compiled, *keeps)
         # Where the model returns the map itself, the keys stand in for the values.
         if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
             values = widen(clean_values(t.k if t.v is None else t.v, t.keep))

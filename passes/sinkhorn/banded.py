@@ -124,10 +124,10 @@ def _identified(
         if value is None or not value.numel():
             raise NoFit(f"{node.name} cannot be computed on its own")
         shown[node] = float(value.flatten()[0])  # for a query and its own key, which a band shows
-    fit, mask, bias = run_experiments(experiment, shown)
+    fit, (mask, queries), bias = run_experiments(experiment, shown)
     if bias is not None:
         raise NoFit(f"{spoken(bias.node)} is added to its scores, which no operator with a band supports")
-    if fit.convention.mask == "both":
+    if queries is not None:
         raise NoFit("a mask hides queries, too, which no operator with a band supports")
     if fit.convention.stabiliser is not None:
         raise NoFit("a constant in its divisions, which no operator with a band supports")
@@ -195,7 +195,7 @@ class _Trials:
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
         convention = self.convention
-        inputs, keep = self.experiment.masked(self.mask, active, at)
+        inputs, kept = self.experiment.masked((self.mask, None), active, at)
         s = self.experiment.scores(spread, at)
         for node in self.bands:
             value = constant_at(self.experiment.program.graph, node, at)
@@ -207,7 +207,7 @@ class _Trials:
         if not bool(theirs.isfinite().all()):
             return None
         ours = banded_map(
-            s * convention.score_multiplier, keep, convention.half_steps,
+            s * convention.score_multiplier, kept.get("keep"), convention.half_steps,
             convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
             convention.high,
         )  # fmt: skip

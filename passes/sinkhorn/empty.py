@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Convention, OutputFactor
-from asapc.operators.masks import HIDDEN_SCORE
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.experiment import NoFit, outcome, relative_error
 from asapc.passes.products import Empty
@@ -84,9 +84,30 @@ class EmptyExamples:
             raise NoFit(f"what an example gives in which {node} hides every key is not known")
         return REFUSED
 
+    def beside(self, others: Sequence[int], of_keys: bool) -> Empty:
+        """Of one of two masks, or of one of queries alone: nothing, as operators have it of queries that
+        are all hidden, also where the code gives what is no number.
+
+        others: the other mask, which hides nothing, some tokens or, beside one of keys, all of them.
+        """
+        experiment, sizes = self.experiment, [x.shape[-1] for x in self.experiment.neutral]
+        tokens = [torch.arange(sizes[index]) for index in others]
+        options = [(x >= 0, x % 3 != 1, *([x < 0] if of_keys else [])) for x in tokens]
+        boolean = experiment.neutral[self.index].dtype == torch.bool
+        lows = (HIDDEN_SCORE,) if boolean else (MASKED_BELOW, HIDDEN_SCORE, -math.inf)
+        nothing = torch.zeros(sizes[self.index], dtype=torch.bool)
+        for spread, low, active in itertools.product(SPREADS, lows, itertools.product(*options)):
+            hidden = {self.index: nothing, **dict(zip(others, active, strict=True))}
+            s = experiment.scores(spread)
+            theirs = experiment.own.attention(s, experiment.hiding(hidden, low))
+            if bool(theirs.nan_to_num(0.0, 0.0, 0.0).any()):
+                return self._unknown()
+        none = OutputFactor(0.0)
+        return Empty(none, infinite=none) if of_keys else Empty()
+
     def _hidden(self, at: dict[Any, int], score: float) -> list[Tensor]:
         nothing = torch.zeros(self.experiment.size(at)[-1], dtype=torch.bool)
-        inputs: list[Tensor] = self.experiment.hiding(self.index, nothing, score, at)
+        inputs: list[Tensor] = self.experiment.hiding({self.index: nothing}, score, at)
         return inputs
 
     def _rounded(self, score: float) -> Empty | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from asapc.ir import Convention, Mask, Program, Stop
+from asapc.ir import Convention, Mask, OutputFactor, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
@@ -145,23 +145,29 @@ class RegionExperiment(Experiment, Trials):
         return inputs
 
     def hiding(
-        self, index: int, active: Tensor, score: float = HIDDEN_SCORE, at: dict[Any, int] | None = None
-    ) -> list[Tensor]:
-        """The neutral inputs with one of them hiding the keys outside `active`; by a number that it adds,
-        if it is no boolean."""
-        mask = self.resized(at)[index]
-        mask[..., ~active] = ~mask[..., ~active] if mask.dtype == torch.bool else score
-        return self.replaced(index, mask, at)
+        self, hidden: Mapping[int, Tensor], score: float = HIDDEN_SCORE,
+        at: dict[Any, int] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """The neutral inputs, of which these hide the tokens outside [n] or [B, n]; by a number that they
+        add, if they are no booleans."""
+        inputs = self.resized(at)
+        for index, active in hidden.items():
+            mask = inputs[index]
+            inputs[index] = torch.where(active, mask, ~mask if mask.dtype == torch.bool else score)
+        return inputs
 
     def masked(
-        self, mask: KeyMask | None, active: Tensor | None, at: dict[Any, int] | None = None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The neutral inputs with a mask that hides the keys outside `active`, and keep [B, M]; without
-        either, all keys are shown."""
-        if mask is None or active is None:
-            return self.resized(at), None
-        inputs = self.hiding(self.region.inputs.index(mask.node), active, at=at)
-        return inputs, active.expand(self.size(at)[0], -1)
+        self, masks: Masks, active: Tensor | None, at: dict[Any, int] | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The neutral inputs with masks that hide the tokens outside `active`, and what they keep, as a
+        Sample has it; all tokens are shown without either.  active: [n], of queries and keys alike."""
+        hidden, kept = {}, dict[str, Tensor]()
+        sizes = self.size(at)
+        for name, mask, size in zip(KEPT, masks, (sizes[-1], sizes[-2]), strict=True):
+            if mask is not None and active is not None:
+                hidden[self.region.inputs.index(mask.node)] = active[:size]
+                kept[name] = active[:size].expand(sizes[0], -1)
+        return self.hiding(hidden, at=at), kept
 
     def added(self, bias: Tensor) -> Tensor:
         """Over the scores, whose heads may be merged with the batch."""
@@ -211,7 +217,7 @@ def _examine(
         return Unidentified(str(found))
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
-    fit, mask, bias = found
+    fit, masks, bias = found
     softmax = not program.softmax and any(node.target in SOFTMAX for node in region.inside)
     convention = fit.convention
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
@@ -220,11 +226,14 @@ def _examine(
     convention = replace(convention, bias=bias is not None, early_stop=bool(stops))
     return AttentionSite(
         site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
-        fit.error, region.score, region.value, mask, region.inside, region.inputs, bias,
+        fit.error, region.score, region.value, masks[0], region.inside, region.inputs, bias, masks[1],
     )  # fmt: skip
 
 
-Loop = tuple[Fit[Convention], KeyMask | None, ScoreBias | None]
+Masks = tuple[KeyMask | None, KeyMask | None]
+"""Of keys and of queries; one that hides both is there twice."""
+KEPT = ("keep", "query_keep")
+Loop = tuple[Fit[Convention], Masks, ScoreBias | None]
 Known = tuple[tuple[Node, ...], Loop | NoFit]
 """What was found in a region with these inputs."""
 
@@ -257,10 +266,10 @@ def _identified(
     )  # fmt: skip
 
     def found_anew() -> Loop:
-        fit, mask, bias = run_experiments(experiment)
+        fit, masks, bias = run_experiments(experiment)
         if stops:
-            _check_stops(program, stops, experiment, fit, mask)
-        return fit, mask, bias
+            _check_stops(program, stops, experiment, fit, masks)
+        return fit, masks, bias
 
     if alike not in known:
         known[alike] = region.inputs, outcome(found_anew)
@@ -299,28 +308,31 @@ def run_experiments(
         if not (zero > 0).all() and (one > 0).all():
             raise NoFit(MULTIPLIED) from None
         raise
-    mask: KeyMask | None = None
+    roles = [
+        "bias" if role == "additive" and _adds_more(node) and not _may_hide(experiment, index) else role
+        for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True))
+    ]
+    masks: Masks = (None, None)
+    hiding = [index for index, role in enumerate(roles) if role in ("mask", "additive")]
+    if hiding:
+        fit, masks = _masked(experiment, fit, hiding)
     bias: ScoreBias | None = None
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
-        if role == "additive" and _adds_more(node) and not _may_hide(experiment, index):
-            role = "bias"
-        if role in ("mask", "additive"):
-            if mask is not None:
-                raise NoFit(f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})")
-            fit, mask = _masked(experiment, fit, index)
-        if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
+        is_mask = any(mask is not None and mask.node is node for mask in masks)
+        if role == "bias" or (is_mask and role == "additive" and _adds_more(node)):
             if bias is not None:
                 raise NoFit(f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})")
             coefficient = _bias_coefficient(experiment, index, fit.convention)
             bias = ScoreBias(node, coefficient, _merged(node, region))
-            if mask is None or mask.node is not node:
+            if not is_mask:
                 bias = with_low_numbers(experiment, fit.convention, bias)
-    if mask is not None and bias is not None and mask.node is not bias.node:
-        error = _error_together(experiment, fit.convention, mask, bias)
+    others = [mask.node for mask in masks if mask is not None and bias is not None]
+    if bias is not None and others and bias.node not in others:
+        error = _error_together(experiment, fit.convention, masks, bias)
         if not error <= HELD:
-            names = f"{spoken(mask.node)} and {spoken(bias.node)}"
+            names = f"{spoken(others[0])} and {spoken(bias.node)}"
             raise NoFit(f"with {names} at once: another loop", error)
-    return fit, mask, bias
+    return fit, masks, bias
 
 
 def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
@@ -346,75 +358,145 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
 
 
 def _masked(
-    experiment: RegionExperiment, fit: Fit[Convention], index: int
-) -> tuple[Fit[Convention], KeyMask]:
-    """The loop with an input that hides keys, by low scores that it adds or as a boolean."""
-    region, node = experiment.region, experiment.region.inputs[index]
-    keys = torch.arange(experiment.size()[-1])
-    given = experiment.neutral[index]
-    additive = given.dtype != torch.bool
-    polarity = None if additive else bool(not given.flatten()[0])
-
-    def hidden(spread: float, active: Tensor) -> Sample:
-        s = experiment.scores(spread)
-        a = experiment.attention(s, experiment.hiding(index, active))
-        return Sample(s, a, active.expand(len(a), len(keys)))
-
-    pattern, alone = keys % 3 != 1, keys == len(keys) // 2  # True: active
-    first = hidden(1.0, pattern)
+    experiment: RegionExperiment, fit: Fit[Convention], places: Sequence[int]
+) -> tuple[Fit[Convention], Masks]:
+    """The loop with an input that hides tokens, by low scores that it adds or as a boolean, or with one
+    input for keys and another for queries."""
+    region, nodes = experiment.region, [experiment.region.inputs[index] for index in places]
+    sides = _sides(region, nodes)
+    if not sides:
+        raise NoFit(f"two masks enter the scores ({spoken(nodes[0])} and {spoken(nodes[1])})")
+    first, *others = _hidden(experiment, places)
+    named = " and ".join(map(spoken, nodes))
     if not bool(first.attention.isfinite().all()):
-        raise NoFit(f"masking keys through {spoken(node)} gives NaN or infinity")
-    if float(first.attention[..., ~pattern].abs().max()) > 1e-12:
-        raise NoFit(f"keys masked through {spoken(node)} still receive attention")
+        raise NoFit(f"masking keys through {named} gives NaN or infinity")
+    sides = [one for one in sides if first.left(one) <= 1e-12]
+    if not sides:
+        raise NoFit(f"keys masked through {named} still receive attention")
     hides = HIDDEN_SCORE
-    if additive:
-        hides = _hides(experiment, index, pattern, first)
-        example = node.meta["example"]
-        if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
-            raise NoFit(f"keys masked through {spoken(node)} still receive attention at {MASKED_BELOW:g}")
-    seen = [first]
-    for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
-        sample = hidden(spread, active)
-        seen += [] if overflown(sample.attention) else [sample]
-    if node is region.root:
-        seen.append(_unlike_examples(experiment, index))
-    every, mildest = [*experiment.samples, *seen], [*experiment.samples[: len(experiment.sizes)], first]
-    masks: tuple[Mask, ...] = ("key", "both") if same(*region.score.result.shape[-2:]) else ("key",)
-    loops = [replace(fit.convention, mask=mask) for mask in masks]
+    for index, node in zip(places, nodes, strict=True):
+        if experiment.neutral[index].dtype != torch.bool:
+            hides = _hides(experiment, places, first)
+            example = node.meta["example"]
+            if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
+                raise NoFit(f"keys masked through {named} still receive attention at {MASKED_BELOW:g}")
+    every = [first, *(x for x in others if not overflown(x.attention))]
+    mild = every[:1] if len(places) == 1 else [x for x in every if x.mild]
+    powers = (None, 1, -1) if any("query" in one for one in sides) else (None,)
+
+    def tried(one: Sequence[Mask], power: int | None) -> tuple[Fit[Convention], Sequence[Mask]]:
+        mask: Mask = one[0] if len(one) == 1 else "both"
+        loop = replace(fit.convention, mask=mask, output_factor=OutputFactor(shown=power))
+        seen, mildest = ([x.sample(one) for x in some] for some in (every, mild))
+        unmasked = experiment.samples[: len(experiment.sizes)]
+        return with_factor(loop, [*experiment.samples, *seen], [*unmasked, *mildest]), one
+
     try:
-        masked = first_fit(partial(with_factor, loop, every, mildest) for loop in loops)
+        masked, found = first_fit(partial(tried, *each) for each in itertools.product(sides, powers))
     except NoFit as no_fit:
-        raise NoFit(f"with {spoken(node)} as key mask: {no_fit}") from None
-    examples = EmptyExamples(experiment, masked.convention, index)
-    gives = examples.of_scores(hides) if additive else examples.of_mask()
-    is_bias = additive and _adds_more(node)
-    return masked, KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
+        raise NoFit(f"with {named} as {'key mask' if len(nodes) == 1 else 'masks'}: {no_fit}") from None
+    masks: dict[Mask, KeyMask] = {}
+    for side, index, node in zip(found, places, nodes, strict=True):
+        neutral, examples = experiment.neutral[index], EmptyExamples(experiment, masked.convention, index)
+        additive = neutral.dtype != torch.bool
+        if "query" in found:
+            gives = examples.beside([place for place in places if place != index], side == "key")
+        else:
+            gives = examples.of_scores(hides) if additive else examples.of_mask()
+        polarity = None if additive else bool(not neutral.flatten()[0])
+        is_bias = additive and _adds_more(node)
+        masks[side] = KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
+    both = masks.get("both")
+    return masked, (masks.get("key", both), masks.get("query", both))
 
 
-def _unlike_examples(experiment: RegionExperiment, index: int) -> Sample:
-    """With a mask [B, M] that hides other keys in every example: what is made of a mask may be made of
-    other examples' too."""
-    mask = experiment.neutral[index]
-    generator = torch.Generator().manual_seed(7)
-    active = torch.rand(mask.shape, generator=generator) < 0.5
-    active[:, 0] = active[0] = True
-    active[-1, 1:3] = False
-    s = experiment.scores()
-    a = experiment.attention(s, experiment.replaced(index, mask ^ ~active))
-    return Sample(s, a, active.repeat_interleave(len(a) // len(active), 0))
+def _sides(region: Region, nodes: Sequence[Node]) -> list[tuple[Mask, ...]]:
+    """What masks may hide, the likeliest first: keys, both or queries, or one of two keys and the other
+    queries."""
+    queries, keys = region.score.result.shape[-2:]
+
+    def fits(node: Node, side: Mask) -> bool:
+        length = node.meta["val"].shape[-1]
+        of_keys, of_queries = same(length, keys), same(length, queries)
+        if side == "query":
+            return of_queries and node in region.roots
+        return of_keys and (side == "key" or of_queries)
+
+    one: list[tuple[Mask, ...]] = [("key",), ("both",), ("query",)]
+    two: list[tuple[Mask, ...]] = [("key", "query"), ("query", "key")]
+    return [
+        sides for sides in (one if len(nodes) == 1 else two)
+        if len(sides) == len(nodes) and all(map(fits, nodes, sides))
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A map [B, H, N, M] of scores of which masks hide tokens, whichever side each of them hides.
+
+    kept: of every mask [B, n].
+    """
+
+    scores: Tensor
+    attention: Tensor
+    kept: Sequence[Tensor]
+    mild: bool
+
+    def sample(self, sides: Sequence[Mask]) -> Sample:
+        keep, query_keep = (
+            next((kept for kept, one in zip(self.kept, sides, strict=True) if one in hidden), None)
+            for hidden in (("key", "both"), ("query", "both"))
+        )
+        return Sample(self.scores, self.attention, keep, query_keep=query_keep)
+
+    def left(self, sides: Sequence[Mask]) -> float:
+        """The most attention that anything hidden has."""
+        shown = (
+            kept[:, None, :, None] if side == "query" else kept[:, None, None]
+            for kept, side in zip(self.kept, sides, strict=True)
+        )
+        return max(float(self.attention.masked_fill(x, 0.0).abs().max()) for x in shown)
+
+
+def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[_Hidden]:
+    """Some tokens hidden first; all but one, too, and where there are two masks, those of one alone; and
+    others in every example, since what is made of a mask may be made of other examples' too."""
+    tokens = [torch.arange(experiment.neutral[index].shape[-1]) for index in places]
+    options = [(x % 3 != 1, x == len(x) // 2, *([x >= 0] if len(places) > 1 else [])) for x in tokens]
+
+    def seen(spread: float, active: Sequence[Tensor]) -> _Hidden:
+        s = experiment.scores(spread)
+        a = experiment.attention(s, experiment.hiding(dict(zip(places, active, strict=True))))
+        kept = [
+            x.expand(len(a), -1) if x.dim() == 1 else x.repeat_interleave(len(a) // len(x), 0)
+            for x in active
+        ]
+        return _Hidden(s, a, kept, spread == 1.0)
+
+    for active, spread in itertools.product(itertools.product(*options), (1.0, SHARP_MASKED)):
+        if not all(bool(x.all()) for x in active):
+            yield seen(spread, active)
+    if any(experiment.region.inputs[index] in experiment.region.roots for index in places):
+        generator, unlike = torch.Generator().manual_seed(7), []
+        for index in places:
+            active = torch.rand(experiment.neutral[index].shape, generator=generator) < 0.5
+            active[:, 0] = active[0] = True
+            active[-1, 1:3] = False
+            unlike.append(active)
+        yield seen(1.0, unlike)
 
 
 def _error_together(
-    experiment: RegionExperiment, convention: Convention, mask: KeyMask, bias: ScoreBias
+    experiment: RegionExperiment, convention: Convention, masks: Masks, bias: ScoreBias
 ) -> float:
-    """Of the convention where keys are hidden and scores have a bias."""
-    given, keep = experiment.masked(mask, torch.arange(experiment.size()[-1]) % 3 != 1)
+    """Of the convention where tokens are hidden and scores have a bias."""
+    given, kept = experiment.masked(masks, torch.arange(max(experiment.size()[-2:])) % 3 != 1)
     place = experiment.region.inputs.index(bias.node)
     noise = torch.randn(given[place].shape, generator=experiment.generator, dtype=torch.float64)
     given[place] = noise / abs(bias.coefficient)
     s = experiment.scores()
     added = experiment.added(given[place]) * bias.coefficient / convention.score_multiplier
-    return convention_error(convention, [Sample(s + added, experiment.attention(s, given), keep)])
+    return convention_error(convention, [Sample(s + added, experiment.attention(s, given), **kept)])
 
 
 def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float:
@@ -455,7 +537,7 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
 
 def _check_stops(
     program: Program, stops: Sequence[Stop], experiment: RegionExperiment, fit: Fit[Convention],
-    mask: KeyMask | None,
+    masks: Masks,
 ) -> None:
     """That no early stop would change anything."""
     region, few = experiment.region, experiment.few
@@ -465,17 +547,17 @@ def _check_stops(
 
     def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Sample]:
         s = units / abs(fit.convention.score_multiplier)
-        inputs, keep = experiment.masked(mask, active, at)
-        return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, keep)
+        inputs, kept = experiment.masked(masks, active, at)
+        return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, **kept)
 
     entering = [region.score.node, *region.inputs]
     loop = Stopping(program, stops, entering, region.inside, fit.convention, experiment.size, feed)
-    tokens, keys = slice(0, 8), torch.arange(experiment.size()[-1])
+    tokens, places = slice(0, 8), torch.arange(max(experiment.size()[-2:]))
     crowds = [Crowd(few), *of_many(few, many)]
     if long:
         crowds.append(Crowd(few, many | long, (slice(-1, None), ..., tokens, tokens)))
-    if mask is not None:
-        crowds += [Crowd(few, active=keys % 3 != 1), Crowd(few, many, active=keys < 2)]
+    if masks != (None, None):
+        crowds += [Crowd(few, active=places % 3 != 1), Crowd(few, many, active=places < 2)]
     check_stops(loop, crowds)
 
 
@@ -522,6 +604,8 @@ def _input_role(experiment: RegionExperiment, node: Node) -> str | None:
     """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
     queries, keys = experiment.size()[-2:]
     shape = experiment.cut.shape_of(node, experiment.few)
+    if node in experiment.region.roots:
+        return "mask"
     if not shape or shape[-1] != keys:
         return None
     if node.meta["val"].dtype == torch.bool:
@@ -555,8 +639,8 @@ def _find_neutral(
         experiment.neutral.append(torch.full(shape, shown.get(node, 0.0)).to(dtype))
         example = node.meta.get("example")
         if role in ("mask", "additive") and isinstance(example, Tensor):
-            if node is region.root:
-                continue  # [B, M]: how it enters is inside
+            if node in region.roots:
+                continue  # [B, M] or [B, N]: how it enters is inside
             if varies(node, -2):
                 raise NoFit(
                     f"the mask {spoken(node)} differs between queries (causal or windowed), or may on "
@@ -565,15 +649,18 @@ def _find_neutral(
             sizes = region.score.result.shape
             if heads_vary(node, heads_of(region), sizes[0] if len(sizes) == 4 else None):
                 raise NoFit(f"the mask {spoken(node)} differs between heads, or may on other data")
-    scores = 0.1 * experiment.noise()
-    for index in (index for index, role in enumerate(roles) if role == "mask"):
-        # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
-        # low numbers, what no mask gives: then it is seen where it hides some.
-        as_it_is, less = experiment.neutral, _informative(experiment, scores)
-        experiment.neutral = experiment.replaced(index, ~as_it_is[index])
-        more = _informative(experiment, scores)
-        if more < less or (more == less and _left_of_hidden(experiment, index, scores) != 0.0):
-            experiment.neutral = as_it_is
+    scores, as_it_is = 0.1 * experiment.noise(), experiment.neutral
+    masks = [index for index, role in enumerate(roles) if role == "mask"][:2]
+
+    def shown(turned: Collection[int]) -> tuple[int, bool]:
+        """A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
+        low numbers, what no mask gives: then it is seen where it hides some."""
+        experiment.neutral = [~x if index in turned else x for index, x in enumerate(as_it_is)]
+        gone = all(_left_of_hidden(experiment, index, scores) == 0.0 for index in masks)
+        return _informative(experiment, scores), gone
+
+    ways = [some for count in range(len(masks) + 1) for some in itertools.combinations(masks, count)]
+    shown(max(ways, key=shown))
 
 
 def _informative(experiment: RegionExperiment, scores: Tensor) -> int:
@@ -585,10 +672,11 @@ def _informative(experiment: RegionExperiment, scores: Tensor) -> int:
 
 
 def _left_of_hidden(experiment: RegionExperiment, index: int, scores: Tensor) -> float:
-    """The most attention that keys have which an input hides."""
-    active = torch.arange(scores.shape[-1]) % 3 != 1
-    attention = experiment.attention(scores, experiment.hiding(index, active))
-    return float(attention[..., ~active].abs().max())
+    """The most attention that keys have which an input hides, or queries, if it may hide those."""
+    active = torch.arange(experiment.neutral[index].shape[-1]) % 3 != 1
+    attention = experiment.attention(scores, experiment.hiding({index: active}))
+    hidden = _Hidden(scores, attention, [active[None]], True)
+    return min(map(hidden.left, _sides(experiment.region, [experiment.region.inputs[index]])))
 
 
 def _may_hide(experiment: RegionExperiment, index: int) -> bool:
@@ -598,10 +686,11 @@ def _may_hide(experiment: RegionExperiment, index: int) -> bool:
     return low or not _left_of_hidden(experiment, index, zero) > 1e-12
 
 
-def _hides(experiment: RegionExperiment, index: int, active: Tensor, seen: Sample) -> float:
-    """The highest added score that hides keys as HIDDEN_SCORE did in what was seen."""
+def _hides(experiment: RegionExperiment, places: Sequence[int], seen: _Hidden) -> float:
+    """The highest added score that hides tokens as HIDDEN_SCORE did in what was seen."""
+    hidden = {index: kept[0] for index, kept in zip(places, seen.kept, strict=True)}
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
-        attention = experiment.attention(seen.scores, experiment.hiding(index, active, score))
+        attention = experiment.attention(seen.scores, experiment.hiding(hidden, score))
         if relative_error(attention, seen.attention) <= STABILISED:
             return score
     return HIDDEN_SCORE

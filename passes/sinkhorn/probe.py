@@ -65,8 +65,8 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """One observation: scores (raw products) and map [B, H, N, M], keep [B, M]; marginals broadcastable
-    to [B, H, N] and [B, H, M], None where they are uniform.
+    """One observation: scores (raw products) and map [B, H, N, M], keep [B, M], query_keep [B, N];
+    marginals broadcastable to [B, H, N] and [B, H, M], None where they are uniform.
 
     mild: the scores spread so little that a stabilising constant is not seen.
     """
@@ -77,6 +77,7 @@ class Sample:
     mild: bool = True
     log_mu: Tensor | None = None
     log_nu: Tensor | None = None
+    query_keep: Tensor | None = None
 
     @property
     def marginals(self) -> tuple[Tensor | None, Tensor | None]:
@@ -361,8 +362,11 @@ class Trials(ABC):
 
 def with_factor(convention: C, samples: Sequence[Sample], mildest: Sequence[Sample]) -> Fit[C]:
     """The convention with the output factor that the mildest samples show, held against all of them.
-    Raises NoFit."""
-    convention = replace(convention, output_factor=factor_of(masses_of(convention, mildest)))
+    Its power of the shown queries stays.  Raises NoFit."""
+    factor = factor_of(masses_of(convention, mildest))
+    convention = replace(
+        convention, output_factor=replace(factor, shown=convention.output_factor.shown)
+    )
     error = convention_error(convention, samples)
     if not error <= HELD:
         raise NoFit("one head or example runs this loop and another does not", error)
@@ -380,16 +384,22 @@ def map_of(convention: FiniteLoop, sample: Sample) -> Tensor:
     if isinstance(convention, PlanConvention):
         return plan(sample.scores, *sample.marginals, **settings_of(convention) | {"log": False})
     assert isinstance(convention, Convention)
-    return attention_of(convention, sample.scores, sample.keep)
+    keep = sample.query_keep
+    count = sample.scores.shape[-2] if keep is None else keep.sum(1).double()[:, None, None, None]
+    times = count ** (convention.output_factor.shown or 0)
+    return attention_of(convention, sample.scores, sample.keep, keep) * times
 
 
-def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) -> Tensor:
-    """The map that the convention computes from raw products [B, H, N, M], in their dtype."""
+def attention_of(
+    convention: Convention, scores: Tensor, keep: Tensor | None, query_keep: Tensor | None = None
+) -> Tensor:
+    """The map that the convention computes from raw products [B, H, N, M], in their dtype, before what
+    the number of shown queries multiplies it by."""
     scores = convention.score_multiplier * scores
     if keep is not None:
         scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
-        if convention.mask == "both":
-            scores = scores.masked_fill(~keep[:, None, :, None], -math.inf)
+    if query_keep is not None:
+        scores = scores.masked_fill(~query_keep[:, None, :, None], -math.inf)
     factor, rows_first = factor_terms(convention.output_factor), convention.first_side == "row"
     if convention.stabiliser is None:
         f, g = finite_duals(scores, convention.half_steps, convention.first_side, keep)
@@ -614,7 +624,7 @@ the map has any."""
 def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]) -> list[Mass]:
     """Of every example with active keys."""
     found: list[Mass] = []
-    plain = replace(convention, output_factor=OutputFactor())
+    plain = replace(convention, output_factor=OutputFactor(shown=convention.output_factor.shown))
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
         ours = map_of(plain, sample).masked_fill(sample.attention == 0, 0.0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from asapc.features.clouds import shown_queries
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import loop_of, opened_keys
 from asapc.passes.cut import Part
@@ -53,22 +54,34 @@ class LoopSite(Site):
     def at(self) -> Node:
         return self.score.node
 
+    @property
+    def masks(self) -> tuple[KeyMask, ...]:
+        return () if self.mask is None else (self.mask,)
+
     def part(self) -> Part:
         """From the operands of the score product to the map."""
-        shape, mask = self.score.result.shape, self.mask
+        shape = self.score.result.shape
         return Part(
             (self.score.left, self.score.right, *self.inputs), self.value.left,
             frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
-            shape[-1], () if mask is None else ((mask.node, mask.true_means_masked),),
+            shape[-1], tuple((mask.node, mask.true_means_masked) for mask in self.masks),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionSite(LoopSite):
-    """A region that is a finite Sinkhorn loop."""
+    """A region that is a finite Sinkhorn loop.
+
+    query_mask: of queries, which is the one of keys or another.
+    """
 
     convention: Convention
     bias: ScoreBias | None
+    query_mask: KeyMask | None = None
+
+    @property
+    def masks(self) -> tuple[KeyMask, ...]:
+        return tuple(dict.fromkeys(x for x in (self.mask, self.query_mask) if x is not None))
 
     @property
     def value_dim(self) -> int | None:
@@ -81,7 +94,7 @@ class AttentionSite(LoopSite):
 
     @property
     def takes_empty(self) -> bool:
-        return self.mask is None or not self.mask.empty.refused
+        return not any(mask.empty.refused for mask in self.masks)
 
     def opened(self, keep: Tensor) -> Tensor:
         mask = self.mask
@@ -89,6 +102,10 @@ class AttentionSite(LoopSite):
         return opened_keys(keep) if is_open else keep
 
     def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
+        power, shown = self.convention.output_factor.shown, shown_queries(seen.bias)
+        if power is not None and shown is not None:
+            count = shown.expand(-1, seen.q.shape[2]).sum(1).clamp(min=1).to(result.dtype)
+            result = result * count[:, None, None, None] ** power
         if self.mask is None or seen.keep is None:
             return result
         share = value_of(self.mask.empty.share, seen.q.shape[2], seen.k.shape[2])
@@ -104,14 +121,29 @@ class AttentionSite(LoopSite):
             if self.bias is not None and (self.bias.small or self.bias.all_or_nan):
                 kept = lifting.call(torch.ops.asapc.rows_kept.default, bias, self.bias.small)
                 q = lifting.call(aten.where.ScalarOther, kept, q, math.nan)
-            if self.convention.mask == "both":
-                shown = lifting.call(aten.unsqueeze.default, keep, 1)  # as operators.masks.hidden_queries
+            queries = keep if self.query_mask == self.mask else lifting.keep(self.query_mask, q)
+            if self.query_mask is not None:
+                assert queries is not None
+                shown = lifting.call(aten.unsqueeze.default, queries, 1)  # operators.masks.hidden_queries
                 shown = lifting.call(aten.unsqueeze.default, shown, 3)
                 hidden = lifting.call(aten.where.Scalar, shown, 0.0, -math.inf)
                 bias = hidden if bias is None else lifting.call(aten.add.Tensor, bias, hidden)
+                share = _times_shown(lifting, share, queries, self.convention.output_factor.shown, q)
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
+
+
+def _times_shown(
+    lifting: Lifting, share: Node | None, shown: Node, power: float | None, q: Node
+) -> Node | None:
+    """A share [B, 1, 1, 1] times a power of the number of shown queries, if there are any."""
+    if power is None:
+        return share
+    count = lifting.call(aten.sum.dim_IntList, shown, [1])
+    count = lifting.call(aten.clamp_min.default, lifting.call(aten.view.default, count, [-1, 1, 1, 1]), 1)
+    times = lifting.call(aten.pow.Tensor_Scalar, lifting.call(aten.type_as.default, count, q), power)
+    return times if share is None else lifting.call(aten.mul.Tensor, share, times)
 
 
 def _bias(lifting: Lifting, bias: ScoreBias) -> Node:

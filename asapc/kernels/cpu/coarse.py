@@ -38,7 +38,7 @@ def dual_and_mass(
         columns.append(u + some.cost_offset())
         if want_mass:
             sums = over_x(problem.scores + u[..., None], some.x_keep)
-            masses.append(masses_of(problem, v, sums, some.x_keep))
+            masses.append(masses_of(problem, v, sums))
     return torch.cat(columns), torch.cat(masses) if want_mass else None
 
 

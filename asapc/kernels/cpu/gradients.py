@@ -302,6 +302,8 @@ class _Chain:
             self.a.append(a)
         if self.absent is not None:
             total.masked_fill_(self.absent, 1.0)
+        if self.blank is not None:
+            total.masked_fill_(total == 0, 1.0)  # of a key that no query sees
         self.b.append(total.reciprocal_().mul_(self.share))
         return step + (2 if closes_rows else 1)
 

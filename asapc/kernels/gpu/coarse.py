@@ -50,7 +50,7 @@ def dual_and_mass(
         return columns(clouds, pivots, budget)[..., 0], mass
     problem, half_norms = _problem(clouds, pivots)
     u, given, ends = _duals(problem, clouds.x_keep, budget)
-    return u + half_norms, _masses_of(problem, given, ends, clouds.x_keep) if want_mass else None
+    return u + half_norms, _masses_of(problem, given, ends) if want_mass else None
 
 
 def _parts(heads: int, count: int, entries: int, block: int) -> tuple[int, int]:
@@ -134,9 +134,7 @@ def _duals(
     return u, given if budget.half_steps > 1 else None, ends
 
 
-def _masses_of(
-    problem: CoarseProblem, given: Tensor | None, ends: Tensor, x_keep: Tensor | None
-) -> Tensor:
+def _masses_of(problem: CoarseProblem, given: Tensor | None, ends: Tensor) -> Tensor:
     """As features.coarse.masses_of, of what `_duals` returns."""
     batch, heads, num_y, count = problem.member.shape
     parts = ends.shape[1]
@@ -148,7 +146,7 @@ def _masses_of(
         GIVEN=given is not None, WIDTH=width, BLOCK_Y=block, PARTS=triton.next_power_of_2(parts),
         num_warps=4,
     )  # fmt: skip
-    return mass if x_keep is None else mass * x_keep.to(mass.dtype).mean(-1)[:, None, None]
+    return mass
 
 
 def farthest_points(clouds: Clouds, count: int) -> Tensor:
