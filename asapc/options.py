@@ -131,6 +131,10 @@ def command(
             parameters += [_option(key, getattr(default, key), kind) for key, kind in kinds.items()]
             parameters += [] if kinds else [parameter]
         parameters += [_option(key, False, kind) for key, kind in OUTPUT.items()]
+        for parameter in parameters:
+            kind, *described = get_args(parameter.annotation)
+            if kind is bool:
+                described[0].metavar = ""  # a switch takes no value, whatever typer's help shows
         call.__name__, call.__doc__ = body.__name__, body.__doc__
         call.__annotations__ = {x.name: x.annotation for x in parameters}
         call.__signature__ = introspection.Signature(parameters)  # type: ignore[attr-defined]

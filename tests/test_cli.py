@@ -184,10 +184,12 @@ MISTYPED = [
 ]
 
 
-def test_switches_have_no_opposites() -> None:
+def test_switches_have_no_opposites_and_take_no_value() -> None:
     commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
-    switches = [own for command in commands for own in command.params if not own.default]
-    assert not [own.opts for own in switches if own.secondary_opts]
+    options = [own for command in commands for own in command.params]
+    assert not [own.opts for own in options if not own.default and own.secondary_opts]
+    switches = [own for own in options if getattr(own, "is_flag", False) and own.name != "help"]
+    assert len(switches) > 4 * len(commands) and all(own.metavar == "" for own in switches)
 
 
 def test_help_and_mistyped_paths_need_no_torch(calls, tmp_path):
