@@ -123,7 +123,7 @@ def calibrate(
     )  # fmt: skip
 
 
-@command(processes=True)
+@command(processes=True, timed=True)
 def study(
     run: Session,
     model: Model,
@@ -161,7 +161,7 @@ def study(
     run.note(f"wrote {out}: study.json, study.csv, study.md")
 
 
-@command()
+@command(timed=True)
 def compile(
     run: Session,
     model: Model,
@@ -214,7 +214,7 @@ def compile(
     )  # fmt: skip
 
 
-@command(name="run")
+@command(name="run", timed=True)
 def whole(
     run: Session,
     model: Model,
@@ -327,7 +327,7 @@ def refresh(
     )  # fmt: skip
 
 
-@command(processes=True)
+@command(processes=True, timed=True)
 def report(
     run: Session,
     artifact: ArtifactFolder,
@@ -370,7 +370,7 @@ def report(
     return _reported(run, result, artifact, data)
 
 
-@command()
+@command(timed=True)
 def bench(
     run: Session,
     artifact: ArtifactFolder,
@@ -402,7 +402,7 @@ def bench(
     _note_unverified(run, artifact, data)
 
 
-@command()
+@command(timed=True)
 def demo(
     run: Session,
     out: Annotated[

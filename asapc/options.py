@@ -103,10 +103,12 @@ class Judged:
     junit: str | None = option(None, "Also write the checks to this file, as JUnit XML.", metavar="FILE")
 
 
-def command(name: str | None = None, processes: bool = False) -> Callable[..., Any]:
+def command(
+    name: str | None = None, processes: bool = False, timed: bool = False
+) -> Callable[..., Any]:
     """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options.
 
-    processes: several, started by torchrun, may run it.
+    processes, timed: as session.run has them.
     """
 
     def register(body: Callable[..., int | None]) -> Callable[..., int]:
@@ -121,7 +123,7 @@ def command(name: str | None = None, processes: bool = False) -> Callable[..., A
                     given[name] = replace(default, **{key: given.pop(key) for key in kinds})
                 return body(run, **given)
 
-            return session.run(run_body, processes=processes, **output)
+            return session.run(run_body, processes=processes, timed=timed, **output)
 
         parameters = []
         for parameter in own:
@@ -129,6 +131,10 @@ def command(name: str | None = None, processes: bool = False) -> Callable[..., A
             parameters += [_option(key, getattr(default, key), kind) for key, kind in kinds.items()]
             parameters += [] if kinds else [parameter]
         parameters += [_option(key, False, kind) for key, kind in OUTPUT.items()]
+        for parameter in parameters:
+            kind, *described = get_args(parameter.annotation)
+            if kind is bool:
+                described[0].metavar = ""  # a switch takes no value, whatever typer's help shows
         call.__name__, call.__doc__ = body.__name__, body.__doc__
         call.__annotations__ = {x.name: x.annotation for x in parameters}
         call.__signature__ = introspection.Signature(parameters)  # type: ignore[attr-defined]

@@ -107,7 +107,7 @@ CASES: list[tuple[Callable[[Document], Any], str, str, str]] = [
     (model(**OTHER), "teacher", "Run the teacher under torch.compile.",
      "3.00x as fast there; asapc gains 2.00x"),
     (model(**OTHER, speedup_compiled_torch_compile=2.9), "ship", "Ship it.", ""),  # as fast, to its noise
-    (model(examples=20), "measure", "Measure on more examples before you decide.",
+    (model(examples=20), "measure", "Measure on more examples (--data) before you decide.",
      "at least 100 are needed"),
     (model(speedup=5000.0), "measure", "Measure again before you decide.", "a timing must be wrong"),
     # A file holds null for a number that was not finite.
@@ -127,8 +127,8 @@ CASES: list[tuple[Callable[[Document], Any], str, str, str]] = [
     (lambda d: site_error(near(d, 1.0), 0.9), "lossless", "Take the lossless model instead.", ""),
     (lambda d: checked(INACCURATE)(near(d, 1.0)), "look", "Do not ship it yet.", ""),
     # What a check says is told.
-    (checked({**FEW, "class": "ANOMALOUS"}), "measure", "Measure on more examples before you decide.",
-     "too few of them"),
+    (checked({**FEW, "class": "ANOMALOUS"}), "measure",
+     "Measure on more examples (--data) before you decide.", "too few of them"),
     (checked({**FEW, "metric": "new_metric", "class": "ANOMALOUS"}), "measure",
      "Measure again before you decide.", "too few of them"),
     (checked({**FEW, "metric": "new_metric", "class": "REGRESSION"}), "look", "Do not ship it yet.",

@@ -184,10 +184,12 @@ MISTYPED = [
 ]
 
 
-def test_switches_have_no_opposites() -> None:
+def test_switches_have_no_opposites_and_take_no_value() -> None:
     commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
-    switches = [own for command in commands for own in command.params if not own.default]
-    assert not [own.opts for own in switches if own.secondary_opts]
+    options = [own for command in commands for own in command.params]
+    assert not [own.opts for own in options if not own.default and own.secondary_opts]
+    switches = [own for own in options if getattr(own, "is_flag", False) and own.name != "help"]
+    assert len(switches) > 4 * len(commands) and all(own.metavar == "" for own in switches)
 
 
 def test_help_and_mistyped_paths_need_no_torch(calls, tmp_path):
@@ -206,6 +208,32 @@ def test_help_and_mistyped_paths_need_no_torch(calls, tmp_path):
     said = [line for line in found.stderr.splitlines() if line.startswith("asapc: ")]
     for line, (arguments, expected) in zip(said, MISTYPED, strict=True):
         assert expected in line, (arguments, line)
+
+
+def test_threads_sleep_while_they_wait_but_spin_where_a_model_is_timed_on_free_cores(tmp_path):
+    """Chosen before torch is imported, and never against what the user has set."""
+    code = """if True:
+        import json, os, sys, psutil
+        from asapc.cli import main
+        for percent, chosen, *arguments in json.loads(sys.argv[1]):
+            psutil.cpu_percent = lambda interval, percent=percent: percent
+            os.environ.pop("OMP_WAIT_POLICY", None)
+            if chosen:
+                os.environ["OMP_WAIT_POLICY"] = chosen
+            main(arguments)
+            print(os.environ.get("OMP_WAIT_POLICY"))
+    """
+    calibrate = ["calibrate", "gone", "--data", "d.npz", "-o", "c"]
+    cases = [
+        [0.0, None, *calibrate], [90.0, None, *calibrate], [90.0, "active", *calibrate],
+        [10.0, None, "report", "gone"], [60.0, None, "report", "gone"],
+    ]  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(cases)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert found.stdout.split() == ["passive", "passive", "active", "None", "passive"], found.stderr
+    said = [line for line in found.stderr.splitlines() if "of the cores busy" in line]
+    assert said == ["other programs keep 60 % of the cores busy, so the times below are rough"]
 
 
 def test_inspect_prints_the_dictionary_as_it_is(calls, capsys):

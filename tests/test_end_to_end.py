@@ -264,7 +264,7 @@ def test_what_calibrate_refuses(work, tmp_path, capsys):
         (work / "data.npz", nowhere, "nowhere.*", "must match a site"),
         (few, "operator: asap\nfeatures: ['sliced:512']", "help:"),
         (named, "{}", "tokens", "inputs"),
-        (wild, "{}", "the model runs on the given data", "IndexError"),
+        (wild, "{}", "the model must run on the given data", "IndexError"),
     ):
         (tmp_path / "r.yaml").write_text(recipe)
         arguments = ("calibrate", work / "teacher", "--data", data, "-o", tmp_path / "c", "--recipe",

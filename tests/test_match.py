@@ -245,7 +245,7 @@ def test_a_failing_forward_is_the_users_to_mend(error: type[Exception] | None) -
     model = build("Softmax")
     if error is not None:
         model.register_forward_pre_hook(lambda *_: exec("raise error('b')", {"error": error}))
-    with pytest.raises(InputError, match="the model runs on the given data") as raised:
+    with pytest.raises(InputError, match="the model must run on the given data") as raised:
         capture(model, (torch.randn(3, 10, 7),), {})
     assert isinstance(raised.value.__cause__, error or RuntimeError)
 

@@ -397,7 +397,7 @@ class Signature:
             raise InputError(
                 f"{place}: arrays must be named after the arguments of {accepted}",
                 got=f"{', '.join(names) or 'no arrays'}: {error}",
-                help=f"np.savez('data.npz', {self.first_name}=...), or a dict; `labels` for labels",
+                help=f"np.savez('data.npz', {self.first_name}=...) does so; `labels` holds labels",
             ) from None
         return bound.args, bound.kwargs
 

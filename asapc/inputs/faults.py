@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asapc.errors import InputError
 from asapc.inputs.data import Batch, rows
 
-RULE = "the model runs on the given data"
+RULE = "the model must run on the given data"
 HELP = "check the names, shapes and dtypes of the data against the model's forward"
 
 

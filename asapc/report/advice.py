@@ -150,7 +150,7 @@ def decide(report: Report) -> Decision:
         # A share that was measured, and still cannot be judged, rests on too few examples.
         counts = check.metric == "examples" or is_share(check.metric)
         few = counts and check.value is not None and check.kind != "plausibility"
-        again = "on more examples" if few else "again"
+        again = "on more examples (--data)" if few else "again"
         return Decision("measure", f"Measure {again} before you decide.", _message(check), judged)
     if sites and all(site.operator == TEACHER for site in sites):
         why = f": {clipped(sites[0].reason, 160)}" if sites[0].reason else ""
