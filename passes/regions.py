@@ -232,7 +232,7 @@ def _made_of(node: Node, region: Region) -> tuple[list[Node], set[Node]] | None:
 
 def made_only_of(node: Node, roots: Collection[Node]) -> set[Node] | None:
     """What is computed of roots on the way to a node; None where other data enters, or parameters."""
-    above = reached([node], lambda x: () if x in roots else [y for y in x.all_input_nodes if is_tensor(y)])
+    above = reached([node], lambda x: () if x in roots else filter(is_tensor, x.all_input_nodes))
     between = above.difference(roots)
     enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
     return None if enters or between == above else between

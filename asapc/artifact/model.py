@@ -187,7 +187,7 @@ def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) 
 
     parameters: names, each with the first that its weight has.
     """
-    first = dict(parameters)  # type: ignore[arg-type]
+    first = {str(name): str(of) for name, of in parameters}
     weights = model.named_parameters(remove_duplicate=False)
     known = {first.get(name, name): weight for name, weight in weights}
     for name, of in parameters:
