@@ -339,8 +339,9 @@ def report(
 ) -> int:
     """Measure fidelity and speed against the teacher; write report.json, .md, .html and junit.xml.
 
-    With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
-    kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
+    With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit is exceeded, or the
+    baseline is better) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good to
+    be true); both exit 1.
     """
     check_artifact(artifact)
     check_data(data)

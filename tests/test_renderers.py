@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 from xml.sax.saxutils import unescape
@@ -318,6 +319,18 @@ def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     assert "agreement 99.90% (95% interval 99.70% to 100.00%)" in words
     assert "worst layer 0.0361 (attention error of vision_tower" in words
     assert "left alone 3 layers" in words
+
+
+def test_no_figure_is_cut_or_empty() -> None:
+    report = measured(1)
+    times = {"speedup_teacher_torch_compile": 3.08, "speedup_compiled_torch_compile": 36.2,
+             "torch_compile_seconds": 167.0}  # fmt: skip
+    values, ends = {**report.model.values, **times}, {"speedup": (19.1, 20.2)}
+    model = replace(report.model, values=values, confidence=ends)
+    words = " ".join(" ".join(brief.report_brief(replace(report, model=model))).split())
+    assert "interval 19.1 to 20.2; 21.0x with every loop kept exactly (lossless); under" in words
+    assert "the compiled model is 36.2x as fast as the plain teacher)" in words
+    assert f"least gain: {brief.shortened(name(0))}, asap, 2.50x" in brief.bench_brief(timings(1))
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 200, "é" * 61, "\u202e" * 9])

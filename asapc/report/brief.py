@@ -136,7 +136,7 @@ def key_figures(report: Report) -> list[KeyFigure]:
             f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
             *_under_torch_compile(model.values))  # fmt: skip
     for words, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
-                       ("own metric", "metric_compiled"), ("its drop", "metric_drop")):  # fmt: skip
+                       ("own metric", "metric_compiled"), ("drop", "metric_drop")):  # fmt: skip
         if model.metric(key) is not None:
             teachers = model.metric(key.replace("_compiled", "_teacher"))
             of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
@@ -170,7 +170,7 @@ def report_brief(report: Report) -> list[str]:
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     for figure in key_figures(report):
         beside = f" ({'; '.join(figure.notes)})" if figure.notes else ""
-        lines += _wrapped(f"{figure.label:<12}{figure.value}{beside}", indent=" " * 12, most=4)
+        lines += _wrapped(f"{figure.label:<12}{figure.value}{beside}", indent=" " * 12, most=6)
     if str(report.model.source).endswith("(no --weights)"):
         lines.append("weights     as returned by the factory (no --weights)")
     if report.refused:
@@ -206,7 +206,7 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     if timed:
         least = min(timed, key=lambda site: site["speedup"])
         ends = interval_text("speedup", least.get("confidence", {}))
-        gain = f"{least.get('operator')}, {number(least['speedup'])}x ({ends or '-'})"
+        gain = f"{least.get('operator')}, {number(least['speedup'])}x" + (f" ({ends})" if ends else "")
         lines.append(f"least gain: {shortened(least['name'])}, {gain}")
     kernels = [
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())
