@@ -123,12 +123,9 @@ class SiteStatistics:
         return tensors, {"examples": self.examples, "seconds": self.seconds}
 
     def restore(
-        self,
-        tensors: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-        heads: int | None = None,
+        self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], heads: int | None = None,
         head_dim: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add what state() gave.  heads, head_dim: the site's, where they are known.
 
         Raises InputError or KeyError where something is missing or not what such a site has: nothing is

@@ -159,11 +159,9 @@ def _alike(first: Convention, second: AnyConvention) -> bool:
 
 
 def _problem(
-    recipe: Recipe,
-    plan: TransformPlan | None,
-    fits: Sequence[AnySiteCalibration],
+    recipe: Recipe, plan: TransformPlan | None, fits: Sequence[AnySiteCalibration],
     found: AnySiteCalibration | None,
-) -> str:
+) -> str:  # fmt: skip
     """How the nearest fit differs from what is asked for."""
     if found is not None:
         return "was fitted on another convention"

@@ -522,8 +522,8 @@ class _Beyond:
         hides, bias = self.site.convention.mask, t.bias
         keep = None if hides == "query" else self.site.opened(only)
         if hides in ("query", "both"):
-            one = len(self.part.masks) == 1 and keep is not None
-            own, hidden = self._own_bias(t), hidden_queries(keep if one else queries)
+            shown = queries if keep is None or len(self.part.masks) > 1 else keep
+            own, hidden = self._own_bias(t), hidden_queries(shown)
             bias = hidden if own is None else own + hidden
         return replace(t, keep=keep, bias=bias, query_keep=None if t.query_keep is None else queries)
 

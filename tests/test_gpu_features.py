@@ -16,6 +16,7 @@ from asapc.features.clouds import Clouds  # noqa: E402
 from asapc.features.farthest import farthest_points  # noqa: E402
 from asapc.kernels.gpu import coarse, dual, sliced  # noqa: E402
 from asapc.operators import asap as meaning  # noqa: E402
+from asapc.operators.masks import hidden_queries  # noqa: E402
 
 ALL = "coarse:5 gaussian sliced:3"
 
@@ -110,6 +111,8 @@ def test_masked_keys_hold_nan(features: str) -> None:
     keep = torch.tensor([[1] * 9, [1, 0, 1, 1, 0, 1, 1, 0, 0], [0] * 8 + [1], [0] * 9], device=DEVICE) > 0
     k[(~keep)[:, None].expand(4, 1, 9)] = math.nan
     assert_honest(q, k, features, keep)  # the errors compared would be nan if it leaked
+    shown = keep.flip(0)  # and of queries others, of one example all
+    assert_honest(q, k, features, keep, hidden_queries(shown))
 
 
 @pytest.mark.parametrize("lengths", [(1, 6), (17, 18)], ids=str)

@@ -161,12 +161,9 @@ def feature_columns(
 
 
 def predict_dual(
-    features: Sequence[Feature],
-    parameters: Sequence[Tensor | None],
-    coefficients: Tensor,
-    clouds: Clouds,
-    budget: Budget,
-) -> Tensor:
+    features: Sequence[Feature], parameters: Sequence[Tensor | None], coefficients: Tensor,
+    clouds: Clouds, budget: Budget,
+) -> Tensor:  # fmt: skip
     """The predicted dual in score coordinates, centre(X omega) - |x|^2 / 2: [B, H, N].
 
     coefficients omega: [1, F] for all heads or [H, F].  Source: ASAP, Eq. 13 and Appendix D.1.

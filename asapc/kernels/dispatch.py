@@ -54,14 +54,9 @@ def listening() -> bool:
 
 
 def attention_backend(
-    operator: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    bias: Tensor | None,
-    half_steps: int,
+    operator: str, q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None, half_steps: int,
     from_key: bool = False,
-) -> Backend:
+) -> Backend:  # fmt: skip
     """Of the finite loop and of c-transforms.
 
     v: None where the dense map is wanted.  from_key: the first closes rows; one such half-step is softmax

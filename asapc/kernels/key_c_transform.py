@@ -18,15 +18,9 @@ from asapc.operators.sinkhorn import clean_values, factor_value, widen
 
 
 def key_c_transform(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    output_factor: Sequence[float],
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, target_dual: Tensor | None,
+    score_multiplier: float, output_factor: Sequence[float],
+) -> Tensor:  # fmt: skip
     """Arguments and result as operators.asap.asap with c_transforms = 1; half precision runs in float32.
 
     target_dual: None for zero, of which it is softmax attention alone.

@@ -79,14 +79,9 @@ class Loop:
 
 
 def run_loop(
-    scores: Tensor,
-    f: Tensor,
-    g: Tensor,
-    log_mu: Tensor,
-    log_nu: Tensor,
-    half_steps: int,
+    scores: Tensor, f: Tensor, g: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int,
     first_side: Side,
-) -> Loop:
+) -> Loop:  # fmt: skip
     """operators.sinkhorn.alternate, with products after LOG_STEPS."""
     f, g = alternate(scores, f, g, min(LOG_STEPS, half_steps), first_side, log_mu, log_nu)
     u, v = torch.ones_like(f)[..., None], torch.ones_like(g)[..., None]

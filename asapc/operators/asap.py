@@ -34,17 +34,10 @@ from asapc.operators.sinkhorn import (
 
 
 def _asap(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, bias: Tensor | None,
+    source_dual: Tensor | None, target_dual: Tensor | None, score_multiplier: float, c_transforms: int,
     output_factor: Sequence[float],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's, after `c_transforms`
     c-transforms from the given dual.
 
@@ -87,18 +80,10 @@ def first_c_transform(source_dual: Tensor | None, target_dual: Tensor | None, c_
 
 
 def dual(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    coefficients: Tensor,
-    features: str,
-    side: str,
-    score_multiplier: float,
-    half_steps: int,
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, parameters: Sequence[Tensor],
+    coefficients: Tensor, features: str, side: str, score_multiplier: float, half_steps: int,
     starts_on_x: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A predicted dual in score coordinates: [B, H, N] from the source side, [B, H, M] from the key's.
 
     features: recipe entries separated by spaces; parameters: those that exist, in that order;
@@ -110,17 +95,9 @@ def dual(
 
 
 def dual_and_row_mass(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    coefficients: Tensor,
-    features: str,
-    score_multiplier: float,
-    half_steps: int,
-    starts_on_x: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, parameters: Sequence[Tensor],
+    coefficients: Tensor, features: str, score_multiplier: float, half_steps: int, starts_on_x: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The keys' dual [B, H, M], and the mass of every query row in the teacher's plan [B, H, N].
 
     One c-transform from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows

@@ -78,15 +78,9 @@ def seen_keys(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) ->
 
 
 def banded_map(
-    scores: Tensor,
-    keep: Tensor | None,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    low: int,
-    high: int,
-    tail: int | None = None,
-) -> Tensor:
+    scores: Tensor, keep: Tensor | None, half_steps: int, rows_first: bool,
+    output_factor: Sequence[float], low: int, high: int, tail: int | None = None,
+) -> Tensor:  # fmt: skip
     """The map [B, H, N, M] of scores in units of epsilon, of which those outside the band do not count.
 
     Every query has mass 1/N and every active key 1/M. Of a key that no query sees, and of a query with
@@ -102,19 +96,10 @@ def banded_map(
 
 
 def _banded_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    low: int,
-    high: int,
-    tail: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, score_multiplier: float, half_steps: int,
+    rows_first: bool, output_factor: Sequence[float], low: int, high: int, tail: int | None = None,
     tolerance: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys.

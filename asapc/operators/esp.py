@@ -64,11 +64,9 @@ def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, k
 
 
 def scanned(
-    step: Callable[..., tuple[Tensor, ...]],
-    state: Sequence[Tensor],
-    lines: Sequence[Tensor | None],
+    step: Callable[..., tuple[Tensor, ...]], state: Sequence[Tensor], lines: Sequence[Tensor | None],
     given: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The state after step(*state, *part, *given) for every part of the lines, a loop in the program."""
 
     def filled(*tensors: Tensor) -> list[Tensor]:
@@ -101,13 +99,9 @@ def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
 
 
 def soft_plan(
-    x: Tensor,
-    y: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    ranks: Tensor | None,
+    x: Tensor, y: Tensor, keep: Tensor | None, query_keep: Tensor | None, ranks: Tensor | None,
     sort: Callable[[Tensor, Tensor | None], Tensor],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """P = A' I B [B, H, N, M] of one slice, rows sum to about 1.  x: [B, H, N]; y: [B, H, M].
 
     ranks: I as operators.ranks.rank_matrix has it.
@@ -149,19 +143,11 @@ def _token_bounds(x: Tensor, keep: Tensor | None, ties: Ties) -> tuple[Tensor, T
 
 
 def expected_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    slice_weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
+    slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
+    output_factor: float, slice_weight: Tensor | None,
     plan_of: Callable[[Clouds, Tensor, Tensor], Tensor],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
 
     plan_of: (clouds, x [B, G, N], y [B, G, M]) -> P [B, G, N, M] of one slice of G heads, or of several
@@ -223,22 +209,11 @@ def _by_sorting(sort: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """sort: as soft_sort."""
 
     def compute(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        keep: Tensor | None,
-        query_keep: Tensor | None,
-        slices: Tensor | None,
-        inverse_temperature: Tensor,
-        softsort_temperature: float,
-        squared_cost: bool,
-        mean_cost: bool,
-        output_factor: float,
-        coupling: Coupling = "interpolated",
-        slice_weight: Tensor | None = None,
-        query_power: int = 0,
-        key_power: int = 0,
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
+        slices: Tensor | None, inverse_temperature: Tensor, softsort_temperature: float,
+        squared_cost: bool, mean_cost: bool, output_factor: float, coupling: Coupling = "interpolated",
+        slice_weight: Tensor | None = None, query_power: int = 0, key_power: int = 0,
+    ) -> Tensor:  # fmt: skip
         """A v for the map A of the soft plans: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
 
         q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
@@ -265,22 +240,11 @@ esp_released_hard_attention = pair("esp_released_hard", _by_sorting(hardest))[1]
 
 
 def _esp_hard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    ties: Ties = "shared",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
+    slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
+    output_factor: float, coupling: Coupling = "interpolated", ties: Ties = "shared",
+    slice_weight: Tensor | None = None, query_power: int = 0, key_power: int = 0,
+) -> Tensor:  # fmt: skip
     """A v for the map A of the plans sorted exactly: [B, H, N, E] in v's dtype; or A in q's.
 
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends

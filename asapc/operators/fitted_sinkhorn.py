@@ -19,17 +19,10 @@ from asapc.operators.sinkhorn import sinkhorn, sinkhorn_attention, widen
 
 
 def _fitted_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    head_multiplier: Tensor,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, bias: Tensor | None,
+    head_multiplier: Tensor, score_multiplier: float, half_steps: int, rows_first: bool,
     output_factor: Sequence[float],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A v: [B, H, N, E] in v's dtype; or the map A: [B, H, N, M] in q's.
 
     head_multiplier: [H], without a unit; the rest as operators.sinkhorn.sinkhorn.

@@ -29,24 +29,12 @@ from asapc.operators.sinkhorn import alternate, clean_values, masked, opened_key
 
 
 def _lot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    output_factor: Sequence[float],
-    interleaved: bool = False,
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
+    key_bias: Tensor | None, pivots: Tensor, pivot_mass: Tensor, query_multiplier: float,
+    key_multiplier: float, query_half_steps: int, queries_first: bool, key_half_steps: int,
+    keys_first: bool, output_factor: Sequence[float], interleaved: bool = False,
     pivot_weight: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A v: [B, H, N, E] in v's dtype, 0 at padded queries and where an example has no active key; or the
     dense map A: [B, H, N, M] in q's dtype, 0 on padded tokens.
 
@@ -91,13 +79,9 @@ def by_example(table: Tensor, batch: int) -> Tensor:
 
 
 def pivot_scores(
-    tokens: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    pivots: Tensor,
-    multiplier: float,
+    tokens: Tensor, keep: Tensor | None, bias: Tensor | None, pivots: Tensor, multiplier: float,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """S_ri = multiplier z_r.x_i + bias_ri: [B, H, R, N] in dtype; padded tokens score 0.
 
     tokens: [B, H, N, D]; keep: [B, N]; bias: [B|1, H|1, 1|R, N]; pivots: [H, R, D].
@@ -112,13 +96,9 @@ def pivot_scores(
 
 
 def pivot_plan(
-    scores: Tensor,
-    keep: Tensor | None,
-    pivot_mass: Tensor,
-    half_steps: int,
-    tokens_first: bool,
+    scores: Tensor, keep: Tensor | None, pivot_mass: Tensor, half_steps: int, tokens_first: bool,
     over_mass: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Gamma [B, H, R, N] after `half_steps` half-steps from zero duals; 0 on padded tokens.
 
     scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R] or [B, H, R].  over_mass: diag(1 / sigma)

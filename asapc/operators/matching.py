@@ -366,12 +366,9 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def slice_weights(
-    cost: Tensor,
-    inverse_temperature: Tensor,
-    count: Tensor | int,
-    mean_cost: bool,
+    cost: Tensor, inverse_temperature: Tensor, count: Tensor | int, mean_cost: bool,
     slice_weight: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """omega exp(-tau D) over its sum over the slices.  cost: [B, H, L] in float64; count: of the queries;
     slice_weight: [L] or [H, L]."""
     if mean_cost:

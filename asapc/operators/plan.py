@@ -31,13 +31,9 @@ from asapc.operators.stabilised import stabilised_plans, unit_mass
 
 
 def log_plan_of(
-    scores: Tensor,
-    log_mu: Tensor | None,
-    log_nu: Tensor | None,
-    half_steps: int,
-    rows_first: bool,
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
     damping: Sequence[float] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """log P [.., N, M] after `half_steps` half-steps from zero duals.
 
     scores: [.., N, M] in units of epsilon; log_mu, log_nu: broadcastable to [.., N] and [.., M],
@@ -89,28 +85,13 @@ def written_log_plan(
 
 
 def plan(
-    scores: Tensor,
-    log_mu: Tensor | None,
-    log_nu: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    log: bool = False,
-    by_head: Sequence[float] | None = None,
-    constant: float | None = None,
-    form: str = "plan",
-    kind: str = "clamp",
-    start: str = "plain",
-    shares: bool = False,
-    start_share: bool = False,
-    damping: Sequence[float] | None = None,
-    is_kernel: bool = False,
-    threshold: float | None = None,
-    moves: str = "duals",
-    summed: bool = False,
-    after: int = 0,
-) -> Tensor:
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, score_multiplier: float,
+    half_steps: int, rows_first: bool, output_factor: Sequence[float], log: bool = False,
+    by_head: Sequence[float] | None = None, constant: float | None = None, form: str = "plan",
+    kind: str = "clamp", start: str = "plain", shares: bool = False, start_share: bool = False,
+    damping: Sequence[float] | None = None, is_kernel: bool = False, threshold: float | None = None,
+    moves: str = "duals", summed: bool = False, after: int = 0,
+) -> Tensor:  # fmt: skip
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];

@@ -89,16 +89,9 @@ def run_half_steps(
 
 
 def alternate(
-    scores: Tensor,
-    f: Tensor,
-    g: Tensor,
-    half_steps: int,
-    first_side: Side,
-    log_mu: Tensor,
-    log_nu: Tensor,
-    damping: Sequence[float] | None = None,
-    tail: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, log_mu: Tensor,
+    log_nu: Tensor, damping: Sequence[float] | None = None, tail: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same with marginals that are given, broadcastable to f [B, H, N] and g [B, H, M].
 
     damping: (of rows, of columns), by which every new dual is multiplied; see operators.plan.
@@ -184,18 +177,10 @@ def widen(tensor: Tensor | None) -> Tensor | None:
 
 
 def _sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    tail: int | None = None,
-    tolerance: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, bias: Tensor | None,
+    score_multiplier: float, half_steps: int, rows_first: bool, output_factor: Sequence[float],
+    tail: int | None = None, tolerance: float = 0.0,
+) -> Tensor:  # fmt: skip
     """A v for the finite loop's attention map A: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;

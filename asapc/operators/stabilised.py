@@ -105,22 +105,10 @@ def _largest(scores: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _stabilised_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    form: str,
-    kind: str,
-    constant: float,
-    start: str,
-    shares: bool,
-    start_share: bool,
-    output_factor: Sequence[float],
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, bias: Tensor | None,
+    score_multiplier: float, half_steps: int, rows_first: bool, form: str, kind: str, constant: float,
+    start: str, shares: bool, start_share: bool, output_factor: Sequence[float],
+) -> Tensor:  # fmt: skip
     """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's.  Arguments as
     sinkhorn_attention, and Stabiliser's.
 

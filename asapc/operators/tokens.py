@@ -19,14 +19,9 @@ Powers = Sequence[float | Tensor]
 
 
 def summary_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    multiplier: float,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None, multiplier: float,
     powers: Powers | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A v, with the attention A of c summary tokens over every key: [B, H, c, E] in v's dtype.
 
         A_j = softmax_j(multiplier q.k_j)                                            without powers

@@ -41,13 +41,9 @@ UNDER: tuple[Stage, ...] = ("teacher", "graph")  # what is timed under torch.com
 
 
 def time_model(
-    runners: Mapping[Stage, Runner],
-    batch: Batch,
-    repeats: int = 7,
-    warmup: int = 2,
-    torch_compile: bool = False,
-    twin: Stage | None = None,
-) -> dict[str, Any]:
+    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7, warmup: int = 2,
+    torch_compile: bool = False, twin: Stage | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Medians and ratios of the whole model, and the intervals of these by their names, as `confidence`.
 
     twin: the stage that the compiled model is, call for call: the two are timed as one.
@@ -175,9 +171,9 @@ class SiteFidelity:
         if isinstance(c, Convention) and c.hides_queries:
             keeps = t.keep, shown_queries(t.bias)
             if c.last_side == "column":  # rows are then 1 on average among those that are shown
-                sizes = zip(keeps, teacher.shape[:1:-1], strict=True)
-                keys, queries = (1.0 if x is None else x.sum(1).clamp(min=1) / n for x, n in sizes)
-                balance = (queries / keys)[:, None, None, None]
+                every = teacher.new_ones(1, 1)
+                keys, queries = ((every if x is None else x.float()).mean(1) for x in keeps)
+                balance = (queries / torch.where(keys > 0, keys, 1.0))[:, None, None, None]
                 teacher, compiled = teacher * balance, compiled * balance
         self.attention.update(teacher, compiled, *keeps)
         if self.pictures is not None:

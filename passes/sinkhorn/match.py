@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -158,10 +158,10 @@ class RegionExperiment(Experiment, Trials):
 
     def masked(
         self, masks: Masks, active: Tensor | None, at: dict[Any, int] | None = None
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    ) -> tuple[list[Tensor], dict[str, Any]]:
         """The neutral inputs with masks that hide the tokens outside `active`, and what they keep, as a
         Sample has it; all tokens are shown without either.  active: [n], of queries and keys alike."""
-        hidden, kept = {}, dict[str, Tensor]()
+        hidden, kept = {}, {}
         sizes = self.size(at)
         for name, mask, size in zip(KEPT, masks, (sizes[-1], sizes[-2]), strict=True):
             if mask is not None and active is not None:
@@ -357,125 +357,100 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
     return fit
 
 
+Way = tuple[int | None, int | None]
+"""Which of some masks hides keys, and which hides queries."""
+Seen = tuple[Tensor, Tensor, list[Tensor], bool]
+"""Scores, the map, what every mask keeps [B, n], and whether the scores are mild."""
+
+
 def _masked(
     experiment: RegionExperiment, fit: Fit[Convention], places: Sequence[int]
 ) -> tuple[Fit[Convention], Masks]:
     """The loop with an input that hides tokens, by low scores that it adds or as a boolean, or with one
     input for keys and another for queries."""
     region, nodes = experiment.region, [experiment.region.inputs[index] for index in places]
-    sides = _sides(region, nodes)
-    if not sides:
-        raise NoFit(f"two masks enter the scores ({spoken(nodes[0])} and {spoken(nodes[1])})")
+    ways, named = _ways(region, nodes), " and ".join(map(spoken, nodes))
+    if not ways:
+        raise NoFit(f"two masks enter the scores ({named})")
     first, *others = _hidden(experiment, places)
-    named = " and ".join(map(spoken, nodes))
-    if not bool(first.attention.isfinite().all()):
+    if not bool(first[1].isfinite().all()):
         raise NoFit(f"masking keys through {named} gives NaN or infinity")
-    sides = [one for one in sides if first.left(one) <= 1e-12]
-    if not sides:
+    ways = [way for way in ways if _left(_sample(first, way)) <= 1e-12]
+    if not ways:
         raise NoFit(f"keys masked through {named} still receive attention")
     hides = HIDDEN_SCORE
-    for index, node in zip(places, nodes, strict=True):
-        if experiment.neutral[index].dtype != torch.bool:
-            hides = _hides(experiment, places, first)
-            example = node.meta["example"]
-            if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
-                raise NoFit(f"keys masked through {named} still receive attention at {MASKED_BELOW:g}")
-    every = [first, *(x for x in others if not overflown(x.attention))]
-    mild = every[:1] if len(places) == 1 else [x for x in every if x.mild]
-    powers = (None, 1, -1) if any("query" in one for one in sides) else (None,)
+    for node in (node for node in nodes if node.meta["val"].dtype != torch.bool):
+        hides, example = _highest(experiment, places, first), node.meta["example"]
+        if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
+            raise NoFit(f"keys masked through {named} still receive attention at {MASKED_BELOW:g}")
+    every = [first, *(x for x in others if not overflown(x[1]))]
+    mild = every[:1] if len(places) == 1 else [x for x in every if x[-1]]
+    mildest = experiment.samples[: len(experiment.sizes)]
 
-    def tried(one: Sequence[Mask], power: int | None) -> tuple[Fit[Convention], Sequence[Mask]]:
-        mask: Mask = one[0] if len(one) == 1 else "both"
+    def tried(way: Way, power: int | None) -> tuple[Fit[Convention], Way]:
+        mask: Mask = "key" if way[1] is None else "query" if way[0] is None else "both"
         loop = replace(fit.convention, mask=mask, output_factor=OutputFactor(shown=power))
-        seen, mildest = ([x.sample(one) for x in some] for some in (every, mild))
-        unmasked = experiment.samples[: len(experiment.sizes)]
-        return with_factor(loop, [*experiment.samples, *seen], [*unmasked, *mildest]), one
+        seen, milder = ([_sample(x, way) for x in some] for some in (every, mild))
+        return with_factor(loop, [*experiment.samples, *seen], [*mildest, *milder]), way
 
+    powers = {way: (None, 1, -1) if _counts_queries(way) else (None,) for way in ways}
+    tries = ((way, power) for way in ways for power in powers[way])
     try:
-        masked, found = first_fit(partial(tried, *each) for each in itertools.product(sides, powers))
+        masked, way = first_fit(partial(tried, *each) for each in tries)
     except NoFit as no_fit:
         raise NoFit(f"with {named} as {'key mask' if len(nodes) == 1 else 'masks'}: {no_fit}") from None
-    masks: dict[Mask, KeyMask] = {}
-    for side, index, node in zip(found, places, nodes, strict=True):
+    masks = []
+    for number, (index, node) in enumerate(zip(places, nodes, strict=True)):
         neutral, examples = experiment.neutral[index], EmptyExamples(experiment, masked.convention, index)
         additive = neutral.dtype != torch.bool
-        if "query" in found:
-            gives = examples.beside([place for place in places if place != index], side == "key")
+        if _counts_queries(way):
+            gives = examples.beside([place for place in places if place != index], number == way[0])
         else:
             gives = examples.of_scores(hides) if additive else examples.of_mask()
         polarity = None if additive else bool(not neutral.flatten()[0])
         is_bias = additive and _adds_more(node)
-        masks[side] = KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides)
-    both = masks.get("both")
-    return masked, (masks.get("key", both), masks.get("query", both))
+        masks.append(KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides))
+    of_keys, of_queries = (None if number is None else masks[number] for number in way)
+    return masked, (of_keys, of_queries)
 
 
-def _sides(region: Region, nodes: Sequence[Node]) -> list[tuple[Mask, ...]]:
-    """What masks may hide, the likeliest first: keys, both or queries, or one of two keys and the other
-    queries."""
-    queries, keys = region.score.result.shape[-2:]
-
-    def fits(node: Node, side: Mask) -> bool:
-        length = node.meta["val"].shape[-1]
-        of_keys, of_queries = same(length, keys), same(length, queries)
-        if side == "query":
-            return of_queries and node in region.roots
-        return of_keys and (side == "key" or of_queries)
-
-    one: list[tuple[Mask, ...]] = [("key",), ("both",), ("query",)]
-    two: list[tuple[Mask, ...]] = [("key", "query"), ("query", "key")]
-    return [
-        sides for sides in (one if len(nodes) == 1 else two)
-        if len(sides) == len(nodes) and all(map(fits, nodes, sides))
-    ]  # fmt: skip
+def _counts_queries(way: Way) -> bool:
+    """Whether shown queries have a number of their own, which is not that of the active keys."""
+    return way[1] not in (None, way[0])
 
 
-@dataclass(frozen=True)
-class _Hidden:
-    """A map [B, H, N, M] of scores of which masks hide tokens, whichever side each of them hides.
+def _ways(region: Region, nodes: Sequence[Node]) -> list[Way]:
+    """The likeliest first.  Queries are hidden by masks of tokens alone, not by those of keys alone."""
+    sizes = region.score.result.shape[:-3:-1]
+    ways: list[list[Way]] = [[(0, None), (0, 0), (None, 0)], [(0, 1), (1, 0)]]
 
-    kept: of every mask [B, n].
-    """
+    def fits(way: Way) -> bool:
+        queries = way[1] is None or way[0] == way[1] or nodes[way[1]] in region.roots
+        pairs = zip(way, sizes, strict=True)
+        return queries and all(i is None or same(nodes[i].meta["val"].shape[-1], x) for i, x in pairs)
 
-    scores: Tensor
-    attention: Tensor
-    kept: Sequence[Tensor]
-    mild: bool
-
-    def sample(self, sides: Sequence[Mask]) -> Sample:
-        keep, query_keep = (
-            next((kept for kept, one in zip(self.kept, sides, strict=True) if one in hidden), None)
-            for hidden in (("key", "both"), ("query", "both"))
-        )
-        return Sample(self.scores, self.attention, keep, query_keep=query_keep)
-
-    def left(self, sides: Sequence[Mask]) -> float:
-        """The most attention that anything hidden has."""
-        shown = (
-            kept[:, None, :, None] if side == "query" else kept[:, None, None]
-            for kept, side in zip(self.kept, sides, strict=True)
-        )
-        return max(float(self.attention.masked_fill(x, 0.0).abs().max()) for x in shown)
+    return [way for own in ways[len(nodes) - 1 : len(nodes)] for way in own if fits(way)]
 
 
-def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[_Hidden]:
+def _sample(seen: Seen, way: Way) -> Sample:
+    scores, attention, kept, mild = seen
+    keep, query_keep = (None if number is None else kept[number] for number in way)
+    return Sample(scores, attention, keep, mild, query_keep=query_keep)
+
+
+def _left(sample: Sample) -> float:
+    """The most attention that anything hidden has."""
+    kept = ((-1, sample.keep), (-2, sample.query_keep))
+    lines = ((sample.attention.abs().transpose(axis, -1), x) for axis, x in kept if x is not None)
+    return max(float(a.masked_fill(x[:, None, None], 0.0).max()) for a, x in lines)
+
+
+def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[Seen]:
     """Some tokens hidden first; all but one, too, and where there are two masks, those of one alone; and
     others in every example, since what is made of a mask may be made of other examples' too."""
     tokens = [torch.arange(experiment.neutral[index].shape[-1]) for index in places]
     options = [(x % 3 != 1, x == len(x) // 2, *([x >= 0] if len(places) > 1 else [])) for x in tokens]
-
-    def seen(spread: float, active: Sequence[Tensor]) -> _Hidden:
-        s = experiment.scores(spread)
-        a = experiment.attention(s, experiment.hiding(dict(zip(places, active, strict=True))))
-        kept = [
-            x.expand(len(a), -1) if x.dim() == 1 else x.repeat_interleave(len(a) // len(x), 0)
-            for x in active
-        ]
-        return _Hidden(s, a, kept, spread == 1.0)
-
-    for active, spread in itertools.product(itertools.product(*options), (1.0, SHARP_MASKED)):
-        if not all(bool(x.all()) for x in active):
-            yield seen(spread, active)
+    tries = [(shown, spread) for shown in itertools.product(*options) for spread in (1.0, SHARP_MASKED)]
     if any(experiment.region.inputs[index] in experiment.region.roots for index in places):
         generator, unlike = torch.Generator().manual_seed(7), []
         for index in places:
@@ -483,7 +458,15 @@ def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[_Hi
             active[:, 0] = active[0] = True
             active[-1, 1:3] = False
             unlike.append(active)
-        yield seen(1.0, unlike)
+        tries.append((tuple(unlike), 1.0))
+    for shown, spread in tries:
+        s = experiment.scores(spread)
+        a = experiment.attention(s, experiment.hiding(dict(zip(places, shown, strict=True))))
+        kept = [
+            x.expand(len(a), -1) if x.dim() == 1 else x.repeat_interleave(len(a) // len(x), 0)
+            for x in shown
+        ]
+        yield s, a, kept, spread == 1.0
 
 
 def _error_together(
@@ -652,7 +635,7 @@ def _find_neutral(
     scores, as_it_is = 0.1 * experiment.noise(), experiment.neutral
     masks = [index for index, role in enumerate(roles) if role == "mask"][:2]
 
-    def shown(turned: Collection[int]) -> tuple[int, bool]:
+    def turn(turned: Collection[int]) -> tuple[int, bool]:
         """A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
         low numbers, what no mask gives: then it is seen where it hides some."""
         experiment.neutral = [~x if index in turned else x for index, x in enumerate(as_it_is)]
@@ -660,7 +643,7 @@ def _find_neutral(
         return _informative(experiment, scores), gone
 
     ways = [some for count in range(len(masks) + 1) for some in itertools.combinations(masks, count)]
-    shown(max(ways, key=shown))
+    turn(max(ways, key=turn))
 
 
 def _informative(experiment: RegionExperiment, scores: Tensor) -> int:
@@ -675,8 +658,9 @@ def _left_of_hidden(experiment: RegionExperiment, index: int, scores: Tensor) ->
     """The most attention that keys have which an input hides, or queries, if it may hide those."""
     active = torch.arange(experiment.neutral[index].shape[-1]) % 3 != 1
     attention = experiment.attention(scores, experiment.hiding({index: active}))
-    hidden = _Hidden(scores, attention, [active[None]], True)
-    return min(map(hidden.left, _sides(experiment.region, [experiment.region.inputs[index]])))
+    seen = scores, attention, [active[None]], True
+    ways = _ways(experiment.region, [experiment.region.inputs[index]])
+    return min(_left(_sample(seen, way)) for way in ways)
 
 
 def _may_hide(experiment: RegionExperiment, index: int) -> bool:
@@ -686,12 +670,13 @@ def _may_hide(experiment: RegionExperiment, index: int) -> bool:
     return low or not _left_of_hidden(experiment, index, zero) > 1e-12
 
 
-def _hides(experiment: RegionExperiment, places: Sequence[int], seen: _Hidden) -> float:
+def _highest(experiment: RegionExperiment, places: Sequence[int], seen: Seen) -> float:
     """The highest added score that hides tokens as HIDDEN_SCORE did in what was seen."""
-    hidden = {index: kept[0] for index, kept in zip(places, seen.kept, strict=True)}
+    scores, before, kept, _ = seen
+    hidden = {index: x[0] for index, x in zip(places, kept, strict=True)}
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
-        attention = experiment.attention(seen.scores, experiment.hiding(hidden, score))
-        if relative_error(attention, seen.attention) <= STABILISED:
+        attention = experiment.attention(scores, experiment.hiding(hidden, score))
+        if relative_error(attention, before) <= STABILISED:
             return score
     return HIDDEN_SCORE
 

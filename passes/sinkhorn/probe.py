@@ -467,11 +467,9 @@ Plans = Callable[[Side], Iterator[Tensor]]
 
 
 def search_budget(
-    targets: Sequence[Tensor],
-    plans: Sequence[Plans],
-    sides: Sequence[Side] = BOTH,
+    targets: Sequence[Tensor], plans: Sequence[Plans], sides: Sequence[Side] = BOTH,
     most: int = MAX_HALF_STEPS,
-) -> Budget:
+) -> Budget:  # fmt: skip
     """The shortest loop, among those that end on `sides`, that is as good as the best.
 
     targets: attention [G, H, N, M] of each group of samples; plans: the loops that should give it;

@@ -53,16 +53,9 @@ class _Heads:
 
 
 def sinkhorn_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    dual: Tensor | None,
-    loop: Loop,
-    tail: Tail,
-) -> Gradients:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None,
+    dual: Tensor | None, loop: Loop, tail: Tail,
+) -> Gradients:  # fmt: skip
     """Gradients for `sinkhorn_loop`, whose arguments these are besides grad_out [B, H, N, E] and tail.
 
     At least one half-step; every example has an active key.

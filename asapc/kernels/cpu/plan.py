@@ -97,7 +97,8 @@ def _way(
     reference runs.  is_own: whether the scores are of the dtype."""
     settings, stabiliser = known.values, known.stabiliser
     none = torch.empty(0)
-    task = Task(*(none if has else None for has in has_masses), known)
+    mu, nu = (none if has else None for has in has_masses)
+    task = Task(mu, nu, known)
     units = task.as_written and not settings["shares"] and not all(has_masses)  # masses of 1, which damp
     of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
     if settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):

@@ -19,11 +19,9 @@ Gradient = Callable[[CustomOpDef, Callable[..., Any]], None]
 
 
 def attention(
-    name: str,
-    run: Run,
-    gradient: Gradient | None = differentiate,
+    name: str, run: Run, gradient: Gradient | None = differentiate,
     at_once: Callable[..., Tensor | None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Registers an operator of the catalogue.
 
     run: computes both, the map where there are no values.  gradient: registers that of one of them, by

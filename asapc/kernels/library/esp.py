@@ -38,23 +38,11 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
 
 # Not a custom_op: those run with autograd switched off below them.
 def esp_hard_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str,
-    ties: str,
-    slice_weight: Tensor | None,
-    query_power: int,
-    key_power: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
+    query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool,
+    mean_cost: bool, output_factor: float, coupling: str, ties: str, slice_weight: Tensor | None,
+    query_power: int, key_power: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty."""
     given = {
         "q": q, "k": k, "v": v, "inverse_temperature": inverse_temperature, "slice_weight": slice_weight

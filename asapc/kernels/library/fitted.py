@@ -19,14 +19,9 @@ from asapc.operators.hybrid import PREFIX, hybrid
 
 
 def _fitted_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    head_multiplier: Tensor,
-    v: Tensor | None = None,
-    **loop: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor,
+    v: Tensor | None = None, **loop: Any,
+) -> Tensor:  # fmt: skip
     points, bias = scaled(q, bias, head_multiplier)
     seen = {"q": points, "k": k, "keep": keep, "bias": bias, **loop}
     if v is None:

@@ -22,22 +22,11 @@ from asapc.operators import sinkhorn as sinkhorn_reference
 
 @operator
 def loop_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    start: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    tail: int,
-    tolerance: float,
-    low: int | None = None,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None,
+    start: Tensor | None, score_multiplier: float, half_steps: int, rows_first: bool,
+    output_factor: Sequence[float], tail: int, tolerance: float, low: int | None = None,
     high: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of A v with respect to q, k, v and start (empty without one), by the kernels, and the half-steps
     that every head's gradient passed through [B, H].  low, high: of a loop on a band."""
     side: Side = "row" if rows_first else "column"
@@ -99,13 +88,9 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _by_kernels(
-    name: str,
-    arguments: Mapping[str, Any],
-    needed: Mapping[str, bool],
-    grad: Tensor,
-    as_loop: AsLoop,
+    name: str, arguments: Mapping[str, Any], needed: Mapping[str, bool], grad: Tensor, as_loop: AsLoop,
     told: list[Tensor] | None,
-) -> dict[str, Tensor] | None:
+) -> dict[str, Tensor] | None:  # fmt: skip
     """Gradients of q, k, v and the dual; None where the kernels do not have them.
 
     told: where the half-steps that they passed through are added.
@@ -180,11 +165,9 @@ def differentiate(
         return tuple(lists.get(name, found.get(name) if need else None) for name, need in needed.items())
 
     def gradients(
-        arguments: Mapping[str, Any],
-        needed: Mapping[str, Any],
-        output_grads: Sequence[Tensor],
+        arguments: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor],
         told: list[Tensor] | None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         if _is_of_nothing(arguments.get("v"), output_grads):
             return {n: x.new_zeros(x.shape) for n, x in arguments.items() if isinstance(x, Tensor)}
         if as_loop is not None and not torch.is_grad_enabled():
@@ -205,11 +188,9 @@ def _is_of_nothing(values: Any, output_grads: Sequence[Tensor]) -> bool:
 
 
 def of_reference(
-    reference: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    needed: Mapping[str, Any],
+    reference: Callable[..., Any], arguments: Mapping[str, Any], needed: Mapping[str, Any],
     output_grads: Sequence[Tensor],
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of what is needed; they can be differentiated where gradients are recorded, as they
     are in a backward pass with create_graph=True."""
     again = torch.is_grad_enabled()

@@ -41,16 +41,9 @@ def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
 
 
 def _run(
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    v: Tensor | None = None,
-    *,
-    as_loop: AsLoop,
-    **_rest: Any,
-) -> Any:
+    plain: Plain, q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, v: Tensor | None = None,
+    *, as_loop: AsLoop, **_rest: Any,
+) -> Any:  # fmt: skip
     name = plain.func.__name__
     start_name, loop = as_loop(plain.keywords)
     start = None if start_name is None else plain.keywords[start_name]
@@ -78,17 +71,9 @@ def _run(
 
 
 def _usual(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    factor: Sequence[float],
-    *_of_gradients: Any,
-) -> Tensor | None:
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, multiplier: float,
+    half_steps: int, rows_first: bool, factor: Sequence[float], *_of_gradients: Any,
+) -> Tensor | None:  # fmt: skip
     """What _run makes of most calls of asapc::sinkhorn, without what takes longer than a short loop."""
     if half_steps < 2 or dispatch.listening() or native.missing() is not None:
         return None
@@ -97,14 +82,9 @@ def _usual(
 
 
 def _stabilised(
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    v: Tensor | None = None,
+    plain: Plain, q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, v: Tensor | None = None,
     **settings: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """By the plan of scores, formed first, where the engine does not start like that or float64 ends."""
     name, (_, loop) = plain.func.__name__, from_zero(settings)
     reason = native.missing() if q.device.type == "cpu" else "the constant in its divisions is kept"
@@ -132,15 +112,9 @@ def _stabilised(
 
 
 def _banded(
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    low: int,
-    high: int,
-    v: Tensor | None = None,
+    plain: Plain, q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int, v: Tensor | None = None,
     **settings: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     name, missing, (_, loop) = plain.func.__name__, dispatch.no_engine(q), from_zero(settings)
     if v is not None and loop.half_steps > 0:
         out = None if missing else native.banded(q, k, v, keep, loop, low, high)

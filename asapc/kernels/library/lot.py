@@ -12,15 +12,9 @@ from asapc.kernels.library.registration import Plain
 
 
 def _lot(
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    pivots: Tensor,
-    query_half_steps: int,
-    key_half_steps: int,
-    v: Tensor | None = None,
-    **_rest: Any,
-) -> Any:
+    plain: Plain, q: Tensor, k: Tensor, pivots: Tensor, query_half_steps: int, key_half_steps: int,
+    v: Tensor | None = None, **_rest: Any,
+) -> Any:  # fmt: skip
     reason = dispatch.no_engine(q) if v is not None else dispatch.MAP
     if 0 in (query_half_steps, key_half_steps):
         reason = "there are no half-steps to run"
