@@ -183,17 +183,12 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 }
 
 #if KIND == 2
-// x as the sum of two numbers, `stride` apart.
-__device__ __forceinline__ void keep_parts(unsigned short* to, int stride, float x) {
+// Scaling i as the sum of two numbers, `stride` apart.  Of 16, a lane reads 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 at once.
+__device__ __forceinline__ void keep_parts(unsigned short* parts, int i, int stride, float x) {
+  unsigned short* to = parts + (i / 16 * 16 + (i & 6) * 2 + (i & 8) / 4 + i % 2);
   const unsigned short high = packed(x, 0.0f);
   to[0] = high;
   to[stride] = packed(x - __uint_as_float(static_cast<unsigned>(high) << 16), 0.0f);
-}
-
-// 16 scalings as an operand with both parts in columns 0 and 1; p: at the first.
-__device__ __forceinline__ uint2 load_parts(const unsigned short* p, int stride, int g, int t) {
-  const unsigned* words = reinterpret_cast<const unsigned*>(p + (g ? stride : 0)) + t;
-  return make_uint2(g < 2 ? words[0] : 0u, g < 2 ? words[4] : 0u);
 }
 #else
 // Of four numbers a lane, the sum of number lane / 8 over the warp.
@@ -407,13 +402,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   auto set_a = [&](int i, float a) {
     row_scales[i] = a;
 #if KIND == 2
-    keep_parts(row_parts + i, ROWS, a);
+    keep_parts(row_parts, i, ROWS, a);
 #endif
   };
   auto set_b = [&](int j, float b, bool hidden) {
     columns[j] = hidden ? -1.0f : b;
 #if KIND == 2
-    keep_parts(column_parts + j, pitch, hidden ? 1.0f : b);
+    keep_parts(column_parts, j, pitch, hidden ? 1.0f : b);
 #endif
   };
   auto close_column = [&](int j, float total) {  // 1 where no query sees the key
@@ -436,6 +431,9 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     __syncthreads();
   };
 #if KIND == 2
+  // Both parts of scalings are columns 0 and 1 of an operand; what the others hold is not used.
+  const unsigned short* row_parts_of_lane = row_parts + (g ? ROWS : 0) + 4 * t;
+  const unsigned short* column_parts_of_lane = column_parts + (g ? pitch : 0) + 4 * t;
   auto close = [&](bool rows, bool columns_too) {
     if (rows) {
       float4 sums[2] = {};
@@ -443,7 +441,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
       for (int j = 0, i = 0; j < padded; j += 16, i = 1 - i) {
         unsigned blocks[4];
         load_blocks(blocks, strip + lane % 16 * pitch + j + lane / 16 * 8, false);
-        const uint2 b = load_parts(column_parts + j, pitch, g, t);
+        const uint2 b = *reinterpret_cast<const uint2*>(column_parts_of_lane + j);
         float4 next = sums[0];
         multiply(next, blocks, b.x, b.y);
         sums[0] = sums[1];
@@ -458,11 +456,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     if (!columns_too) return;
     for (int j = 16 * warp; j < padded; j += 16 * WARPS) {
       float4 sums[2] = {};
+      const Entry* own = matrix + (lane / 16 * 8 + lane % 8) * pitch + j + lane / 8 % 2 * 8;
 #pragma unroll
-      for (int i = 0; i < WARPS; i++) {
+      for (int i = 0; i < WARPS; i++, own += 16 * pitch) {
         unsigned blocks[4];
-        load_blocks(blocks, matrix + (16 * i + lane / 16 * 8 + lane % 8) * pitch + j + lane / 8 % 2 * 8, true);
-        const uint2 a = load_parts(row_parts + 16 * i, ROWS, g, t);
+        load_blocks(blocks, own, true);
+        const uint2 a = *reinterpret_cast<const uint2*>(row_parts_of_lane + 16 * i);
         multiply(sums[i % 2], blocks, a.x, a.y);
       }
       if (t == 0) leave(j + g, sums[0].x + sums[0].y + (sums[1].x + sums[1].y));
@@ -644,7 +643,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   wait_for_cluster();
   if (rank == 0 && threadIdx.x == 0) {
     bool all = true;
-    for (int i = 0; i < CLUSTER; i++) all = all && of_block(right, i) == 1.0f;
+    for (int i = 0; i < CLUSTER; i++) all &= of_block(right, i) == 1.0f;
     done[head] = all;
   }
   const float factor = __int_as_float(factor_bits) * (flags & HAS_FACTORS ? factors[i_b] : 1.0f);
