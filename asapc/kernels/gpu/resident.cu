@@ -564,11 +564,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     __syncthreads();
   }
   bool rows = flags & ROWS_FIRST;
-  for (int left = half_steps; left > 0; rows = true) {
-    const bool columns_too = left > rows;
-    close(rows, columns_too);
-    left -= rows + columns_too;
-  }
+  for (int left = half_steps; left > 0; left -= 1 + rows, rows = true) close(rows, left > rows);
   for (int j = threadIdx.x; j < padded; j += THREADS)
     if (!(columns[j] == columns[j])) *right = 0.0f;
 
