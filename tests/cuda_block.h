@@ -22,7 +22,6 @@ struct alignas(4) ushort2 { unsigned short x, y; };
 struct Place { unsigned x; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static ushort2 make_ushort2(unsigned short x, unsigned short y) { return {x, y}; }
 static int max(int x, int y) { return x < y ? y : x; }
 template <typename To, typename From> static To bits(From x) { To y; memcpy(&y, &x, sizeof y); return y; }

@@ -564,11 +564,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
     __syncthreads();
   }
   bool rows = flags & ROWS_FIRST;
-  for (int left = half_steps; left > 0; rows = true) {
-    const bool columns_too = left > rows;
-    close(rows, columns_too);
-    left -= rows + columns_too;
-  }
+  for (int left = half_steps; left > 0; left -= 1 + rows, rows = true) close(rows, left > rows);
   for (int j = threadIdx.x; j < padded; j += THREADS)
     if (!(columns[j] == columns[j])) *right = 0.0f;
 
@@ -643,7 +639,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, BLOCKS) residen
   wait_for_cluster();
   if (rank == 0 && threadIdx.x == 0) {
     bool all = true;
-    for (int i = 0; i < CLUSTER; i++) all = all && of_block(right, i) == 1.0f;
+    for (int i = 0; i < CLUSTER; i++) all &= of_block(right, i) == 1.0f;
     done[head] = all;
   }
   const float factor = __int_as_float(factor_bits) * (flags & HAS_FACTORS ? factors[i_b] : 1.0f);
