@@ -96,8 +96,8 @@ def _way(
     """What settings and sizes alone decide: the engine's settings, or OF_LOGS, or nothing where the
     reference runs.  is_own: whether the scores are of the dtype."""
     settings, stabiliser = known.values, known.stabiliser
-    none = torch.empty(0)
-    mu, nu = (none if has else None for has in has_masses)
+    some = torch.empty(0)  # stands for masses
+    mu, nu = (some if has else None for has in has_masses)
     task = Task(mu, nu, known)
     units = task.as_written and not settings["shares"] and not all(has_masses)  # masses of 1, which damp
     of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped

@@ -17,7 +17,7 @@
 // head whose range float32 does not hold is computed in float64, and in logarithms where that does not
 // either; its scores are those of the inputs' precision all the same.
 //
-// Compiled once for each instruction set (see setup.py), with the compiler's own vectors.
+// Compiled once for each instruction set (see setup.py), with the vectors of vectors.h.
 
 #include <algorithm>
 #include <atomic>
@@ -745,7 +745,7 @@ template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, 
   }
 }
 
-// New scalings of a side's rows, kTogether of one matrix by registers, up to whose end its arrays reach.
+// New scalings of rows or columns, those of one matrix by registers, up to whose end all these arrays reach.
 template <class X> INLINE void close_all(const Rule& rule, int64_t count, const X* mass, const X* sums, bool exact,
                                          double power, X* scalings) {
   typedef V<typename Number<X>::type> Y;
@@ -983,8 +983,10 @@ template <class X, class S> class Planned {
     };
     std::fill_n(held, count_, true), std::fill_n(p_.held + first_, count_, 0);
     if (none([this](int64_t g) { return is_near(g) && !vanishes(g); })) return count_;
-    form_kernel();
+    const bool shifts = is_shifted();
+    if (shifts) find_tops<true>();
     if (none([this](int64_t g) { return may_be_held(g); })) return count_;
+    if (!shifts) form_kernel();
     std::fill_n(a_, rounded_up(n_, L), X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
     std::fill_n(b_, rounded_up(m_, L), X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
     std::fill_n(total_, rounded_up(m_, L), X{});
@@ -1016,12 +1018,14 @@ template <class X, class S> class Planned {
     if constexpr (std::is_same_v<Y, Z> || !kIsVector<Y>) *to = Z(value);
     else store_as<T>(to, value);
   }
-  // Calls body(j, a number or a register) along a row: registers as far as they go, then numbers.
+  // Calls body(j, a number or a register, 0 or 1 by turns) along a row: registers as far as they go, then numbers.
   template <class Body> static INLINE void along(int64_t size, const Body& body) {
     int64_t j = 0;
-    if constexpr (!kIsVector<X>)
-      for (; j + L <= size; j += L) body(j, V<T>{});
-    for (; j < size; ++j) body(j, X{});
+    if constexpr (!kIsVector<X>) {
+      for (; j + 2 * L <= size; j += 2 * L) body(j, V<T>{}, 0), body(j + L, V<T>{}, 1);
+      for (; j + L <= size; j += L) body(j, V<T>{}, 0);
+    }
+    for (; j < size; ++j) body(j, X{}, 0);
   }
 
   // One side's masses.  Those of a balanced loop are of total 1: the other side's total is gauge, and the last one's is
@@ -1098,8 +1102,8 @@ template <class X, class S> class Planned {
     V<T> low = most_of_all;
     for (int64_t i = 0, done = 0; i < n_; ++i) {
       const X of_row = forms && of_rows ? finite(row_tops_[i]) : own;
-      V<T> top = nothing, least = most_of_all;
-      along(m_, [=, &top, &least](int64_t j, auto kind) {
+      V<T> top[2] = {nothing, nothing}, least[2] = {most_of_all, most_of_all};  // neither waits for the other
+      along(m_, [=, &top, &least](int64_t j, auto kind, int side) {
         typedef decltype(kind) Y;
         Y x = score<Y>(given, s, factor, i * m + j);
         if constexpr (forms) {
@@ -1109,12 +1113,12 @@ template <class X, class S> class Planned {
         const Y most = get<Y>(tops + j);
         put<Y>(tops + j, x > most ? x : most);
         const V<T> wide = V<T>{} + x, shown = wide > masked ? wide : most_of_all;
-        top = wide > top ? wide : top, least = shown < least ? shown : least;
+        top[side] = wide > top[side] ? wide : top[side], least[side] = shown < least[side] ? shown : least[side];
       });
-      low = least < low ? least : low;
-      row_tops_[i] = highest(top);
+      for (const V<T>& here : least) low = here < low ? here : low;
+      row_tops_[i] = highest(top[0] > top[1] ? top[0] : top[1]);
       high = row_tops_[i] > high ? row_tops_[i] : high;
-      if (forms) done = exponentiate(done, (i + 1) * m_);
+      if (forms) done = exponentiate(done, i + 1 < n_ ? (i + 1) * m_ : padded_);
     }
     low_ = -highest(-low), high_ = high;
   }
@@ -1123,28 +1127,28 @@ template <class X, class S> class Planned {
     else return max_of<T>(v);
   }
 
-  // K, after the scores' largest were found.
-  void form_kernel() {
-    const bool is_in_place = std::is_same_v<S, T> && given_ && p_.is_kernel && !p_.log;
-    // Where no constant stands beside a kernel, to divide one whose largest entry is near 1 would change nothing.
+  // Whether anything is taken off the scores. Where no constant stands beside a kernel, to divide one whose largest
+  // entry is near 1 would change nothing.
+  bool is_shifted() const {
     const bool is_near_one = p_.is_kernel && !stabilised_ && all_of(count_, [this](int64_t g) {
       return of(high_, g) >= T(0.02) && of(high_, g) <= 50;
     });
-    if ((p_.start != kOffset || p_.offset != 0) && !is_near_one) {
-      find_tops<true>();
-    } else if (is_in_place) {
+    return (p_.start != kOffset || p_.offset != 0) && !is_near_one;
+  }
+
+  // K of the scores as they are; one that is given may stay where it is.
+  void form_kernel() {
+    if (std::is_same_v<S, T> && given_ && p_.is_kernel && !p_.log) {
       kernel_ = const_cast<X*>(reinterpret_cast<const X*>(given_));
       return;
-    } else {
-      X* const s = s_;
-      for (int64_t i = 0, done = 0; i < n_; ++i) {
-        if (given_) along(m_, [=, given = given_, factor = T(p_.multiplier)](int64_t j, auto kind) {
-          put<decltype(kind)>(s + i * m_ + j, score<decltype(kind)>(given, s, factor, i * m_ + j));
-        });
-        done = exponentiate(done, (i + 1) * m_);
-      }
     }
-    exponentiate(n_ * m_ / (L / W) * (L / W), padded_);
+    X* const s = s_;
+    for (int64_t i = 0, done = 0; i < n_; ++i) {
+      if (given_) along(m_, [=, given = given_, factor = T(p_.multiplier)](int64_t j, auto kind, int) {
+        put<decltype(kind)>(s + i * m_ + j, score<decltype(kind)>(given, s, factor, i * m_ + j));
+      });
+      done = exponentiate(done, i + 1 < n_ ? (i + 1) * m_ : padded_);
+    }
   }
   // exp of what there is of the scores up to `till`, by whole registers; in their place where nothing else needs them.
   int64_t exponentiate(int64_t done, int64_t till) const {
@@ -1272,8 +1276,8 @@ template <class X, class S> class Planned {
   template <class Value> void put_row(int64_t i, const Value& value) {
     S* const out = static_cast<S*>(p_.out) + first_ * n_ * m_ + i * m_;
     X* const own = s_ + i * m_;
-    if (is_turned_) along(m_, [=](int64_t j, auto kind) { put<decltype(kind)>(own + j, value(j, kind)); });
-    else along(m_, [=](int64_t j, auto kind) {
+    if (is_turned_) along(m_, [=](int64_t j, auto kind, int) { put<decltype(kind)>(own + j, value(j, kind)); });
+    else along(m_, [=](int64_t j, auto kind, int) {
       if constexpr (!kIsVector<X>) put<decltype(kind)>(out + j, value(j, kind));
       else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = value(j, kind)[g];
     });
