@@ -26,7 +26,7 @@ from asapc.measure.differences import tensor_outputs
 from asapc.operators.catalogue import by_name, ordered
 from asapc.operators.plan import row_duals
 from asapc.passes.branches import Trace, spoken
-from asapc.passes.cut import Cut, ancestors, descendants, may_change
+from asapc.passes.cut import HALVES, Cut, ancestors, descendants, may_change
 from asapc.passes.experiment import STABILISED, NoFit, relative_error, snapped
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
@@ -218,8 +218,9 @@ def ending_of(
     follow = {count - step for count, step in zip(done, on_rows, strict=False)}
     thresholds = {stop.threshold for stop in stops.values()}
     plain = convention.stabiliser is None and len(sums) == half_steps
-    if not plain or len(done) != len(on_rows) or len(follow) != 1 or len(thresholds) != 1:
-        raise NoFit("it does not look after every iteration")
+    rounded = any(residual.meta["val"].dtype in HALVES for residual in residuals)
+    if rounded or not plain or len(done) != len(on_rows) or len(follow) != 1 or len(thresholds) != 1:
+        raise NoFit("it does not look after every iteration, or at more than rounding")
     (threshold,), (after,) = thresholds, follow
     assert threshold is not None
     theirs, ours, generator = [], [], torch.Generator().manual_seed(5)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import asapc
 import asapc.kernels.library
 import asapc.passes.analyse as analysis_module
+from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
@@ -129,6 +130,15 @@ def test_gradients_are_those_of_the_half_steps_that_were_done() -> None:
     torch.testing.assert_close(*both)
 
 
+def test_no_cuda_graph_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    s = random(2, 1, 6, 5)
+    with pytest.raises(InputError, match="a CUDA graph holds a fixed number of half-steps"):
+        op(s, None, None, 1.0, 60, True, PLAIN, threshold=1e-2)
+    assert op(s, None, None, 1.0, 60, True, PLAIN).isfinite().all()
+
+
 def test_a_rule_is_written_down_and_read_back() -> None:
     convention = PlanConvention(21, "row", 1.0, ending=Ending("duals", 0.0025, after=1))
     assert convention_from_json(convention.to_json()) == convention
@@ -167,7 +177,7 @@ class Loop(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         b, n, m = scores.shape
-        mu, nu = torch.full((b, n), 1 / n), torch.full((b, m), 1 / m)
+        mu, nu = (torch.full((b, size), 1 / size, dtype=scores.dtype) for size in (n, m))
         u, v = torch.zeros_like(mu), torch.zeros_like(nu)
         early = False
         for step in range(self.most):
@@ -189,7 +199,7 @@ class Scalings(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         kernel = torch.exp(scores)
         b, n, m = scores.shape
-        mu, nu = torch.full((b, n), 1 / n), torch.full((b, m), 1 / m)
+        mu, nu = (torch.full((b, size), 1 / size) for size in (n, m))
         r, c = torch.ones_like(mu), torch.ones_like(nu)
         for _ in range(20):
             before = r
@@ -273,6 +283,13 @@ class Layer(nn.Module):
         q, k, v = (2 * self.qkv(x)).chunk(3, -1)
         mixed: Tensor = x + x.shape[1] * self.loop(q @ k.mT / 4) @ v
         return mixed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_in_halves_residuals_are_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    analysis = analysed(Layer().to(dtype), random(3, 9, 16).to(dtype))
+    assert bool(analysis.sites) is (dtype is torch.float64)
 
 
 class Layers(nn.Sequential):

@@ -81,7 +81,7 @@ class Task:
         ending, limits = self.known.ending, (self.settings["half_steps"], self.rows_first)
         if ending is None or scores.numel() == 0:
             return self
-        if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "a CUDA graph holds a fixed number of half-steps", got="a loop that ends by the data",
                 help="call the model itself, or give its loop a fixed number of steps",
