@@ -179,6 +179,19 @@ def _shared(x: Node, y: Node) -> Calls:
     return None
 
 
+def _spread(x: Node, y: Node) -> Calls:
+    """To the sizes of y, whose numbers do not count; one axis at a time."""
+    mine, theirs = x.meta["val"].shape, y.meta["val"].shape
+    for axis in range(-1, -len(theirs) - 1, -1):
+        if -axis <= len(mine) and str(mine[axis]) == str(theirs[axis]):
+            continue
+        size, sizes = theirs[axis], [-1] * max(len(mine), -axis)
+        sizes[axis] = size if isinstance(size, int) else LAST  # type: ignore[call-overload]
+        return [(aten.sym_size.int, (y, len(theirs) + axis)), (aten.expand.default, (x, sizes)),
+                (aten.expand_as.default, (LAST, y))]  # fmt: skip
+    return [(aten.alias.default, (x,))]
+
+
 def _added(added: Node, x: Node, y: Node, beta: float = 1, alpha: float = 1) -> Calls:
     """A mask or a bias, and a product: torch's multi-head attention with a mask."""
     if beta != 1:
@@ -202,6 +215,7 @@ RESPELT: dict[Any, Callable[..., Calls]] = {
     aten.mT.default: _turned, aten.mH.default: _turned, aten.adjoint.default: _turned,
     aten.matrix_H.default: _turned, aten.numpy_T.default: _reversed, aten.t.default: _reversed,
     aten.movedim.int: _moved, aten.moveaxis.int: _moved, aten.inner.default: _inner,
-    aten.tensordot.default: _tensordot, aten.baddbmm.default: _added, aten.matmul.default: _shared,
+    aten.tensordot.default: _tensordot, aten.expand_as.default: _spread, aten.baddbmm.default: _added,
+    aten.matmul.default: _shared,
 }  # fmt: skip
 """From an operator's arguments to the calls that do the same, None where they would not."""

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -103,6 +104,19 @@ class Counts(nn.Module):
 def under_autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return self.attention(x).float() * 2
+
+
+def with_a_learnt_dustbin(self: Any, x: Tensor) -> Tensor:
+    """Pooling by optimal transport, whose potentials are added in another order than they were made."""
+    scores = self.score(x).transpose(1, 2)
+    b, m, n = scores.shape
+    scores = torch.cat([scores, self.dustbin.expand(b, 1, n)], 1)
+    norm = -math.log(n + m)
+    f, g = torch.zeros(b, m + 1), torch.zeros(b, n)
+    for _ in range(3):
+        f = norm - torch.logsumexp(scores + g[:, None], 2)
+        g = norm - torch.logsumexp(scores + f[:, :, None], 1)
+    return (scores + f[:, :, None] + g[:, None] - norm)[:, :-1].exp() @ x
 
 
 def beside_a_cache(self: Any, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,6 +314,14 @@ def test_another_batch_is_not_identified_again() -> None:
         known = len(under_test._KNOWN)
         fast(tokens(9, 15))
     assert len(under_test._KNOWN) == known and len(asapc.explain().graphs) == 2
+
+
+def test_a_learnt_dustbin_is_no_mask() -> None:
+    model = module(with_a_learnt_dustbin, score=nn.Linear(16, 5), dustbin=nn.Parameter(torch.tensor(1.0)))
+    model, x = model.double(), tokens(3, 20).double()
+    with torch.no_grad():
+        assert_same(compiled(model, "eager")(x), model(x))
+    assert operators() == ["plan"]
 
 
 def test_lengths_of_other_tensors_are_free() -> None:

@@ -320,6 +320,21 @@ def test_what_a_loop_uses_in_two_ways_is_one_mask(name: str) -> None:
             lifted(x, mask)
 
 
+def test_scores_to_whose_sizes_a_mask_is_spread_decide_nothing() -> None:
+    def plan(s: Tensor, keep: Tensor) -> Tensor:
+        s = s.clone()
+        s[~keep[:, None, None].expand_as(s)] = -1e9
+        plan = s.softmax(-1)
+        for axis in (-2, -1) * 2:
+            plan = plan / (plan.sum(axis, keepdim=True) + 1e-6) * keep[:, None, None]
+        return plan
+
+    torch.manual_seed(0)
+    data = Batch((torch.randn(B, N, D), KEEPS["full"]), {}, None, [0] * B)
+    analysis = analyse(Teacher(Layer(plan).eval(), None, "net", "", False, None), data)
+    assert not analysis.left_alone and len(analysis.sites) == 1
+
+
 @torch.no_grad()
 def test_a_bias_looked_up_by_token_hides_tokens_that_the_data_did_not_have() -> None:
     torch.manual_seed(0)

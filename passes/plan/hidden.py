@@ -61,7 +61,7 @@ def _summed_in(scores: Node) -> set[Node]:
 
 def _may_be_low(node: Node) -> bool:
     value = node.meta["val"]
-    if node.op == "get_attr":
+    if node.op == "get_attr" or (node.op == "placeholder" and value.numel() == 1):  # as of a dustbin
         return any(size != 1 for size in value.shape[-2:])
     given = node.op == "placeholder" or node.target is aten.embedding.default
     return given or _has_large(node) or value.dtype is torch.bool

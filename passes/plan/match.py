@@ -68,7 +68,7 @@ aten = torch.ops.aten
 
 # What a marginal may go through on its way into every half-step, with one tensor that varies.
 STEPS = {
-    aten.expand.default, aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor,
+    aten.expand.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor,
     aten.log.default, aten.exp.default, aten.logical_not.default, aten.bitwise_not.default, *SQUEEZES,
     *VIEWS,
 }  # fmt: skip

@@ -32,7 +32,7 @@ _LEAST: Mapping[Any, float] = {
 }  # fmt: skip
 # What keeps the entries of its first argument, or takes some of them.
 _KEEPS = {
-    aten.transpose.int, aten.permute.default, aten.expand.default, aten.expand_as.default,
+    aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.select.int, aten.slice.Tensor, aten.amax.default, aten.amin.default, aten.repeat.default,
     aten.index_select.default, aten.to.device, aten.to.dtype_layout, aten.type_as.default,
     aten.lift_fresh_copy.default, aten.diagonal.default, *SQUEEZES, *VIEWS,
