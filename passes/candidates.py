@@ -74,7 +74,8 @@ def fits_needed(convention: AnyConvention, recipe: Recipe) -> list[tuple[Recipe,
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
     out: see why_no_fit. So are candidates of `auto` that it cannot become: see students.refusal.
     """
-    if not isinstance(convention, Convention) or _is_uncounted(convention):
+    # A bias that tells pairs apart does not tell which queries it hides, see features.clouds.clouds_of.
+    if not isinstance(convention, Convention) or (convention.hides_queries and convention.bias):
         return []
     if recipe.operator == "auto" and 1 < convention.half_steps <= FEW_HALF_STEPS:
         return []
@@ -101,17 +102,11 @@ def fits_needed(convention: AnyConvention, recipe: Recipe) -> list[tuple[Recipe,
     return found
 
 
-def _is_uncounted(convention: Convention) -> bool:
-    """Whether hidden queries are no more told from others by the bias that hides them, see clouds_of."""
-    return convention.hides_queries and convention.bias
-
-
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
     """Why nothing is fitted: hidden queries, the parity of the ending, or too few half-steps."""
-    if _is_uncounted(convention):
-        return "padded queries are hidden beside a score bias, and a predictor would count them"
-    if convention.hides_queries and recipe.operator in DISTILLED:
-        return f"padded queries are hidden, and a fitted {recipe.operator} would count them"
+    if convention.hides_queries and (convention.bias or recipe.operator in DISTILLED):
+        beside = " beside a score bias" if convention.bias else ""
+        return f"padded queries are hidden{beside}, and what is fitted would count them"
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
         f"{recipe.side} dual {recipe.c_transforms} or fewer c-transforms before its end"
