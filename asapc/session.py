@@ -121,7 +121,7 @@ def run(
         with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
             session = Session(json, quiet, debug, make_progress(quiet=quiet), results, rank == 0, verbose)
             if "torch" not in sys.modules:
-                _choose_waiting(session, timed)
+                _choose_waiting(session, timed and size == 1)  # torchrun's others would look busy
             return body(session) or EXIT_OK
     except KeyboardInterrupt:
         return _fail("asapc: interrupted; earlier output is untouched", EXIT_INTERRUPTED, debug)
@@ -157,7 +157,7 @@ def _choose_waiting(session: Session, timed: bool) -> None:
     if not timed or busy > BUSY:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if busy > BUSY:
-        session.note(f"other programs keep {busy:.0f} % of the cores busy, so the times below are rough")
+        session.note(f"other programs keep {busy:.0f} % of the cores busy, so times will be rough")
 
 
 def _internal(error: Exception) -> str:
