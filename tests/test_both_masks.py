@@ -312,10 +312,21 @@ def of_the_next_example(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tens
     return subtracted(s, queries.roll(1, 0), keys)
 
 
-@pytest.mark.parametrize("attention", [of_all_keys, of_both_lengths, of_the_next_example])
+@pytest.mark.parametrize("attention", [of_all_keys, of_both_lengths])
 def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
     analysis = analysed(Cross(attention).eval(), *cross(12, 14))
     assert not analysis.sites and all(left.reason for left in analysis.left_alone)
+
+
+def test_a_mask_that_is_made_of_another_before_the_layer() -> None:
+    net = Cross(of_the_next_example).eval()
+    analysis = analysed(net, *cross(12, 14))
+    assert len(analysis.sites) == 1
+    tried = (random(3, 9, 16, seed=7), random(3, 11, 16, seed=8), padding(2, 0, 4, tokens=9),
+             padding(1, 5, 0, tokens=11))  # fmt: skip
+    with torch.no_grad():
+        ours = Runner(None, analysis.lifted)(Batch(tried, {}, None, [0] * 3))
+        torch.testing.assert_close(ours, net(*tried), rtol=1e-4, atol=2e-5)
 
 
 class Decoder(nn.Module):
