@@ -425,6 +425,8 @@ def _ways(region: Region, nodes: Sequence[Node]) -> list[Way]:
     ways: list[list[Way]] = [[(0, None), (0, 0), (None, 0)], [(0, 1), (1, 0)]]
 
     def fits(way: Way) -> bool:
+        if way == (0, None) and nodes[0] not in region.roots:  # it broadcasts to the keys
+            return True
         queries = way[1] is None or way[0] == way[1] or nodes[way[1]] in region.roots
         pairs = zip(way, sizes, strict=True)
         return queries and all(i is None or same(nodes[i].meta["val"].shape[-1], x) for i, x in pairs)
