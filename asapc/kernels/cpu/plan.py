@@ -96,8 +96,8 @@ def _way(
     """What settings and sizes alone decide: the engine's settings, or OF_LOGS, or nothing where the
     reference runs.  is_own: whether the scores are of the dtype."""
     settings, stabiliser = known.values, known.stabiliser
-    some = torch.empty(0)  # stands for masses
-    task = Task(*(some if has else None for has in has_masses), known)
+    log_mu, log_nu = (torch.empty(0) if has else None for has in has_masses)  # or some
+    task = Task(log_mu, log_nu, known)
     units = task.as_written and not settings["shares"] and not all(has_masses)  # masses of 1, which damp
     of_plan = stabiliser is not None and stabiliser.form == "plan"  # which is never damped
     if settings["half_steps"] < 1 or (settings["damping"] and (units or of_plan)):
