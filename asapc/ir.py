@@ -148,10 +148,6 @@ class Ending(Record):
             before, after = before.exp(), after.exp()
         return (after - before).abs().mean() * (before.shape[-1] if self.summed else 1)
 
-    def __str__(self) -> str:
-        change = f"{'sum' if self.summed else 'mean'} of changes of row {self.moves}"
-        return f"ends where the {change} is at most {self.threshold:g}"
-
 
 MOVES = ("duals", "scalings")
 

@@ -85,6 +85,17 @@ def test_it_ends_where_the_loop_does(rule: Ending, rows_first: bool) -> None:
     assert len(counts) > 3  # they are told apart
 
 
+@pytest.mark.parametrize("function", [op, reference.plan], ids=["kernel", "reference"])
+def test_small_changes_of_large_scalings_are_told_apart(function: Callable[..., Tensor]) -> None:
+    """Of 1e5 and more, of which float32 rounds off as much as the threshold."""
+    for seed in range(8):
+        s = (random(32, 1, 49, 4, seed=seed).tanh() - 1) / 0.1
+        _, count = written_out(s, 200, True, Ending("scalings", 1e-2))
+        ours = function(s, None, None, 1.0, 200, True, PLAIN, threshold=1e-2, moves="scalings")
+        assert 20 < count < 199
+        assert torch.equal(ours, function(s, None, None, 1.0, count, True, PLAIN))
+
+
 def test_it_may_end_at_once_and_need_not_end() -> None:
     flat, sharp = torch.zeros(2, 1, 6, 5), 30 * random(2, 1, 6, 5)
     named = {"threshold": 1e-3, "moves": "duals"}

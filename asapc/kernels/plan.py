@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import Ending, Stabiliser
-from asapc.kernels.loop import precision
+from asapc.kernels.loop import SAFE_ROW_RANGE
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import factor_value, widen
 from asapc.operators.stabilised import unit_mass
@@ -88,9 +88,9 @@ class Task:
             )  # fmt: skip
         given = reference.logs_of(widen(scores)) if self.settings["is_kernel"] else widen(scores)
         s = reference.scaled(given, self.settings["score_multiplier"], self.settings["by_head"])
-        masses = widen(self.log_mu), widen(self.log_nu)
-        duals = _row_duals(s, *masses) if self.rows_first and self.settings["damping"] is None else None
-        duals = duals or reference.row_duals(s, *masses, *limits, self.settings["damping"])
+        plain = self.rows_first and self.settings["damping"] is None
+        row_duals = _row_duals if plain and _is_narrow(s) else reference.row_duals
+        duals = row_duals(s, widen(self.log_mu), widen(self.log_nu), *limits, self.settings["damping"])
         done = reference.half_steps_until(ending, duals, *limits)
         changed = {**self.settings, "half_steps": done, "threshold": None}
         return self.of(self.log_mu, self.log_nu, **changed)
@@ -132,26 +132,26 @@ class Task:
         return factor
 
 
-def _row_duals(s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None) -> Iterator[Tensor] | None:
-    """row_duals of the reference without an end, rows first, in the linear domain; None where float32 or
-    float64 does not hold that."""
+def _is_narrow(s: Tensor) -> bool:
+    """Whether float64 holds the linear domain of scores; none are hidden then."""
+    return bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64])
+
+
+def _row_duals(
+    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, *_: Any
+) -> Iterator[Tensor]:
+    """row_duals of the reference, rows first, in the linear domain. In float64, which tells small changes
+    of large scalings apart."""
+    s, (queries, keys) = s.double(), s.shape[-2:]
     top = s.amax(-1, keepdim=True)
-    dtype = precision(float((top - s.amin(-1, keepdim=True)).amax()), s.dtype)
-    if dtype is None:
-        return None
-    kernel, (queries, keys) = (s - top).to(dtype).exp(), s.shape[-2:]
-    mu, nu = (1 / size if logs is None else logs.to(dtype).exp()[..., None]
+    kernel, b = (s - top).exp(), s.new_ones((*s.shape[:-2], keys, 1))
+    mu, nu = (1 / size if logs is None else logs.double().exp()[..., None]
               for logs, size in ((log_mu, queries), (log_nu, keys)))  # fmt: skip
-
-    def steps() -> Iterator[Tensor]:
-        yield torch.zeros_like(top[..., 0])
-        b = kernel.new_ones((*s.shape[:-2], keys, 1))
-        while True:
-            a = mu / (kernel @ b)
-            yield (a.log() - top)[..., 0]
-            b = nu / (kernel.mT @ a)
-
-    return steps()
+    yield torch.zeros_like(top[..., 0])
+    for _step in range(0, half_steps, 2):
+        a = mu / (kernel @ b)
+        yield (a.log() - top)[..., 0]
+        b = nu / (kernel.mT @ a)
 
 
 def is_small(scores: Tensor) -> bool:

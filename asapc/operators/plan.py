@@ -108,10 +108,10 @@ def plan(
     if is_kernel:
         scores = logs_of(widen(scores))
     if threshold is not None:
-        s, masses = scaled(widen(scores), score_multiplier, by_head), (widen(log_mu), widen(log_nu))
         ending = Ending(moves, threshold, summed, after)
+        s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
-            f = row_duals(s, *masses, half_steps, rows_first, damping)
+            f = row_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
             half_steps = half_steps_until(ending, f, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
