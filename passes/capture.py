@@ -92,7 +92,7 @@ class Capture:
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
-SHORT = 150  # tokens at most, of many examples
+SHORT = 40  # tokens at most, of many examples
 FEW_CALLS = 150  # of operators: up to here torch's memory of their shapes takes longer than it spares
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
@@ -411,17 +411,20 @@ def _check_sizes(
     """Where torch's own code takes another way for a size, it is none of the program's.
 
     A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one are
-    tried, and two sizes of one at once, of which the length is limited.  widened: torch.cdist was traced
-    past its branch on a size.  numbers: see _traced.
+    tried, and two sizes of one at once, of which the length is limited; of many examples, on two.
+    widened: torch.cdist was traced past its branch on a size.  numbers: see _traced.
     """
     free = _free_sizes(graph)
+    batch = next(iter(free), None)
+    two = {batch: 2} if batch is not None and limits_of(free[batch].node.shape_env, batch)[0] <= 2 else {}
     alone = [(symbol,) for symbol in free]
     together = itertools.combinations(free, 2) if len(free) < FEW_SIZES else [tuple(free)]
-    for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *((1, two) for two in together)):
+    pairs = ((1, pair) for pair in together)
+    for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *pairs):
         environment = free[symbols[-1]].node.shape_env
         if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
             continue
-        counts = dict.fromkeys(symbols, count)
+        counts = two | dict.fromkeys(symbols, count)
         if _alike_at(module, graph, args, kwargs, counts, ALIKE, numbers) is False:
             demand(environment, symbols[-1], count + 1)
     for symbol, size in free.items() if widened else ():
@@ -645,7 +648,9 @@ def _larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
             most = max(LONGEST, leaf.shape[axis] + MANY) if longer and axis else MANY if not axis else 1
             if axis and not longer:  # many that are long would take minutes
                 leaf = leaf.narrow(axis, 0, min(SHORT, leaf.shape[axis]))
-            leaf = torch.cat([leaf] * math.ceil(most / leaf.shape[axis]), axis)[: 1 if longer else None]
+            count = max(most, leaf.shape[axis])
+            leaf = torch.cat([leaf] * math.ceil(most / leaf.shape[axis]), axis).narrow(axis, 0, count)
+            leaf = leaf[:1] if longer else leaf
         return LOUD * leaf if leaf.is_floating_point() else leaf
 
     made = []

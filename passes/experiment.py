@@ -17,11 +17,11 @@ from asapc.passes.products import Canonical
 
 EXACT = 1e-9  # relative error in float64 of what is the convention, to rounding
 STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
-MANY = 33  # examples at which what was found on a few is checked
+MANY = 33  # examples at which what was found on a few is checked; fewer of large maps
 MOST_EXAMPLES = 512  # that are tried where examples may be counted
 LONGER, LONGEST = (40, 150), 520  # tokens of one example, likewise; the last or four times the data's
 PROBE_WORK = 3e7  # entries of all half-steps up to which such a check goes
-FARTHEST_WORK = 4e8  # the same where positions are compared with a number that lies beyond
+FARTHEST_WORK = 4e8  # the same of several examples, or past a number that positions are compared with
 
 Result = TypeVar("Result")
 
@@ -192,7 +192,9 @@ def larger_sizes(
     """
     examples, places = (_free(sizes) for sizes in (batch, tokens))
     places = {symbol: size for symbol, size in places.items() if symbol not in examples}
-    found = [{**lengths, **_within(examples, [MANY] * len(examples))}] if examples else []
+    of_one = math.prod(evaluate(size, lengths) for size in tokens) * depth
+    many = min(MANY, max(PROBE_BATCH + 1, int(FARTHEST_WORK / max(of_one, 1))))
+    found = [{**lengths, **_within(examples, [many] * len(examples))}] if examples else []
     most = max((limits_of(size.node.shape_env, symbol)[1] for symbol, size in places.items()), default=0)
     longest = min(max([LONGEST, *(4 * size.node.hint for size in places.values())]), most)
     one = {**lengths, **_within(examples, [1] * len(examples))}
