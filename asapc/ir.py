@@ -139,8 +139,9 @@ class Ending(Record):
     def of(cls, settings: Mapping[str, Any]) -> Ending | None:
         """From an operator's settings by name; None without a threshold. Raises ValueError or TypeError
         for anything unknown."""
-        given = (settings[each.name] for each in fields(cls))
-        return None if settings["threshold"] is None else cls(*given)
+        if settings["threshold"] is None:
+            return None
+        return cls(*(settings[each.name] for each in fields(cls)))
 
     def change(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """What is compared with the threshold after a half-step on rows that changed f [B, H, N]."""

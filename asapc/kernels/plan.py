@@ -74,11 +74,10 @@ class Task:
         """The same of the logarithm of a kernel."""
         return self.of(self.log_mu, self.log_nu, **{**self.settings, "is_kernel": False})
 
-    @torch.no_grad()
     def ended(self, scores: Tensor) -> Task:
         """The same of a loop that never ends early, with the half-steps that this one does on the scores,
         which are waited for."""
-        ending, limits = self.known.ending, (self.settings["half_steps"], self.rows_first)
+        ending = self.known.ending
         if ending is None or scores.numel() == 0:
             return self
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -89,6 +88,7 @@ class Task:
         given = reference.logs_of(widen(scores)) if self.settings["is_kernel"] else widen(scores)
         s = reference.scaled(given, self.settings["score_multiplier"], self.settings["by_head"])
         plain = self.rows_first and self.settings["damping"] is None
+        limits = self.settings["half_steps"], self.rows_first
         row_duals = _row_duals if plain and _is_narrow(s) else reference.row_duals
         duals = row_duals(s, widen(self.log_mu), widen(self.log_nu), *limits, self.settings["damping"])
         done = reference.half_steps_until(ending, duals, *limits)
