@@ -93,6 +93,14 @@ class MassesByScalings(Masses):
         return a[..., None] * kernel * b[..., None, :]
 
 
+class MassesOfAttention(MassesByScalings):
+    """The same, of which attention is made: every row is divided by its sum."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        plan = super().forward(scores, mu, nu)
+        return plan / plan.sum(-1, keepdim=True).clamp(min=1e-12)
+
+
 class MassesInThePlan(Masses):
     """The same on the plan itself: each of its sums is brought to a mass."""
 

@@ -306,6 +306,10 @@ FOUND: dict[str, list[PlanConvention]] = {
         PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                        Stabiliser("scaling", "add", 1e-4)),
     ],
+    "MassesOfAttention": [
+        PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                       Stabiliser("scaling", "add", 1e-4)),
+    ],
     "MassesInThePlan": [
         PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                        Stabiliser("plan", "add", 1e-3)),

@@ -118,6 +118,15 @@ def behind_softmax(loop: Loop) -> Loop | None:
     return None if second is None else replace(loop, sums=tuple(rest), matrix=second.matrix)
 
 
+def before_last(loop: Loop) -> tuple[Loop, Node] | None:
+    """A loop but for its last sum, and the matrix that this is over: a plan of given masses, whose rows
+    are divided by theirs."""
+    last = _sum_of(loop.sums[-1])
+    if len(loop.sums) < 3 or last is None:
+        return None
+    return replace(loop, sums=loop.sums[:-1]), last.matrix
+
+
 def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column.
 

@@ -41,7 +41,7 @@ from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, ending_of
 from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
-from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
+from asapc.passes.plan.loops import Borders, Loop, before_last, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
@@ -116,13 +116,19 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
 
 
 def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
-    """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan."""
+    """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan, and a plan
+    before its last sum."""
     yield from ((loop, start, end, False) for start, end in _by_likeliness(found))
     yield from ((loop, start, end, True) for start, end in _kernels(found))
     rest = behind_softmax(loop)
     if rest is not None:
         kernels = _kernels(borders(program.graph, rest))
         yield from ((rest, start, end, True) for start, end in kernels)
+    before = before_last(loop)
+    if before is not None:
+        shorter, plan = before
+        pairs = _by_likeliness(borders(program.graph, shorter))
+        yield from ((shorter, start, end, False) for start, end in pairs if end is plan)
 
 
 def _kernels(found: Borders) -> list[tuple[Node, Node]]:
