@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from asapc.ir import MOVES, Convention, Ending, PlanConvention, Program, Stop
-from asapc.measure.differences import tensor_outputs
+from asapc.measure.differences import number_outputs
 from asapc.operators.catalogue import by_name, ordered
 from asapc.operators.plan import row_duals
 from asapc.passes.branches import Trace, spoken
@@ -258,7 +258,7 @@ def check_endings(
     def outputs(of: nn.Module) -> list[Tensor]:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return tensor_outputs(of(*copy.deepcopy(program.args), **copy.deepcopy(program.kwargs)))
+            return number_outputs(of(*copy.deepcopy(program.args), **copy.deepcopy(program.kwargs)))
 
     for site, number, done in ((site, *end) for site, its in ends.items() for end in its):
         graph, _ = copied(lifted.graph)
@@ -270,9 +270,18 @@ def check_endings(
         graph.recompile()
         with Trace(number):
             theirs = outputs(module)
-        if not all(relative_error(x, y) <= HELD for x, y in zip(outputs(graph), theirs, strict=True)):
+        ours = outputs(graph)
+        if len(ours) != len(theirs) or not all(map(_alike, ours, theirs)):
             return f"its loop ends early, and after {done} half-steps its code does something else"
     return None
+
+
+def _alike(ours: Tensor, theirs: Tensor) -> bool:
+    """Infinities too: a logarithm of a plan has them where entries are hidden."""
+    if ours.shape != theirs.shape:
+        return False
+    infinite = theirs.isinf() & (ours == theirs)
+    return relative_error(*(x.masked_fill(infinite, 0) for x in (ours, theirs))) <= HELD
 
 
 def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
