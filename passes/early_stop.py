@@ -26,7 +26,16 @@ from asapc.measure.differences import number_outputs
 from asapc.operators.catalogue import by_name, ordered
 from asapc.operators.plan import row_duals
 from asapc.passes.branches import Trace, spoken
-from asapc.passes.cut import HALVES, Cut, ancestors, descendants, may_change
+from asapc.passes.cut import (
+    HALVES,
+    SHAPE_ONLY,
+    Cut,
+    ancestors,
+    descendants,
+    is_tensor,
+    may_change,
+    walked,
+)
 from asapc.passes.experiment import STABILISED, NoFit, relative_error, snapped
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
@@ -176,6 +185,18 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
         )
     if any(not _sums_before(stop.residual, loop.inside) for stop in loop.stops):
         raise NoFit("it branches on its scores before its loop begins")
+    ends = {*loop.inputs}
+
+    def onward(node: Node) -> Iterable[Node]:
+        last = node in ends or node.target in SHAPE_ONLY
+        return () if last else filter(is_tensor, node.all_input_nodes)
+
+    for node in walked([stop.residual for stop in loop.stops], onward):
+        if node.op == "placeholder" and node not in ends:
+            raise NoFit(
+                f"its loop ends early on a residual that {spoken(node)} enters, but not its plan: "
+                "compare the mean change of all rows"
+            )
     generator = torch.Generator().manual_seed(4)
     for crowd in crowds:
         lengths = crowd.lengths
@@ -196,8 +217,8 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
                     raise NoFit(
                         f"its loop ends early where a residual is at most {first.threshold:g}, which "
                         f"changes the {loop.gives} by {error:.2g} of its largest entry: use a fixed "
-                        "number of steps, or stop where the rows' duals or scalings change little in the "
-                        "mean, looked at in every iteration"
+                        "number of steps, or stop where the rows' duals or scalings, of marginals that "
+                        "sum to 1, change little in the mean, looked at in every iteration"
                     )
 
 

@@ -289,6 +289,21 @@ def test_another_rule_is_refused(how: str) -> None:
     assert "ends early" in left.reason
 
 
+class Weighted(nn.Module):
+    """A mean over rows that are told apart by a mask of which the plan knows nothing."""
+
+    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
+        loop = Loop(lambda x, y: ((y - x).abs() * keep).sum() / keep.sum())
+        plan: Tensor = loop(scores)
+        return plan
+
+
+def test_a_residual_that_other_data_enter_is_refused() -> None:
+    batch = Batch((random(3, 9, 7), torch.ones(3, 9)), {}, None, [0, 0, 0])
+    (left,) = analyse(Teacher(Weighted().eval(), None, "model", "0", False, None), batch).left_alone
+    assert "ends early on a residual that keep enters" in left.reason
+
+
 class Layer(nn.Module):
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
