@@ -185,18 +185,7 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
         )
     if any(not _sums_before(stop.residual, loop.inside) for stop in loop.stops):
         raise NoFit("it branches on its scores before its loop begins")
-    ends = {*loop.inputs}
-
-    def onward(node: Node) -> Iterable[Node]:
-        last = node in ends or node.target in SHAPE_ONLY
-        return () if last else filter(is_tensor, node.all_input_nodes)
-
-    for node in walked([stop.residual for stop in loop.stops], onward):
-        if node.op == "placeholder" and node not in ends:
-            raise NoFit(
-                f"its loop ends early on a residual that {spoken(node)} enters, but not its plan: "
-                "compare the mean change of all rows"
-            )
+    _check_entering(loop)
     generator = torch.Generator().manual_seed(4)
     for crowd in crowds:
         lengths = crowd.lengths
@@ -222,6 +211,23 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
                     )
 
 
+def _check_entering(loop: Stopping) -> None:
+    """That no data or weight enters a residual alone.  Raises NoFit."""
+    ends = {*loop.inputs}
+
+    def onward(node: Node) -> Iterable[Node]:
+        last = node in ends or node.target in SHAPE_ONLY
+        return () if last else filter(is_tensor, node.all_input_nodes)
+
+    known = ends.union(walked(loop.inside, onward))
+    for node in walked([stop.residual for stop in loop.stops], onward):  # a weight may be trained
+        if not node.all_input_nodes and may_change(node) and node not in known:
+            raise NoFit(
+                f"its loop ends early on a residual that {spoken(node)} enters, but not its plan: "
+                "compare the mean change of all rows"
+            )
+
+
 def ending_of(
     loop: Stopping, sums: Sequence[Node], lengths: Iterable[Lengths]
 ) -> tuple[Ending, tuple[tuple[int, int], ...]]:
@@ -230,6 +236,7 @@ def ending_of(
 
     What follows a residual is counted in the graph, and tried in check_endings.  Raises NoFit.
     """
+    _check_entering(loop)
     convention, stops = loop.convention, {stop.residual: stop for stop in reversed(loop.stops)}
     assert isinstance(convention, PlanConvention)
     residuals = sorted(stops)

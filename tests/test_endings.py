@@ -290,18 +290,24 @@ def test_another_rule_is_refused(how: str) -> None:
 
 
 class Weighted(nn.Module):
-    """A mean over rows that are told apart by a mask of which the plan knows nothing."""
+    """A mean over rows that are told apart by a mask of which the plan knows nothing, or by a buffer."""
 
-    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
-        loop = Loop(lambda x, y: ((y - x).abs() * keep).sum() / keep.sum())
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unit", torch.ones(()))
+
+    def forward(self, scores: Tensor, keep: Tensor | None = None) -> Tensor:
+        keep = self.unit if keep is None else keep
+        loop = Loop(lambda x, y: ((y - x).abs() * keep).sum() / (keep + 0 * x).sum())
         plan: Tensor = loop(scores)
         return plan
 
 
 def test_a_residual_that_other_data_enter_is_refused() -> None:
-    batch = Batch((random(3, 9, 7), torch.ones(3, 9)), {}, None, [0, 0, 0])
-    (left,) = analyse(Teacher(Weighted().eval(), None, "model", "0", False, None), batch).left_alone
-    assert "ends early on a residual that keep enters" in left.reason
+    for given, name in (((torch.ones(3, 9),), "keep"), ((), "unit")):
+        batch = Batch((random(3, 9, 7), *given), {}, None, [0, 0, 0])
+        (left,) = analyse(Teacher(Weighted().eval(), None, "model", "0", False, None), batch).left_alone
+        assert f"ends early on a residual that {name} enters" in left.reason
 
 
 class Layer(nn.Module):
