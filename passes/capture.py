@@ -511,25 +511,28 @@ def _check_stops(
     """Raises ValueError where a comparison with a residual does something else than to end its loop.
 
     The module is run with one comparison after the other answered as at the end of a loop: either less is
-    computed, or, at the last of a loop, nothing changes.
+    computed, or, at the last of a loop, nothing changes. Numbers that a graph would hold never change.
     """
 
-    def run(ends_at: int | None) -> tuple[list[torch.Tensor], int]:
+    def run(ends_at: int | None) -> tuple[list[torch.Tensor], list[int], int]:
         with Trace(ends_at) as budget, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        return tensors, budget.calls
+        leaves = pytree.tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensors, [leaf for leaf in leaves if isinstance(leaf, int)], budget.calls
 
     ends: Sequence[int] = range(len(residuals))
     if len(residuals) > MOST_TRIED:
         ends = firsts_and_lasts([node for _, node in residuals])
     if not ends:
         return
-    full, count = run(None)
+    full, numbers, count = run(None)
     for place in ends:
         number, node = residuals[place]
-        other, computed = run(number)
+        other, others, computed = run(number)
+        if others != numbers:
+            raise ValueError("returns a number that tells where a loop ends early: return only tensors")
         same = len(other) == len(full) and all(map(equal, full, other))
         if computed >= count and not same:
             raise ValueError(

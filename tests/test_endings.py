@@ -180,13 +180,13 @@ class Loop(nn.Module):
 
     def __init__(
         self, change: Callable[[Tensor, Tensor], Tensor], threshold: float = 1e-2, most: int = 14,
-        looks: Sequence[int] = (0, 1), ends: Callable[[Tensor, bool], Tensor] = lambda plan, early: plan,
+        looks: Sequence[int] = (0, 1), ends: Callable[[Tensor, bool], Any] = lambda plan, early: plan,
     ) -> None:  # fmt: skip
         super().__init__()
         self.change, self.threshold, self.most = change, threshold, most
         self.looks, self.ends = looks, ends
 
-    def forward(self, scores: Tensor) -> Tensor:
+    def forward(self, scores: Tensor) -> Any:
         b, n, m = scores.shape
         mu, nu = (torch.full((b, size), 1 / size, dtype=scores.dtype) for size in (n, m))
         u, v = torch.zeros_like(mu), torch.zeros_like(nu)
@@ -263,8 +263,20 @@ def test_a_rule_is_found(name: str) -> None:
     assert sites_of(analysis.lifted_without([site.name])[0]) == [site.name]
 
 
+def test_where_entries_are_hidden_logarithms_are_infinite() -> None:
+    hide = lambda s: s.masked_fill(random(9, 9, seed=5).fill_diagonal_(0) > 0.8, -math.inf)  # noqa: E731
+    net = Loop(summed, ends=lambda plan, early: plan.log())
+    analysis = analysed(net, hide(random(3, 9, 9)))
+    assert [site.convention.ending for site in analysis.sites] == [Ending("duals", 1e-2, True)]
+    same_on(net, analysis, [hide(spread * random(4, 9, 9, seed=1)) for spread in SPREADS])
+
+
 def otherwise(plan: Tensor, early: bool) -> Tensor:
     return plan if early else 1.001 * plan
+
+
+def one_or_two(plan: Tensor, early: bool) -> tuple[Tensor, ...]:
+    return (plan,) if early else (plan, plan)
 
 
 REFUSED = {
@@ -276,6 +288,9 @@ REFUSED = {
     "relative": Loop(lambda x, y: (y - x).abs().mean() / y.abs().mean()),
     "told of rows, after columns": Loop(summed, looks=[1]),
     "another end where it does not end early": Loop(summed, ends=otherwise),
+    "it says whether it ended early": Loop(summed, ends=lambda plan, early: (plan, early)),
+    "a harmless end, likewise": Loop(summed, 0.0, ends=lambda plan, early: (plan, early)),
+    "another number of outputs": Loop(summed, looks=[0], ends=one_or_two),
 }
 
 
@@ -283,6 +298,27 @@ REFUSED = {
 def test_another_rule_is_refused(how: str) -> None:
     (left,) = analysed(REFUSED[how], random(3, 9, 7)).left_alone
     assert "ends early" in left.reason
+
+
+class Weighted(nn.Module):
+    """A mean over rows that are told apart by a mask of which the plan knows nothing, or by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unit", torch.ones(()))
+
+    def forward(self, scores: Tensor, keep: Tensor | None = None) -> Tensor:
+        keep = self.unit if keep is None else keep
+        loop = Loop(lambda x, y: ((y - x).abs() * keep).sum() / (keep + 0 * x).sum())
+        plan: Tensor = loop(scores)
+        return plan
+
+
+def test_a_residual_that_other_data_enter_is_refused() -> None:
+    for given, name in (((torch.ones(3, 9),), "keep"), ((), "unit")):
+        batch = Batch((random(3, 9, 7), *given), {}, None, [0, 0, 0])
+        (left,) = analyse(Teacher(Weighted().eval(), None, "model", "0", False, None), batch).left_alone
+        assert f"ends early on a residual that {name} enters" in left.reason
 
 
 class Layer(nn.Module):

@@ -3,6 +3,7 @@ mean: logits, probabilities, or one binary column."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,15 +18,15 @@ ROUNDING = 1e-4  # of a sum of probabilities
 
 def tensor_outputs(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output structure, numpy arrays included, in order."""
+    return [leaf for leaf in number_outputs(output) if leaf.is_floating_point()]
+
+
+def number_outputs(output: Any) -> list[Tensor]:
+    """Its integers and booleans, too."""
     leaves = []
     for leaf in _leaves(output):
-        if not isinstance(leaf, Tensor):
-            try:
-                leaf = torch.as_tensor(leaf)
-            except (TypeError, ValueError, RuntimeError):
-                continue
-        if leaf.is_floating_point():
-            leaves.append(leaf)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            leaves.append(torch.as_tensor(leaf))
     return leaves
 
 
