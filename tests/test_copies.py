@@ -115,9 +115,10 @@ class Tied(nn.Module):
         self.unread = nn.Linear(8, 8)
         self.tokens, self.attention, self.head = nn.Embedding(20, 8), Attention(), nn.Linear(8, 20)
         self.head.weight = self.tokens.weight
+        self.register_buffer("positions", torch.randn(9, 8), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.attention(self.tokens(ids)))
+        return self.head(self.attention(self.tokens(ids) + self.positions[: ids.shape[1]]))
 
 
 def test_a_rebuilt_model_names_its_weights_as_the_teacher_does(tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_a_rebuilt_model_names_its_weights_as_the_teacher_does(tmp_path: Path) -
     rebuilt = asapc.load(tmp_path / "out")
     names = [name for name, _ in model.named_parameters() if not name.startswith("unread")]
     assert [name for name, _ in rebuilt.named_parameters()] == names
+    assert [*rebuilt.state_dict()] == [x for x in model.state_dict() if not x.startswith("unread")]
     state = {name: 2 * x for name, x in model.state_dict().items() if not name.startswith("unread")}
     rebuilt.load_state_dict(state)
     model.load_state_dict({**model.state_dict(), **state})

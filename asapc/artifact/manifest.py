@@ -120,7 +120,7 @@ _MANIFEST = _keys(
     live=_keys(programs=list_of(_Live), left=dict[str, str]),
     sizes=(str, ""), questions=(list_of(_Question), []),
     not_applied=(_Texts, []), frozen=(_Texts, []), refresh=(dict[str, Any], {}),
-    parameters=(list_of(Annotated[_Texts, Len(2, 2)]), []),
+    parameters=(list_of(Annotated[_Texts, Len(2, 2)]), []), not_persistent=(_Texts, []),
     onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
     warnings=(list_of(_keys(sites=_Texts, text=str)), []),
 )  # fmt: skip

@@ -143,6 +143,9 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         graph._non_persistent_buffers_set.update(graph._buffers.keys() & plain)
     model = CompiledModel(graph, code, call, source, lines)
     _name_as_the_teacher(model, manifest.get("parameters", ()))
+    for name in dict(model.named_buffers()).keys() & manifest.get("not_persistent", ()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
     model.__dict__["not_applied"] = tuple(manifest.get("not_applied", model.not_applied))

@@ -115,6 +115,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     if weights:
         first = {weight: name for name, weight in reversed(weights.items())}
         manifest["parameters"] = [[name, first[weight]] for name, weight in weights.items()]
+    buffers = dict(parts[""].named_buffers(remove_duplicate=False)) if users else {}
+    if hidden := sorted(buffers.keys() - (parts[""].state_dict().keys() if users else ())):
+        manifest["not_persistent"] = hidden
     questions = set().union(*analysis.capture.observed.questions.values())
     if c.whole and questions and analysis.model is not None:
         (program,) = analysis.capture.programs
