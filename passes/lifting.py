@@ -153,7 +153,7 @@ class Lifting:
         found, rank = self.nodes[narrow], rank_of(narrow)
         if mask.merged and rank == 3:
             found, rank = self.operand(Canonical(narrow)), 4
-        elif mask.merged and rank == 2 and narrow is not mask.node:  # [B * H, M]
+        elif mask.merged and rank == 2 and self.heads > 1:  # [B * H, M]
             found, rank = self.call(aten.unflatten.int, found, 0, [-1, self.heads]), 3
         while rank > 2:
             found = self.call(aten.select.int, found, 1, 0)

@@ -451,7 +451,7 @@ def records(self: Layer, x: Tensor) -> Tensor:
 CHANGING = {
     counts: "reads calls, which is not always the same", counts_in_a_buffer: "seen, that is written",
     decays: "reads context.tau", caches: "reads taus",
-    records: "reads calls, which is not always the same (40 and 522)",
+    records: "reads calls, which is not always the same (40 and 520)",
 }  # fmt: skip
 
 

@@ -724,4 +724,6 @@ def _merged(node: Node, region: Region) -> bool:
     shape = region.score.result.shape
     if len(shape) == 3:
         return rank_of(node) in (2, 3) and same(node.meta["val"].shape[0], shape[0])
+    if rank_of(node) == 2 and same(node.meta["val"].shape[0], shape[0]):  # [B, M]
+        return False
     return any(rank_of(user) == 3 for user in node.users if user in region.inside)
