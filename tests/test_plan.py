@@ -870,6 +870,22 @@ def test_masses_in_any_layout(log_mu: Tensor | None, settings: dict[str, Any]) -
     assert float((found - meant).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_example_of_which_no_token_has_mass(side: int, rows_first: bool, log: bool) -> None:
+    """Nor any score a number, or every one; in the third example some tokens have mass."""
+    scores, masses = torch.randn(3, 2, 5, 7), [None, None]
+    hidden = torch.tensor([[0] * 7, [1] * 7, [0, 0, 0, 1, 1, 1, 1]]).bool()[:, None, : (5, 7)[side]]
+    masses[side] = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)  # type: ignore[call-overload]
+    lost = scores.masked_fill(hidden[..., None] if side == 0 else hidden[:, :, None], -math.inf)
+    for given, steps in itertools.product((scores, lost), (1, 2, 3, 4)):
+        rule = (1.0, steps, rows_first, [1.0, 0.0, 0.0, 0.0], log)
+        meant = reference.plan(given.double(), *masses, *rule)
+        found = torch.ops.asapc.plan(given, *masses, *rule).double()
+        torch.testing.assert_close(found, meant, rtol=1e-4, atol=1e-6)
+
+
 ZEROS = {
     "none": lambda i, j: i < 0,
     "some": lambda i, j: (3 * i + j) % 4 == 0,

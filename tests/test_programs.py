@@ -18,6 +18,8 @@ SEEDS = (
     900190,
     # exp(s) in float64 of scores as low as its subnormal numbers, which the log domain does not form
     1001724,
+    # a mask that is a column's mass, and no key of an example that has any
+    1101011,
 )  # fmt: skip
 COMPILED = {  # each was refused, or fixed to the lengths of its data
     "a mask [B, 1, M] beside memory of its own length": {"mask": "active_b1m", "cross": True},

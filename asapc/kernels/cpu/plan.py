@@ -17,6 +17,7 @@ without effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -82,6 +83,12 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         _beyond(
             given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
         )
+    for logs, is_first in ((log_mu, task.rows_first), (log_nu, not task.rows_first)):
+        if logs is not None and stabiliser is None and (is_first or settings["half_steps"] > 1):
+            empty = logs.amax(-1).isneginf()
+            if bool(empty.any()):  # where no score is finite either, the engine has no number
+                none = -math.inf if settings["log"] else 0.0
+                out.view(-1, queries, keys).masked_fill_(empty.view(-1, 1, 1), none)
     return out if scores.dtype is dtype else out.to(scores.dtype)
 
 
