@@ -194,15 +194,16 @@ def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) 
     weights = model.named_parameters(remove_duplicate=False)
     known = {first.get(name, name): weight for name, weight in weights}
     for name, of in parameters:
+        if of not in known:  # the program does not read it
+            continue
         *path, leaf = name.split(".")
         owner: Any = model
-        for part in path if of in known else ():  # else the program does not read it
+        for part in path:
             held = owner._modules.pop(part, None)
             owner._modules[part] = Layer() if held is None else held
             owner = owner._modules[part]
-        if of in known:
-            owner._parameters.pop(leaf, None)
-            owner._parameters[leaf] = known[of]
+        owner._parameters.pop(leaf, None)
+        owner._parameters[leaf] = known[of]
 
 
 def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
