@@ -56,7 +56,7 @@ class Operands:
     log_nu: Node | None = None
 
     @property
-    def nodes(self) -> dict[str, Node | None]:
+    def nodes(self) -> dict[str, Any]:
         """Its operands by the names that they have in SiteTensors."""
         return {each.name: getattr(self, each.name) for each in fields(self)[4:]}
 

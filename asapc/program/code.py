@@ -255,7 +255,8 @@ def _encoded(graph: Graph) -> list[tuple[Any, ...]]:
     for node in graph.nodes:
         target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-        rows.append((node.op, node.name, target, *map_arg((node.args, node.kwargs), _Ref), meta))
+        args, kwargs = map_arg((node.args, node.kwargs), _Ref)  # type: ignore[arg-type]
+        rows.append((node.op, node.name, target, args, kwargs, meta))
     return rows
 
 

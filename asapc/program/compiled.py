@@ -29,6 +29,7 @@ from torch.fx import Graph, Node
 
 from asapc.errors import BranchError, InputError
 from asapc.formats.records import APART, Record
+from asapc.operators.catalogue import by_name
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
@@ -441,13 +442,9 @@ def is_another_in_training(node: Node) -> bool:
     """Whether its operator would compute something else in training mode, in which it is not."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    given = {
-        argument.name: node.args[place] if place < len(node.args)
-        else node.kwargs.get(argument.name, argument.default_value)
-        for place, argument in enumerate(node.target._schema.arguments)
-    }  # fmt: skip
+    arguments = {**by_name(node.target, node.args), **node.kwargs}
     modes = ("train", "training", "use_input_stats")
-    return node.target is _NORM or any(given.get(name, True) is False for name in modes)
+    return node.target is _NORM or any(arguments.get(name, True) is False for name in modes)
 
 
 def is_without_share(node: Node) -> bool:
