@@ -8,9 +8,10 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from torch.fx import GraphModule, Node
@@ -66,9 +67,7 @@ class Stabiliser(Record):
     start_share: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in _STABILISERS.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}")
+        super().__post_init__()
         if not 0.0 < self.constant < math.inf:
             raise ValueError("constant must be positive and finite")
 
@@ -84,13 +83,6 @@ class Stabiliser(Record):
         return cls(form, kind, constant, start, bool(shares), bool(start_share))  # type: ignore[arg-type]
 
 
-_STABILISERS: dict[str, tuple[str, ...]] = {
-    "form": ("scaling", "plan"),
-    "kind": ("add", "clamp"),
-    "start": ("plain", "row", "matrix", "tensor", "softmax"),
-}
-
-
 @dataclass(frozen=True)
 class Written(Record):
     """In which order a loop in the log domain adds its terms: it decides what becomes of scores so low
@@ -102,15 +94,11 @@ class Written(Record):
     shares: uniform masses are 1/N and 1/M, not 1.
     """
 
-    form: str
+    form: Literal["softmax", "logs", "duals", "reversed", "summed", "increments"]
     shares: bool = False
 
-    def __post_init__(self) -> None:
-        if self.form not in WRITTEN:
-            raise ValueError(f"form must be one of {', '.join(WRITTEN)}")
 
-
-WRITTEN = ("softmax", "logs", "duals", "reversed", "summed", "increments")
+WRITTEN: tuple[Any, ...] = get_args(get_type_hints(Written)["form"])
 
 
 @dataclass(frozen=True)
@@ -124,14 +112,13 @@ class Ending(Record):
     after:     half-steps that follow all the same.
     """
 
-    moves: str
+    moves: Literal["duals", "scalings"]
     threshold: float
     summed: bool = False
     after: int = 0
 
     def __post_init__(self) -> None:
-        if self.moves not in MOVES:
-            raise ValueError(f"moves must be one of {', '.join(MOVES)}")
+        super().__post_init__()
         if not 0.0 <= self.threshold < math.inf or self.after < 0:
             raise ValueError("threshold and after must be at least 0, and finite")
 
@@ -150,13 +137,25 @@ class Ending(Record):
         return (after - before).abs().mean() * (before.shape[-1] if self.summed else 1)
 
 
-MOVES = ("duals", "scalings")
+MOVES: tuple[Any, ...] = get_args(get_type_hints(Ending)["moves"])
 
 
-class Kind(Record):
-    """A convention.  shown: what its JSON has besides its fields, in words."""
+class Kind(Record, ABC):
+    """A convention: what a teacher computes at a site, see also operators.banded.
+
+    shown: what its JSON has besides its fields, in words.
+    """
 
     shown: ClassVar[tuple[str, ...]] = ("operator",)
+
+    @property
+    @abstractmethod
+    def mask(self) -> Mask: ...
+
+    @property
+    @abstractmethod
+    def operator(self) -> str:
+        """The lossless one, see operators.catalogue."""
 
     def to_json(self) -> dict[str, Any]:
         return {**{name: str(getattr(self, name)) for name in self.shown}, **super().to_json()}
@@ -338,25 +337,6 @@ class PlanConvention(FiniteLoop):
             self.half_steps, self.first_side, self.score_multiplier, self.output_factor,
             stabiliser=self.stabiliser,
         )  # fmt: skip
-
-
-class AnyConvention(Protocol):
-    """What a teacher computes at a site: one of the above, or of another family."""
-
-    @property
-    def mask(self) -> Mask: ...
-
-    @property
-    def operator(self) -> str:
-        """The lossless one, see operators.catalogue."""
-        ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-    @classmethod
-    def from_json(cls, document: Any, where: str) -> Self:
-        """Raises InputError naming the place."""
-        ...
 
 
 @dataclass(frozen=True)

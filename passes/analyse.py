@@ -28,7 +28,7 @@ from asapc.formats.limits import limits
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import fingerprint
-from asapc.ir import AnyConvention, Convention, Program
+from asapc.ir import Convention, Kind, Program
 from asapc.measure.differences import largest_difference, tensor_outputs
 from asapc.memory import give_back
 from asapc.passes.branches import held_branches
@@ -63,7 +63,7 @@ class Site:
     """
 
     name: str
-    convention: AnyConvention
+    convention: Kind
     heads: int
     head_dim: int | None
     replay_error: float
@@ -87,7 +87,7 @@ class LeftAlone:
     status: Literal["refused", "kept"]
     reason: str
     replay_error: float | None = None
-    convention: AnyConvention | None = None
+    convention: Kind | None = None
     heads: int | None = None
     head_dim: int | None = None
     replay: Mapping[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from asapc.calibration.students import refusal
 from asapc.errors import InputError
 from asapc.features.predictor import TransformPlan, transform_plan
 from asapc.inputs.recipe import Recipe
-from asapc.ir import AnyConvention, Convention, Program
+from asapc.ir import Convention, Kind, Program
 from asapc.operators.catalogue import OPERATORS, REPLACEMENTS, TEACHER
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.rewrite import Hardened, Replacement
@@ -57,7 +57,7 @@ def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Progr
     })  # fmt: skip
 
 
-def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
+def check_operator(convention: Kind, recipe: Recipe) -> None:
     """InputError if the site's recipe names an operator that this kind of site cannot become."""
     kind = convention.operator
     if recipe.operator not in ("auto", "lossless", kind, *REPLACEMENTS[kind]):
@@ -68,7 +68,7 @@ def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
         )
 
 
-def fits_needed(convention: AnyConvention, recipe: Recipe) -> list[tuple[Recipe, TransformPlan | None]]:
+def fits_needed(convention: Kind, recipe: Recipe) -> list[tuple[Recipe, TransformPlan | None]]:
     """What calibration has to fit for a site, from the site's recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
@@ -143,7 +143,7 @@ def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[
     return found
 
 
-def _alike(first: Convention, second: AnyConvention) -> bool:
+def _alike(first: Convention, second: Kind) -> bool:
     """The same loop, with a scale that was found twice by experiment."""
     if not isinstance(second, Convention):
         return False
@@ -178,7 +178,7 @@ def _problem(
     return f"was {verb} with `{differing}: {then.settings.get(str(differing))}`"
 
 
-def proposed(convention: AnyConvention, recipe: Recipe) -> Choice | None:
+def proposed(convention: Kind, recipe: Recipe) -> Choice | None:
     """What needs no measurement: a named lossless operator, or exact instead of soft sorting, which is
     settled for the whole model afterwards; None where the selection decides."""
     exact = convention.operator

@@ -328,7 +328,7 @@ def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
 
 def _tensors_of(operands: Operands) -> list[Node]:
     """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
-    stop = {operands.q, operands.k, operands.values, operands.keep, operands.bias, operands.query_keep}
+    stop = {*operands.nodes.values()}
     found: list[Node] = []
     stack: list[Any] = list(reversed([*operands.settings.values()]))
     while stack:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import AnyConvention, Program, SiteTensors, Stop
+from asapc.ir import Kind, Program, SiteTensors, Stop
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.plan.loops import Loop
@@ -49,7 +49,7 @@ class Site(ABC):
     """
 
     name: str
-    convention: AnyConvention
+    convention: Kind
     heads: int
     head_dim: int | None
     probe_error: float

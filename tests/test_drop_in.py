@@ -157,7 +157,7 @@ def test_python_refuses_what_no_forward_takes(make):
     model, (x, keep) = make(), inputs()
     with pytest.raises(TypeError, match="multiple values for argument 'x'"):
         model(x, keep, x=x)
-    with pytest.raises(TypeError, match="positional arguments but"):
+    with pytest.raises(TypeError, match="positional arguments"):
         model(x, keep, False)
     with pytest.raises(TypeError, match="missing"):
         model(keep=keep)

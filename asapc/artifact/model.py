@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
+from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from asapc.artifact.manifest import DTYPES, Stage, consistent, inside
@@ -144,16 +145,15 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     model = CompiledModel(graph, code, call, source, lines)
     _name_as_the_teacher(model, manifest.get("parameters", ()))
     for name in dict(model.named_buffers()).keys() & manifest.get("not_persistent", ()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+        _leave_out(model, name)
     model.forward.constants = constants_of(model, sites)()
     model.forward.questions = tuple(manifest.get("questions", ()))
-    model.__dict__["not_applied"] = tuple(manifest.get("not_applied", model.not_applied))
+    model.not_applied = tuple(manifest.get("not_applied", model.not_applied))
     for name, weight in model.named_parameters(remove_duplicate=False):
         if name in manifest.get("frozen", ()):
             weight.requires_grad_(False)
     if stage == "graph" and sequence_group is None:
-        shown_by(model, Summary(source, lines, artifact.folder))
+        shown_by(model, Summary(source, lines, artifact.folder.absolute()))
     return model
 
 
@@ -170,19 +170,19 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
     """Give the module of a program the weights that its sites hold as constants: they are loaded, saved
     and compared as the model's others are."""
     held = {name: kind for site in sites for name, kind in site["constants"].items()}
-    known = tensors_of(graph)
-    for name in [name for name in held if name not in known]:
-        persistent, owner = f"0.{name}" in artifact.tensors, cast(nn.Module, graph)
-        tensor = artifact.tensors[f"0.{name}" if persistent else HIDDEN + name]
-        *path, leaf = name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if held[name] == "buffer":
-            owner.register_buffer(leaf, tensor, persistent)
-        else:
-            owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
+    for name in held.keys() - tensors_of(graph).keys():
+        is_saved = f"0.{name}" in artifact.tensors
+        tensor = artifact.tensors[f"0.{name}" if is_saved else HIDDEN + name]
+        weight = nn.Parameter(tensor, tensor.is_floating_point())
+        _assign_attr(tensor if held[name] == "buffer" else weight, graph, name)
+        if not is_saved:
+            _leave_out(graph, name)
+
+
+def _leave_out(model: nn.Module, name: str) -> None:
+    """Of the state dict."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
 
 
 def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) -> None:
@@ -242,7 +242,7 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
             live.copy_(stored)
     install(model, made)
     lines = [site_line(site) for site in sites]
-    shown_by(model, Summary(type(model).__name__, lines, artifact.folder))
+    shown_by(model, Summary(type(model).__name__, lines, artifact.folder.absolute()))
     return model.eval()
 
 

@@ -50,6 +50,12 @@ class Record:
 
     always: ClassVar[tuple[str, ...]] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a word that an annotation does not allow."""
+        for name, hint in _hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}")
+
     @classmethod
     def from_json(cls, document: Any, where: str, **apart: Any) -> Self:
         """apart: fields that are no part of the JSON.  Raises InputError naming the place."""

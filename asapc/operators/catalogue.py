@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asapc.ir import AnyConvention
+    from asapc.ir import Kind
 
 SCORES = ("keep", "bias")
 POINTS = ("keep", "query_keep")
@@ -145,10 +145,10 @@ SIZES = tuple(dict.fromkeys(operator.size for operator in OPERATORS.values() if 
 HYBRIDS = {operator.hybrid_of: operator.name for operator in OPERATORS.values() if operator.hybrid_of}
 
 
-def convention_from_json(data: Mapping[str, Any]) -> AnyConvention:
+def convention_from_json(data: Mapping[str, Any]) -> Kind:
     """Inverse of every convention's to_json. Raises InputError, or KeyError for an unknown operator."""
     operator = OPERATORS[data.get("operator", KINDS[0])]
-    kind: type[AnyConvention] = pkgutil.resolve_name(operator.convention)
+    kind: type[Kind] = pkgutil.resolve_name(operator.convention)
     return kind.from_json(data, "convention")
 
 

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asapc.errors import InputError
 from asapc.formats.limits import MOST, limits_of
-from asapc.formats.records import OPTIONAL, Record, optional
-from asapc.terminal.printed import short
+from asapc.formats.records import APART, OPTIONAL, Record, optional
 
 Kind = Literal["bool", "int", "float", "complex"]
 GRADIENTS = " with gradients"
@@ -148,10 +146,34 @@ class Call(Record):
     neutral: tuple[int, ...] = ()
     casts: Mapping[str, str] | None = optional()
 
+    _signature: inspect.Signature = field(init=False, repr=False, compare=False, metadata=APART)
+
     def __post_init__(self) -> None:
         kinds = {kind for text in (self.casts or {}).values() for kind in text.split(" ")[1:]}
-        if not all(kind == LOW or isinstance(getattr(torch, kind, None), torch.dtype) for kind in kinds):
-            raise ValueError("autocast gives tensors dtypes of torch")
+        count = len(self.tensors)
+        places = [leaf.index for parameter in self.parameters for leaf in leaves(parameter.captured)]
+        rules = {
+            "autocast gives tensors dtypes of torch": all(
+                kind == LOW or isinstance(getattr(torch, kind, None), torch.dtype) for kind in kinds
+            ),
+            "every tensor has one place": sorted(places) == [*range(count)],
+            "a neutral mask is one of the tensors": all(0 <= index < count for index in self.neutral),
+            "a tensor may be the same as an earlier one only": all(
+                tensor.same_as is None or tensor.same_as in range(index)
+                for index, tensor in enumerate(self.tensors)
+            ),
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ValueError(broken[0])
+        kinds_of = inspect.Parameter
+        try:
+            signature = inspect.Signature([
+                kinds_of(each.name, getattr(kinds_of, each.kind), default=_shown_default(each))
+                for each in self.parameters
+            ])  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"its parameters are a function's: {error}") from None
+        object.__setattr__(self, "_signature", signature)
 
     def cast(self, flat: Sequence[Tensor], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs in the dtypes of the model's own code; as they are where those are not known."""
@@ -168,18 +190,17 @@ class Call(Record):
 
     def signature(self) -> inspect.Signature:
         """As of the forward."""
-        kinds = inspect.Parameter
-        return inspect.Signature([
-            kinds(parameter.name, getattr(kinds, parameter.kind), default=_shown_default(parameter))
-            for parameter in self.parameters
-        ])  # fmt: skip
+        return self._signature
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], str | None]:
         """(the call's tensors in order, None), or (..., why the call is not the captured one).
 
         Raises TypeError where the forward itself would: too many, missing or unknown arguments.
         """
-        given = _bound(self.parameters, args, kwargs)
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"forward(): {error}") from None
         flat: list[Any] = [None] * len(self.tensors)
         counts: list[tuple[str, Any, str]] = []
         for parameter in self.parameters:
@@ -253,27 +274,6 @@ class Call(Record):
             if any(leaf.index == index for leaf in leaves(parameter.captured)):
                 return parameter.name
         return "an argument"
-
-    @classmethod
-    def from_json(cls, document: Any, where: str, **apart: Any) -> Call:
-        call = super().from_json(document, where, **apart)
-        count = len(call.tensors)
-        places = [leaf.index for parameter in call.parameters for leaf in leaves(parameter.captured)]
-        rules = {
-            "every tensor has one place": sorted(places) == [*range(count)],
-            "a neutral mask is one of the tensors": all(0 <= index < count for index in call.neutral),
-            "a tensor may be the same as an earlier one only": all(
-                tensor.same_as is None or tensor.same_as in range(index)
-                for index, tensor in enumerate(call.tensors)
-            ),
-        }
-        try:
-            call.signature()
-        except ValueError as error:
-            rules[f"its parameters are a function's: {error}"] = False
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise InputError(f"{where}: {broken[0]}", got=short(document))
-        return call
 
 
 def dtypes_of(tensors: Sequence[Tensor], device: str) -> str:
@@ -387,47 +387,6 @@ def _default(value: Any) -> Tree:
     except Undescribable:
         return Default(repr(value)[:80])
     return Default("a tensor") if tensors else tree
-
-
-def _bound(
-    parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments by parameter, as Python binds them.  Written out: torch.compile follows it."""
-    given: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    taken, star, stars = 0, None, None
-    for parameter in parameters:
-        if parameter.kind in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"):
-            if taken < len(args):
-                given[parameter.name] = args[taken]
-                taken += 1
-        elif parameter.kind == "VAR_POSITIONAL":
-            star = parameter.name
-        elif parameter.kind == "VAR_KEYWORD":
-            stars = parameter.name
-    if taken < len(args):
-        if star is None:
-            raise TypeError(f"forward() takes {taken} positional arguments but {len(args)} were given")
-        given[star] = tuple(args[taken:])
-    for name, value in kwargs.items():
-        kind = None
-        for parameter in parameters:
-            if parameter.name == name:
-                kind = parameter.kind
-        if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"):
-            if name in given:
-                raise TypeError(f"forward() got multiple values for argument '{name}'")
-            given[name] = value
-        elif stars is not None:
-            extra[name] = value
-        else:
-            raise TypeError(f"forward() got an unexpected keyword argument '{name}'")
-    if stars is not None and extra:
-        given[stars] = extra
-    for parameter in parameters:
-        if parameter.default is None and parameter.name not in given:
-            raise TypeError(f"forward() missing a required argument: '{parameter.name}'")
-    return given
 
 
 def _taken(

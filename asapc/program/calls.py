@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc
 from asapc.ir import Program, SiteTensors
@@ -36,7 +37,7 @@ CALLS: Mapping[Any, tuple[Operator, bool]] = {
 
 @dataclass(frozen=True)
 class Operands:
-    """The operator call of one site: its operands as nodes (None if absent), its settings by name.
+    """The operator call of one site: its settings by name, its operands as nodes (None if absent).
 
     q: the scores, where it is given those.
     """
@@ -44,25 +45,25 @@ class Operands:
     site: str
     call: Node
     operator: Operator
-    q: Node
-    k: Node | None
-    values: Node | None
-    keep: Node | None
-    bias: Node | None
-    query_keep: Node | None
     settings: Mapping[str, Any]
+    q: Node
+    k: Node | None = None
+    v: Node | None = None
+    keep: Node | None = None
+    bias: Node | None = None
+    query_keep: Node | None = None
     log_mu: Node | None = None
     log_nu: Node | None = None
 
     @property
-    def dense(self) -> bool:
-        """Whether it gives the map, not its product with values."""
-        return self.values is None
+    def nodes(self) -> dict[str, Any]:
+        """Its operands by the names that they have in SiteTensors."""
+        return {each.name: getattr(self, each.name) for each in fields(self)[4:]}
 
     def again(self, graph: Graph, operator: Operator, settings: Mapping[str, Any]) -> Node:
         """Another operator's call on the same operands."""
-        seen = {name: getattr(self, name) for name in operator.operands}
-        return put_call(graph, operator, self.q, self.k, self.values, {**seen, **settings})
+        operands = {name: getattr(self, name) for name in operator.operands}
+        return put_call(graph, operator, self.q, self.k, self.v, {**operands, **settings})
 
 
 def put_call(
@@ -112,15 +113,10 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
 def _read(node: Node) -> Operands:
     operator, dense = CALLS[node.target]
     settings = by_name(node.target, node.args)
-    q, k, *_ = *(settings.pop(name) for name in operator.points), None
-    values = settings.pop("v", None)
+    points = dict(zip("qk", (settings.pop(name) for name in operator.points), strict=False))
+    v = None if dense else settings.pop("v")
     operands = {name: settings.pop(name) for name in operator.operands}
-    seen = {name: x if isinstance(x, Node) else None for name, x in operands.items()}
-    return Operands(
-        str(node.meta.get(SITE, "")), node, operator, q, k, None if dense else values,
-        seen.get("keep"), seen.get("bias"), seen.get("query_keep"), settings, seen.get("log_mu"),
-        seen.get("log_nu"),
-    )  # fmt: skip
+    return Operands(str(node.meta.get(SITE, "")), node, operator, settings, **points, v=v, **operands)
 
 
 def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operands]:
@@ -151,15 +147,14 @@ def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
 
 
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
-    """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites.
+    """The lifted graph that also calls record(site, **fields of SiteTensors) at each of its sites.
 
     None stands for the keys of a site that is given its scores.
     """
     graph, _ = copied(lifted.graph)
     for o in operator_calls(graph):
         with graph.graph.inserting_before(o.call):
-            seen = (o.site, o.q, o.k, o.keep, o.bias, o.query_keep, o.values, o.log_mu, o.log_nu)
-            graph.graph.call_function(record, seen)
+            graph.graph.call_function(record, (o.site,), o.nodes)
     graph.recompile()
     return graph
 
@@ -178,16 +173,17 @@ def site_function(
         factor = settings["output_factor"]
         settings["output_factor"] = 1.0 if isinstance(factor, float) else [1.0, 1.0, 0.0, 0.0]
         settings |= {"log": False} if "log" in settings else {}
-    if o.operator.name == "asap":
-        return _amortised(graph, o, settings)
-    settings = {name: attribute(graph, x) if isinstance(x, Node) else x for name, x in settings.items()}
-    operator, shared = o.operator, _has_share(o)
+    mass = _row_masses(o)
+    shared = mass is None and _has_share(o)
 
-    def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
-        result = apply_operator(operator, t, v, settings, plain)
+    def run(t: SiteTensors, v: Tensor | None) -> Tensor:
+        value = _evaluation(graph, o, t)
+        result = apply_operator(o.operator, t, v, map_arg(settings, value), plain)
+        if mass is not None:
+            result = (result * value(mass)[..., None]).to(result.dtype)
         return times_share(result, t.keep) if shared else result
 
-    return direct
+    return run
 
 
 def apply_operator(
@@ -199,10 +195,10 @@ def apply_operator(
     """
     dense = v is None or not operator.applies
     call = operator.reference_of(dense) if plain else operator.overload(dense)
-    seen = {name: getattr(t, name) for name in operator.operands}
+    operands = {name: getattr(t, name) for name in operator.operands}
     values = {} if dense else {"v": v}
     points = dict(zip(operator.points, (t.q, t.k), strict=False))
-    result: Tensor = call(**points, **values, **seen, **settings)
+    result: Tensor = call(**points, **values, **operands, **settings)
     return result @ v if dense and v is not None and not operator.scored else result
 
 
@@ -226,24 +222,15 @@ def _has_share(o: Operands) -> bool:
     return False
 
 
+def _row_masses(o: Operands) -> Node | None:
+    """By which rows of the call's result are multiplied, where they come with its key dual."""
+    dual = o.settings.get("target_dual")
+    if not isinstance(dual, Node) or dual.target is not operator.getitem:
+        return None
+    return next(node for node in dual.all_input_nodes[0].users if node.args[1] == 1)
+
+
 DUAL_SETTINGS = ("source_dual", "target_dual")
-
-
-def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> SiteFunction:
-    source, key = (_predicted(graph, settings[name]) for name in DUAL_SETTINGS)
-    dual = o.settings["target_dual"]
-    rescaled = isinstance(dual, Node) and dual.target is operator.getitem  # it comes with row masses
-
-    def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
-        f, g = source(t) if source else None, key(t) if key else None
-        duals = (None if f is None else f[0], None if g is None else g[0])
-        with_duals = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True))}
-        result = apply_operator(o.operator, t, v, with_duals)
-        if rescaled and g is not None and g[1] is not None:
-            result = (result * g[1][..., None]).to(result.dtype)
-        return result
-
-    return amortised
 
 
 def predicted_duals(
@@ -251,38 +238,28 @@ def predicted_duals(
 ) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
     """(source, key) duals a site's call starts from, in score coordinates; None where not predicted."""
     graph, o = call_of(programs, site)
-    if o.operator.name != "asap":
-        return None, None
-    source, key = (_predicted(graph, o.settings[name]) for name in DUAL_SETTINGS)
-    return (
-        None if source is None else (lambda t: source(t)[0]),
-        None if key is None else (lambda t: key(t)[0]),
-    )
+
+    def predicted(dual: Node | None) -> Callable[[SiteTensors], Tensor] | None:
+        return None if dual is None else lambda t: _evaluation(graph, o, t)(dual)
+
+    source, key = map(o.settings.get, DUAL_SETTINGS)
+    return predicted(source), predicted(key)
 
 
-def _predicted(
-    graph: GraphModule, node: Any
-) -> Callable[[SiteTensors], tuple[Tensor, Tensor | None]] | None:
-    """What a dual operand of an ASAP call computes: the dual, and row masses where they come along."""
-    if node is None:
-        return None
-    shift: Tensor | None = None
-    if node.target is aten.add.Tensor:
-        node, shift = node.args[0], attribute(graph, node.args[1])
-    with_mass = node.target is operator.getitem
-    call = node.args[0] if with_mass else node
-    fitted = by_name(call.target, call.args)
-    fitted["parameters"] = [attribute(graph, item) for item in fitted["parameters"]]
-    fitted["coefficients"] = attribute(graph, fitted["coefficients"])
+def _evaluation(graph: GraphModule, o: Operands, t: SiteTensors) -> Callable[[Node], Any]:
+    """What a node holds that depends on a call's operands and the graph's tensors alone."""
+    operands = {name: node for name, node in o.nodes.items() if name != "v" and node is not None}
+    values: dict[Node, Any] = {node: getattr(t, name) for name, node in operands.items()}
 
-    def predict(t: SiteTensors) -> tuple[Tensor, Tensor | None]:
-        found = call.target(**fitted | {"q": t.q, "k": t.k, "keep": t.keep, "bias": t.bias})
-        if with_mass:
-            dual, mass = found
-            return dual, mass
-        return (found if shift is None else found + shift), None
+    def value(node: Node) -> Any:
+        if node not in values and node.op == "get_attr":
+            values[node] = attribute(graph, node)
+        elif node not in values:
+            args, kwargs = map_arg((node.args, node.kwargs), value)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return values[node]
 
-    return predict
+    return value
 
 
 def attribute(graph: GraphModule, node: object) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc, which graphs call
 
@@ -224,8 +224,8 @@ def _moved(
 
     for node in copy.nodes:
         if node.op == "call_function":
-            node.args = torch.fx.node.map_aggregate(node.args, moved)
-            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, moved)
+            node.args = map_aggregate(node.args, moved)
+            node.kwargs = map_aggregate(node.kwargs, moved)
         if node.target is torch.ops.aten.index_put.default:  # whose values may be a constant that stays
             into, places, values, *rest = node.args
             with copy.inserting_before(node):
@@ -245,19 +245,18 @@ def _function(graph: Graph) -> Callable[..., Any]:
 class _Ref:
     """Stands for a node among the arguments of another."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, node: Node) -> None:
+        self.name = node.name
 
 
 def _encoded(graph: Graph) -> list[tuple[Any, ...]]:
     """The nodes of a graph for pickling: operators, which do not pickle, by name."""
     rows = []
     for node in graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = (target.namespace, target._opname, target._overloadname)
+        target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-        rows.append((node.op, node.name, target, _plain(node.args), _plain(node.kwargs), meta))
+        args, kwargs = map_arg((node.args, node.kwargs), _Ref)  # type: ignore[arg-type]
+        rows.append((node.op, node.name, target, args, kwargs, meta))
     return rows
 
 
@@ -266,28 +265,14 @@ def _decoded(rows: Sequence[tuple[Any, ...]]) -> Graph:
     graph = Graph()
     nodes: dict[str, Node] = {}
     for op, name, target, args, kwargs, meta in rows:
-        if isinstance(target, tuple):
-            namespace, operation, overload = target
-            target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        if op == "call_function" and isinstance(target, str):
+            target = operator.attrgetter(target)(torch.ops)
         args, kwargs = map_aggregate(
             (args, kwargs), lambda x: nodes[x.name] if isinstance(x, _Ref) else x
         )
-        node = graph.create_node(op, target, args, kwargs, name)
-        node.meta.update(meta)
-        nodes[name] = node
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        nodes[name].meta.update(meta)
     return graph
-
-
-def _plain(value: Any) -> Any:
-    """fx's own immutable containers as Python's, and nodes by name."""
-    if isinstance(value, Node):
-        return _Ref(value.name)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 Code = GraphModule | GraphCode

@@ -29,6 +29,7 @@ from torch.fx import Graph, Node
 
 from asapc.errors import BranchError, InputError
 from asapc.formats.records import APART, Record
+from asapc.operators.catalogue import by_name
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
@@ -186,6 +187,7 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+@dataclass(eq=False, repr=False)
 class Forward:
     """forward(*args, **kwargs) of a module, computed by a graph.
 
@@ -197,29 +199,19 @@ class Forward:
     of the mode it runs in, where there are no modules (program.state).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        code: GraphCode,
-        call: Call,
-        name: str,
-        live: bool = False,
-        before: Callable[..., Any] | None = None,
-        inside: Sequence[Inside] = (),
-    ) -> None:
-        self.module = module
-        self.code = code
-        self.call = call
-        self.name = name
-        self.live = live
-        self.before = before
-        self.inside = tuple(inside)
-        self.keeping = tuple(one for one in inside if one.keeps)
-        self.constants = Constants()
-        self.questions: tuple[str, ...] = ()
-        self.types = types_at_hand(call.output)
-        self.warned: set[str] = set()
-        self.dropping = tuple(one for one in inside if one.drops)
+    module: nn.Module
+    code: GraphCode
+    call: Call
+    name: str
+    live: bool = False
+    before: Callable[..., Any] | None = None
+    inside: tuple[Inside, ...] = ()
+    constants: Constants = field(default_factory=Constants)
+    questions: tuple[str, ...] = ()
+    warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.types = types_at_hand(self.call.output)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the classes of the outputs: another process may not have them."""
@@ -227,7 +219,7 @@ class Forward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.types = types_at_hand(self.call.output)
+        self.__post_init__()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -294,7 +286,7 @@ class Forward:
             problem = self._another(flat)
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
-        if self.dropping and NO_DROPOUT not in self.warned:
+        if any(inside.drops for inside in self.inside) and NO_DROPOUT not in self.warned:
             self._warn_of_dropout()
         missing = self.constants.missing(self.module, flat)
         of_live = (missing or _global_hooks()) if self.live else None
@@ -309,7 +301,7 @@ class Forward:
             return self._otherwise(f"{branch.rule}: here it is not", args, kwargs)
         if missing is not None:
             found = self.constants.refusing(found, missing)
-        for inside in self.keeping:
+        for inside in self.inside:
             for steps in inside.keeps:
                 take_away(self.module.get_submodule(inside.path), steps)
         if self.call.casts is not None:
@@ -317,7 +309,7 @@ class Forward:
         return rebuilt(self.call.output, found, self.types)
 
     def _warn_of_dropout(self) -> None:
-        parts = (_part(self.module, inside._names) for inside in self.dropping)
+        parts = (_part(self.module, inside._names) for inside in self.inside if inside.drops)
         if any(part is not None and asked(("training",), part, ()) for part in parts):
             self.warned.add(NO_DROPOUT)
             warnings.warn(f"{self.name}: {NO_DROPOUT}", UserWarning, stacklevel=4)
@@ -405,11 +397,9 @@ class CompiledModel(nn.Module):
         self._non_persistent_buffers_set.update(weights._non_persistent_buffers_set)
         for part in self.modules():
             part.__class__ = Layer if type(part) is nn.Module else type(part)
-        self.__dict__["forward"] = Forward(self, code, call, teacher)
-        self._sites: tuple[str, ...]
-        self.__dict__["_sites"] = tuple(sites)
-        self.not_applied: tuple[str, ...]
-        self.__dict__["not_applied"] = not_applied([code.graph])
+        self.forward = Forward(self, code, call, teacher)
+        self._sites = tuple(sites)
+        self.not_applied = not_applied([code.graph])
         self.eval()
 
     def train(self, mode: bool = True) -> CompiledModel:
@@ -441,13 +431,9 @@ def is_another_in_training(node: Node) -> bool:
     """Whether its operator would compute something else in training mode, in which it is not."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    given = {
-        argument.name: node.args[place] if place < len(node.args)
-        else node.kwargs.get(argument.name, argument.default_value)
-        for place, argument in enumerate(node.target._schema.arguments)
-    }  # fmt: skip
+    arguments = {**by_name(node.target, node.args), **node.kwargs}
     modes = ("train", "training", "use_input_stats")
-    return node.target is _NORM or any(given.get(name, True) is False for name in modes)
+    return node.target is _NORM or any(arguments.get(name, True) is False for name in modes)
 
 
 def is_without_share(node: Node) -> bool:

@@ -11,8 +11,6 @@ of the capture.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,24 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, ExportGraphSignature
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
-    ConstantArgument,
     InputKind,
     InputSpec,
     OutputKind,
     OutputSpec,
-    SymBoolArgument,
-    SymFloatArgument,
-    SymIntArgument,
     TensorArgument,
+    _make_argument_spec,
 )
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from asapc.ir import Program
 
 PREFIX = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
-SYMBOLS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
 
 
 def exported_program(program: Program) -> ExportedProgram:
@@ -53,7 +48,7 @@ def exported_program(program: Program) -> ExportedProgram:
         for node in module.graph.nodes:
             lifted.take(node)
     ranges = mode.shape_env.var_to_range
-    symbols = _symbols(node.meta.get("val") for node in lifted.graph.nodes)
+    symbols = free_symbols([node.meta.get("val") for node in lifted.graph.nodes])
     in_spec, out_spec, names = _layout(program)
     signature = ModuleCallSignature(
         inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec, forward_arg_names=names
@@ -116,12 +111,11 @@ class _Lifted:
         new.meta = dict(node.meta)
         self._nodes[node] = new
         if node.op == "placeholder":
-            self.given.append(InputSpec(InputKind.USER_INPUT, _argument(new), None))
+            self.given.append(InputSpec(InputKind.USER_INPUT, _make_argument_spec(new, {}), None))
         elif node.op == "output":
             new.args = (tuple(pytree.tree_leaves(new.args[0])),)
-            self.returned = [
-                OutputSpec(OutputKind.USER_OUTPUT, _argument(value), None) for value in new.args[0]
-            ]
+            specs = (_make_argument_spec(value, {}) for value in new.args[0])
+            self.returned = [OutputSpec(OutputKind.USER_OUTPUT, spec, None) for spec in specs]
         elif node.op == "call_function" and self._is_new(new):
             args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
             try:
@@ -167,27 +161,3 @@ class _Lifted:
 
 def _is_state(spec: InputSpec) -> bool:
     return spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and bool(spec.persistent))
-
-
-def _argument(value: Any) -> Any:
-    """What a signature says of an input or an output."""
-    if not isinstance(value, Node):
-        return ConstantArgument("", value)
-    held = value.meta.get("val")
-    if isinstance(held, Tensor):
-        return TensorArgument(value.name)
-    for kind, said in SYMBOLS.items():
-        if isinstance(held, kind):
-            return said(value.name)
-    return ConstantArgument(value.name, held)
-
-
-def _symbols(values: Iterable[Any]) -> set[Any]:
-    """Of all sizes of all values."""
-    found: set[Any] = set()
-    for value in pytree.tree_leaves(list(values)):
-        sizes = [*value.shape] if isinstance(value, Tensor) else [value]
-        for size in sizes:
-            if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-                found |= set(size.node.expr.free_symbols)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,13 +138,11 @@ class Tap:
         finally:
             self._see = _unseen
 
-    def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
-        seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
-        names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
-        rest: dict[str, Any] = dict(zip(names, others, strict=True))
+    def _record(self, site: str, q: Tensor, k: Tensor | None, **others: Tensor | None) -> None:
+        points = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
         try:
             with torch.autocast(q.device.type, enabled=False):  # the model's own is not the watcher's
-                self._see(site, replace(seen, **rest))
+                self._see(site, replace(points, **others))  # type: ignore[arg-type]
         except Exception as error:  # which is no fault of the model or its data
             raise _OfWatcherError(error) from error
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from asapc.operators.catalogue import by_name
 from asapc.program.call import Call
 from asapc.program.code import GraphCode
 from asapc.program.sharded_sites import QUERIES, SITES
@@ -102,7 +103,7 @@ class _Run:
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # of Python, on numbers and tuples
         namespace, _, name = target._schema.name.partition("::")
-        bound = _bound(target, args, kwargs)
+        bound = {**by_name(target, args), **kwargs}
         if namespace == "asapc" and name in SITES:
             q = bound["q"]
             if not isinstance(q, Shard) or q.axis != QUERIES:
@@ -113,7 +114,7 @@ class _Run:
             found = NotImplemented if rule is None else rule(target, bound)
             if found is not NotImplemented:
                 return found
-        result = _call(target, pytree.tree_map(whole, bound))
+        result = target(**pytree.tree_map(whole, bound))
         axis = _token_axis(result, sizes) if name in _MADE else None
         return result if axis is None else Shard.of(result, axis, self.group)
 
@@ -128,28 +129,9 @@ def _token_axis(made: Tensor, sizes: Set[int]) -> int | None:
     return next((axis for axis in axes if made.shape[axis] in sizes), None)
 
 
-def _bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
-    """Every argument that is given, or has a default, by its name."""
-    found: Bound = {}
-    for index, argument in enumerate(target._schema.arguments):
-        if index < len(args) and not argument.kwarg_only:
-            found[argument.name] = args[index]
-        elif argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
-
-
-def _call(target: Any, bound: Bound) -> Any:
-    positional = [a.name for a in target._schema.arguments if not a.kwarg_only]
-    named = {name: value for name, value in bound.items() if name not in positional}
-    return target(*(bound[name] for name in positional if name in bound), **named)
-
-
 def _on_local(target: Any, bound: Bound) -> Any:
     """The operator on what this process has."""
-    return _call(target, pytree.tree_map(lambda x: x.local if isinstance(x, Shard) else x, bound))
+    return target(**pytree.tree_map(lambda x: x.local if isinstance(x, Shard) else x, bound))
 
 
 def _first(bound: Bound) -> Any:
@@ -172,7 +154,7 @@ def _pointwise(target: Any, bound: Bound) -> Any:
             return Shard.of(leaf, axis, first.group).local
         return leaf.local if isinstance(leaf, Shard) else leaf
 
-    result = _call(target, pytree.tree_map(cut, bound))
+    result = target(**pytree.tree_map(cut, bound))
     return first.like(result, axis)
 
 
@@ -241,7 +223,7 @@ def _places(target: Any, bound: Bound) -> tuple[list[Tensor], list[int], Any] | 
     strides = [int(axis == x.axis) for axis in range(len(x.shape))]
     probe = torch.empty_strided(x.shape, strides, device="meta")
     try:
-        parts, spec = pytree.tree_flatten(_call(target, {**bound, name: probe}))
+        parts, spec = pytree.tree_flatten(target(**{**bound, name: probe}))
     except RuntimeError:  # tokens would be mixed with another axis
         return None
     memory = probe.untyped_storage()._cdata
@@ -293,11 +275,11 @@ def _concatenated(target: Any, bound: Bound) -> Any:
     stacks = target._schema.name == "aten::stack"
     dim = bound.get("dim", 0) % (len(first.shape) + stacks)
     if not stacks and dim == first.axis:  # a [CLS] before the tokens: cut anew
-        return Shard.of(_call(target, pytree.tree_map(whole, bound)), dim, first.group)
+        return Shard.of(target(**pytree.tree_map(whole, bound)), dim, first.group)
     if any(isinstance(p, Shard) and (p.axis, p.size) != (first.axis, first.size) for p in parts):
         return NotImplemented
     shards = [p if isinstance(p, Shard) else Shard.of(p, first.axis, first.group) for p in parts]
-    result = _call(target, {**bound, "tensors": [shard.local for shard in shards]})
+    result = target(**{**bound, "tensors": [shard.local for shard in shards]})
     return first.like(result, first.axis + (stacks and dim <= first.axis))
 
 
@@ -320,16 +302,12 @@ def _multiplied(target: Any, bound: Bound) -> Any:
     if not isinstance(left, Shard) or min(len(left.shape), len(right.shape)) < 2:
         return NotImplemented
     if left.from_end == -2:
-        return left.like(_with(target, bound, left.local, whole(right)), -2)
+        return left.like(target(left.local, whole(right)), -2)
     if left.from_end == -1 or not isinstance(right, Shard):
         return NotImplemented
     if (left.from_end, left.size) != (right.from_end, right.size):
         return NotImplemented
-    return left.like(_with(target, bound, left.local, right.local), left.from_end)
-
-
-def _with(target: Any, bound: Bound, *factors: Tensor) -> Tensor:
-    return _call(target, dict(zip(bound, factors, strict=True)))
+    return left.like(target(left.local, right.local), left.from_end)
 
 
 def _attended(target: Any, bound: Bound) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 NAME = "_repr_html_"
 
 
+@dataclass(frozen=True)
 class Summary:
     """Called for the HTML of a compiled model: its report, if its folder has one, and its layers.
 
@@ -18,21 +20,17 @@ class Summary:
     its report, where that is at hand.
     """
 
-    def __init__(
-        self, title: str, lines: Sequence[str], folder: Path, measured: str | None = None
-    ) -> None:
-        self.title = title
-        self.lines = tuple(lines)
-        self.folder = str(folder.absolute())
-        self.measured = measured
+    title: str
+    lines: Sequence[str]
+    folder: Path
+    measured: str | None = None
 
     def __call__(self) -> str:
         if self.measured is not None:
             return self.measured
         # By name: reports are made of models, and are in a layer above them.
-        return pkgutil.resolve_name("asapc.report.notebook:model_html")(
-            self.title, self.lines, self.folder
-        )
+        html = pkgutil.resolve_name("asapc.report.notebook:model_html")
+        return str(html(self.title, self.lines, self.folder))
 
 
 def shown_by(model: nn.Module, summary: Summary | None) -> None:
