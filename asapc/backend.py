@@ -42,7 +42,6 @@ from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import LeftAlone, Site, judged
 from asapc.passes.capture import export_graph, program_of
 from asapc.passes.cut import HALVES, ancestors, evaluate
-from asapc.passes.differences import matched_program
 from asapc.passes.dynamo import (
     SAME,
     SAME_HALF,
@@ -56,6 +55,7 @@ from asapc.passes.dynamo import (
     storage_of,
 )
 from asapc.passes.gradients import lively, no_gradient
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, SORTS

@@ -69,7 +69,7 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.pt2 import load_program, save_program
 import torch
 from asapc.passes import capture as capturing
-from asapc.passes.differences import matched_program
+from asapc.passes.identify import matched_program
 teacher = load_teacher(sys.argv[1])
 inputs = teacher.model.example_inputs(4)
 def seconds(call):

@@ -34,13 +34,13 @@ from asapc.memory import give_back
 from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
-from asapc.passes.differences import matched_program
 from asapc.passes.early_stop import check_endings
 from asapc.passes.experiment import one_thread
 from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
 from asapc.passes.gradients import held_by, masks_of, no_gradient
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
-from asapc.passes.match import NOT_THE_MODEL, not_the_model
+from asapc.passes.match import NOT_THE_MODEL, Outcomes, not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, Replay, Replayed, replay
 from asapc.passes.rewrite import Replacement, rewritten_programs
@@ -93,30 +93,53 @@ class LeftAlone:
     replay: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A captured program, its regions that replay, and the program with an operator call for each."""
+
+    program: Program
+    matched: Sequence[MatchedSite]
+    lifted: Program
+
+
 @dataclass
 class Analysis:
-    """teacher programs and their lossless rewrites, and every region in order.
+    """A teacher's programs with their lossless rewrites, and what every region is.
 
-    lifted: parallel to capture.programs, an operator call for each of `sites`.
-    matched: the regions behind `sites`, of each program.
+    outcomes: of all regions in order, and of modules that could not be captured.
     replayed: what was found at the sites, also at those that do not replay, and of the untouched teacher
               against the lossless rewrite on the batch.
     """
 
     model: nn.Module | None
     capture: Capture
-    lifted: list[Program]
-    matched: list[list[MatchedSite]]
-    sites: list[Site]
-    left_alone: list[LeftAlone]
-    regions: list[str]
+    parts: list[Part]
+    outcomes: list[Site | LeftAlone]
     replayed: Replayed
     drop_maps: bool = False
+
+    @property
+    def sites(self) -> list[Site]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Site)]
+
+    @property
+    def left_alone(self) -> list[LeftAlone]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, LeftAlone)]
 
     @property
     def names(self) -> list[str]:
         """Of the sites, in order."""
         return [site.name for site in self.sites]
+
+    @property
+    def lifted(self) -> list[Program]:
+        """One for each captured program."""
+        return [part.lifted for part in self.parts]
+
+    @property
+    def untouched(self) -> Runner:
+        """Runs the model itself, or the program that it came as."""
+        return Runner(self.model, () if self.model else self.capture.untouched)
 
     def running_on(self, device: torch.device) -> AbstractContextManager[None]:
         """The model and its programs on the device for a while (asapc.device)."""
@@ -127,8 +150,8 @@ class Analysis:
         """The lifted programs with these sites left as the teacher has them, unless they end early, which
         no captured graph does; attention maps that were dropped elsewhere stay."""
         return [
-            lift(program, [x for x in its_sites if x.ends or x.name not in sites], self.drop_maps)
-            for program, its_sites in zip(self.capture.programs, self.matched, strict=True)
+            lift(part.program, [x for x in part.matched if x.ends or x.name not in sites], self.drop_maps)
+            for part in self.parts
         ]
 
     def rewritten(self, becomes: Mapping[str, Replacement | None]) -> list[Program]:
@@ -160,11 +183,11 @@ def analyse(
     """
     subject = teacher.program if teacher.model is None else teacher.model
     assert subject is not None
-    more = list(more)
+    batches = [batch, *more]
     with one_thread():
-        captured, outcomes = _identified(subject, batch, more, progress, softmax)
+        captured, regions = _identified(subject, batches, progress, softmax)
     if any("get_num_threads" in asked for asked in captured.observed.questions.values()):
-        captured, outcomes = _identified(subject, batch, more, progress, softmax)
+        captured, regions = _identified(subject, batches, progress, softmax)
     give_back()  # what a trace and its experiments have freed is left in pieces
     if teacher.onnx is not None:
         from asapc.inputs.onnx.module import OnnxModule
@@ -172,65 +195,68 @@ def analyse(
 
         assert isinstance(teacher.model, OnnxModule)
         check_import(teacher.model, teacher.onnx, batch)
-    matched = [[x for x in found if not isinstance(x, Refusal)] for found in outcomes]
-    regions = [x.name for found in outcomes for x in found]
-    left = [
-        LeftAlone(x.name, "refused", x.reason)
-        for found in outcomes for x in found if isinstance(x, Refusal)
-    ]  # fmt: skip
-    sites: list[Site] = []
-    good: list[list[MatchedSite]] = []
-    of = _digest(teacher, captured, [batch, *more], device)
+    replayed = _replayed(teacher, captured, regions, batches, progress, known, device)
+    parts: list[Part] = []
+    outcomes: list[Site | LeftAlone] = []
+    for program, its_regions in zip(captured.programs, regions, strict=True):
+        matched, its_outcomes = _judged(teacher.model, program, its_regions, replayed)
+        parts.append(Part(program, matched, lift(program, matched, drop_maps)))
+        outcomes += its_outcomes
+    for name, why in captured.skipped:
+        outcomes.append(LeftAlone(name, "refused", f"cannot be captured: {why}"))
+    analysis = Analysis(teacher.model, captured, parts, outcomes, replayed, drop_maps)
+    if analysis.sites:
+        with analysis.running_on(device):
+            if not drop_maps and replayed.output_error is None:
+                error = _whole_replay(analysis, teacher, batch.on(device))
+                analysis.replayed = replace(replayed, output_error=error)
+            _note_gradients(analysis, batch.on(device))
+    return analysis
+
+
+def _replayed(
+    teacher: Teacher, captured: Capture, regions: Sequence[Outcomes], batches: Sequence[Batch],
+    progress: Progress, known: Replayed | None, device: torch.device,
+) -> Replayed:  # fmt: skip
+    """What replay finds, or what is known of it where that is of the same sites."""
+    of = _digest(teacher, captured, batches, device)
+    matched = [[x for x in its_regions if isinstance(x, MatchedSite)] for its_regions in regions]
     names = {site.name for its_sites in matched for site in its_sites}
-    if known is None or known.of != of or known.sites.keys() != names:
-        graphs = [program.graph for program in captured.programs]
-        with running_on(device, [teacher.model, *graphs]):
-            batches = [given.on(device) for given in (batch, *more)]
-            known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
-        give_back()
-    for its_sites in matched:
-        good.append([])
-        for site in its_sites:
-            outcome = judged(site, known.sites[site.name])
-            if isinstance(outcome, Site):
-                good[-1].append(site)
-                sites.append(outcome)
-            else:
-                left.append(outcome)
-    for its_program, its_sites, its_good in zip(captured.programs, matched, good, strict=True):
-        why = _ends_otherwise(teacher.model, its_program, its_sites, its_good)
-        if why is not None:
-            left += [LeftAlone(site.name, "refused", f"{NOT_THE_MODEL}: {why}") for site in its_good]
-            sites = [site for site in sites if site.name not in {one.name for one in its_good}]
-            its_good.clear()
-    regions += [name for name, _ in captured.skipped]
-    left += [LeftAlone(name, "refused", f"cannot be captured: {why}") for name, why in captured.skipped]
-    lifted = [lift(*its, drop_maps) for its in zip(captured.programs, good, strict=True)]
-    found_all = Analysis(teacher.model, captured, lifted, good, sites, left, regions, known, drop_maps)
-    if sites and not drop_maps and known.output_error is None:
-        with found_all.running_on(device):
-            error = _whole_replay(found_all, batch.on(device))
-            allowed = OUTPUT_TOLERANCE + own_rounding(teacher.model, batch.on(device))
-        if not error <= allowed:
-            _check_calls(teacher, batch)
-            raise VerificationError(
-                "the lossless rewrite reproduces the untouched model's outputs",
-                got=f"relative difference {error:.2g}",
-                help=captured.observed.advice or "a data-dependent branch or early stop makes the model "
-                "differ from the captured graph; lower its stopping threshold, or move that part into "
-                "its own module",
-            )
-        found_all.replayed = replace(known, output_error=error)
-    if sites:
-        _note_gradients(found_all, batch, device)
-    return found_all
+    if known is not None and known.of == of and known.sites.keys() == names:
+        return known
+    with running_on(device, [teacher.model, *(program.graph for program in captured.programs)]):
+        there = [given.on(device) for given in batches]
+        replayed = Replayed(of, replay(teacher.model, captured.programs, matched, there, progress))
+    give_back()
+    return replayed
+
+
+def _judged(
+    model: nn.Module | None, program: Program, regions: Outcomes, replayed: Replayed
+) -> tuple[list[MatchedSite], list[Site | LeftAlone]]:
+    """The regions of a program that replay, and what every region is."""
+    outcomes = [
+        LeftAlone(x.name, "refused", x.reason) if isinstance(x, Refusal)
+        else judged(x, replayed.sites[x.name]) for x in regions
+    ]  # fmt: skip
+    good = [
+        region for region, outcome in zip(regions, outcomes, strict=True)
+        if isinstance(region, MatchedSite) and isinstance(outcome, Site)
+    ]  # fmt: skip
+    why = _ends_otherwise(model, program, regions, good)
+    if why is None:
+        return good, outcomes
+    return [], [
+        LeftAlone(x.name, "refused", f"{NOT_THE_MODEL}: {why}") if isinstance(x, Site) else x
+        for x in outcomes
+    ]  # fmt: skip
 
 
 def _ends_otherwise(
-    model: nn.Module | None, program: Program, matched: Sequence[MatchedSite], good: Sequence[MatchedSite]
+    model: nn.Module | None, program: Program, regions: Outcomes, good: Sequence[MatchedSite]
 ) -> str | None:
     """Why the loops of a program do not end where those of the model do, None where they do."""
-    ends = {site.name: site.ends for site in matched if site.ends}
+    ends = {site.name: site.ends for site in regions if isinstance(site, MatchedSite) and site.ends}
     if not ends or model is None:
         return None
     if not ends.keys() <= {site.name for site in good}:
@@ -258,34 +284,29 @@ def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:
     return LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors)
 
 
-def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> None:
+def _note_gradients(analysis: Analysis, batch: Batch) -> None:
     """Put into the analysis what its sites hold of weights, and why their gradients are other ones."""
     held: dict[str, dict[str, str]] = {}
-    for program, lifted, its_sites in zip(
-        analysis.capture.programs, analysis.lifted, analysis.matched, strict=True
-    ):
-        held |= held_by(program, lifted, its_sites)
-    gradient = analysis.replayed.gradient
-    if gradient is None:
-        whole = replace(analysis, drop_maps=False)
+    for part in analysis.parts:
+        held |= held_by(part.program, part.lifted, part.matched)
+    replayed = analysis.replayed
+    if replayed.gradient is None:
         model = analysis.model or analysis.capture.untouched[0].graph
-        lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
-        with analysis.running_on(device):
-            names = {name for its in held.values() for name in its}
-            if analysis.capture.kind == "whole":
-                names |= masks_of(analysis.capture.programs[0], analysis.matched[0])
-            questions = analysis.capture.observed.questions.values()
-            by_dtype = any(PRECISION in asked for asked in questions)
-            gradient = no_gradient(model, lossless, batch.on(device), names, by_dtype) or ""
-        analysis.replayed = replace(analysis.replayed, gradient=gradient)
+        names = {name for its in held.values() for name in its}
+        if analysis.capture.kind == "whole":
+            names |= masks_of(analysis.parts[0].program, analysis.parts[0].matched)
+        by_dtype = any(PRECISION in asked for asked in analysis.capture.observed.questions.values())
+        lossless = [lift(part.program, part.matched) for part in analysis.parts]
+        gradient = no_gradient(model, lossless, batch, names, by_dtype) or ""
+        replayed = analysis.replayed = replace(replayed, gradient=gradient)
     of_sites = {
-        name: f"where keys are hidden, its own gradient differs by {found.gradient:.2g}"
-        for name, found in analysis.replayed.sites.items() if not found.gradient <= GRADIENT_TOLERANCE
+        name: f"where keys are hidden, its own gradient differs by {errors.gradient:.2g}"
+        for name, errors in replayed.sites.items() if not errors.gradient <= GRADIENT_TOLERANCE
     }  # fmt: skip
-    analysis.sites = [
-        replace(site, constants=held[site.name], no_gradient=gradient or of_sites.get(site.name))
-        for site in analysis.sites
-    ]
+    analysis.outcomes = [
+        replace(x, constants=held[x.name], no_gradient=replayed.gradient or of_sites.get(x.name))
+        if isinstance(x, Site) else x for x in analysis.outcomes
+    ]  # fmt: skip
 
 
 def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device) -> str:
@@ -302,36 +323,37 @@ def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], devic
 
 
 def _identified(
-    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch], progress: Progress,
-    softmax: bool,
-) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
+    subject: nn.Module | ExportedProgram, batches: Sequence[Batch], progress: Progress, softmax: bool
+) -> tuple[Capture, list[Outcomes]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
     what the program of the whole model holds: its attention is captured by module then. So it is where
     the code branches on data, and other data takes the other way, and where it makes a number of how
     many examples there are."""
+    batch, *more = batches
     with progress.phase("tracing the model"):
         captured = capture(subject, batch.args, batch.kwargs, more)
         if isinstance(subject, nn.Module):
-            captured = _of_one_way(subject, captured, batch, more)
-    captured, outcomes = _matched(captured, progress, softmax)
-    if captured.kind == "whole" and isinstance(subject, nn.Module):
-        reason = not_the_model(captured.programs[0], outcomes[0])
-        count = None if reason else _only_count(captured.programs[0], batch)
-        if count:
-            reason = f"the model's code computes a number from the {count} examples of the trace"
-        if reason is not None:
-            with progress.phase("tracing its modules"):
-                alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
-            if alone.programs:
-                matched = _matched(alone, progress, softmax)
-                # A program for one number of examples is of use where that is what it is called with.
-                if not count or _sites(matched[1]) >= _sites(outcomes):
-                    return matched
-    return captured, outcomes
-
-
-def _sites(outcomes: Sequence[Sequence[MatchedSite | Refusal]]) -> int:
-    return sum(not isinstance(outcome, Refusal) for found in outcomes for outcome in found)
+            captured = _of_one_way(subject, captured, batches)
+    captured, regions = _matched(captured, progress, softmax)
+    if captured.kind == "module" or not isinstance(subject, nn.Module):
+        return captured, regions
+    reason = not_the_model(captured.programs[0], regions[0])
+    count = None if reason else _only_count(captured.programs[0], batch)
+    if count:
+        reason = f"the model's code computes a number from the {count} examples of the trace"
+    if reason is None:
+        return captured, regions
+    with progress.phase("tracing its modules"):
+        alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
+    if not alone.programs:
+        return captured, regions
+    of_modules = _matched(alone, progress, softmax)
+    sites, sites_apart = (
+        sum(isinstance(x, MatchedSite) for its_regions in one for x in its_regions)
+        for one in (regions, of_modules[1])
+    )
+    # A program for one number of examples is of use where that is what it is called with.
+    return (captured, regions) if count and sites_apart < sites else of_modules
 
 
 def _only_count(program: Program, batch: Batch) -> int:
@@ -341,25 +363,24 @@ def _only_count(program: Program, batch: Batch) -> int:
     return len(batch) if len(batch) > 1 and any(limits(size) == only for size in sizes) else 0
 
 
-def _matched(
-    captured: Capture, progress: Progress, softmax: bool
-) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
+def _matched(captured: Capture, progress: Progress, softmax: bool) -> tuple[Capture, list[Outcomes]]:
     """What is found in each program, and the programs that it was found in."""
     with progress.phase("matching its layers"):
         asked = [replace(program, softmax=softmax) for program in captured.programs]
-        found = [matched_program(program) for program in asked]
-    return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
+        pairs = [matched_program(program) for program in asked]
+    return replace(captured, programs=[program for program, _ in pairs]), [found for _, found in pairs]
 
 
-def _of_one_way(model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]) -> Capture:
+def _of_one_way(model: nn.Module, captured: Capture, batches: Sequence[Batch]) -> Capture:
     """Without programs that more data refuses, since it takes another way through the code."""
+    batch, *more = batches
     ways = {program.name: _other_way(model, program, more) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)
     if other is None:
         return captured
     if captured.kind == "whole":
         captured = capture_modules(model, batch.args, batch.kwargs, other, captured.observed)
-        return _of_one_way(model, captured, batch, more)
+        return _of_one_way(model, captured, batches)
     kept = [program for program in captured.programs if ways[program.name] is None]
     left = [(name, way) for name, way in ways.items() if way is not None]
     return replace(captured, programs=kept, skipped=[*captured.skipped, *left])
@@ -414,12 +435,24 @@ def _check_calls(teacher: Teacher, batch: Batch) -> None:
         )
 
 
-def _whole_replay(analysis: Analysis, batch: Batch) -> float:
-    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)(batch)
+def _whole_replay(analysis: Analysis, teacher: Teacher, batch: Batch) -> float:
+    """How far the lossless rewrite is from the untouched model.  Raises VerificationError where that is
+    too far, InputError where the model has no outputs that can be compared."""
+    untouched = analysis.untouched(batch)
     if not tensor_outputs(untouched):
         raise InputError(
             "the model must return floating-point numbers, by which it is compared",
             got="none",
             help="return scores beside what is made of them, such as indices",
         )
-    return largest_difference(untouched, Runner(analysis.model, analysis.lifted)(batch))
+    error = largest_difference(untouched, Runner(analysis.model, analysis.lifted)(batch))
+    if not error <= OUTPUT_TOLERANCE + own_rounding(teacher.model, batch):
+        _check_calls(teacher, batch)
+        raise VerificationError(
+            "the lossless rewrite reproduces the untouched model's outputs",
+            got=f"relative difference {error:.2g}",
+            help=analysis.capture.observed.advice or "a data-dependent branch or early stop makes the "
+            "model differ from the captured graph; lower its stopping threshold, or move that part into "
+            "its own module",
+        )
+    return error

@@ -10,7 +10,7 @@ Source: ASAP, Appendix C.5, Table C.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -163,44 +163,41 @@ def prediction_change(
 def settle_exact_sorting(
     model: nn.Module | None,
     lossless: Sequence[Program],
-    sites: Sequence[str],
-    choices: Sequence[Choice],
-    recipes: Sequence[Recipe],
-    batches: Iterable[Batch],
-) -> tuple[list[Choice], dict[str, Any] | None]:
+    choices: Mapping[str, Choice],
+    recipes: Mapping[str, Recipe],
+    batches: Sequence[Batch],
+) -> tuple[dict[str, Choice], dict[str, Any] | None]:
     """Whether sites proposed for exact sorting get it: a decision for the whole model.
 
-    sites, recipes: names and recipes, one for each choice. Where the predictions change by more than the
-    smallest budget of the sites left to `operator: auto`, or cannot be compared, those stay soft; forced
-    sites switch anyway.
+    choices, recipes: by site. Where the predictions change by more than the smallest budget of the sites
+    left to `operator: auto`, or cannot be compared, those stay soft; forced sites switch anyway.
     Returns the choices with what was measured in their reasons, and the same for the manifest, None
     where no site is proposed: {"prediction_change", "examples", "switched"}, the change of the proposal.
     """
-    hard = [i for i, choice in enumerate(choices) if isinstance(choice.replacement, Hardened)]
+    settled = dict(choices)
+    hard = [site for site, choice in choices.items() if isinstance(choice.replacement, Hardened)]
     if not hard:
-        return list(choices), None
-    seen = list(batches)
-    examples = sum(map(len, seen))
+        return settled, None
+    examples = sum(map(len, batches))
 
-    def measure(places: Sequence[int]) -> tuple[float | None, str]:
-        exact = hardened(lossless, Hardened(), [sites[i] for i in places])
-        change = prediction_change(model, lossless, exact, seen)
+    def measure(sites: Sequence[str]) -> tuple[float | None, str]:
+        exact = hardened(lossless, Hardened(), sites)
+        change = prediction_change(model, lossless, exact, batches)
         if change is None:
             return None, "what exact sorting changes cannot be measured: no predicted classes"
         return change, f"exact sorting changes {change:.2%} of {examples} predictions"
 
-    settled, auto = list(choices), [i for i in hard if recipes[i].operator == "auto"]
+    auto = [site for site in hard if recipes[site].operator == "auto"]
     change, told = measure(hard)
     key = "prediction_agreement"  # by which a switch to exact sorts is always measured
-    shares = [recipes[i].budget.get(key, DEFAULT_BUDGET[key]) for i in auto]
+    shares = [recipes[site].budget.get(key, DEFAULT_BUDGET[key]) for site in auto]
     budget = min((1 - share for share in shares), default=math.inf)
     if auto and (change is None or change > budget):
-        for i in auto:
-            excess = "" if change is None else f", more than the budget of {budget:.2%}"
-            settled[i] = Choice("esp_soft", told + excess)
-        hard = [i for i in hard if i not in auto]
+        excess = "" if change is None else f", more than the budget of {budget:.2%}"
+        settled |= dict.fromkeys(auto, Choice("esp_soft", told + excess))
+        hard = [site for site in hard if site not in auto]
         told = measure(hard)[1] if hard else told
-    for i in hard:
-        why = f", within the budget of {budget:.2%}" if i in auto else "; the recipe asks for it"
-        settled[i] = replace(settled[i], reason=told + why)
+    for site in hard:
+        why = f", within the budget of {budget:.2%}" if site in auto else "; the recipe asks for it"
+        settled[site] = replace(settled[site], reason=told + why)
     return settled, {"prediction_change": change, "examples": examples, "switched": bool(hard)}

@@ -11,9 +11,9 @@ from asapc.calibration.students import refusal
 from asapc.errors import InputError
 from asapc.features.predictor import TransformPlan, transform_plan
 from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, Kind, Program
-from asapc.operators.catalogue import OPERATORS, REPLACEMENTS, TEACHER
-from asapc.passes.analyse import Analysis, Site
+from asapc.ir import Convention, Kind
+from asapc.operators.catalogue import OPERATORS, REPLACEMENTS
+from asapc.passes.analyse import Site
 from asapc.passes.rewrite import Hardened, Replacement
 
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
@@ -47,14 +47,6 @@ class Choice:
     replacement: Replacement | None = None
     attention_rel_l2: float | None = None
     fit: AnySiteCalibration | None = None
-
-
-def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
-    """The captured programs with the chosen operators in place."""
-    return analysis.rewritten({
-        name: choice.replacement for name, choice in zip(analysis.names, choices, strict=True)
-        if choice.replacement is not None or choice.operator == TEACHER
-    })  # fmt: skip
 
 
 def check_operator(convention: Kind, recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +28,9 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import Program
 from asapc.passes.cut import ancestors, is_tensor
-from asapc.passes.factors import moved_factors
-from asapc.passes.fused import fused_calls, spelt_out, why_it_stays
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
-from asapc.passes.match import match
-from asapc.passes.number_masks import with_boolean_masks
+from asapc.passes.match import Outcomes, match
 from asapc.passes.observe import gives_its_input
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import (
@@ -48,15 +45,11 @@ from asapc.passes.products import (
     rank_of,
     same,
 )
-from asapc.passes.regions import Refusal
-from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
 from asapc.passes.written import moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
-
-Outcomes = list[Site | Refusal]
 
 ROUNDS = 4  # sums of sums that are split
 OTHER_SHAPES = {*RESHAPES, *SQUEEZES}
@@ -74,67 +67,8 @@ class _Stuck(Exception):
     """A sum that cannot be split: something in it is not linear in the maps, or not of known sizes."""
 
 
-def matched_program(program: Program) -> tuple[Program, Outcomes]:
-    """What is found in a program, and the program it was found in: that which was captured, or one with
-    sums of maps split, scalings joined with their maps, factors of scores at the queries, or fused
-    attention spelt out, where that shows sites."""
-    scaled = moved_factors(program)
-    if scaled is None:
-        return _matched(program)
-    found = _matched(scaled)
-    if _sites(found[1]) == len(found[1]) > 0:
-        return found
-    as_it_was = _matched(program)
-    return as_it_was if _sites(as_it_was[1]) > _sites(found[1]) else found
-
-
-def _matched(program: Program) -> tuple[Program, Outcomes]:
-    reasons: dict[str, str] = {}
-    if program.softmax:
-        program, found, reasons = _with_softmax(program)
-    else:
-        found = match(program)
-    program, found = _with_maps_apart(program, found)
-    return program, [
-        replace(one, reason=reasons[one.node])
-        if isinstance(one, Refusal) and one.node in reasons else one
-        for one in found
-    ]  # fmt: skip
-
-
-def _with_softmax(program: Program) -> tuple[Program, Outcomes, dict[str, str]]:
-    """With the fused calls spelt out that this shows to be sites, what is found there, and by name of the
-    other calls why they are none."""
-    why = {call: why_it_stays(call) for call in fused_calls(program)}
-    plain = [call for call, reason in why.items() if reason is None]
-    reasons = {call.name: reason for call, reason in why.items() if reason is not None}
-    if not plain:
-        return program, match(program), reasons
-    spelt, products = spelt_out(program, plain)
-    found = match(spelt)
-    explained = _explained(found)
-    shown = [call for call in plain if products[call] in explained]
-    if len(shown) == len(plain):
-        return spelt, found, reasons
-    said = {one.name: one.reason for one in found if isinstance(one, Refusal)}
-    program = spelt_out(program, shown)[0] if shown else program
-    found = match(program)
-    names = {one.node: one.name for one in found if isinstance(one, Refusal)}
-    reasons |= {
-        call.name: said[names[call.name]] for call in plain
-        if call not in shown and names[call.name] in said
-    }  # fmt: skip
-    return program, found, reasons
-
-
-def _with_maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
-    """With sums of maps split, scalings joined with their maps, or masks of numbers that are booleans.
-    found: in the program as it is."""
-    for rewrite in (joined_program, with_boolean_masks):
-        rewritten = None if _sites(found) == len(found) > 0 else rewrite(program)
-        again = [] if rewritten is None else match(rewritten)
-        if rewritten is not None and _sites(again) > _sites(found):
-            program, found = rewritten, again
+def maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
+    """With sums of maps split, where that shows a site.  found: in the program as it is."""
     opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, found).items()}
     tried: dict[Node, frozenset[Node]] = {}
     for _ in range(ROUNDS):
@@ -167,21 +101,17 @@ def _with_maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcom
     return split.program, again
 
 
-def _sites(found: Outcomes) -> int:
-    return sum(isinstance(one, Site) for one in found)
-
-
 # Which products
 
 
 def _sums_of_maps(program: Program, found: Outcomes) -> dict[Node, Node]:
     """The sum in the map of every product that no family explains, where a loop or a sort enters."""
-    explained = _explained(found)
+    known = explained(found)
     loops = {total for loop in find_loops(program.graph) for total in loop.sums}
     sums = {}
     for node in program.graph.graph.nodes:
         product = product_of(node)
-        if product is None or node in explained:
+        if product is None or node in known:
             continue
         total = _total(product.left)
         if total is None:
@@ -192,7 +122,7 @@ def _sums_of_maps(program: Program, found: Outcomes) -> dict[Node, Node]:
     return sums
 
 
-def _explained(found: Outcomes) -> set[Node]:
+def explained(found: Outcomes) -> set[Node]:
     """Products with values of the sites that know their queries and keys."""
     outputs = [
         site.part().output for site in found if isinstance(site, Site) and site.head_dim is not None
@@ -345,7 +275,7 @@ class _Split:
 
     def shown(self, found: Outcomes) -> set[Node]:
         """The new products that are a site's."""
-        return {term.product for terms in self.terms.values() for term in terms} & _explained(found)
+        return {term.product for terms in self.terms.values() for term in terms} & explained(found)
 
 
 def _splits(program: Program, node: Node, totals: frozenset[Node]) -> bool:

@@ -30,10 +30,11 @@ from asapc.passes.sinkhorn.match import heads_of
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 NOT_THE_MODEL = "the captured graph is not the model"
+Outcomes = list[Site | Refusal]
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
 
 
-def match(program: Program) -> list[Site | Refusal]:
+def match(program: Program) -> Outcomes:
     """All attention-like regions of a program in graph order, each matched or refused."""
     _record_examples(program)
     places = _places(program)

@@ -71,7 +71,7 @@ class ModuleProgram:
     """What one module computes, as the teacher has it.
 
     program:   its name is that of the module in the model.
-    sites:     in it, by their places among the sites of the captured program.
+    sites:     in it.
     children:  the calls of layers that are marked.
     constants: names of what it reads that the module does not have.
     modes:     paths of the modules in it that would compute something else in training mode, and are no
@@ -79,7 +79,7 @@ class ModuleProgram:
     """
 
     program: Program
-    sites: Mapping[int, Site]
+    sites: Sequence[Site]
     call: Call
     children: tuple[Child, ...]
     constants: tuple[str, ...]
@@ -106,35 +106,31 @@ class _Inside:
 
 def module_programs(
     model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls, observed: Observed,
-    mapless: Collection[int] = (),
+    mapless: Collection[str] = (),
 ) -> tuple[list[ModuleProgram], dict[str, str]]:  # fmt: skip
     """The programs of the modules around the sites, and by site the reason where there is none.
 
-    eager: what the model's modules are called with when it runs.  mapless: places of sites that will not
+    eager: what the model's modules are called with when it runs.  mapless: names of sites that will not
     have a map.
     """
     reader = _Reader(model, program, eager, observed)
-    chosen: dict[int, _Inside] = {}
-    left: dict[str, str] = {}
-    for index, site in enumerate(sites):
-        found = reader.around(site, index in mapless)
-        if isinstance(found, _Inside):
-            chosen[index] = found
-        else:
-            left[site.name] = found
+    around = {site.name: reader.around(site, site.name in mapless) for site in sites}
+    left = {name: why for name, why in around.items() if isinstance(why, str)}
     # Of two modules one inside the other the outer one holds the sites of both.
-    insides = {inside.call.name: inside for inside in chosen.values()}
-    places: dict[str, list[int]] = {}
-    for index, inside in chosen.items():
-        outermost = min((n for n in insides if _within(inside.call.name, n)), key=len)
-        places.setdefault(outermost, []).append(index)
-    values = reader.values([insides[name] for name in places])
+    insides = {inside.call.name: inside for inside in around.values() if isinstance(inside, _Inside)}
+    held: dict[str, list[Site]] = {}
+    for site in sites:
+        inside = around[site.name]
+        if isinstance(inside, _Inside):
+            outermost = min((n for n in insides if _within(inside.call.name, n)), key=len)
+            held.setdefault(outermost, []).append(site)
+    values = reader.values([insides[name] for name in held])
     made = []
-    for name, indices in places.items():
+    for name, its_sites in held.items():
         try:
-            made.append(reader.cut(insides[name], {index: sites[index] for index in indices}, values))
+            made.append(reader.cut(insides[name], its_sites, values))
         except Undescribable as problem:
-            left.update((sites[index].name, f"{name or 'the model'}: {problem}") for index in indices)
+            left |= {site.name: f"{name or 'the model'}: {problem}" for site in its_sites}
     return made, left
 
 
@@ -266,7 +262,7 @@ class _Reader:
         return recorded(self.program.graph, wanted, given) if wanted else {}
 
     def cut(
-        self, inside: _Inside, sites: Mapping[int, Site], values: Mapping[Node, Tensor]
+        self, inside: _Inside, sites: Sequence[Site], values: Mapping[Node, Tensor]
     ) -> ModuleProgram:
         """The module's program with its layers marked.  Raises Undescribable."""
         traced = inside.call
@@ -302,20 +298,20 @@ class _Reader:
             name, made, tuple(values[node] for node in traced.inputs), {},
             tuple(_axes(node) for node in traced.inputs),
         )  # fmt: skip
-        rewritten = lift(program, [moved_nodes(site, nodes) for site in sites.values()])
+        rewritten = lift(program, [moved_nodes(site, nodes) for site in sites])
         kept = {node.name for node in rewritten.graph.graph.nodes}
         called: set[Node] = set()
         children = tuple(self._mark_layers(inside, nodes, kept, called))
         made.recompile()
         check_graph(made, "module_programs", [name])
-        moved = {index: moved_nodes(site, nodes) for index, site in sites.items()}
-        of_maps = {node for site in sites.values() for node in _after_loop(site)}
+        moved = [moved_nodes(site, nodes) for site in sites]
+        of_maps = {node for site in sites for node in _after_loop(site)}
         own = [node for node in inside.nodes
                if is_another_in_training(node) and not is_without_share(node)
                and (node in of_maps or node not in called)]  # a call on a map is dead code
         modes = {*self._homes(inside, (node for node in own if node not in of_maps))}
         drops = {*self._homes(inside, (node for node in own if node in of_maps))}
-        places = [self.order[site.part().output] for site in sites.values()]
+        places = [self.order[site.part().output] for site in sites]
         for path, on_map in self._dropping(inside, called, children, of_maps, places):
             (drops if on_map else modes).add(path)
         return ModuleProgram(

@@ -21,15 +21,13 @@ from torch.utils import _pytree as pytree
 from asapc.features.predictor import Amortised
 from asapc.inputs.data import Batch, output_of, own
 from asapc.ir import Distilled, Program
-from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
 from asapc.passes.bytecode import sets_items, stored_names
-from asapc.passes.candidates import Choice, chosen_programs
-from asapc.passes.capture import Capture
 from asapc.passes.first_call import called, copied, unchanged
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import Leave, eager_calls, entering, replaced_forwards
+from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.state import identical
 from asapc.program.apply import beyond_map
 from asapc.program.call import GRADIENTS, Call, Child, dtypes_of
@@ -70,57 +68,43 @@ class CompiledModule:
 
 
 def compiled_modules(
-    analysis: Analysis, choices: Sequence[Choice], compiled: Sequence[Program], example: Batch
-) -> tuple[list[CompiledModule], dict[str, str]]:
+    analysis: Analysis, becomes: Mapping[str, Replacement | None], compiled: Sequence[Program],
+    example: Batch,
+) -> tuple[list[CompiledModule], dict[str, str]]:  # fmt: skip
     """The modules of a live model whose forwards are replaced, and the reason for each site without one.
 
-    compiled: the captured programs with the same choices.  Sites that keep the teacher's own code need no
-    module.
+    becomes: as Analysis.rewritten takes it, which gave `compiled`.  Sites that keep the teacher's own
+    code need no module.
     """
     if analysis.model is None:
         return [], {}
     given = own(example)
     eager = eager_calls(analysis.model, given.args, given.kwargs)
-    found: list[CompiledModule] = []
+    modules: list[CompiledModule] = []
     left: dict[str, str] = {}
-    start = 0
-    captured = zip(analysis.capture.programs, analysis.matched, strict=True)
-    for number, (program, matched) in enumerate(captured):
-        mine = range(start, start + len(matched))
-        start += len(matched)
-        wanted = [i for i in mine if choices[i].operator != TEACHER]
-        calls = {o.site: o for o in operator_calls(compiled[number].graph)}
-        sites = [matched[i - mine.start] for i in wanted]
-        mapless = [n for n, i in enumerate(wanted) if not analysis.drop_maps and _is_mapless(choices[i])]
+    teachers = {site for site, replacement in becomes.items() if replacement is None}
+    mapless = {
+        site for site, x in becomes.items() if not analysis.drop_maps
+        and isinstance(x, Amortised | Distilled) and beyond_map(x)
+    }  # fmt: skip
+    for number, (part, whole) in enumerate(zip(analysis.parts, compiled, strict=True)):
+        sites = [site for site in part.matched if site.name not in teachers]
         observed = analysis.capture.observed
-        modules, why = module_programs(analysis.model, program, sites, eager, observed, mapless)
+        programs, why = module_programs(analysis.model, part.program, sites, eager, observed, mapless)
         left |= why
-        for module in modules:
-            places = [wanted[index] for index in module.sites]
-            found.append(_compiled(analysis, choices, module, places, compiled[number], number, calls))
-    return _with_insides(analysis, found, example), left
-
-
-def _is_mapless(choice: Choice) -> bool:
-    return isinstance(choice.replacement, Amortised | Distilled) and beyond_map(choice.replacement)
+        modules += [_compiled(analysis, becomes, program, number, whole) for program in programs]
+    return _with_insides(analysis, modules, example), left
 
 
 def _compiled(
-    analysis: Analysis,
-    choices: Sequence[Choice],
-    module: ModuleProgram,
-    places: Sequence[int],
+    analysis: Analysis, becomes: Mapping[str, Replacement | None], module: ModuleProgram, number: int,
     whole: Program,
-    number: int,
-    calls: Mapping[str, Operands],
-) -> CompiledModule:
-    sites = list(module.sites.values())
-    alone = replace(
-        analysis, capture=Capture("module", [module.program]), matched=[sites],
-        lifted=[lift(module.program, sites, analysis.drop_maps)],
-        sites=[analysis.sites[i] for i in places],
-    )  # fmt: skip
-    (program,) = chosen_programs(alone, [choices[i] for i in places])
+) -> CompiledModule:  # fmt: skip
+    """whole: the compiled program of this number, which has the same operators with the same tensors."""
+    lossless = lift(module.program, module.sites, analysis.drop_maps)
+    replacements = {site: x for site, x in becomes.items() if x is not None}
+    (program,) = rewritten_programs([lossless], replacements)
+    calls = {o.site: o for o in operator_calls(whole.graph)}
     fitted: dict[str, tuple[int, str]] = {}
     for operands in operator_calls(program.graph):
         pairs = zip(_tensors_of(operands), _tensors_of(calls[operands.site]), strict=True)
@@ -132,12 +116,10 @@ def _compiled(
     assert analysis.model is not None
     live = analysis.model.get_submodule(program.name)
     weights = (*live.parameters(), *analysis.model.parameters())
-    dtype = next((x.dtype for x in weights if x.is_floating_point()), torch.float32)
-    own_forward = "forward" in vars(live)
-    names = tuple(sites_of(program))
     return CompiledModule(
-        program, module.call, module.children, names, constants, fitted, dtype, (), own_forward,
-        module.modes, module.drops,
+        program, module.call, module.children, tuple(sites_of(program)), constants, fitted,
+        dtype=next((x.dtype for x in weights if x.is_floating_point()), torch.float32),
+        inside=(), own_forward="forward" in vars(live), modes=module.modes, drops=module.drops,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.collect import pieces
-from asapc.calibration.stored import Calibration
+from asapc.calibration.stored import AnySiteCalibration, Calibration
 from asapc.device import CPU, described, moved
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
@@ -41,6 +41,7 @@ from asapc.metrics import BUDGET_BOUNDS, MAP_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
+from asapc.passes.audit import settle_exact_sorting
 from asapc.passes.candidates import (
     FEW_HALF_STEPS,
     Candidate,
@@ -105,10 +106,25 @@ class OpenSite:
 
 @dataclass(frozen=True)
 class Selection:
-    """choices: one a site.  trail: what was tried and why it lost, in JSON types."""
+    """choices: by site.  hashes: of the examples that were looked at.  trail: what was tried and why it
+    lost, in JSON types.  switch: what became of soft sorts that might be exact, likewise."""
 
-    choices: list[Choice]
-    trail: dict[str, Any]
+    choices: Mapping[str, Choice]
+    hashes: Sequence[int]
+    trail: Mapping[str, Any]
+    switch: Mapping[str, Any] | None
+
+    @property
+    def fits(self) -> list[AnySiteCalibration]:
+        return [choice.fit for choice in self.choices.values() if choice.fit is not None]
+
+    @property
+    def becomes(self) -> dict[str, Replacement | None]:
+        """As Analysis.rewritten takes it."""
+        return {
+            name: choice.replacement for name, choice in self.choices.items()
+            if choice.replacement is not None or choice.operator == TEACHER
+        }  # fmt: skip
 
 
 def select(
@@ -118,20 +134,20 @@ def select(
     batches: Sequence[Batch],
     progress: Progress,
 ) -> Selection:
-    """The choice for every site, and the trail of the decision.
+    """The choice for every site, with exact sorting where that is allowed, and the trail of the decision.
 
     batches: the selection split.  Raises InputError where a site cannot become what the recipe names,
     where calibration lacks a fit, and where a metric of the budget cannot be measured.
     """
     start = time.perf_counter()
-    settled: dict[int, Choice] = {}
+    choices: dict[str, Choice] = {}
     sites: list[OpenSite] = []
     for index, site in enumerate(analysis.sites):
         site_recipe = recipe.for_site(site.name)
         check_operator(site.convention, site_recipe)
         choice = proposed(site.convention, site_recipe)
         if choice is not None:
-            settled[index] = choice
+            choices[site.name] = choice
         else:
             sites.append(_opened(index, site, site_recipe, recipe, calibration))
     largest, first, exact = _measure_sites(analysis, sites, batches, progress)
@@ -146,7 +162,7 @@ def select(
     if largest is not None and picked and not all(opened.forced for opened in sites):
         with progress.phase("timing the whole model"):
             picked = search.not_slower(picked, largest)
-    chosen = {opened.index: _choice(opened, t) for opened, t in zip(sites, picked, strict=True)}
+    choices |= {opened.site.name: _choice(opened, t) for opened, t in zip(sites, picked, strict=True)}
     held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
         "objective": recipe.objective,
@@ -158,7 +174,9 @@ def select(
         "sites": [_trail(opened, t) for opened, t in zip(sites, picked, strict=True)],
         "rounds": search.rounds,
     }
-    return Selection([(settled | chosen)[i] for i in range(len(analysis.sites))], trail)
+    settled, switch = _settled(model, recipe, {name: choices[name] for name in analysis.names})
+    hashes = [content for batch in batches for content in batch.hashes]
+    return Selection(settled, hashes, trail, switch)
 
 
 def _opened(
@@ -679,12 +697,27 @@ def _text(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def exceeded_together(model: WholeModel, choices: Sequence[Choice]) -> str:
-    """What of the budget the model exceeds with all of these, in words; empty if nothing."""
-    pairs = zip(model.analysis.names, choices, strict=True)
-    return model.excess({n: choice.replacement for n, choice in pairs if choice.replacement is not None})
-
-
-def turned_back(choice: Choice, operator: str, reason: str) -> Choice:
-    """The same site, exact after all."""
-    return replace(choice, operator=operator, reason=reason, replacement=None, fit=None)
+def _settled(
+    model: WholeModel, recipe: Recipe, choices: Mapping[str, Choice]
+) -> tuple[dict[str, Choice], dict[str, Any] | None]:
+    """The choices, with exact sorting where predictions on the selection split allow it, alone, and the
+    budget of the whole model does, with everything else that is approximate."""
+    recipes = {name: recipe.for_site(name) for name in choices}
+    analysis = model.analysis
+    settled, switch = settle_exact_sorting(
+        analysis.model, analysis.lifted, choices, recipes, model.batches
+    )
+    auto = [
+        name for name, choice in settled.items()
+        if choice.operator == "esp_hard" and recipes[name].operator == "auto"
+    ]  # fmt: skip
+    if switch is None or not auto:
+        return settled, switch
+    replaced = {name: x.replacement for name, x in settled.items() if x.replacement is not None}
+    beyond = model.excess(replaced)
+    if not beyond:
+        return settled, switch
+    why = f"exact sorting, with what is approximate elsewhere, exceeds the budget: {beyond}"
+    settled |= dict.fromkeys(auto, Choice("esp_soft", why))
+    switched = any(choice.operator == "esp_hard" for choice in settled.values())
+    return settled, {**switch, "switched": switched}

@@ -185,17 +185,17 @@ def test_only_soft_sites_of_a_mixed_padded_model_are_audited() -> None:
 def decide(
     work: Path, artifact: Artifact, operators: Sequence[str], budgets: Sequence[float], **kwargs: Any
 ) -> tuple[list[Choice], dict[str, Any] | None]:
-    proposed = [
-        Choice("esp_soft", "kept") if name == "lossless" else Choice("esp_hard", "exact", Hardened())
-        for name in operators
-    ]
-    recipes = [
-        replace(Recipe(), operator=name, budget={"prediction_agreement": 1 - budget})
-        for name, budget in zip(operators, budgets, strict=True)
-    ]
+    soft, hard = Choice("esp_soft", "kept"), Choice("esp_hard", "exact", Hardened())
+    sites = list(zip(names(artifact), operators, budgets, strict=True))
+    proposed = {site: soft if name == "lossless" else hard for site, name, _ in sites}
+    recipes = {
+        site: replace(Recipe(), operator=name, budget={"prediction_agreement": 1 - budget})
+        for site, name, budget in sites
+    }
     batches = kwargs.get("batches", split(work, artifact, "calibration"))
     lossless = artifact.programs["lossless"]
-    return settle_exact_sorting(None, lossless, names(artifact), proposed, recipes, batches)
+    settled, facts = settle_exact_sorting(None, lossless, proposed, recipes, batches)
+    return list(settled.values()), facts
 
 
 def names(artifact: Artifact) -> list[str]:

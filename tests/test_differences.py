@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import asapc
 from asapc.ir import Convention, EspConvention, Program
 from asapc.passes.capture import capture
-from asapc.passes.differences import matched_program
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.regions import Refusal
 from asapc.program.calls import WRITTEN, operator_calls

@@ -763,10 +763,10 @@ def test_shallow_copies_have_attributes_and_weights_of_their_own():
 
 
 def test_a_model_that_keeps_its_own_code_stays_itself(tmp_path, monkeypatch):
-    def kept(analysis: Any, choices: Any, *_: Any) -> Any:
-        return [Choice("teacher", "nothing is faster", None, None, None) for _ in choices], None
+    def kept(model: Any, recipe: Any, choices: Any) -> Any:
+        return dict.fromkeys(choices, Choice("teacher", "nothing is faster")), None
 
-    monkeypatch.setattr("asapc.stages.select._settled", kept)
+    monkeypatch.setattr("asapc.passes.select._settled", kept)
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(60, 5, 4)
     with pytest.warns(UserWarning, match="nothing is patched: every site keeps .* own code .*inner"):

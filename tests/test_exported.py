@@ -17,7 +17,7 @@ import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.inputs.pt2 import load_program, save_program
 from asapc.ir import Program
 from asapc.passes.capture import capture, export_graph
-from asapc.passes.differences import matched_program
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.regions import Refusal
 from asapc.program.exported import exported_program

@@ -16,7 +16,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
-from asapc.passes.differences import matched_program
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.masks import heads_vary
 from asapc.passes.match import match

@@ -22,8 +22,8 @@ from asapc.ir import Program
 from asapc.passes import gradients
 from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
-from asapc.passes.differences import matched_program
 from asapc.passes.gradients import held_by, no_gradient
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.site import Site
 from asapc.program.compiled import OwnCodeWarning

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
-from asapc.passes.differences import matched_program
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.match import match
 from asapc.passes.plan.loops import find_loops

@@ -30,7 +30,6 @@ from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.passes import price, select, solve
 from asapc.passes.analyse import Analysis, analyse
-from asapc.passes.candidates import chosen_programs
 from asapc.passes.price import Price
 from asapc.passes.solve import Option, cheapest
 from asapc.program.runner import Runner
@@ -115,7 +114,7 @@ def labels(trail: Mapping[str, Any]) -> list[str]:
 def test_attention_error_is_kept_at_every_site(ground, limit):
     """Without a budget of the whole model, each site takes the cheapest that keeps the limit."""
     made = chosen(ground, {"budget": {"attention_rel_l2": limit}})
-    for site, entry in zip(made.trail["sites"], made.choices, strict=True):
+    for site, entry in zip(made.trail["sites"], made.choices.values(), strict=True):
         errors = {c["label"]: c["attention_rel_l2"] for c in site["candidates"]}
         inside = [label for label in (ROUGH, FINE) if errors[label] <= limit] or ["sinkhorn"]
         own = next(c for c in site["candidates"] if c["chosen"])
@@ -151,7 +150,7 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(ground, monkeypatch, metr
     measured = trail["rounds"][-1]["measured"][metric]
     assert _damage(metric, measured) <= budget + 1e-12
     assert labels(trail) == list(trail["rounds"][-1]["choice"].values())
-    assert measured == pytest.approx(by_hand(ground, made.choices)[metric], rel=1e-9)
+    assert measured == pytest.approx(by_hand(ground, made)[metric], rel=1e-9)
 
 
 def _damage(metric: str, value: float | None) -> float:
@@ -160,11 +159,11 @@ def _damage(metric: str, value: float | None) -> float:
     return 1 - value if BUDGET_BOUNDS[metric] == "min" else value
 
 
-def by_hand(ground: Ground, choices: Any) -> dict[str, float]:
+def by_hand(ground: Ground, made: select.Selection) -> dict[str, float]:
     """The whole model with these choices against the untouched one, on the same examples."""
     fidelity = OutputFidelity()
     exact = Runner(ground.analysis.model, ground.analysis.lifted)
-    own = Runner(ground.analysis.model, chosen_programs(ground.analysis, choices))
+    own = Runner(ground.analysis.model, ground.analysis.rewritten(made.becomes))
     for batch in ground.batches:
         fidelity.update(comparable(exact(batch)), comparable(own(batch)), batch.labels)
     return fidelity.metrics()
@@ -180,7 +179,7 @@ def test_a_set_that_nobody_measured_is_not_said_to_exceed(ground, monkeypatch):
     monkeypatch.setattr(select.WholeModel, "measure", lambda self, own: {"logit_kl": 0.6 * len(own)})
     made = chosen(ground, {"budget": {"logit_kl": 1.0}})
     assert len(made.trail["rounds"]) == 2
-    reasons = [choice.reason for choice in made.choices if choice.operator == "sinkhorn"]
+    reasons = [choice.reason for choice in made.choices.values() if choice.operator == "sinkhorn"]
     assert len(reasons) == 2
     assert all("had no room for it" in own and "exceeded" not in own for own in reasons)
 
@@ -226,7 +225,7 @@ def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(ground, monke
     made = chosen(ground, {"budget": {"prediction_agreement": 0.9}})
     trail = made.trail
     assert labels(trail) == ["sinkhorn"] * 3
-    assert all(choice.replacement is None and choice.fit is None for choice in made.choices)
+    assert all(choice.replacement is None and choice.fit is None for choice in made.choices.values())
 
 
 def test_what_is_slower_than_the_teacher_is_never_chosen(ground, tmp_path, monkeypatch):
@@ -282,7 +281,7 @@ def test_a_compiled_model_slower_than_the_teacher_is_exact_or_the_teacher(
         select, "timed", lambda calls, **_: {"teacher": [1.0], "compiled": [next(compiled)]}
     )
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
-    assert {choice.operator for choice in made.choices} == {operator}
+    assert {choice.operator for choice in made.choices.values()} == {operator}
     amortised, exact = made.trail["rounds"]  # each with the times of its own set
     assert {*amortised["choice"].values()} == {ROUGH} and {*exact["choice"].values()} == {"sinkhorn"}
     assert amortised["whole_model"] == {"teacher_ms": 1.0, "compiled_ms": 2.0}
@@ -312,8 +311,8 @@ def test_a_site_may_have_a_budget_of_its_own(ground):
     made = chosen(ground, {"budget": {"logit_kl": 9.0}, "sites": own})
     trail = made.trail
     assert labels(trail) == [ROUGH, "sinkhorn"]
-    assert [choice.operator for choice in made.choices] == ["asap", "sinkhorn", "sinkhorn"]
-    assert made.choices[2].reason == "the recipe asks for it"
+    assert [choice.operator for choice in made.choices.values()] == ["asap", "sinkhorn", "sinkhorn"]
+    assert list(made.choices.values())[2].reason == "the recipe asks for it"
     assert "with this site alone logit_kl" in trail["sites"][1]["candidates"][1]["verdict"]
 
 

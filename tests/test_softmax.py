@@ -22,8 +22,8 @@ from asapc.errors import InputError, NoSiteError
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention
 from asapc.passes.capture import capture
-from asapc.passes.differences import matched_program
 from asapc.passes.fused import FUSED, fused_calls, spelt_out
+from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.observe import eager_calls
 from asapc.passes.patches import compiled_modules

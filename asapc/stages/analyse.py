@@ -26,12 +26,10 @@ REPLAYED_BATCHES = 3
 
 def inspection(teacher: Teacher, analysis: Analysis) -> dict[str, Any]:
     """What `asapc inspect` shows: every site and every layer that is left alone, in the graph's order."""
-    found: dict[str, Site | LeftAlone] = {site.name: site for site in analysis.sites}
-    found.update({left.name: left for left in analysis.left_alone})
     return {
         "model": teacher.source, "capture": analysis.capture.kind,
         "capture_reason": analysis.capture.reason,
-        "sites": [_entry(found[name]) for name in analysis.regions],
+        "sites": [_entry(outcome) for outcome in analysis.outcomes],
     }  # fmt: skip
 
 
@@ -95,7 +93,7 @@ def analysed_once() -> Analyse:
 
 def require_sites(analysis: Analysis, progress: Progress) -> None:
     """Tell which layers are left alone.  Raises NoSiteError where that is all of them."""
-    if not analysis.regions:
+    if not analysis.outcomes:
         raise nothing_found()
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])

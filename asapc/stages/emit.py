@@ -25,9 +25,8 @@ from asapc.inputs.program_operators import unlisted
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.measure.differences import largest_difference
-from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Site
-from asapc.passes.candidates import Choice, chosen_programs
+from asapc.passes.candidates import Choice
 from asapc.passes.patches import compiled_modules, with_casts
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
 from asapc.program.code import traced_inputs, traced_places
@@ -51,7 +50,7 @@ def emit(
     c, analysis = compilation, compilation.analysis
     modules: Any = ([], {})
     if c.teacher.onnx is None:
-        modules = compiled_modules(analysis, c.chosen.choices, c.compiled, c.example)
+        modules = compiled_modules(analysis, c.chosen.becomes, c.compiled, c.example)
     manifest = _manifest(c, out)
     manifest["warnings"] = tell_shortages(c.calibration.sites, c.chosen.fits, progress)
     with replace_folder(out) as folder:
@@ -84,10 +83,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         "sizes": _sizes(c.compiled),
         "data": places.recorded(c.source.source, out),
         "calibration_order": c.calibration.order,
-        "sites": [
-            _manifest_site(site, choice)
-            for site, choice in zip(analysis.sites, c.chosen.choices, strict=True)
-        ],
+        "sites": [_manifest_site(site, c.chosen.choices[site.name]) for site in analysis.sites],
         "refused": [
             {"name": left.name, "status": left.status, "reason": left.reason}
             for left in analysis.left_alone
@@ -244,10 +240,8 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         return
     output = c.output
     if left:
-        own = Choice(TEACHER, "left to the model's own code")
-        of_sites = zip(c.analysis.sites, c.chosen.choices, strict=True)
-        choices = [own if site.name in left else choice for site, choice in of_sites]
-        output = Runner(model, chosen_programs(c.analysis, choices))(c.example)
+        becomes = c.chosen.becomes | dict.fromkeys(left)
+        output = Runner(model, c.analysis.rewritten(becomes))(c.example)
     installed = installed_patches(model, patches, written.manifest["sites"])
     with holding(c.analysis.capture.observed.caches), installed, warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)

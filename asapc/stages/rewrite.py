@@ -15,9 +15,8 @@ from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
 from asapc.passes.analyse import Analysis
-from asapc.passes.candidates import chosen_programs
+from asapc.passes.select import Selection
 from asapc.program.runner import Runner
-from asapc.stages.select import Chosen
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Compilation:
     recipe: Recipe
     calibration: Calibration
     analysis: Analysis
-    chosen: Chosen
+    chosen: Selection
     example: Batch
     compiled: Sequence[Program] = ()
     output: Any = None
@@ -50,12 +49,10 @@ class Compilation:
 def rewrite(c: Compilation) -> Compilation:
     """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite and
     not what the untouched model gives."""
-    model = c.analysis.model
-    compiled = chosen_programs(c.analysis, c.chosen.choices)
-    output = Runner(model, compiled)(c.example)
+    compiled = c.analysis.rewritten(c.chosen.becomes)
+    output = Runner(c.analysis.model, compiled)(c.example)
     if not all(bool(tensor.isfinite().all()) for tensor in tensor_outputs(output)):
-        untouched = Runner(model, () if model else c.analysis.capture.untouched)(c.example)
-        _verify_infinite(output, untouched, c.teacher)
+        _verify_infinite(output, c.analysis.untouched(c.example), c.teacher)
     return replace(c, compiled=compiled, output=output)
 
 
