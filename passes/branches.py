@@ -85,6 +85,7 @@ class Trace(TorchFunctionMode):
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
+        self._in_units: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(
         self,
@@ -157,7 +158,14 @@ class Trace(TorchFunctionMode):
     def compared(self, residual: torch.Tensor, larger: bool, threshold: object) -> bool:
         """What a comparison says while the loop goes on.  larger: it asks for residual > threshold."""
         # `residual > threshold` may ask if a loop diverges, not if it is to go on.
-        guard = larger and not (isinstance(threshold, int | float) and float(threshold) < DIVERGES)
+        if isinstance(threshold, torch.SymInt | torch.SymFloat) and threshold.node.hint > 0:
+            # eps * n: what is compared with a number is the residual in this unit.
+            low, key = threshold.node.hint < DIVERGES, (id(residual), str(threshold))
+            _, residual = self._in_units.setdefault(key, (residual, residual / threshold))
+            threshold = 1.0
+        else:
+            low = isinstance(threshold, int | float) and threshold < DIVERGES
+        guard = larger and not low
         ends = len(self.thresholds) == self._ends_at
         self.note(residual, None if guard else threshold)
         return (larger and not guard) != ends

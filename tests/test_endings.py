@@ -175,11 +175,12 @@ class Loop(nn.Module):
     """Sinkformers' loop on scores, and its relatives.
 
     change: what of row duals before and after is compared, after which half-steps, 0 for rows and 1 for
-    columns.  ends: what is made of the plan of a loop, told whether it ended early.
+    columns.  threshold: a number, or made of the numbers of examples and rows.  ends: what is made
+    of the plan of a loop, told whether it ended early.
     """
 
     def __init__(
-        self, change: Callable[[Tensor, Tensor], Tensor], threshold: float = 1e-2, most: int = 14,
+        self, change: Callable[[Tensor, Tensor], Tensor], threshold: Any = 1e-2, most: int = 14,
         looks: Sequence[int] = (0, 1), ends: Callable[[Tensor, bool], Any] = lambda plan, early: plan,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -191,6 +192,7 @@ class Loop(nn.Module):
         mu, nu = (torch.full((b, size), 1 / size, dtype=scores.dtype) for size in (n, m))
         u, v = torch.zeros_like(mu), torch.zeros_like(nu)
         early = False
+        threshold = self.threshold(b, n) if callable(self.threshold) else self.threshold
         for step in range(self.most):
             if step % 2 == 0:
                 before = u
@@ -198,7 +200,7 @@ class Loop(nn.Module):
                 residual = self.change(before, u)
             else:
                 v = nu.log() - torch.logsumexp(scores + u[..., None] + v[..., None, :], -2) + v
-            if step % 2 in self.looks and residual.item() < self.threshold:
+            if step % 2 in self.looks and residual.item() < threshold:
                 early = True
                 break
         return self.ends((scores + u[..., None] + v[..., None, :]).exp(), early)
@@ -239,6 +241,12 @@ def same_on(net: nn.Module, analysis: Analysis, inputs: Sequence[Tensor]) -> Non
 FOUND = {
     "after rows": (Loop(summed), Ending("duals", 1e-2, True)),
     "in another unit": (Loop(lambda x, y: 4 * (y - x).abs().mean()), Ending("duals", 2.5e-3)),
+    "of a threshold a token": (
+        Loop(lambda x, y: (y - x).abs().sum(), lambda b, n: 1e-3 * n * b), Ending("duals", 1e-3)
+    ),
+    "of a threshold by a size": (
+        Loop(lambda x, y: (y - x).abs().mean(), lambda b, n: 1e-2 / n), Ending("duals", 1e-2, True)
+    ),
     "scalings, after pairs": (Scalings(), Ending("scalings", 1e-3, False, 1)),
 }
 
