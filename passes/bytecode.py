@@ -80,10 +80,10 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
         if {"format", "format_map"} & own:  # "{0.tau}"
             own |= {name for text in texts for name in _IN_FORMAT.findall(text)}
         attributes |= own
-    said = frozenset(attributes)
+    every = frozenset(attributes)
     return Names(
-        None if _ANY_NAME & (said | loaded) else said, frozenset(loaded), frozenset(codes),
-        frozenset(environ), frozenset(imported), modes, said, frozenset(maybe),
+        None if _ANY_NAME & (every | loaded) else every, frozenset(loaded), frozenset(codes),
+        frozenset(environ), frozenset(imported), modes, every, frozenset(maybe),
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def questions_of(code: CodeType) -> set[str]:
             continue
         effect = dis.stack_effect(step.opcode, step.arg, jump=False)
         count = _taken(step, effect)
-        given = 1 if step.opname.startswith("CALL") else effect + count
+        results = 1 if step.opname.startswith("CALL") else effect + count
         stack[:0] = [frozenset()] * (count - len(stack))  # of lines that were not followed
         taken = stack[len(stack) - count :]
         del stack[len(stack) - count :]
@@ -158,7 +158,7 @@ def questions_of(code: CodeType) -> set[str]:
             label = _callee(taken) if _is_dtype(_callee(taken)) else of_text
         elif not step.opname.startswith(_HANDED_ON):
             label = frozenset()
-        stack += [label] * given
+        stack += [label] * results
     return asked
 
 
@@ -256,6 +256,6 @@ def arguments_of(instructions: Sequence[dis.Instruction]) -> list[Sequence[dis.I
     else:
         return None
     # Two locals that one instruction loads are both of the later one.
-    ends = [max((n for n, found in enumerate(depths) if found == depth), default=0)
+    ends = [max((n for n, current in enumerate(depths) if current == depth), default=0)
             for depth in range(count + 1)]  # fmt: skip
     return [instructions[start:end] for start, end in itertools.pairwise(ends)]

@@ -84,12 +84,12 @@ class Decisions(Interpreter):
         sides, self._sides = frozenset(self._sides), set()
         return sides
 
-    def one_sided(self, seen: Sides) -> list[Node]:
+    def one_sided(self, sides: Sides) -> list[Node]:
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
         divisor too small."""
         return [
             node for node in sorted(self.nodes) if is_bool(node) and not self._guards(node)
-            and len({side for at, side in seen if at is node}) < 2
+            and len({side for at, side in sides if at is node}) < 2
         ]  # fmt: skip
 
     def run_node(self, n: Node) -> Any:

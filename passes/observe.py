@@ -83,37 +83,15 @@ class Observer:
 
         return enter, leave
 
-    @property
-    def count(self) -> int:
-        """Of the calls so far."""
-        return len(self._calls)
-
-    def repeat(self, first: int, count: int, before: str, after: str) -> Callable[[Node], None]:
-        """The calls from `first` once more, of modules inside `after` where they were inside `before`.
-
-        Returns what gives the marks that are copied with their nodes the numbers of the new calls.
-        """
-        start = self.count
-        again = self._calls[first : first + count]
-        self._calls += [replace(call, name=f"{after}{call.name[len(before) :]}") for call in again]
-
-        def renumber(node: Node) -> None:
-            if node.target is torch.ops.asapc.seen.default:
-                nodes, label = node.args
-                kind, _, number = str(label).partition(" ")
-                node.args = (nodes, f"{kind} {int(number) - first + start}")
-
-        return renumber
-
     def calls(self, graph: GraphModule) -> tuple[ModuleCall, ...]:
         """The calls that are in the graph; takes all marks out of it, and notes those of early stops."""
-        seen: dict[str, tuple[tuple[Node, ...], int]] = {}
+        marks: dict[str, tuple[tuple[Node, ...], int]] = {}
         order: list[int] = []
         place = 0
         for node in list(graph.graph.nodes):
             if node.target is torch.ops.asapc.seen.default:
                 nodes, label = node.args
-                seen[label] = (tuple(nodes), place)
+                marks[label] = (tuple(nodes), place)
                 kind, _, number = label.partition(" ")
                 if kind == "leave":
                     order.append(int(number))
@@ -122,16 +100,16 @@ class Observer:
                 graph.graph.erase_node(node)
             else:
                 place += 1
-        found = []
+        calls = []
         for number in order:
-            call, entered = self._calls[number], seen.get(f"enter {number}")
+            call, entered = self._calls[number], marks.get(f"enter {number}")
             if entered is not None:
-                (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
+                (inputs, start), (outputs, end) = entered, marks[f"leave {number}"]
                 nodes = (inputs, outputs, start, end, call.hooked)
-                found.append(ModuleCall(call.name, call.args, call.kwargs, call.output, *nodes))
-        _part_aliases(list(graph.graph.nodes), found)
+                calls.append(ModuleCall(call.name, call.args, call.kwargs, call.output, *nodes))
+        _part_aliases(list(graph.graph.nodes), calls)
         graph.recompile()
-        return tuple(found)
+        return tuple(calls)
 
 
 def _part_aliases(nodes: list[Node], calls: list[ModuleCall]) -> None:
@@ -175,8 +153,8 @@ def gives_its_input(node: Node) -> bool:
     """An operator that does nothing to what it is given, as traced."""
     if node.target not in _OFTEN_NOTHING or not isinstance(node.args[0], Node):
         return False
-    made, given = node.meta.get("val"), node.args[0].meta.get("val")
-    same = isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
+    made, source = node.meta.get("val"), node.args[0].meta.get("val")
+    same = isinstance(made, Tensor) and isinstance(source, Tensor) and made.dtype == source.dtype
     return same and (node.target not in _DROPOUTS or node.args[2] is False)
 
 
@@ -185,6 +163,11 @@ def written(given: Any) -> Any:
     leaves, spec = pytree.tree_flatten(given)
     tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
     return spec, [*map(id, leaves)], [x._version for x in tensors]
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Whether a module is the outer one or a part of it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def eager_calls(
@@ -245,22 +228,22 @@ def replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[
 
     torch's own encoder asks whether its modules have hooks, so that a forward is what is replaced.
     """
-    forward, own = module.forward, vars(module).get("forward")
+    forward, instance_forward = module.forward, vars(module).get("forward")
 
     @functools.wraps(forward)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return around(forward, *args, **kwargs)
 
-    vars(replaced)["before"] = own  # see program.state.attribute
+    vars(replaced)["before"] = instance_forward  # see program.state.attribute
     vars(module)["forward"] = replaced  # past a __setattr__ that hands it on, or refuses it
     try:
         yield
     finally:
         if vars(module).get("forward") is replaced:  # the module may have set its own meanwhile
-            if own is None:
+            if instance_forward is None:
                 del vars(module)["forward"]
             else:
-                vars(module)["forward"] = own
+                vars(module)["forward"] = instance_forward
 
 
 @contextlib.contextmanager
