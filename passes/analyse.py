@@ -283,7 +283,7 @@ def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:
 
 
 def _note_gradients(analysis: Analysis, batch: Batch) -> None:
-    """Put into the analysis what its sites hold of weights, and why their gradients are other ones."""
+    """Note which weights each site holds, and why its gradients differ from the model's."""
     held: dict[str, dict[str, str]] = {}
     for part in analysis.parts:
         held |= held_by(part.program, part.lifted, part.matched)
@@ -324,10 +324,9 @@ def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], devic
 def _identified(
     subject: nn.Module | ExportedProgram, batches: Sequence[Batch], progress: Progress, softmax: bool
 ) -> tuple[Capture, list[Outcomes]]:
-    """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
-    what the program of the whole model holds: its attention is captured by module then. So it is where
-    the code branches on data, and other data takes the other way, and where it makes a number of how
-    many examples there are."""
+    """The programs, and what was found in each. A model is captured by module, not whole, where a loop
+    that may end early stays as it is, where other data takes another branch, and where the code computes
+    a number from how many examples there are."""
     batch, *more = batches
     with progress.phase("tracing the model"):
         captured = capture(subject, batch.args, batch.kwargs, more)
@@ -371,7 +370,7 @@ def _matched(captured: Capture, progress: Progress, softmax: bool) -> tuple[Capt
 
 
 def _of_one_way(model: nn.Module, captured: Capture, batches: Sequence[Batch]) -> Capture:
-    """Without programs that more data refuses, since it takes another way through the code."""
+    """Leave out programs that do not hold for more data, which takes another branch."""
     batch, *more = batches
     ways = {program.name: _other_way(model, program, more) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)

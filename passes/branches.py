@@ -120,8 +120,8 @@ class Trace(TorchFunctionMode):
         return bool(self.of_sizes) and scalar and asked.dtype is torch.float64
 
     def _without_size_branch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Of torch.cdist, which takes products for more than CDIST points: the same distances at any size
-        come without them. capture holds them against the module's own at more points."""
+        """Have torch.cdist compute its distances without products, which it takes for more than CDIST
+        points. capture holds them against the module's own at more points."""
         if len(args) > 3 or kwargs.get("compute_mode", _CDIST_BRANCHES) != _CDIST_BRANCHES:
             return kwargs
         self.widened = True

@@ -169,7 +169,7 @@ def capture(
 
 
 def _keeps_to_batch(program: Program) -> bool:
-    """Whether it is for as many examples as the example call alone, as after a loop over them."""
+    """Whether it holds only for as many examples as the example call has, as after a loop over them."""
     inputs = [node.meta["val"] for node in program.graph.graph.find_nodes(op="placeholder")]
     batches = [value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()]
     return any(size != 1 and size_hint(size) is Dim.STATIC for size in batches)
@@ -189,8 +189,8 @@ def _whole(model: nn.Module, example: Batch, state: Observed) -> Capture | str:
 
 @contextlib.contextmanager
 def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
-    """Code that asks whether it is traced is told that it is not; what it keeps by the kind of a tensor,
-    as einops does, does not know of a trace's tensors afterwards."""
+    """Tell code that asks whether it is traced that it is not. What it caches by the type of a tensor, as
+    einops does, forgets the trace's tensors afterwards."""
     spaces = [value for space in state.spaces for name, value in space.items() if name[:2] != "__"]
     caches = [(value, {**value}) for value in spaces if type(value) is dict]
     with contextlib.ExitStack() as stack:
@@ -271,8 +271,8 @@ def export_graph(
 
 
 def _export(name: str, module: nn.Module, call: Batch, state: Observed) -> Program:
-    """A trace; where it stops at code that asks for the type of a tensor, again with the plain answer;
-    where it stops at a number of the data, again with the numbers of the example."""
+    """Trace a module. Where that stops at code that asks for the type of a tensor, trace it again with
+    the plain answer; where it stops at a number of the data, with the numbers of the example."""
     # Of a part of a larger tensor, strides would tie sizes to those of the example.
     tracing = _Tracing(name, module, call.mapped(Tensor.contiguous), state)
     first: Exception | None = None
@@ -373,7 +373,7 @@ class _Tracing:
             return bool(answers) and answers == others.answers()[0].given
 
     def check_sizes(self, graph: GraphModule, widened: bool) -> None:
-        """Where torch's own code takes another way for a size, it is none of the program's.
+        """Exclude the sizes at which torch's own code takes another branch.
 
         A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one
         are tried, and two sizes of one at once, of which the length is limited; of many examples, on two.
@@ -636,10 +636,10 @@ def _of_heads(tensors: Sequence[Tensor]) -> int | None:
 
 
 def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
-    """With the sizes that the trace holds for.
+    """The axes with the sizes that the trace holds for.
 
-    A branch on a length is traced on one side only: a program that is made from the graph refuses the
-    lengths of the other side, as torch.export has it, where it would compute something else.
+    A branch on a length is traced on one side only: a program made from the graph refuses the lengths of
+    the other side, where it would compute something else.
     """
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in names}

@@ -68,8 +68,8 @@ def held_by(program: Program, lifted: Program, sites: Sequence[Site]) -> dict[st
 
 
 def masks_of(program: Program, sites: Sequence[Site]) -> set[str]:
-    """The inputs that reach the outputs as masks alone, as _gradients calls them: of what hides tokens a
-    gradient is nobody's, and an operator that is told which are hidden has none."""
+    """The inputs that reach the outputs only as masks, as _gradients calls them: nobody needs a gradient
+    of what hides tokens, and an operator that is told which are hidden has none."""
     masks = {node for site in sites for node, _ in site.part().masks}
     read = reached([program.graph.graph.output_node()], lambda node: [
         x for x in node.all_input_nodes if x not in masks and holds_tensors(x)])  # fmt: skip

@@ -413,8 +413,8 @@ class _Reader:
 
 
 def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
-    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone,
-    as one that hides nothing where the model was given none."""
+    """Whether the site itself makes what the module is given: from a mask, or from sizes or weights
+    alone, such as a mask that hides nothing where the model was given none."""
     part = site.part()
     outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
     constants = (node for node in outside if not depends_on_data(node))
@@ -423,7 +423,7 @@ def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
 
 
 def _after_loop(site: Site) -> Iterator[Node]:
-    """From the map that is multiplied by the values back to the loop's, of which nothing else reads."""
+    """From the map that multiplies the values back to the loop's: nodes that nothing else reads."""
     part = site.part()
     node: Any = part.output
     while node in part.inside and (node is part.output or len(node.users) == 1):

@@ -126,7 +126,7 @@ def _compiled(
 def _with_insides(
     analysis: Analysis, compiled: Sequence[CompiledModule], example: Batch
 ) -> list[CompiledModule]:
-    """With what the modules inside are like when they are called, and what their code reads."""
+    """Add what the modules inside are like when they are called, and what their code reads."""
     model, observed = analysis.model, analysis.capture.observed
     assert model is not None
     modes, drops = (
@@ -181,8 +181,8 @@ _Cell = tuple[Any, Any]  # a dict or list, and where in it
 def _without_set(
     model: nn.Module, name: str, insides: Sequence[Inside], codes: Collection[CodeType], example: Batch
 ) -> tuple[Inside, ...]:
-    """Not guarding what the module's code sets before it reads it, which is no state. Tensors that it
-    leaves there are of its last call, and are taken away.  codes: of the functions that ran in it."""
+    """Do not guard what the module's code sets before it reads it: that is no state. Tensors that it
+    leaves there belong to its last call, and are taken away.  codes: of the functions that ran in it."""
     module = model.get_submodule(name)
     stored, _ = stored_names(codes)
     kinds = {"attr"} if stored else set[str]()
@@ -263,7 +263,7 @@ def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch
 
 
 def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> dict[str, Call]:
-    """With the dtypes that modules give under autocast.  calls: by the names of modules."""
+    """Add the dtypes that modules return under autocast.  calls: by the names of modules."""
     device = next((x.device.type for x in pytree.tree_leaves((example.args, example.kwargs))
                    if isinstance(x, Tensor)), "cpu")  # fmt: skip
     casts: dict[str, dict[str, str]] = {}

@@ -152,7 +152,7 @@ def keep_to_guards(
 
 
 def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any]) -> dict[Any, int]:
-    """What sizes are at least where a question is answered as it was: of 2 and more, guards say it.
+    """The least sizes at which a question has the answer that it had; guards cover sizes of 2 and more.
 
     Of all ways to leave out the small sizes that answer otherwise, the one that leaves out fewest, and
     lengths rather than numbers of examples.

@@ -155,8 +155,8 @@ class Observed:
         return reason and f"the model must give the same for the same inputs: {reason}"
 
     def unlike_now(self, within: str, model: nn.Module) -> str | None:
-        """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace
-        of it alone would hold what the model leaves behind."""
+        """What a module, or one inside it, reads at every call and would not read now: a trace of it
+        alone would hold what the model leaves behind."""
         for name, values in self.values.items():
             if is_within(name, within):
                 now = self.reads(name, model.get_submodule(name))
@@ -255,8 +255,8 @@ def _is_new_tensor(value: Any, before: Any) -> bool:
 
 
 def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
-    """What the model reads on these batches, the first of which is its example.  larger: that it may
-    take, after which it computes what it did before, or remembers something."""
+    """What the model reads on these batches, the first of which is its example.  larger: batches that it
+    may take as well; a model that computes something else after them remembers something."""
     state, example = Observed(registered=frozenset(model.modules())), batches[0]
     before, fresh = {module: {**vars(module)} for module in model.modules()}, Fresh(model, _is_users)
     profile = _profiled(model, example)
@@ -317,11 +317,10 @@ def _profiled(model: nn.Module, example: Batch) -> _Profile:
 def _caches(
     model: nn.Module, example: Batch, profile: _Profile, before: Mapping[nn.Module, Mapping[str, Any]]
 ) -> Caches:
-    """What modules keep of sizes and buffers, such as positions, and compute again where nothing is kept:
-    the same whatever the inputs and parameters are and however often they ran, and outputs are the same
-    without it.
+    """What modules compute from sizes and buffers and keep, such as positions, and compute again where it
+    is missing: the same for all inputs and parameters, however often they ran, with the same outputs.
 
-    profile: what ran, which then has the code that computes it.  before: attributes when nothing had run.
+    profile: of what ran; it takes up the code that computes them.  before: attributes before any run.
     """
     tried: dict[nn.Module, dict[str, Any]] = {}
     for name, module in model.named_modules():
@@ -483,7 +482,7 @@ def _note_memory(
     model: nn.Module, example: Batch, larger: Sequence[Batch], state: Observed, ran: Sequence[_Run],
     fresh: Fresh,
 ) -> None:  # fmt: skip
-    """Notes what makes the model compute something else after other calls than it did before.
+    """Note what makes the model compute something else after other calls.
 
     ran: of which the first and the last were on the example.  fresh: the model before all of them.
     """
@@ -525,8 +524,7 @@ def _note_first(
     model: nn.Module, later: nn.Module, fresh: Fresh, batch: Batch, weights: dict[str, Tensor],
     state: Observed,
 ) -> None:  # fmt: skip
-    """Notes the modules that keep something else, or give something else of the same, where this comes
-    first."""
+    """Note the modules that keep or compute something else where this data, or weights, come first."""
     reasons, unlike = dict[str, str](), list[str]()
     calls, now_of = calls_of(later, batch, weights), state.of_copy(model, later)
     with fresh.copy() as other:
@@ -548,7 +546,7 @@ def _note_first(
 
 
 def _entries(model: nn.Module, batch: Batch, state: Observed) -> _Run:
-    """What every module can read, whenever it is entered in one run; and what the model gives."""
+    """What every module can read at each of its calls in one run, and the model's output."""
     entries: dict[str, list[_Entry]] = {}
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -587,7 +585,7 @@ def _weights(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 def _compare(name: str, runs: Sequence[Sequence[_Entry]], state: Observed) -> None:
-    """Notes of a module what it always reads, and what makes it change."""
+    """Note what a module always reads, and what makes it change."""
     everything = [entry for run in runs for entry in run]
     if not everything:
         return
@@ -604,7 +602,7 @@ def _compare(name: str, runs: Sequence[Sequence[_Entry]], state: Observed) -> No
 
 
 def _difference(one: _Entry, other: _Entry) -> str | None:
-    """What is read of one and is another there, or a weight that was written."""
+    """A value that differs between the two, or a weight that was written between them, in words."""
     for steps in dict.fromkeys((*one.values, *other.values)):
         pair = one.values.get(steps, GONE), other.values.get(steps, GONE)
         if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]:
@@ -685,8 +683,8 @@ def _depends_on_layout(model: nn.Module, example: Batch, expected: Any) -> bool:
 
 
 def _training(model: nn.Module, example: Batch) -> set[str]:
-    """The modules whose code computes something else in training mode, dropout of maps apart, and that of
-    torch's modules."""
+    """The modules whose own code computes something else in training mode, apart from dropout of maps
+    and torch's modules."""
     before = {module: module.training for module in model.modules()}
     names = {name for name, _ in model.named_modules()}
 
