@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -252,10 +253,6 @@ class _Number:
         return format(self._value, spec)  # for people: nothing is decided by it
 
 
-def _compares(name: str) -> Callable[[_Number, Any], bool]:
-    return lambda self, other: self.compared(getattr(operator, name), other)
-
-
 def _uses(name: str) -> Callable[[_Number], Any]:
     return lambda self: getattr(self.known(), name)()
 
@@ -269,7 +266,7 @@ def _combines(name: str, swapped: bool) -> Callable[[_Number, Any], Any]:
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_Number, f"__{_name}__", _compares(_name))
+    setattr(_Number, f"__{_name}__", partialmethod(_Number.compared, getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(_Number, f"__{_name}__", _combines(_name, False))
     setattr(_Number, f"__r{_name}__", _combines(_name, True))

@@ -309,6 +309,7 @@ class _Tracing:
     axes: Axes | None = None
 
     def program(self) -> Program:
+        """Raises what the module or torch.export raises, and ValueError for what no program can hold."""
         module, call, state = self.module, self.call, self.state
         axes = self.axes or _with_lengths(module, _free_axes(call), call)
         answers, output = self.answers()
@@ -350,6 +351,7 @@ class _Tracing:
         return Program(self.name, graph, call.args, call.kwargs, shapes, stops, layers)
 
     def output_of(self, module: nn.Module) -> Any:
+        """What the module, or a graph of it, gives on the call."""
         with torch.random.fork_rng(devices=[]):
             return module(*copy.deepcopy(self.call.args), **copy.deepcopy(self.call.kwargs))
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc.seen
 from asapc.ir import ModuleCall
@@ -34,51 +33,39 @@ Leave = Callable[[], object]
 STOP = "stop"  # the label of a mark, before its number
 
 
-@dataclass
-class _Call:
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hooked: bool
-    output: Any = None
-
-
 class Observer:
     """The calls of one trace.  Calls of calls come before the calls that they are made in."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[ModuleCall] = []  # without nodes
         self._open: list[int] = []
         self.residuals: list[tuple[int, Node]] = []  # (number, node) of what early stops look at
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        handles: list[RemovableHandle] = []
-        for name, inner in module.named_modules():
-            if isinstance(inner, torch.jit.ScriptModule):
-                continue
-            hooked = bool(inner._forward_hooks or inner._forward_pre_hooks)
-            # The module's forward alone, inside all hooks; and together with its hooks, outside of them.
-            for outside in (False, True) if hooked else (False,):
-                enter, leave = self._pair(name, outside)
-                handles.append(inner.register_forward_pre_hook(enter, prepend=outside, with_kwargs=True))
-                handles.append(inner.register_forward_hook(leave, prepend=not outside))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, inner in module.named_modules():
+                if isinstance(inner, torch.jit.ScriptModule):
+                    continue
+                hooked = bool(inner._forward_hooks or inner._forward_pre_hooks)
+                # The forward alone, inside all hooks; and together with the module's hooks, outside them.
+                for out in (False, True) if hooked else (False,):
+                    enter, leave = self._pair(name, out)
+                    handle = inner.register_forward_pre_hook(enter, prepend=out, with_kwargs=True)
+                    hooks.callback(handle.remove)
+                    hooks.callback(inner.register_forward_hook(leave, prepend=not out).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _pair(self, name: str, outside: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(len(self._calls))
             kept_args, kept_kwargs = _kept((args, kwargs))
-            self._calls.append(_Call(name, kept_args, kept_kwargs, outside))
+            self._calls.append(ModuleCall(name, kept_args, kept_kwargs, None, (), (), 0, 0, outside))
             _see((args, kwargs), f"enter {self._open[-1]}")
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             number = self._open.pop()
-            self._calls[number].output = _kept(output)
+            self._calls[number] = replace(self._calls[number], output=_kept(output))
             _see(output, f"leave {number}")
 
         return enter, leave
@@ -102,11 +89,11 @@ class Observer:
                 place += 1
         calls = []
         for number in order:
-            call, entered = self._calls[number], marks.get(f"enter {number}")
+            entered = marks.get(f"enter {number}")
             if entered is not None:
                 (inputs, start), (outputs, end) = entered, marks[f"leave {number}"]
-                nodes = (inputs, outputs, start, end, call.hooked)
-                calls.append(ModuleCall(call.name, call.args, call.kwargs, call.output, *nodes))
+                call = self._calls[number]
+                calls.append(replace(call, inputs=inputs, outputs=outputs, start=start, end=end))
         _part_aliases(list(graph.graph.nodes), calls)
         graph.recompile()
         return tuple(calls)
