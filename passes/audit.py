@@ -81,10 +81,10 @@ class Variant:
 
     def update(self, batch: Batch, soft: Any = None) -> Any:
         """Add one batch; soft: the soft variant's output, None if this is the soft one."""
-        output, seen = self._tap(batch)
+        output, inputs = self._tap(batch)
         self.outputs.update(output if soft is None else soft, output, batch.labels)
         with torch.no_grad():
-            for tensors, function in zip(seen, self._maps, strict=True):
+            for tensors, function in zip(inputs, self._maps, strict=True):
                 self.balance.update(function(tensors, None), tensors.keep, tensors.query_keep)
         return output
 

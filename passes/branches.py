@@ -348,8 +348,8 @@ class _TypeOf(type):
         plain = torch.nn.Parameter if parameter else Tensor
         return plain if isinstance(args[0], FakeTensor) else type(args[0])
 
-    def __instancecheck__(cls, given: Any) -> bool:
-        return isinstance(given, type)
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, type)
 
 
 class _Plain(metaclass=_TypeOf):

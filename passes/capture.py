@@ -195,7 +195,7 @@ def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
     caches = [(value, {**value}) for value in spaces if type(value) is dict]
     with contextlib.ExitStack() as stack:
         if state.eager:
-            around = lambda _, *given, **named: untraced(*given, **named)  # noqa: E731
+            around = lambda _, *args, **named: untraced(*args, **named)  # noqa: E731
             stack.enter_context(replaced_forwards(model, around))
         try:
             yield
@@ -254,7 +254,7 @@ def _run_example(model: nn.Module, example: Batch) -> None:
         first = next((value for value in values if isinstance(value, Tensor)), None)
         count = len(first) if first is not None and first.dim() else 0
         batch = replace(example, hashes=[0] * count, numbers=[*range(count)])
-        call = lambda given: model(*given.args, **given.kwargs)  # noqa: E731
+        call = lambda tried: model(*tried.args, **tried.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
         raise fault or InputError(
             RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
@@ -604,7 +604,7 @@ def _keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
     if signature.parameters.keys() == inspect.signature(module.forward).parameters.keys():
         yield
         return
-    with replaced_forward(module, lambda forward, *args, **given: forward(*args, **given)):
+    with replaced_forward(module, lambda forward, *args, **named: forward(*args, **named)):
         vars(vars(module)["forward"])["__signature__"] = signature
         yield
 

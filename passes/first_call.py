@@ -114,9 +114,9 @@ def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> l
     calls: list[Call] = []
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_map(_kept, (args, kwargs))
+        inputs = pytree.tree_map(_kept, (args, kwargs))
         output = forward(*args, **kwargs)
-        calls.append(Call(name, given, pytree.tree_map(_kept, output)))
+        calls.append(Call(name, inputs, pytree.tree_map(_kept, output)))
         return output
 
     with replaced_forwards(model, around):

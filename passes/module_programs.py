@@ -306,11 +306,12 @@ class _Reader:
         check_graph(made, "module_programs", [name])
         moved = [moved_nodes(site, nodes) for site in sites]
         of_maps = {node for site in sites for node in _after_loop(site)}
-        own = [node for node in inside.nodes
-               if is_another_in_training(node) and not is_without_share(node)
-               and (node in of_maps or node not in called)]  # a call on a map is dead code
-        modes = {*self._homes(inside, (node for node in own if node not in of_maps))}
-        drops = {*self._homes(inside, (node for node in own if node in of_maps))}
+        active = [
+            node for node in inside.nodes if is_another_in_training(node) and not is_without_share(node)
+            and (node in of_maps or node not in called)
+        ]  # fmt: skip  # a call on a map is dead code
+        modes = {*self._homes(inside, (node for node in active if node not in of_maps))}
+        drops = {*self._homes(inside, (node for node in active if node in of_maps))}
         places = [self.order[site.part().output] for site in sites]
         for path, on_map in self._dropping(inside, called, children, of_maps, places):
             (drops if on_map else modes).add(path)
@@ -416,7 +417,7 @@ def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
     """Whether the site itself makes what the module is given: from a mask, or from sizes or weights
     alone, such as a mask that hides nothing where the model was given none."""
     part = site.part()
-    outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
+    outside = {x for inner in part.inside for x in inner.all_input_nodes} - {*part.inside, *part.inputs}
     constants = (node for node in outside if not depends_on_data(node))
     made = any(node in part.inside for node in call.inputs)
     return made or any(reaches(node, call.inputs.__contains__) for node in constants)

@@ -145,9 +145,9 @@ def gives_its_input(node: Node) -> bool:
     return same and (node.target not in _DROPOUTS or node.args[2] is False)
 
 
-def written(given: Any) -> Any:
+def written(arguments: Any) -> Any:
     """Of a call's arguments, what is another where something has been written into them."""
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec = pytree.tree_flatten(arguments)
     tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
     return spec, [*map(id, leaves)], [x._version for x in tensors]
 

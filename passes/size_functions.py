@@ -42,7 +42,7 @@ def free_functions(
     rounding: Any = {
         method: _of_sizes(name, getattr(torch.SymFloat, method), used) for method, name in ROUNDED.items()
     }
-    of_numpy: Any = {name: _of_sizes(name, own, used) for own, name in plain.items()}
+    of_numpy: Any = {name: _of_sizes(name, function, used) for function, name in plain.items()}
     for space, key, value in changed:
         space[key] = _of_sizes(plain[value], value, used)
     try:
@@ -83,9 +83,9 @@ def _free_layouts() -> contextlib.AbstractContextManager[Any]:
                    for axis, stride in enumerate(strides))  # fmt: skip
 
     def asking(of_whole: Callable[..., bool]) -> Any:
-        def asks(x: Any, *given: Any, **named: Any) -> bool:
-            layout = (x.shape, x.stride()) if isinstance(x, torch.Tensor) else (x, given[0])
-            return not is_part(*layout) and of_whole(x, *given, **named)
+        def asks(x: Any, *more: Any, **named: Any) -> bool:
+            layout = (x.shape, x.stride()) if isinstance(x, torch.Tensor) else (x, more[0])
+            return not is_part(*layout) and of_whole(x, *more, **named)
         return asks
 
     names, of = ("check_contiguous_sizes_strides", "is_channels_last_contiguous_2d"), torch._prims_common
@@ -133,10 +133,10 @@ class _Kind(type):
     used: list[str]
     taken: list[str]
 
-    def __call__(cls, *given: Any, **named: Any) -> Any:
-        size = given[0] if len(given) == 1 else None
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        size = args[0] if len(args) == 1 else None
         if not isinstance(size, (torch.SymInt, torch.SymFloat)) or not by_the_model():
-            return cls.plain(*given, **named)
+            return cls.plain(*args, **named)
         if cls.plain is float:
             cls.used.append("float")
             number: Any = size

@@ -90,8 +90,8 @@ def noting_questions() -> Iterator[list[Question]]:
     def answering(name: str) -> Callable[..., Any]:
         def method(self: torch.SymBool, *others: Any) -> Any:
             if not by_the_model():
-                own = plain[name]
-                return getattr(asked(self), name)(*others) if own is None else own(self, *others)
+                known = plain[name]
+                return getattr(asked(self), name)(*others) if known is None else known(self, *others)
             answer = asked(self)
             question = Question(self.node.expr, answer)
             if question not in questions:

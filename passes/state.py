@@ -199,14 +199,14 @@ class Observed:
         objects that it can reach."""
         names = self.names.get(name, Names())
         stored, counted = stored_names(names.code)
-        own = stored - names.said - counted
+        unread = stored - names.said - counted
         try:
-            paths = reachable(module, replace(names, attributes=names.said | stored)) if own else {}
+            paths = reachable(module, replace(names, attributes=names.said | stored)) if unread else {}
         except TooMuch:
             paths = {(("attr", key),): None for key in vars(module)}
         return {
             steps: found(module, steps) for steps in sorted(paths, key=str)
-            if steps[-1][0] == "attr" and steps[-1][1] in own
+            if steps[-1][0] == "attr" and steps[-1][1] in unread
         }
 
     def kept(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> tuple[Steps, ...]:
@@ -371,8 +371,8 @@ def _of_torch(module: nn.Module) -> Names | None:
     if not type(module).__module__.startswith("torch."):
         return None
     dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-    own = vars(module).items()
-    return Names(frozenset(name for name, value in own if not dropout and not isinstance(value, Tensor)))
+    settings = () if dropout else vars(module).items()
+    return Names(frozenset(name for name, value in settings if not isinstance(value, Tensor)))
 
 
 class _Profile:

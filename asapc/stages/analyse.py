@@ -83,9 +83,9 @@ def analysed_once() -> Analyse:
     to need the analysis makes it."""
     known: list[tuple[Analysis, Batch]] = []
 
-    def once(*given: Any, **named: Any) -> tuple[Analysis, Batch]:
+    def once(*args: Any, **named: Any) -> tuple[Analysis, Batch]:
         if not known:
-            known.append(analyse_teacher(*given, **named))
+            known.append(analyse_teacher(*args, **named))
         return known[0]
 
     return once

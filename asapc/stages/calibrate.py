@@ -196,16 +196,16 @@ def digest(document: Any) -> str:
 
 def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:
     """What every site sees.  with_values: a fit needs them."""
-    seen: dict[str, SiteTensors] = {}
+    by_site: dict[str, SiteTensors] = {}
 
     def see(site: str, t: SiteTensors) -> None:
         if not with_values:  # as views they would keep the values, too
             t = replace(t, q=t.q.clone(), k=t.k.clone(), v=None)
-        seen[site] = t
+        by_site[site] = t
         give_back()  # what is kept lies between what is not
 
     tap.watch(batch, see)
-    return [seen[site] for site in tap.sites]
+    return [by_site[site] for site in tap.sites]
 
 
 def _within(
