@@ -10,15 +10,14 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from asapc.calibration.reading import Reading
 from asapc.calibration.shards import code_digest
@@ -93,20 +92,21 @@ class LeftAlone:
     replay: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """A captured program, its regions that replay, and the program with an operator call for each."""
+    """A captured program, its regions that replay, the program with an operator call for each, and what
+    every region is, in order."""
 
     program: Program
     matched: Sequence[MatchedSite]
     lifted: Program
+    outcomes: list[Site | LeftAlone]
 
 
 @dataclass
 class Analysis:
-    """A teacher's programs with their lossless rewrites, and what every region is.
+    """A teacher's programs with their lossless rewrites, and what their regions are.
 
-    outcomes: of all regions in order, and of modules that could not be captured.
     replayed: what was found at the sites, also at those that do not replay, and of the untouched teacher
               against the lossless rewrite on the batch.
     """
@@ -114,9 +114,15 @@ class Analysis:
     model: nn.Module | None
     capture: Capture
     parts: list[Part]
-    outcomes: list[Site | LeftAlone]
     replayed: Replayed
     drop_maps: bool = False
+
+    @property
+    def outcomes(self) -> list[Site | LeftAlone]:
+        """What every region is, in order, and modules that could not be captured."""
+        skipped = [LeftAlone(name, "refused", f"cannot be captured: {why}")
+                   for name, why in self.capture.skipped]  # fmt: skip
+        return [outcome for part in self.parts for outcome in part.outcomes] + skipped
 
     @property
     def sites(self) -> list[Site]:
@@ -146,19 +152,16 @@ class Analysis:
         programs = [*self.capture.programs, *self.capture.untouched, *self.lifted]
         return running_on(device, [self.model, *(program.graph for program in programs)])
 
-    def lifted_without(self, sites: Collection[str]) -> list[Program]:
-        """The lifted programs with these sites left as the teacher has them, unless they end early, which
-        no captured graph does; attention maps that were dropped elsewhere stay."""
-        return [
-            lift(part.program, [x for x in part.matched if x.ends or x.name not in sites], self.drop_maps)
-            for part in self.parts
-        ]
-
     def rewritten(self, becomes: Mapping[str, Replacement | None]) -> list[Program]:
-        """The programs with what each named site becomes, None for the teacher's own code; the others
-        are lossless."""
-        own = [site for site, replacement in becomes.items() if replacement is None]
-        lifted = self.lifted_without(own) if own else self.lifted
+        """The programs with what each named site becomes, None for the teacher's own code, unless it ends
+        early, which no captured graph does; the others are lossless, without maps that are dropped."""
+        teachers = {site for site, replacement in becomes.items() if replacement is None}
+
+        def without_teachers(part: Part) -> Program:
+            kept = [site for site in part.matched if site.ends or site.name not in teachers]
+            return lift(part.program, kept, self.drop_maps)
+
+        lifted = [*map(without_teachers, self.parts)] if teachers else self.lifted
         return rewritten_programs(lifted, {site: x for site, x in becomes.items() if x is not None})
 
 
@@ -196,15 +199,11 @@ def analyse(
         assert isinstance(teacher.model, OnnxModule)
         check_import(teacher.model, teacher.onnx, batch)
     replayed = _replayed(teacher, captured, regions, batches, progress, known, device)
-    parts: list[Part] = []
-    outcomes: list[Site | LeftAlone] = []
-    for program, its_regions in zip(captured.programs, regions, strict=True):
-        matched, its_outcomes = _judged(teacher.model, program, its_regions, replayed)
-        parts.append(Part(program, matched, lift(program, matched, drop_maps)))
-        outcomes += its_outcomes
-    for name, why in captured.skipped:
-        outcomes.append(LeftAlone(name, "refused", f"cannot be captured: {why}"))
-    analysis = Analysis(teacher.model, captured, parts, outcomes, replayed, drop_maps)
+    parts = [
+        _part(teacher.model, program, its_regions, replayed, drop_maps)
+        for program, its_regions in zip(captured.programs, regions, strict=True)
+    ]
+    analysis = Analysis(teacher.model, captured, parts, replayed, drop_maps)
     if analysis.sites:
         with analysis.running_on(device):
             if not drop_maps and replayed.output_error is None:
@@ -225,16 +224,15 @@ def _replayed(
     if known is not None and known.of == of and known.sites.keys() == names:
         return known
     with running_on(device, [teacher.model, *(program.graph for program in captured.programs)]):
-        there = [given.on(device) for given in batches]
+        there = [example.on(device) for example in batches]
         replayed = Replayed(of, replay(teacher.model, captured.programs, matched, there, progress))
     give_back()
     return replayed
 
 
-def _judged(
-    model: nn.Module | None, program: Program, regions: Outcomes, replayed: Replayed
-) -> tuple[list[MatchedSite], list[Site | LeftAlone]]:
-    """The regions of a program that replay, and what every region is."""
+def _part(
+    model: nn.Module | None, program: Program, regions: Outcomes, replayed: Replayed, drop_maps: bool
+) -> Part:
     outcomes = [
         LeftAlone(x.name, "refused", x.reason) if isinstance(x, Refusal)
         else judged(x, replayed.sites[x.name]) for x in regions
@@ -244,12 +242,12 @@ def _judged(
         if isinstance(region, MatchedSite) and isinstance(outcome, Site)
     ]  # fmt: skip
     why = _ends_otherwise(model, program, regions, good)
-    if why is None:
-        return good, outcomes
-    return [], [
-        LeftAlone(x.name, "refused", f"{NOT_THE_MODEL}: {why}") if isinstance(x, Site) else x
-        for x in outcomes
-    ]  # fmt: skip
+    if why is not None:
+        good, outcomes = [], [
+            LeftAlone(x.name, "refused", f"{NOT_THE_MODEL}: {why}") if isinstance(x, Site) else x
+            for x in outcomes
+        ]  # fmt: skip
+    return Part(program, good, lift(program, good, drop_maps), outcomes)
 
 
 def _ends_otherwise(
@@ -285,7 +283,7 @@ def judged(site: MatchedSite, errors: Replay) -> Site | LeftAlone:
 
 
 def _note_gradients(analysis: Analysis, batch: Batch) -> None:
-    """Put into the analysis what its sites hold of weights, and why their gradients are other ones."""
+    """Note which weights each site holds, and why its gradients differ from the model's."""
     held: dict[str, dict[str, str]] = {}
     for part in analysis.parts:
         held |= held_by(part.program, part.lifted, part.matched)
@@ -303,10 +301,11 @@ def _note_gradients(analysis: Analysis, batch: Batch) -> None:
         name: f"where keys are hidden, its own gradient differs by {errors.gradient:.2g}"
         for name, errors in replayed.sites.items() if not errors.gradient <= GRADIENT_TOLERANCE
     }  # fmt: skip
-    analysis.outcomes = [
-        replace(x, constants=held[x.name], no_gradient=replayed.gradient or of_sites.get(x.name))
-        if isinstance(x, Site) else x for x in analysis.outcomes
-    ]  # fmt: skip
+    for part in analysis.parts:
+        part.outcomes = [
+            replace(x, constants=held[x.name], no_gradient=replayed.gradient or of_sites.get(x.name))
+            if isinstance(x, Site) else x for x in part.outcomes
+        ]  # fmt: skip
 
 
 def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device) -> str:
@@ -325,10 +324,9 @@ def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch], devic
 def _identified(
     subject: nn.Module | ExportedProgram, batches: Sequence[Batch], progress: Progress, softmax: bool
 ) -> tuple[Capture, list[Outcomes]]:
-    """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
-    what the program of the whole model holds: its attention is captured by module then. So it is where
-    the code branches on data, and other data takes the other way, and where it makes a number of how
-    many examples there are."""
+    """The programs, and what was found in each. A model is captured by module, not whole, where a loop
+    that may end early stays as it is, where other data takes another branch, and where the code computes
+    a number from how many examples there are."""
     batch, *more = batches
     with progress.phase("tracing the model"):
         captured = capture(subject, batch.args, batch.kwargs, more)
@@ -344,7 +342,7 @@ def _identified(
     if reason is None:
         return captured, regions
     with progress.phase("tracing its modules"):
-        alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
+        alone = capture_modules(subject, batch, reason, captured.observed)
     if not alone.programs:
         return captured, regions
     of_modules = _matched(alone, progress, softmax)
@@ -367,19 +365,19 @@ def _matched(captured: Capture, progress: Progress, softmax: bool) -> tuple[Capt
     """What is found in each program, and the programs that it was found in."""
     with progress.phase("matching its layers"):
         asked = [replace(program, softmax=softmax) for program in captured.programs]
-        pairs = [matched_program(program) for program in asked]
-    return replace(captured, programs=[program for program, _ in pairs]), [found for _, found in pairs]
+        programs, regions = zip(*map(matched_program, asked), strict=True) if asked else ((), ())
+    return replace(captured, programs=[*programs]), [*regions]
 
 
 def _of_one_way(model: nn.Module, captured: Capture, batches: Sequence[Batch]) -> Capture:
-    """Without programs that more data refuses, since it takes another way through the code."""
+    """Leave out programs that do not hold for more data, which takes another branch."""
     batch, *more = batches
     ways = {program.name: _other_way(model, program, more) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)
     if other is None:
         return captured
     if captured.kind == "whole":
-        captured = capture_modules(model, batch.args, batch.kwargs, other, captured.observed)
+        captured = capture_modules(model, batch, other, captured.observed)
         return _of_one_way(model, captured, batches)
     kept = [program for program in captured.programs if ways[program.name] is None]
     left = [(name, way) for name, way in ways.items() if way is not None]
@@ -405,10 +403,7 @@ def own_rounding(model: nn.Module | None, batch: Batch) -> float:
     if model is None or not any(x.dtype in HALVES for x in model.parameters()):
         return 0.0
     widened = copy.deepcopy(model).float()
-    given = pytree.tree_map_only(
-        Tensor, lambda x: x.float() if x.dtype in HALVES else x, (batch.args, batch.kwargs)
-    )
-    exact = Runner(widened)(replace(batch, args=given[0], kwargs=given[1]))
+    exact = Runner(widened)(batch.mapped(lambda x: x.float() if x.dtype in HALVES else x))
     return 2 * largest_difference(Runner(model)(batch), exact)
 
 

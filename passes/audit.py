@@ -81,10 +81,10 @@ class Variant:
 
     def update(self, batch: Batch, soft: Any = None) -> Any:
         """Add one batch; soft: the soft variant's output, None if this is the soft one."""
-        output, seen = self._tap(batch)
+        output, inputs = self._tap(batch)
         self.outputs.update(output if soft is None else soft, output, batch.labels)
         with torch.no_grad():
-            for tensors, function in zip(seen, self._maps, strict=True):
+            for tensors, function in zip(inputs, self._maps, strict=True):
                 self.balance.update(function(tensors, None), tensors.keep, tensors.query_keep)
         return output
 
@@ -188,16 +188,16 @@ def settle_exact_sorting(
         return change, f"exact sorting changes {change:.2%} of {examples} predictions"
 
     auto = [site for site in hard if recipes[site].operator == "auto"]
-    change, told = measure(hard)
+    change, reason = measure(hard)
     key = "prediction_agreement"  # by which a switch to exact sorts is always measured
     shares = [recipes[site].budget.get(key, DEFAULT_BUDGET[key]) for site in auto]
     budget = min((1 - share for share in shares), default=math.inf)
     if auto and (change is None or change > budget):
         excess = "" if change is None else f", more than the budget of {budget:.2%}"
-        settled |= dict.fromkeys(auto, Choice("esp_soft", told + excess))
+        settled |= dict.fromkeys(auto, Choice("esp_soft", reason + excess))
         hard = [site for site in hard if site not in auto]
-        told = measure(hard)[1] if hard else told
+        reason = measure(hard)[1] if hard else reason
     for site in hard:
         why = f", within the budget of {budget:.2%}" if site in auto else "; the recipe asks for it"
-        settled[site] = replace(settled[site], reason=told + why)
+        settled[site] = replace(settled[site], reason=reason + why)
     return settled, {"prediction_change": change, "examples": examples, "switched": bool(hard)}

@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,10 +54,6 @@ class Answers:
     numbers: bool
     given: dict[Place, list[Any]] = field(default_factory=dict)
 
-    def again(self) -> Answers:
-        """The same, to be handed out from the first on."""
-        return Answers(self.numbers, {place: list(values) for place, values in self.given.items()})
-
 
 class Trace(TorchFunctionMode):
     """Answers what Python asks of tensors.
@@ -79,7 +76,6 @@ class Trace(TorchFunctionMode):
         self._given = answers
         self.answers = Answers(numbers) if answers is None else answers
         self.calls = 0
-        self.asked = 0  # how often something depended on data
         self.widened = False  # a branch on a size was left out
         self.of_sizes: list[str] = []  # functions that were taken of sizes, see passes.size_functions
         self.thresholds: list[float | None] = []
@@ -99,7 +95,6 @@ class Trace(TorchFunctionMode):
         if func in _DECIDING and self._is_of_sizes(args[0]):
             raise RuntimeError("decides by a function of a size")
         if func is torch.Tensor.item and args[0].is_floating_point():
-            self.asked += 1
             return _Residual(self, args[0])
         if func is torch.Tensor.__float__ and args[0].is_floating_point():
             self.note(args[0], None)  # a plain number: nobody sees what it is compared with
@@ -127,8 +122,8 @@ class Trace(TorchFunctionMode):
         return bool(self.of_sizes) and scalar and asked.dtype is torch.float64
 
     def _without_size_branch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Of torch.cdist, which takes products for more than CDIST points: the same distances at any size
-        come without them. capture holds them against the module's own at more points."""
+        """Have torch.cdist compute its distances without products, which it takes for more than CDIST
+        points. capture holds them against the module's own at more points."""
         if len(args) > 3 or kwargs.get("compute_mode", _CDIST_BRANCHES) != _CDIST_BRANCHES:
             return kwargs
         self.widened = True
@@ -136,7 +131,6 @@ class Trace(TorchFunctionMode):
 
     def _asked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question, a bool or a number; in a trace it is held to."""
-        self.asked += 1
         place = _place_of(sys._getframe(2))
         if place is None:
             return func(*args, **kwargs)
@@ -172,7 +166,6 @@ class Trace(TorchFunctionMode):
 
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
-        self.asked += 1
         torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
         number = threshold if isinstance(threshold, int | float) and math.isfinite(threshold) else None
         self.thresholds.append(None if number is None else float(number))
@@ -268,10 +261,6 @@ class _Number:
         return format(self._value, spec)  # for people: nothing is decided by it
 
 
-def _compares(name: str) -> Callable[[_Number, Any], bool]:
-    return lambda self, other: self.compared(getattr(operator, name), other)
-
-
 def _uses(name: str) -> Callable[[_Number], Any]:
     return lambda self: getattr(self.known(), name)()
 
@@ -285,7 +274,7 @@ def _combines(name: str, swapped: bool) -> Callable[[_Number, Any], Any]:
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_Number, f"__{_name}__", _compares(_name))
+    setattr(_Number, f"__{_name}__", partialmethod(_Number.compared, getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(_Number, f"__{_name}__", _combines(_name, False))
     setattr(_Number, f"__r{_name}__", _combines(_name, True))
@@ -314,7 +303,7 @@ _DECIDING = {*_COMPARISONS, *_NUMBERS, torch.Tensor.__bool__}
 
 def held_branches(graph: GraphModule) -> list[Node]:
     """The answers that a program holds to."""
-    return [node for node in graph.graph.nodes if node.target is HOLDS]
+    return graph.graph.find_nodes(op="call_function", target=HOLDS)
 
 
 def check_branches(graph: GraphModule) -> None:
@@ -336,9 +325,8 @@ def check_branches(graph: GraphModule) -> None:
 
 def without_branches(graph: Graph) -> None:
     """For a format that cannot hold to them.  In place."""
-    for node in list(graph.nodes):
-        if node.target is HOLDS:
-            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=HOLDS):
+        graph.erase_node(node)
     graph.eliminate_dead_code()
 
 
@@ -350,9 +338,9 @@ def quiet_torch() -> Iterator[None]:
         return
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    said = io.StringIO()  # torch.export prints the graph of a trace that failed
+    printed = io.StringIO()  # torch.export prints the graph of a trace that failed
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     finally:
         logging.disable(before)
@@ -368,8 +356,8 @@ class _TypeOf(type):
         plain = torch.nn.Parameter if parameter else Tensor
         return plain if isinstance(args[0], FakeTensor) else type(args[0])
 
-    def __instancecheck__(cls, given: Any) -> bool:
-        return isinstance(given, type)
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, type)
 
 
 class _Plain(metaclass=_TypeOf):
@@ -417,36 +405,36 @@ def first_line(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
-    said = first_line(error)
-    if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
-        said = "depends on a value from the data"
-    elif known := [words for part, words in _IN_WORDS.items() if part in said]:
-        said = known[0]
-    elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:
+    reason = first_line(error)
+    if any(words in reason for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
+        reason = "depends on a value from the data"
+    elif known := [words for part, words in _IN_WORDS.items() if part in reason]:
+        reason = known[0]
+    elif (unknown := _UNKNOWN_TYPE.match(reason)) is not None:
         where = "is given" if unknown[1] == "Unsupported input type" else "returns"
-        said = f"it {where} a {unknown[2]}, which is not made of tensors"
+        reason = f"it {where} a {unknown[2]}, which is not made of tensors"
         if unknown[2].endswith("Cache"):
-            said += ": set config.use_cache = False to compile what keeps keys and values between calls"
+            reason += ": set config.use_cache = False to compile what keeps keys and values between calls"
     for one in reversed(_chain(error)):
         frames = [f for f in traceback.walk_tb(one.__traceback__) if _is_theirs(f[0])]
         if frames:
             frame, line = frames[-1]
-            return f"{text_of((frame.f_code.co_filename, line))}: {said}"
-    return said
+            return f"{text_of((frame.f_code.co_filename, line))}: {reason}"
+    return reason
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """An error and what it came from, but for what a caller of the capture was handling already."""
     caught = error.__traceback__
     callers = [] if caught is None else [f for f, _ in traceback.walk_stack(caught.tb_frame.f_back)]
-    found: list[BaseException] = []
+    chain: list[BaseException] = []
     following: BaseException | None = error
-    while following is not None and following not in found:
+    while following is not None and following not in chain:
         if following.__traceback__ is not None and following.__traceback__.tb_frame in callers:
             break
-        found.append(following)
+        chain.append(following)
         following = following.__cause__ or following.__context__
-    return found
+    return chain
 
 
 _UNKNOWN_TYPE = re.compile(r"(Unsupported input type|Found) <class '(?:[\w<>]+\.)*(\w+)'>")

@@ -47,10 +47,10 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
     for code in codes:
         instructions = instructions_of(code)
         texts = {x for x in code.co_consts if isinstance(x, str)}
-        own: set[str] = set()
+        of_code: set[str] = set()
         for before, step in itertools.pairwise((*instructions[:1], *instructions)):
             if step.opname in OF_ATTRIBUTES and before.opname != "COPY":
-                own.add(str(step.argval))
+                of_code.add(str(step.argval))
                 names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
                 modes |= step.argval == "training" and names[-1] not in code.co_varnames[:1]
             elif step.opname in OF_GLOBALS:
@@ -58,32 +58,33 @@ def loaded_names(codes: Collection[CodeType]) -> Names:
             elif step.opname == "IMPORT_NAME":
                 imported.add(str(step.argval))
             elif step.opname == "MATCH_CLASS":
-                own |= {*before.argval} if not step.arg else {"vars"}  # by place: the class has the names
+                by_place = bool(step.arg)  # of which the class has the names
+                of_code |= {"vars"} if by_place else {*before.argval}
         asked = _asked_by_name(instructions)
         if code.co_name in _LOOKUPS:  # asks by names that other code has loaded, of what it keeps them in
-            own |= {text for text in texts if text.isidentifier()}
-            own -= _ANY_NAME
+            of_code |= {text for text in texts if text.isidentifier()}
+            of_code -= _ANY_NAME
         elif asked is None:
-            own.add("vars")  # names that are made while it runs
+            of_code.add("vars")  # names that are made while it runs
         else:
-            own |= asked
+            of_code |= asked
         if code.co_name not in _LOOKUPS:
-            maybe |= own if "AttributeError" in loaded else asked or set()
-        if {"environ", "getenv"} & (own | loaded):
+            maybe |= of_code if "AttributeError" in loaded else asked or set()
+        if {"environ", "getenv"} & (of_code | loaded):
             environ |= texts
-        if {"modules", "import_module", "__import__"} & (own | loaded):
+        if {"modules", "import_module", "__import__"} & (of_code | loaded):
             imported |= texts
-        if {"globals", "__globals__"} & (own | loaded):
+        if {"globals", "__globals__"} & (of_code | loaded):
             loaded |= texts
-        if "modules" in own and "__name__" in loaded:  # sys.modules[__name__].TAU
-            loaded |= own
-        if {"format", "format_map"} & own:  # "{0.tau}"
-            own |= {name for text in texts for name in _IN_FORMAT.findall(text)}
-        attributes |= own
-    said = frozenset(attributes)
+        if "modules" in of_code and "__name__" in loaded:  # sys.modules[__name__].TAU
+            loaded |= of_code
+        if {"format", "format_map"} & of_code:  # "{0.tau}"
+            of_code |= {name for text in texts for name in _IN_FORMAT.findall(text)}
+        attributes |= of_code
+    every = frozenset(attributes)
     return Names(
-        None if _ANY_NAME & (said | loaded) else said, frozenset(loaded), frozenset(codes),
-        frozenset(environ), frozenset(imported), modes, said, frozenset(maybe),
+        None if _ANY_NAME & (every | loaded) else every, frozenset(loaded), frozenset(codes),
+        frozenset(environ), frozenset(imported), modes, every, frozenset(maybe),
     )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def questions_of(code: CodeType) -> set[str]:
             continue
         effect = dis.stack_effect(step.opcode, step.arg, jump=False)
         count = _taken(step, effect)
-        given = 1 if step.opname.startswith("CALL") else effect + count
+        results = 1 if step.opname.startswith("CALL") else effect + count
         stack[:0] = [frozenset()] * (count - len(stack))  # of lines that were not followed
         taken = stack[len(stack) - count :]
         del stack[len(stack) - count :]
@@ -158,7 +159,7 @@ def questions_of(code: CodeType) -> set[str]:
             label = _callee(taken) if _is_dtype(_callee(taken)) else of_text
         elif not step.opname.startswith(_HANDED_ON):
             label = frozenset()
-        stack += [label] * given
+        stack += [label] * results
     return asked
 
 
@@ -256,6 +257,6 @@ def arguments_of(instructions: Sequence[dis.Instruction]) -> list[Sequence[dis.I
     else:
         return None
     # Two locals that one instruction loads are both of the later one.
-    ends = [max((n for n, found in enumerate(depths) if found == depth), default=0)
+    ends = [max((n for n, current in enumerate(depths) if current == depth), default=0)
             for depth in range(count + 1)]  # fmt: skip
     return [instructions[start:end] for start, end in itertools.pairwise(ends)]

@@ -19,13 +19,13 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch import nn
-from torch._dynamo import config as torch_config
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -58,9 +58,16 @@ from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.first_call import unchanged
 from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import Leave, Observer, entering, replaced_forward, replaced_forwards, written
+from asapc.passes.observe import (
+    Leave,
+    Observer,
+    entering,
+    is_within,
+    replaced_forward,
+    replaced_forwards,
+    written,
+)
 from asapc.passes.regions import holds_attention
-from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_sizes, texts_of_sizes
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
@@ -93,7 +100,6 @@ class Capture:
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
 SHORT = 40  # tokens at most, of many examples
-FEW_CALLS = 150  # of operators: up to here torch's memory of their shapes takes longer than it spares
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
@@ -134,64 +140,62 @@ def capture(
     Raises InputError if the model fails on the example. What cannot be exported, neither whole nor by a
     module with two activation products, is among `skipped`.
     """
+    example = Batch(args, kwargs, None, [])
     if isinstance(model, ExportedProgram):
         _refuse_writes(model)
         program = program_of(model, args, kwargs)
-        run_example(program.graph, args, kwargs)
+        _run_example(program.graph, example)
         return Capture("whole", [program])
     with _undisturbed(model):
-        example = Batch(args, kwargs, None, [])
-        larger = _larger(args, kwargs)
+        larger = _larger(example)
         try:
             state = observed(model, [example, *more[:1], example], larger)
         except Exception:
-            run_example(model, args, kwargs)
+            _run_example(model, example)
             state = observed(model, [example, example], larger)  # more data fails, which is told later
-        whole = _whole(model, args, kwargs, state)
+        whole = _whole(model, example, state)
         if isinstance(whole, str) and state.eager and is_the_same_traced(model, example):
             state.eager = False  # what it does where it is traced may be easier to follow
-            whole = _whole(model, args, kwargs, state)
+            whole = _whole(model, example, state)
     if isinstance(whole, Capture):
         if not _keeps_to_batch(whole.programs[0]):
             return whole
-        captured = capture_modules(model, args, kwargs, ONE_BATCH, state)
+        captured = capture_modules(model, example, ONE_BATCH, state)
         return captured if captured.programs else whole
-    captured = capture_modules(model, args, kwargs, whole, state)
+    captured = capture_modules(model, example, whole, state)
     if not captured.programs and not captured.skipped:
         captured.skipped.append((type(model).__name__, whole))
     return captured
 
 
 def _keeps_to_batch(program: Program) -> bool:
-    """Whether it is for as many examples as the example call alone, as after a loop over them."""
+    """Whether it holds only for as many examples as the example call has, as after a loop over them."""
     inputs = [node.meta["val"] for node in program.graph.graph.find_nodes(op="placeholder")]
-    batches = [value.shape[0] for value in inputs if isinstance(value, torch.Tensor) and value.dim()]
+    batches = [value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()]
     return any(size != 1 and size_hint(size) is Dim.STATIC for size in batches)
 
 
-def _whole(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
-) -> Capture | str:
+def _whole(model: nn.Module, example: Batch, state: Observed) -> Capture | str:
     """The model as one program, or why it cannot be one."""
     with _as_eager(model, state):
         try:
             reason = state.reason("", one_program=False)
             if reason is not None:
                 return reason
-            return Capture("whole", [_export("", model, args, kwargs, state)], observed=state)
+            return Capture("whole", [_export("", model, example, state)], observed=state)
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             return reason_of(error)
 
 
 @contextlib.contextmanager
 def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
-    """Code that asks whether it is traced is told that it is not; what it keeps by the kind of a tensor,
-    as einops does, does not know of a trace's tensors afterwards."""
+    """Tell code that asks whether it is traced that it is not. What it caches by the type of a tensor, as
+    einops does, forgets the trace's tensors afterwards."""
     spaces = [value for space in state.spaces for name, value in space.items() if name[:2] != "__"]
     caches = [(value, {**value}) for value in spaces if type(value) is dict]
     with contextlib.ExitStack() as stack:
         if state.eager:
-            around = lambda _, *given, **named: untraced(*given, **named)  # noqa: E731
+            around = lambda _, *args, **named: untraced(*args, **named)  # noqa: E731
             stack.enter_context(replaced_forwards(model, around))
         try:
             yield
@@ -201,26 +205,28 @@ def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
                     del cache[key]
 
 
-def capture_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, state: Observed
-) -> Capture:
+def capture_modules(model: nn.Module, example: Batch, reason: str, state: Observed) -> Capture:
     """The smallest modules that hold attention, each by itself.  reason: why the model is not whole."""
     with _undisturbed(model), _as_eager(model, state):
-        programs, skipped = _capture_modules(model, args, kwargs, state)
+        programs, skipped = _capture_modules(model, example, state)
     return Capture("module", programs, reason, skipped, state)
 
 
 def program_of(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        exported = functional(exported)
-        keep_to_guards(exported, args, kwargs)
-        graph = exported.module(check_guards=False)
+        exported, call = functional(exported), Batch(args, kwargs, None, [])
+        keep_to_guards(exported, call)
+        graph = _graph_of(exported)
+    return Program("", graph, args, kwargs, _nested(_bounded(_free_axes(call), exported), call))
+
+
+def _graph_of(exported: ExportedProgram) -> GraphModule:
+    graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     one_spelling(graph)
     split_einsums(graph)
-    shapes = _nested(_bounded(_free_axes(args, kwargs), exported), args, kwargs)
-    return Program("", graph, args, kwargs, shapes)
+    return graph
 
 
 def _refuse_writes(exported: ExportedProgram) -> None:
@@ -237,17 +243,18 @@ def _refuse_writes(exported: ExportedProgram) -> None:
             )
 
 
-def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own output on the first examples, or an InputError that says what it raised."""
+def _run_example(model: nn.Module, example: Batch) -> None:
+    """Raises InputError, which says what the model raises on the first examples."""
     try:
-        return model(*args, **kwargs)
+        model(*example.args, **example.kwargs)
     except InputError:
         raise
     except Exception as error:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        count = len(tensors[0]) if tensors and tensors[0].dim() else 0
-        batch = Batch(args, kwargs, None, [0] * count, [*range(count)])
-        call = lambda given: model(*given.args, **given.kwargs)  # noqa: E731
+        values = (*example.args, *example.kwargs.values())
+        first = next((value for value in values if isinstance(value, Tensor)), None)
+        count = len(first) if first is not None and first.dim() else 0
+        batch = replace(example, hashes=[0] * count, numbers=[*range(count)])
+        call = lambda tried: model(*tried.args, **tried.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
         raise fault or InputError(
             RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
@@ -263,122 +270,189 @@ def export_graph(
         return functional(exported)
 
 
-def _export(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
-) -> Program:
-    """A trace; where it stops at code that asks for the type of a tensor, again with the plain answer;
-    where it stops at a number of the data, again with the numbers of the example."""
-    spaces: list[dict[str, Any]] = []
-    numbers = False
+def _export(name: str, module: nn.Module, call: Batch, state: Observed) -> Program:
+    """Trace a module. Where that stops at code that asks for the type of a tensor, trace it again with
+    the plain answer; where it stops at a number of the data, with the numbers of the example."""
+    # Of a part of a larger tensor, strides would tie sizes to those of the example.
+    tracing = _Tracing(name, module, call.mapped(Tensor.contiguous), state)
     first: Exception | None = None
     while True:
         try:
-            return _traced(name, module, args, kwargs, numbers, spaces, state)
+            return tracing.program()
         except Exception as error:
             first = first or error
             asking = asking_for_types(error)
-        if not all(any(space is known for known in spaces) for space in asking):
-            spaces.extend(asking)
+        if not all(any(space is known for known in tracing.spaces) for space in asking):
+            tracing = replace(tracing, spaces=(*tracing.spaces, *asking))
             first = None  # of tensors that are not plain in a trace alone
-        elif not numbers and _asks_for_numbers(module, args, kwargs):
-            numbers = True
+        elif not tracing.numbers and tracing.asks_for_numbers():
+            tracing = replace(tracing, numbers=True)
         else:
             raise first  # it says what the model does
 
 
-def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = _answers(module, args, kwargs, numbers=True)[0].given
-    try:
-        return given != _answers(module, args, kwargs, numbers=False)[0].given
-    except TypeError:  # of a tensor and what stands for a number, which has to be one of weights
-        args, kwargs = pytree.tree_map(others_for, (args, kwargs))
-        return bool(given) and given == _answers(module, args, kwargs, numbers=True)[0].given
+@dataclass(frozen=True)
+class _Tracing:
+    """How a module is traced on a call.
 
+    numbers: whether those of the data are those of the example.  spaces: see plain_types.  functions:
+    whether those of sizes are computed by the program.  axes: that are free, where that is known.
+    """
 
-def _answers(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool
-) -> tuple[Answers, Any, int]:
-    """What the example answers to the module's Python, what it gives, and how many calls that took."""
-    with Trace(numbers=numbers) as asking, torch.random.fork_rng(devices=[]):
-        given = copy.deepcopy((args, kwargs))
-        before = written(given)
-        output = module(*given[0], **given[1])
-    if before[:2] != written(given)[:2]:  # what is written into tensors, the graph has
-        raise ValueError("writes into a list or dict that it is given")
-    return asking.answers, output, asking.calls
+    name: str
+    module: nn.Module
+    call: Batch
+    state: Observed
+    numbers: bool = False
+    spaces: Sequence[dict[str, Any]] = ()
+    functions: bool = True
+    axes: Axes | None = None
 
+    def program(self) -> Program:
+        """Raises what the module or torch.export raises, and ValueError for what no program can hold."""
+        module, call, state = self.module, self.call, self.state
+        axes = self.axes or _with_lengths(module, _free_axes(call), call)
+        answers, output = self.answers()
+        observer, budget = Observer(), Trace(answers=answers)
+        used, taken = budget.of_sizes, list[str]()
+        try:
+            with (
+                budget, plain_types(self.spaces), FreeIndices(), free_lengths(), quiet_torch(),
+                observer.watching(module), noting_questions() as questions,
+                free_functions(used, taken, state.spaces, state.codes)
+                if self.functions else contextlib.nullcontext(),
+                texts_of_sizes(), kinds_of_sizes(state.spaces), _keywords_named(module, call.kwargs),
+                emptied(state.caches),
+            ):  # fmt: skip
+                shapes = _nested(axes, call, module.forward)
+                exported = export_graph(module, call.args, call.kwargs, shapes)
+        except Exception as error:
+            may_be_ours = self.functions and isinstance(error, TypeError)  # code passes float as a dtype
+            if not used and not taken and not may_be_ours:
+                raise
+            return replace(self, functions=False, axes=axes).program()
+        keep_to_guards(exported, call, questions)
+        if self.axes is None and _fixes_symbols(exported):  # as numbers they tell shapes apart
+            return replace(self, axes=_bounded(axes, exported)).program()
+        graph = _graph_of(exported)
+        check_branches(graph)
+        _check_kinds(graph, unknown=None in budget.thresholds)
+        layers = observer.calls(graph)
+        of_weights = any(budget.thresholds[number] is not None and not depends_on_data(node)
+                         for number, node in observer.residuals)  # fmt: skip
+        if of_weights and not self.numbers:  # which may change: such a branch is held to its answer
+            return replace(self, numbers=True, axes=axes).program()
+        if used and not _alike(output, self.output_of(graph)):
+            return replace(self, functions=False, axes=axes).program()
+        self.check_sizes(graph, budget.widened)
+        shapes = _nested(_bounded(axes, exported), call, module.forward)
+        self.check_stops(observer.residuals)
+        stops = tuple(Stop(x, budget.thresholds[number], number) for number, x in observer.residuals)
+        return Program(self.name, graph, call.args, call.kwargs, shapes, stops, layers)
 
-def _same_output(
-    expected: Any, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    with torch.random.fork_rng(devices=[]):
-        found = graph(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    return _alike(expected, found)
+    def output_of(self, module: nn.Module) -> Any:
+        """What the module, or a graph of it, gives on the call."""
+        with torch.random.fork_rng(devices=[]):
+            return module(*copy.deepcopy(self.call.args), **copy.deepcopy(self.call.kwargs))
 
+    def answers(self) -> tuple[Answers, Any]:
+        """What the example answers to the module's Python, and what that gives."""
+        with Trace(numbers=self.numbers) as asking, torch.random.fork_rng(devices=[]):
+            copies = copy.deepcopy((self.call.args, self.call.kwargs))
+            before = written(copies)
+            output = self.module(*copies[0], **copies[1])
+        if before[:2] != written(copies)[:2]:  # what is written into tensors, the graph has
+            raise ValueError("writes into a list or dict that it is given")
+        return asking.answers, output
 
-def _traced(
-    name: str,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    numbers: bool,
-    spaces: Sequence[dict[str, Any]],
-    state: Observed,
-    copies: bool = True,
-    functions: bool = True,
-    axes: Axes | None = None,
-) -> Program:
-    """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
-    that are alike are traced once.  functions: whether those of sizes are computed by the program.
-    axes: that are free, where that is known."""
-    args, kwargs = pytree.tree_map(_packed, (args, kwargs))
-    are_known, observer = axes is not None, Observer()
-    axes = axes or _with_lengths(module, _free_axes(args, kwargs), args, kwargs)
-    answers, output, calls = _answers(module, args, kwargs, numbers)
-    watching, plain = observer.watching(module), plain_types(spaces)
-    used: list[str] = []
-    taken: list[str] = []
-    free = contextlib.nullcontext() if not functions else (
-        free_functions(used, taken, state.spaces, state.codes))  # fmt: skip
-    try:
-        with Trace(answers=answers) as budget, plain, FreeIndices(), free_lengths(), quiet_torch():
-            budget.of_sizes = used
-            repeated = Repeated(budget, observer, state.within(name))
-            once = repeated.tracing(module) if copies else contextlib.nullcontext()
-            remembered = torch_config.patch(fake_tensor_cache_enabled=calls > FEW_CALLS)
-            texts, kinds = texts_of_sizes(), kinds_of_sizes(state.spaces)
-            named = _keywords_named(module, kwargs)
-            with (once, watching, noting_questions() as questions, free, remembered, texts, kinds,
-                  named, emptied(state.caches)):  # fmt: skip
-                exported = export_graph(module, args, kwargs, _nested(axes, args, kwargs, module.forward))
-    except Exception as error:
-        may_be_ours = functions and isinstance(error, TypeError)  # of code that passes float as a dtype
-        if not used and not taken and not may_be_ours:
-            raise
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, False, axes)
-    keep_to_guards(exported, args, kwargs, questions)
-    if not are_known and _fixes_symbols(exported):  # as numbers they tell shapes apart
-        axes = _bounded(axes, exported)
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions, axes)
-    graph = exported.module(check_guards=False)
-    assert isinstance(graph, GraphModule)
-    one_spelling(graph)
-    split_einsums(graph)
-    check_branches(graph)
-    _check_kinds(graph, unknown=None in budget.thresholds)
-    layers = observer.calls(graph)
-    of_weights = [node for number, node in observer.residuals if budget.thresholds[number] is not None
-                  and not depends_on_data(node)]  # fmt: skip
-    if of_weights and not numbers:  # which may change: such a branch is held to its answer
-        return _traced(name, module, args, kwargs, True, spaces, state, copies, functions, axes)
-    if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
-        copies = copies and bool(used)
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, not used, axes)
-    _check_sizes(module, graph, args, kwargs, budget.widened, numbers)
-    shapes = _nested(_bounded(axes, exported), args, kwargs, module.forward)
-    stops = tuple(Stop(node, budget.thresholds[number], number) for number, node in observer.residuals)
-    _check_stops(module, args, kwargs, observer.residuals)
-    return Program(name, graph, args, kwargs, shapes, stops, layers)
+    def asks_for_numbers(self) -> bool:
+        with_numbers = replace(self, numbers=True)
+        answers = with_numbers.answers()[0].given
+        try:
+            return answers != self.answers()[0].given
+        except TypeError:  # of a tensor and what stands for a number, which has to be one of weights
+            others = replace(with_numbers, call=self.call.mapped(others_for))
+            return bool(answers) and answers == others.answers()[0].given
+
+    def check_sizes(self, graph: GraphModule, widened: bool) -> None:
+        """Exclude the sizes at which torch's own code takes another branch.
+
+        A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one
+        are tried, and two sizes of one at once, of which the length is limited; of many examples, on two.
+        widened: torch.cdist was traced past its branch on a size.
+        """
+        free = _free_sizes(graph)
+        batch = next(iter(free), None)
+        least = 2 if batch is None else limits_of(free[batch].node.shape_env, batch)[0]
+        two = {} if batch is None or least > 2 else {batch: 2}
+        alone = [(symbol,) for symbol in free]
+        together = itertools.combinations(free, 2) if len(free) < FEW_SIZES else [tuple(free)]
+        pairs = ((1, pair) for pair in together)
+        for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *pairs):
+            environment = free[symbols[-1]].node.shape_env
+            if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
+                continue
+            if self.alike_at(graph, two | dict.fromkeys(symbols, count), ALIKE) is False:
+                demand(environment, symbols[-1], count + 1)
+        for symbol, size in free.items() if widened else ():
+            ranges = size.node.shape_env.var_to_range
+            few = size.node.hint <= CDIST
+            count = CDIST + 5 if few else CDIST - 5
+            if not ranges[symbol].lower <= count <= ranges[symbol].upper:
+                continue
+            if not self.alike_at(graph, {symbol: count}, SAME):
+                ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
+
+    def alike_at(self, graph: GraphModule, counts: Mapping[Any, int], tolerance: float) -> bool | None:
+        """Whether both give the same at these sizes; None where the module gives nothing, or the program
+        says that its examples answer otherwise.  tolerance: see _alike."""
+        there = replace(self, call=_resized(graph, self.call, counts))
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                with Trace(numbers=self.numbers):
+                    expected = there.output_of(self.module)
+            except Exception:
+                return None
+            try:
+                return _alike(expected, there.output_of(graph), tolerance)
+            except BranchError:
+                return None
+            except Exception:  # the graph cannot: the program must not be asked
+                return False
+
+    def check_stops(self, residuals: Sequence[tuple[int, Node]]) -> None:
+        """Raises ValueError where a comparison with a residual does something else than to end its loop.
+
+        The module is run with one comparison after the other answered as at the end of a loop: either
+        less is computed, or, at the last of a loop, nothing changes. Numbers that a graph would hold
+        never change.
+        """
+
+        def run(ends_at: int | None) -> tuple[list[Tensor], list[int], int]:
+            with Trace(ends_at) as budget, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                leaves = pytree.tree_leaves(self.output_of(self.module))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return tensors, [leaf for leaf in leaves if isinstance(leaf, int)], budget.calls
+
+        ends: Sequence[int] = range(len(residuals))
+        if len(residuals) > MOST_TRIED:
+            ends = firsts_and_lasts([node for _, node in residuals])
+        if not ends:
+            return
+        full, numbers, count = run(None)
+        for place in ends:
+            number, node = residuals[place]
+            other, others, computed = run(number)
+            if others != numbers:
+                raise ValueError(
+                    "returns a number that tells where a loop ends early: return only tensors"
+                )
+            same = len(other) == len(full) and all(map(equal, full, other))
+            if computed >= count and not same:
+                raise ValueError(
+                    f"branches on {node.name}, a value from the data, other than to end a loop early"
+                )
 
 
 _UNWRITTEN: Mapping[Any, str] = {
@@ -404,66 +478,12 @@ def _check_kinds(graph: GraphModule, unknown: bool) -> None:
             raise ValueError("draws from its own random generator: store the numbers in a buffer")
 
 
-def _check_sizes(
-    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], widened: bool,
-    numbers: bool,
-) -> None:  # fmt: skip
-    """Where torch's own code takes another way for a size, it is none of the program's.
-
-    A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one are
-    tried, and two sizes of one at once, of which the length is limited; of many examples, on two.
-    widened: torch.cdist was traced past its branch on a size.  numbers: see _traced.
-    """
-    free = _free_sizes(graph)
-    batch = next(iter(free), None)
-    two = {batch: 2} if batch is not None and limits_of(free[batch].node.shape_env, batch)[0] <= 2 else {}
-    alone = [(symbol,) for symbol in free]
-    together = itertools.combinations(free, 2) if len(free) < FEW_SIZES else [tuple(free)]
-    pairs = ((1, pair) for pair in together)
-    for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *pairs):
-        environment = free[symbols[-1]].node.shape_env
-        if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
-            continue
-        counts = two | dict.fromkeys(symbols, count)
-        if _alike_at(module, graph, args, kwargs, counts, ALIKE, numbers) is False:
-            demand(environment, symbols[-1], count + 1)
-    for symbol, size in free.items() if widened else ():
-        ranges = size.node.shape_env.var_to_range
-        few = size.node.hint <= CDIST
-        count = CDIST + 5 if few else CDIST - 5
-        if not ranges[symbol].lower <= count <= ranges[symbol].upper:
-            continue
-        if not _alike_at(module, graph, args, kwargs, {symbol: count}, SAME, numbers):
-            ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
-
-
-def _alike_at(
-    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any],
-    counts: Mapping[Any, int], tolerance: float, numbers: bool,
-) -> bool | None:  # fmt: skip
-    """Whether both give the same at these sizes; None where the module gives nothing, or the program says
-    that its examples answer otherwise.  tolerance: see _alike.  numbers: see _traced."""
-    args, kwargs = _resized(graph, args, kwargs, counts)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-        try:
-            with Trace(numbers=numbers):
-                expected = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        except Exception:
-            return None
-        try:
-            return _alike(expected, graph(*args, **kwargs), tolerance)
-        except BranchError:
-            return None
-        except Exception:  # the graph cannot: the program must not be asked
-            return False
-
-
-def _alike(expected: Any, found: Any, tolerance: float = ALIKE) -> bool:
+def _alike(expected: Any, output: Any, tolerance: float = ALIKE) -> bool:
     """Whether two outputs are the same, in single precision to the tolerance; NaN is NaN, as in a mean of
     no tokens."""
-    ours, theirs = tensor_outputs(expected), tensor_outputs(found)
+    ours, theirs = tensor_outputs(expected), tensor_outputs(output)
     exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
-    if largest_difference(expected, found) <= (tolerance if exact else SAME):
+    if largest_difference(expected, output) <= (tolerance if exact else SAME):
         return True
     return len(ours) == len(theirs) and all(map(equal, ours, theirs))
 
@@ -471,7 +491,7 @@ def _alike(expected: Any, found: Any, tolerance: float = ALIKE) -> bool:
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
     """Those of the inputs that are nothing but themselves, by symbol."""
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    tensors = (value for value in values if isinstance(value, Tensor))
     sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
     return {
         size.node.expr: size for size in sizes
@@ -479,72 +499,26 @@ def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
     }  # fmt: skip
 
 
-def _resized(
-    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Mapping[Any, int]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _resized(graph: GraphModule, call: Batch, counts: Mapping[Any, int]) -> Batch:
     """The example with so many entries, again from the first, along every axis of these sizes."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
 
-    def resized(given: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-        for axis, size in enumerate(traced.shape):
-            count = None if fixed_size(size) is not None else counts.get(size.node.expr)  # type: ignore[attr-defined]
+    def resized(leaf: Any, traced: Any) -> Any:
+        for axis, size in enumerate(traced.shape if isinstance(leaf, Tensor) else ()):
+            count = None if fixed_size(size) is not None else counts.get(size.node.expr)
             if count is not None:
-                rows = torch.arange(count, device=given.device) % max(1, given.shape[axis])
-                given = given.index_select(axis, rows[: count if given.shape[axis] else 0])
-        return given
+                rows = torch.arange(count, device=leaf.device) % max(1, leaf.shape[axis])
+                leaf = leaf.index_select(axis, rows[: count if leaf.shape[axis] else 0])
+        return leaf
 
-    changed = [
-        resized(leaf, place.meta["val"]) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, place in zip(leaves, places, strict=True)
-    ]
-    resized_args, resized_kwargs = pytree.tree_unflatten(changed, spec)
-    return resized_args, resized_kwargs
-
-
-def _check_stops(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    residuals: Sequence[tuple[int, Node]],
-) -> None:
-    """Raises ValueError where a comparison with a residual does something else than to end its loop.
-
-    The module is run with one comparison after the other answered as at the end of a loop: either less is
-    computed, or, at the last of a loop, nothing changes. Numbers that a graph would hold never change.
-    """
-
-    def run(ends_at: int | None) -> tuple[list[torch.Tensor], list[int], int]:
-        with Trace(ends_at) as budget, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        leaves = pytree.tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return tensors, [leaf for leaf in leaves if isinstance(leaf, int)], budget.calls
-
-    ends: Sequence[int] = range(len(residuals))
-    if len(residuals) > MOST_TRIED:
-        ends = firsts_and_lasts([node for _, node in residuals])
-    if not ends:
-        return
-    full, numbers, count = run(None)
-    for place in ends:
-        number, node = residuals[place]
-        other, others, computed = run(number)
-        if others != numbers:
-            raise ValueError("returns a number that tells where a loop ends early: return only tensors")
-        same = len(other) == len(full) and all(map(equal, full, other))
-        if computed >= count and not same:
-            raise ValueError(
-                f"branches on {node.name}, a value from the data, other than to end a loop early"
-            )
+    places = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    return call.with_leaves([*map(resized, call.leaves, places)])
 
 
 Axes = list[dict[int, Any] | None]
 """For torch.export, by axis: of each leaf of the arguments, None of what is no tensor."""
 
 
-def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
+def _free_axes(call: Batch) -> Axes:
     """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
     of a picture are what its first layer takes. Pixels are not. Of queries, keys and values
     [B, H, N, D] heads are not, and the length is the third axis; of a mask beside them the fourth too.
@@ -552,13 +526,12 @@ def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
 
     A size of 1 cannot be traced as dynamic.
     """
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = call.tensors()
     of_heads = _of_heads(tensors)
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
 
     def dims(value: Any) -> dict[int, Any] | None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return None
         free = {0, 1}
         if of_heads is not None and value.dim() == 4:
@@ -570,13 +543,13 @@ def _free_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
             for axis in range(value.dim())
         }
 
-    return [*map(dims, leaves)]
+    return [*map(dims, call.leaves)]
 
 
-def _with_lengths(module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Axes:
+def _with_lengths(module: nn.Module, axes: Axes, call: Batch) -> Axes:
     """Where more axes are as long as a free one, as in [B, D, N] beside [B, N, 2] or in scores [B, N, N],
     they are free as well if the module runs with all of them one shorter."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = call.leaves
     static, free = (
         {
             leaf.shape[axis] for leaf, dims in zip(leaves, axes, strict=True)
@@ -592,27 +565,24 @@ def _with_lengths(module: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: 
         wider[number] = dims and {**dims, **dict.fromkeys(as_long, Dim.AUTO)}
         for axis in as_long:
             shorter[number] = shorter[number].narrow(axis, 1, leaves[number].shape[axis] - 1)
-    args, kwargs = pytree.tree_unflatten(shorter, spec)
+    call = call.with_leaves(shorter)
     try:
         with torch.random.fork_rng(devices=[]), Trace():
-            module(*args, **kwargs)
+            module(*call.args, **call.kwargs)
     except Exception:  # other sizes are none of the module's
         return axes
     return wider
 
 
-def _nested(
-    axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any],
-    forward: Callable[..., Any] | None = None,
-) -> Any:  # fmt: skip
+def _nested(axes: Axes, call: Batch, forward: Callable[..., Any] | None = None) -> Any:
     """As torch.export takes them, for a call of `forward`."""
-    of_args, of_kwargs = pytree.tree_unflatten(axes, pytree.tree_structure((args, kwargs)))
-    if not kwargs:
-        return of_args
+    nested = call.with_leaves(axes)
+    if not nested.kwargs:
+        return nested.args
     if forward is None:
-        return None if args else of_kwargs
+        return None if nested.args else nested.kwargs
     try:
-        return dict(_explicit(forward, kwargs).bind(*of_args, **of_kwargs).arguments)
+        return dict(_explicit(forward, call.kwargs).bind(*nested.args, **nested.kwargs).arguments)
     except TypeError:
         return None  # the model itself will say what is wrong with the call
 
@@ -634,15 +604,13 @@ def _keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
     if signature.parameters.keys() == inspect.signature(module.forward).parameters.keys():
         yield
         return
-    with replaced_forward(module, lambda forward, *args, **given: forward(*args, **given)):
+    with replaced_forward(module, lambda forward, *args, **named: forward(*args, **named)):
         vars(vars(module)["forward"])["__signature__"] = signature
         yield
 
 
-def _larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
+def _larger(call: Batch) -> list[Batch]:
     """One example with more tokens, and more examples; both with larger numbers."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    axes = _free_axes(args, kwargs)
 
     def larger(leaf: Any, free: dict[int, Any] | None, longer: bool) -> Any:
         if free is None:
@@ -656,15 +624,11 @@ def _larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
             leaf = leaf[:1] if longer else leaf
         return LOUD * leaf if leaf.is_floating_point() else leaf
 
-    made = []
-    for longer in (True, False):
-        changed = [larger(leaf, free, longer) for leaf, free in zip(leaves, axes, strict=True)]
-        args, kwargs = pytree.tree_unflatten(changed, spec)
-        made.append(Batch(args, kwargs, None, []))
-    return made
+    return [call.with_leaves([*map(partial(larger, longer=longer), call.leaves, _free_axes(call))])
+            for longer in (True, False)]  # fmt: skip
 
 
-def _of_heads(tensors: Sequence[torch.Tensor]) -> int | None:
+def _of_heads(tensors: Sequence[Tensor]) -> int | None:
     """D, where the first three tensors with four axes are [B, H, N, D], [B, H, M, D] and [B, H, M, E]."""
     four = [x.shape for x in tensors if x.dim() == 4 and x.is_floating_point()][:3]
     if len(four) < 3 or len({shape[:2] for shape in four}) > 1:
@@ -674,10 +638,10 @@ def _of_heads(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
-    """With the sizes that the trace holds for.
+    """The axes with the sizes that the trace holds for.
 
-    A branch on a length is traced on one side only: a program that is made from the graph refuses the
-    lengths of the other side, as torch.export has it, where it would compute something else.
+    A branch on a length is traced on one side only: a program made from the graph refuses the lengths of
+    the other side, where it would compute something else.
     """
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in names}
@@ -692,7 +656,7 @@ def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
 def _fixes_symbols(exported: ExportedProgram) -> bool:
     """Whether a size that is a symbol may be one number alone, as n where 256 entries are n x n."""
     values = (node.meta["val"] for node in exported.graph.find_nodes(op="placeholder"))
-    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
     return any(size_hint(size) == Dim.STATIC for size in sizes if fixed_size(size) is None)
 
 
@@ -735,24 +699,24 @@ _SUMS = {
 
 
 def _capture_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
+    model: nn.Module, example: Batch, state: Observed
 ) -> tuple[list[Program], list[tuple[str, str]]]:
     """Programs of the smallest modules that hold a site and can be exported."""
     stack: list[str] = []
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[str, Batch] = {}
     several: set[str] = set()
 
     def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
         stack.append(name)
-        given = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (call_args, call_kwargs))
-        if _way(calls.setdefault(name, given)) != _way(given):
+        call = Batch(call_args, call_kwargs, None, []).mapped(lambda x: x.detach().clone())
+        if _way(calls.setdefault(name, call)) != _way(call):
             several.add(name)
         return stack.pop
 
     with _Counter(stack) as counter, entering(model, enter):
-        model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        model(*copy.deepcopy(example.args), **copy.deepcopy(example.kwargs))
     modules = dict(model.named_modules())
-    found: list[Program] = []
+    programs: list[Program] = []
     failed: dict[str, str] = {}
     # Children come before their parents: longer dotted names first. A loop by itself is taken only where
     # no attention around it is: with its products it is worth more.
@@ -760,43 +724,37 @@ def _capture_modules(
     attention = [name for name in deepest if counter.products[name] > 1]
     loops = [name for name in deepest if counter.sums[name] > 1]
     for name in dict.fromkeys((*attention, *loops)):
-        if any(_related(name, program.name) for program in found):
+        if any(_related(name, program.name) for program in programs):
             continue
-        call_args, call_kwargs = calls[name]
         reason = state.reason(name, one_program=True) or state.unlike_now(name, model)
         reason = f"{name} is called in more than one way" if name in several else reason
         if reason is not None:
             failed[name] = reason
             continue
         try:
-            program = _export(name, modules[name], call_args, call_kwargs, state)
+            program = _export(name, modules[name], calls[name], state)
         except Exception as error:  # its parent may still cover it; else it is reported
             failed[name] = reason_of(error)
             continue
         if holds_attention(program.graph):
-            found.append(program)
+            programs.append(program)
     order = list(modules)
-    covered = [program.name for program in found]
+    covered = [program.name for program in programs]
     skipped = [
         (name, reason)
         for name, reason in failed.items()
         if not any(_related(name, other) for other in covered)
-        and not any(other != name and other.startswith(f"{name}.") for other in failed)
+        and not any(other != name and is_within(other, name) for other in failed)
     ]
-    return sorted(found, key=lambda program: order.index(program.name)), skipped
+    return sorted(programs, key=lambda program: order.index(program.name)), skipped
 
 
 def _related(name: str, other: str) -> bool:
-    return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+    return is_within(name, other) or is_within(other, name)
 
 
-def _way(given: Any) -> str:
+def _way(call: Batch) -> str:
     """Which arguments a call has, in what containers, and the numbers and texts among them."""
     plain = (bool, int, float, str, type(None))
-    leaves, spec = pytree.tree_flatten(given)  # a PackedSequence could not be made again of texts
-    return repr(([x if isinstance(x, plain) else "" for x in leaves], spec))
-
-
-def _packed(value: Any) -> Any:
-    """A part of a larger tensor by itself: its strides would tie sizes to those of the example."""
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+    spec = pytree.tree_structure((call.args, call.kwargs))
+    return repr(([x if isinstance(x, plain) else "" for x in call.leaves], spec))

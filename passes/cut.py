@@ -115,28 +115,28 @@ class Cut:
         def number(node: Node) -> str:
             return f"%{numbers[node]}"
 
-        given = [*self.inputs, *self.masks, *self.shells, *self.sizes]
+        entering = [*self.inputs, *self.masks, *self.shells, *self.sizes]
         for place, node in enumerate(self.module.graph.nodes):
             numbers[node] = place
             if node.op == "placeholder":
-                said: object = _described(given[place].meta["val"])
+                line: object = _described(entering[place].meta["val"])
             elif node.op == "get_attr":
-                said = _held(operator.attrgetter(str(node.target))(self.module))
+                line = _held(operator.attrgetter(str(node.target))(self.module))
             else:
                 given_to_it = torch.fx.node.map_arg((node.args, node.kwargs), number)
-                said = (node.op, str(node.target), given_to_it)
-            digest.update(f"{said}\n".encode())
+                line = (node.op, str(node.target), given_to_it)
+            digest.update(f"{line}\n".encode())
         return digest.hexdigest()
 
     def thresholds(self) -> tuple[set[int], bool]:
         """Numbers that enter what is made of sizes alone: from there on something else may happen; and
         whether it may happen elsewhere, too, since what is compared is not positions as they are."""
-        given = {*list(self.module.graph.nodes)[: len(self.inputs) + len(self.masks)]}
-        plain, found, elsewhere = set[Node](), set[int](), False  # positions and sizes, and their sums
+        of_inputs = {*list(self.module.graph.nodes)[: len(self.inputs) + len(self.masks)]}
+        plain, bounds, elsewhere = set[Node](), set[int](), False  # positions and sizes, and their sums
         for node in self.module.graph.nodes:
             sources, name = {*node.all_input_nodes}, operator_name(node)
-            if sources & given:
-                given.add(node)
+            if sources & of_inputs:
+                of_inputs.add(node)
                 continue
             numbers = [abs(x) for x in pytree.tree_leaves(node.args[1:]) if type(x) in (int, float)]
             scaled = name == "mul" and any(type(x) is float for x in node.args[1:])
@@ -147,9 +147,9 @@ class Cut:
             elif name in BENDS:
                 elsewhere = True
             if node.target not in POSITIONS and (sources & plain or name in _BANDS):
-                found |= {int(n) for n in numbers if max(PROBE_LENGTHS) < n < 2**63 - 1}
-        near = {number for number in found if number <= FARTHEST}
-        return near, elsewhere or near != found
+                bounds |= {int(n) for n in numbers if max(PROBE_LENGTHS) < n < 2**63 - 1}
+        near = {number for number in bounds if number <= FARTHEST}
+        return near, elsewhere or near != bounds
 
     def run(
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
@@ -186,14 +186,14 @@ def made_alike(node: Node) -> object:
     if len(above) > MOST_STEPS:
         return node
     names: dict[Node, str] = {}
-    said: list[str] = []
+    lines: list[str] = []
     for current in node.graph.nodes:
         if current in above:
             made = torch.fx.node.map_arg((current.args, current.kwargs), names.__getitem__)
             called = current.op == "call_function"
-            names[current] = f"%{len(said)}" if called else f"{current.op} {current.target}"
-            said.append(f"{current.target} {made}")
-    return tuple(said)
+            names[current] = f"%{len(lines)}" if called else f"{current.op} {current.target}"
+            lines.append(f"{current.target} {made}")
+    return tuple(lines)
 
 
 def _described(value: Any) -> str:
@@ -253,12 +253,12 @@ def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) ->
 
 def walked(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """The same, one by one."""
-    found: set[Node] = set()
+    visited: set[Node] = set()
     stack = [*starts]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
             stack.extend(onward(node))
 
@@ -278,13 +278,12 @@ def may_change(node: Node) -> bool:
 
 def data_dependent(graph: GraphModule) -> set[Node]:
     """All the nodes that depend on data, found in one pass."""
-    found: set[Node] = set()
+    dependent: set[Node] = set()
     for node in graph.graph.nodes:
-        given = node.op == "placeholder"
-        made = node.target not in SHAPE_ONLY and any(source in found for source in node.all_input_nodes)
-        if (given or made) and holds_tensors(node):
-            found.add(node)
-    return found
+        made = node.target not in SHAPE_ONLY and not dependent.isdisjoint(node.all_input_nodes)
+        if (made or node.op == "placeholder") and holds_tensors(node):
+            dependent.add(node)
+    return dependent
 
 
 def reaches(node: Node, wanted: Any) -> bool:
@@ -428,8 +427,8 @@ def recorded(graph: GraphModule, wanted: Container[Node], inputs: Any) -> dict[N
             return value
 
     with torch.no_grad():
-        given = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
-        Recorder(graph).run(*pytree.tree_leaves(given), enable_io_processing=False)
+        copies = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
+        Recorder(graph).run(*pytree.tree_leaves(copies), enable_io_processing=False)
     return values
 
 

@@ -36,8 +36,8 @@ STEPS = {
 }  # fmt: skip
 FINITE = {"isnan", "isinf", "isfinite"}
 SMALL = 1e-2  # what only keeps a division or a logarithm from what is not finite is smaller
-MASKED = 1e6  # what only asks whether a number hides a token, or is a sum of such, is larger
-HUGE = 1e7  # single precision tells no scores apart by 1 that are larger
+MASKED = 1e6  # to ask whether a number hides a token, code compares it with one at least as large
+HUGE = 1e7  # beyond it, single precision cannot tell apart scores that differ by 1
 
 
 class Change(NamedTuple):
@@ -84,12 +84,12 @@ class Decisions(Interpreter):
         sides, self._sides = frozenset(self._sides), set()
         return sides
 
-    def one_sided(self, seen: Sides) -> list[Node]:
+    def one_sided(self, sides: Sides) -> list[Node]:
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
         divisor too small."""
         return [
             node for node in sorted(self.nodes) if is_bool(node) and not self._guards(node)
-            and len({side for at, side in seen if at is node}) < 2
+            and len({side for at, side in sides if at is node}) < 2
         ]  # fmt: skip
 
     def run_node(self, n: Node) -> Any:

@@ -67,9 +67,9 @@ class _Stuck(Exception):
     """A sum that cannot be split: something in it is not linear in the maps, or not of known sizes."""
 
 
-def maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
-    """With sums of maps split, where that shows a site.  found: in the program as it is."""
-    opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, found).items()}
+def maps_apart(program: Program, outcomes: Outcomes) -> tuple[Program, Outcomes]:
+    """With sums of maps split, where that shows a site.  outcomes: of the program as it is."""
+    opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, outcomes).items()}
     tried: dict[Node, frozenset[Node]] = {}
     for _ in range(ROUNDS):
         opened = {node: totals for node, totals in opened.items() if _splits(program, node, totals)}
@@ -87,14 +87,14 @@ def maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
             for node, totals in opened.items()
         }  # fmt: skip
     if not tried:
-        return program, found
+        return program, outcomes
     needed: dict[Node, frozenset[Node]] = {}
     for node, terms in split.terms.items():
         within = [term.within for term in terms if term.product in shown]
         if within:
             needed[node] = frozenset().union(*within)
     if not needed:
-        return program, found
+        return program, outcomes
     if needed != tried and all(_splits(program, *pair) for pair in needed.items()):
         split = _split(program, needed)
         again = match(split.program)
@@ -104,9 +104,9 @@ def maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
 # Which products
 
 
-def _sums_of_maps(program: Program, found: Outcomes) -> dict[Node, Node]:
+def _sums_of_maps(program: Program, outcomes: Outcomes) -> dict[Node, Node]:
     """The sum in the map of every product that no family explains, where a loop or a sort enters."""
-    known = explained(found)
+    known = explained(outcomes)
     loops = {total for loop in find_loops(program.graph) for total in loop.sums}
     sums = {}
     for node in program.graph.graph.nodes:
@@ -122,10 +122,10 @@ def _sums_of_maps(program: Program, found: Outcomes) -> dict[Node, Node]:
     return sums
 
 
-def explained(found: Outcomes) -> set[Node]:
+def explained(outcomes: Outcomes) -> set[Node]:
     """Products with values of the sites that know their queries and keys."""
     outputs = [
-        site.part().output for site in found if isinstance(site, Site) and site.head_dim is not None
+        site.part().output for site in outcomes if isinstance(site, Site) and site.head_dim is not None
     ]
     return {node for output in outputs for node in (output, *output.users)}
 
@@ -226,9 +226,9 @@ def _taken(node: Node) -> tuple[int, slice | None] | None:
     parts, index = args
     if parts.target not in PARTS:
         return None
-    given = [*_args(parts), *parts.kwargs.values()]
+    arguments = [*_args(parts), *parts.kwargs.values()]
     place = PARTS[parts.target]
-    axis = int(given[place]) % rank_of(given[0]) if len(given) > place else 0
+    axis = int(arguments[place]) % rank_of(arguments[0]) if len(arguments) > place else 0
     if parts.target is aten.unbind.int:
         return axis, None
     sizes = [value.shape[axis] for value in parts.meta["val"]]
@@ -273,9 +273,9 @@ class _Split:
     program: Program
     terms: Mapping[Node, Sequence[_Term]]
 
-    def shown(self, found: Outcomes) -> set[Node]:
+    def shown(self, outcomes: Outcomes) -> set[Node]:
         """The new products that are a site's."""
-        return {term.product for terms in self.terms.values() for term in terms} & explained(found)
+        return {term.product for terms in self.terms.values() for term in terms} & explained(outcomes)
 
 
 def _splits(program: Program, node: Node, totals: frozenset[Node]) -> bool:
@@ -502,10 +502,10 @@ class _Writer:
         return self.call(aten.reshape.default, tensor, [*sizes, *last])
 
     def size(self, size: Any) -> Any:
-        found = self._known_size(size)
-        if found is None:
+        known = self._known_size(size)
+        if known is None:
             raise _Stuck
-        return found
+        return known
 
     def _known_size(self, size: Any) -> Any:
         """A number, or where the graph has one: of the values, or of an input of the program."""

@@ -27,9 +27,8 @@ def split_einsums(graph: GraphModule) -> bool:
     An equation with an ellipsis or an index that is repeated within one operand stays as it is.
     """
     changed = False
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target is aten.einsum.default:
-            changed |= _split(graph, node)
+    for node in graph.graph.find_nodes(op="call_function", target=aten.einsum.default):
+        changed |= _split(graph, node)
     if changed:
         graph.graph.eliminate_dead_code()
         graph.recompile()
@@ -76,13 +75,13 @@ def _join_scalings(graph: GraphModule, root: Node, labels: list[str], operands: 
         pair = next((pair for pair in pairs if _scales(*(labels[place] for place in pair))), None)
         if pair is None:
             return
-        own, wider = pair
-        scaling = operands[own]
+        narrower, wider = pair
+        scaling = operands[narrower]
         for axis, letter in enumerate(labels[wider]):
-            if letter not in labels[own]:
+            if letter not in labels[narrower]:
                 scaling = written(graph, root, aten.unsqueeze.default, scaling, axis)
         operands[wider] = written(graph, root, aten.mul.Tensor, operands[wider], scaling)
-        del labels[own], operands[own]
+        del labels[narrower], operands[narrower]
 
 
 def _scales(label: str, wider: str) -> bool:

@@ -47,9 +47,9 @@ class Fresh:
     def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
         self._model = copied(model)
         self._weights = _sums(model)
-        own = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
-        own += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
-        shared = (value for value in own if isinstance(value, _KINDS))  # by all copies
+        values = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
+        values += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
+        shared = (value for value in values if isinstance(value, _KINDS))  # by all copies
         holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
             holders += [space, *(holder for value in space.values() for holder in _holders(value))]
@@ -114,9 +114,9 @@ def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> l
     calls: list[Call] = []
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_map(_kept, (args, kwargs))
+        inputs = pytree.tree_map(_kept, (args, kwargs))
         output = forward(*args, **kwargs)
-        calls.append(Call(name, given, pytree.tree_map(_kept, output)))
+        calls.append(Call(name, inputs, pytree.tree_map(_kept, output)))
         return output
 
     with replaced_forwards(model, around):
@@ -141,8 +141,8 @@ def copied(model: nn.Module, weights: bool = False) -> nn.Module:
 def held_apart(model: nn.Module, copies: Mapping[int, Any]) -> str | None:
     """A function that a model keeps, such as a hook, and what it holds of the model, of which a copy has
     its own.  copies: what the copy has, by the identity of the model's."""
-    own = (value for module in model.modules() for value in pytree.tree_leaves({**vars(module)}))
-    queue, known = deque(value for value in own if isinstance(value, FunctionType)), set[int]()
+    attributes = (value for module in model.modules() for value in pytree.tree_leaves({**vars(module)}))
+    queue, known = deque(value for value in attributes if isinstance(value, FunctionType)), set[int]()
     while queue:
         function = queue.popleft()
         known.add(id(function))

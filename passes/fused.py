@@ -30,25 +30,22 @@ ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 def fused_calls(program: Program) -> list[Node]:
     """Calls of fused attention."""
-    return [
-        node for node in program.graph.graph.nodes
-        if node.op == "call_function" and node.target is FUSED
-    ]  # fmt: skip
+    return program.graph.graph.find_nodes(op="call_function", target=FUSED)
 
 
 def why_it_stays(node: Node) -> str | None:
     """What a fused call has that no site has; None where it can be spelt out."""
-    given = _arguments(node)
-    query: Tensor = given["query"].meta["val"]
-    if given["dropout_p"]:
+    arguments = _arguments(node)
+    query: Tensor = arguments["query"].meta["val"]
+    if arguments["dropout_p"]:
         return "softmax attention with dropout, which is random"
-    if given["is_causal"]:
+    if arguments["is_causal"]:
         return "softmax attention with a causal mask"
-    if given["enable_gqa"]:
+    if arguments["enable_gqa"]:
         return "softmax attention whose keys are shared by several heads (enable_gqa)"
-    if rank_of(given["query"]) < 3 or not isinstance(query.shape[-1], int):
+    if rank_of(arguments["query"]) < 3 or not isinstance(query.shape[-1], int):
         return f"softmax attention of queries with the sizes {tuple(query.shape)}"
-    if same(given["value"].meta["val"].shape[-1], 1):
+    if same(arguments["value"].meta["val"].shape[-1], 1):
         return "softmax attention of values with one number per head"
     return None
 
@@ -72,19 +69,18 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         with graph.graph.inserting_before(copy):
             became[copy] = _write(write, copy)
         copy.replace_all_uses_with(became[copy])
-    for node in graph.graph.nodes:
-        if node.target is aten.view.default:
-            # A fused kernel's output has other strides than a product's: a view of it may be no view of
-            # what replaces it.
-            node.target = aten.reshape.default
+    for node in graph.graph.find_nodes(op="call_function", target=aten.view.default):
+        # A fused kernel's output has other strides than a product's: a view of it may be no view of what
+        # replaces it.
+        node.target = aten.reshape.default
     written_out = moved(program, graph, nodes, became, "fused")
     return written_out, {call: became[nodes[call]] for call in calls}
 
 
 def _write(write: Callable[..., Node], call: Node) -> Node:
-    given = _arguments(call)
-    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    scale = given["scale"]
+    arguments = _arguments(call)
+    q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    scale = arguments["scale"]
     scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
     turned = write(aten.transpose.int, k, -2, -1)
     scores = write(aten.mul.Scalar, write(aten.matmul.default, q, turned), scale)

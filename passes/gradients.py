@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from asapc.formats.limits import fixed_size, limits, limits_of
 from asapc.inputs.data import Batch
@@ -69,8 +68,8 @@ def held_by(program: Program, lifted: Program, sites: Sequence[Site]) -> dict[st
 
 
 def masks_of(program: Program, sites: Sequence[Site]) -> set[str]:
-    """The inputs that reach the outputs as masks alone, as _gradients calls them: of what hides tokens a
-    gradient is nobody's, and an operator that is told which are hidden has none."""
+    """The inputs that reach the outputs only as masks, as _gradients calls them: nobody needs a gradient
+    of what hides tokens, and an operator that is told which are hidden has none."""
     masks = {node for site in sites for node, _ in site.part().masks}
     read = reached([program.graph.graph.output_node()], lambda node: [
         x for x in node.all_input_nodes if x not in masks and holds_tensors(x)])  # fmt: skip
@@ -160,32 +159,28 @@ def _few(batch: Batch, programs: Sequence[Program]) -> Batch:
     least = [limits(place.meta["val"].shape[0])[0] for place in places if place.meta["val"].dim()]
     count = max([EXAMPLES, *(number for number in least if number <= len(batch))])
 
-    def first(x: Any) -> Any:
-        return x[:count] if isinstance(x, Tensor) and x.dim() and len(x) == len(batch) else x
-
-    args, kwargs = pytree.tree_map(first, (batch.args, batch.kwargs))
-    return replace(batch, args=args, kwargs=kwargs, hashes=batch.hashes[:count])
+    few = batch.mapped(lambda x: x[:count] if x.dim() and len(x) == len(batch) else x)
+    return replace(few, hashes=batch.hashes[:count])
 
 
 def _shorter(batch: Batch, program: Program, by: int) -> Batch | None:
     """With lengths that are free divided; None where no length is, or where one follows from another.
     What is left lies evenly: of the first tokens alone, all may be padding."""
-    given, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    leaves = batch.leaves
     places = iter(traced_places(program.graph))
     cut = False
-    for number, x in enumerate(given):
+    for number, x in enumerate(leaves):
         place = next(places, None) if isinstance(x, Tensor) else None
         for axis, size in enumerate(place.meta["val"].shape if place is not None else ()):
             if axis and isinstance(size, torch.SymInt) and fixed_size(size) is None:
                 if not size.node.expr.is_Symbol:
                     return None
                 least = limits_of(size.node.shape_env, size.node.expr)[0]
-                whole = given[number].shape[axis]
+                whole = leaves[number].shape[axis]
                 kept = torch.linspace(0, whole - 1, max(2, least, whole // by), device=x.device)
-                given[number] = given[number].index_select(axis, kept.long())
+                leaves[number] = leaves[number].index_select(axis, kept.long())
                 cut = True
-    args, kwargs = pytree.tree_unflatten(given, spec)
-    return replace(batch, args=args, kwargs=kwargs) if cut else None
+    return batch.with_leaves(leaves) if cut else None
 
 
 def _kept_bytes(programs: Sequence[Program]) -> int:
@@ -244,15 +239,15 @@ def _gradients(
         }))  # fmt: skip
         inputs: dict[str, Tensor] = {}
 
-        def leaf_of(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.is_floating_point():
+        def leaf_of(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
                 return x
             hides_nothing = sharper and x.dim() > 1 and bool((x == 1).all())
             return inputs.setdefault(f"input {len(inputs)}", leaf_like(lively(x) if hides_nothing else x))
 
-        args, kwargs = pytree.tree_map(leaf_of, (batch.args, batch.kwargs))
+        call = batch.mapped(leaf_of)
         wanted = {known_as.get(name, name): x for name, x in names.items() if x.requires_grad} | inputs
-        outputs = tensor_outputs(_called_with(caller, names, *args, **kwargs))
+        outputs = tensor_outputs(_called_with(caller, names, *call.args, **call.kwargs))
         outputs = [x for x in outputs if x.requires_grad]
         if not outputs or not wanted:
             return None
@@ -260,14 +255,14 @@ def _gradients(
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         halves = any(x.dtype in (torch.float16, torch.bfloat16) for x in wanted.values())
         sizes = SIZES[:1] if halves else SIZES
-        found = [
+        by_size = [
             torch.autograd.grad(
                 outputs, list(wanted.values()), [size * x for x in cotangents],
                 allow_unused=True, retain_graph=size != sizes[-1],
             )
             for size in sizes
         ]  # fmt: skip
-    return [dict(zip(wanted, grads, strict=True)) for grads in found]
+    return [dict(zip(wanted, grads, strict=True)) for grads in by_size]
 
 
 def _called_with(module: nn.Module, tensors: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
@@ -278,8 +273,8 @@ def _called_with(module: nn.Module, tensors: Mapping[str, Tensor], /, *args: Any
         for named in (part.named_parameters, part.named_buffers)
         for name, _ in named(path, recurse=False, remove_duplicate=False)
     )  # fmt: skip
-    given = {name: tensors[name] for name in places if name in tensors}
-    return functional_call(module, given, args, kwargs, tie_weights=False)
+    weights = {name: tensors[name] for name in places if name in tensors}
+    return functional_call(module, weights, args, kwargs, tie_weights=False)
 
 
 def _first_difference(

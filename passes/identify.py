@@ -35,18 +35,18 @@ def matched_program(program: Program) -> tuple[Program, Outcomes]:
 def _matched(program: Program) -> tuple[Program, Outcomes]:
     reasons: dict[str, str] = {}
     if program.softmax:
-        program, found, reasons = _with_softmax(program)
+        program, outcomes, reasons = _with_softmax(program)
     else:
-        found = match(program)
+        outcomes = match(program)
     for rewrite in (joined_program, with_boolean_masks):
-        rewritten = None if _shows_all(found) else rewrite(program)
-        if rewritten is not None and _sites(again := match(rewritten)) > _sites(found):
-            program, found = rewritten, again
-    program, found = maps_apart(program, found)
+        rewritten = None if _shows_all(outcomes) else rewrite(program)
+        if rewritten is not None and _sites(again := match(rewritten)) > _sites(outcomes):
+            program, outcomes = rewritten, again
+    program, outcomes = maps_apart(program, outcomes)
     return program, [
         replace(one, reason=reasons[one.node])
         if isinstance(one, Refusal) and one.node in reasons else one
-        for one in found
+        for one in outcomes
     ]  # fmt: skip
 
 
@@ -59,25 +59,25 @@ def _with_softmax(program: Program) -> tuple[Program, Outcomes, dict[str, str]]:
     if not plain:
         return program, match(program), reasons
     spelt, products = spelt_out(program, plain)
-    found = match(spelt)
-    known = explained(found)
+    outcomes = match(spelt)
+    known = explained(outcomes)
     shown = [call for call in plain if products[call] in known]
     if len(shown) == len(plain):
-        return spelt, found, reasons
-    said = {one.name: one.reason for one in found if isinstance(one, Refusal)}
+        return spelt, outcomes, reasons
+    refusals = {one.name: one.reason for one in outcomes if isinstance(one, Refusal)}
     program = spelt_out(program, shown)[0] if shown else program
-    found = match(program)
-    names = {one.node: one.name for one in found if isinstance(one, Refusal)}
+    outcomes = match(program)
+    names = {one.node: one.name for one in outcomes if isinstance(one, Refusal)}
     reasons |= {
-        call.name: said[names[call.name]] for call in plain
-        if call not in shown and names[call.name] in said
+        call.name: refusals[names[call.name]] for call in plain
+        if call not in shown and names[call.name] in refusals
     }  # fmt: skip
-    return program, found, reasons
+    return program, outcomes, reasons
 
 
-def _sites(found: Outcomes) -> int:
-    return sum(isinstance(one, Site) for one in found)
+def _sites(outcomes: Outcomes) -> int:
+    return sum(isinstance(one, Site) for one in outcomes)
 
 
-def _shows_all(found: Outcomes) -> bool:
-    return _sites(found) == len(found) > 0
+def _shows_all(outcomes: Outcomes) -> bool:
+    return _sites(outcomes) == len(outcomes) > 0

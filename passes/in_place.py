@@ -120,8 +120,8 @@ def _replace(old: Node, new: Node, since: Node, signature: ExportGraphSignature)
 
 def _keeps_dtype(node: Node) -> bool:
     """Whether an operator that writes nowhere gives what it writes into the dtype that it had."""
-    given = [one.meta["val"] for one in node.all_input_nodes]
-    written, *others = (one for one in given if isinstance(one, Tensor))
+    values = [one.meta["val"] for one in node.all_input_nodes]
+    written, *others = (one for one in values if isinstance(one, Tensor))
     if node.target in FILLS:
         return True
     return written.is_floating_point() and all(

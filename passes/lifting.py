@@ -150,15 +150,15 @@ class Lifting:
     def _of_keys(self, mask: KeyMask) -> Node:
         """[B or 1, M], what a mask says of each key."""
         narrow = _narrowest(mask.node)
-        found, rank = self.nodes[narrow], rank_of(narrow)
+        keys, rank = self.nodes[narrow], rank_of(narrow)
         if mask.merged and rank == 3:
-            found, rank = self.operand(Canonical(narrow)), 4
+            keys, rank = self.operand(Canonical(narrow)), 4
         elif mask.merged and rank == 2 and self.heads > 1:  # [B * H, M]
-            found, rank = self.call(aten.unflatten.int, found, 0, [-1, self.heads]), 3
+            keys, rank = self.call(aten.unflatten.int, keys, 0, [-1, self.heads]), 3
         while rank > 2:
-            found = self.call(aten.select.int, found, 1, 0)
+            keys = self.call(aten.select.int, keys, 1, 0)
             rank -= 1
-        return self.call(aten.unsqueeze.default, found, 0) if rank == 1 else found
+        return self.call(aten.unsqueeze.default, keys, 0) if rank == 1 else keys
 
     def share(self, mask: KeyMask | None, keep: Node | None, q: Node, k: Node) -> Node | None:
         """[B, 1, 1, 1], by which the operator's result is multiplied, 1 for examples with active keys;

@@ -35,7 +35,7 @@ from asapc.passes.capture import size_hint
 from asapc.passes.cut import ancestors, depends_on_data, holds_tensors, moved_nodes, reaches, recorded
 from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
-from asapc.passes.observe import EagerCall, gives_its_input
+from asapc.passes.observe import EagerCall, gives_its_input, is_within
 from asapc.passes.products import VIEWS
 from asapc.passes.site import Site
 from asapc.passes.state import Observed
@@ -122,7 +122,7 @@ def module_programs(
     for site in sites:
         inside = around[site.name]
         if isinstance(inside, _Inside):
-            outermost = min((n for n in insides if _within(inside.call.name, n)), key=len)
+            outermost = min((n for n in insides if is_within(inside.call.name, n)), key=len)
             held.setdefault(outermost, []).append(site)
     values = reader.values([insides[name] for name in held])
     made = []
@@ -185,8 +185,8 @@ class _Reader:
             return False
         attention, mine = site.part().output, set(inside.nodes)
         read = {user for user in attention.users if user in mine}
-        given = attention in inside.call.outputs
-        return not read <= self.used or (given and not attention.users.keys() & (self.used - mine))
+        is_returned = attention in inside.call.outputs
+        return not read <= self.used or (is_returned and not attention.users.keys() & (self.used - mine))
 
     def _differs(self, call: ModuleCall) -> str | None:
         """Why the module, when the model runs, is not called as it was in the trace."""
@@ -230,13 +230,13 @@ class _Reader:
             for axis, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt):
                     axes.setdefault(str(size.node.expr), (place, axis))
-        found: set[Node] = set()
+        computed: set[Node] = set()
         sizes: dict[Node, tuple[int, int]] = {}
         stack = [node for node in call.outputs if node not in inputs]
         stack += [node for node in self.nodes[call.start : call.end] if node.target is HOLDS]
         while stack:
             node = stack.pop()
-            if node in found or node in sizes:
+            if node in computed or node in sizes:
                 continue
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt) and str(value.node.expr) in axes:
@@ -244,7 +244,7 @@ class _Reader:
                 continue
             if node.op == "placeholder":
                 return f"reads {node.name} other than through its arguments"
-            found.add(node)
+            computed.add(node)
             stack.extend(n for n in node.all_input_nodes if n not in inputs)
         for node in self.nodes[call.start : call.end]:
             if node.op != "call_function" or not holds_tensors(node):
@@ -253,13 +253,13 @@ class _Reader:
                 not call.start <= self.order[user] < call.end for user in node.users
             ):
                 return f"computes {node.name}, which is read outside and not returned"
-        return _Inside(call, tuple(sorted(found, key=self.order.__getitem__)), sizes)
+        return _Inside(call, tuple(sorted(computed, key=self.order.__getitem__)), sizes)
 
     def values(self, insides: Sequence[_Inside]) -> dict[Node, Tensor]:
         """What the modules' inputs were on the example call."""
         wanted = {node for inside in insides for node in inside.call.inputs}
-        given = (self.program.args, self.program.kwargs)
-        return recorded(self.program.graph, wanted, given) if wanted else {}
+        call = (self.program.args, self.program.kwargs)
+        return recorded(self.program.graph, wanted, call) if wanted else {}
 
     def cut(
         self, inside: _Inside, sites: Sequence[Site], values: Mapping[Node, Tensor]
@@ -306,11 +306,12 @@ class _Reader:
         check_graph(made, "module_programs", [name])
         moved = [moved_nodes(site, nodes) for site in sites]
         of_maps = {node for site in sites for node in _after_loop(site)}
-        own = [node for node in inside.nodes
-               if is_another_in_training(node) and not is_without_share(node)
-               and (node in of_maps or node not in called)]  # a call on a map is dead code
-        modes = {*self._homes(inside, (node for node in own if node not in of_maps))}
-        drops = {*self._homes(inside, (node for node in own if node in of_maps))}
+        active = [
+            node for node in inside.nodes if is_another_in_training(node) and not is_without_share(node)
+            and (node in of_maps or node not in called)
+        ]  # fmt: skip  # a call on a map is dead code
+        modes = {*self._homes(inside, (node for node in active if node not in of_maps))}
+        drops = {*self._homes(inside, (node for node in active if node in of_maps))}
         places = [self.order[site.part().output] for site in sites]
         for path, on_map in self._dropping(inside, called, children, of_maps, places):
             (drops if on_map else modes).add(path)
@@ -330,10 +331,10 @@ class _Reader:
             module = self.model.get_submodule(self._full(call.name))
             path = call.name[len(inside.call.name) :].lstrip(".")
             on_map = not of_maps.isdisjoint(call.outputs)
-            if not _within(call.name, inside.call.name):
+            if not is_within(call.name, inside.call.name):
                 continue
             if isinstance(module, _DropoutNd):
-                if on_map or not any(_within(path, child.name) for child in children):
+                if on_map or not any(is_within(path, child.name) for child in children):
                     yield path, on_map
             elif isinstance(module, nn.MultiheadAttention) and module.dropout and (
                 called.isdisjoint(self.nodes[call.start : call.end])
@@ -377,11 +378,11 @@ class _Reader:
         count = 0
         for number in reversed(range(len(self.program.calls))):  # outer calls first
             call, layer = self.program.calls[number], self._inside(number)
-            if call.name == outer or not _within(call.name, outer) or isinstance(layer, str):
+            if call.name == outer or not is_within(call.name, outer) or isinstance(layer, str):
                 continue
             if call.name in hooked and not call.hooked:
                 continue  # a call of the layer runs its hooks, too
-            if any(_within(name, call.name) for name in cast):
+            if any(is_within(name, call.name) for name in cast):
                 continue  # its call would not be under the autocast that the code around it switched on
             if self.observed.reads_what_is_set(self._full(call.name), self._full(outer), self.model):
                 continue
@@ -413,17 +414,17 @@ class _Reader:
 
 
 def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
-    """Whether the site makes by itself what the module is given: of a mask, or of sizes or weights alone,
-    as one that hides nothing where the model was given none."""
+    """Whether the site itself makes what the module is given: from a mask, or from sizes or weights
+    alone, such as a mask that hides nothing where the model was given none."""
     part = site.part()
-    outside = {node for own in part.inside for node in own.all_input_nodes} - {*part.inside, *part.inputs}
+    outside = {x for inner in part.inside for x in inner.all_input_nodes} - {*part.inside, *part.inputs}
     constants = (node for node in outside if not depends_on_data(node))
     made = any(node in part.inside for node in call.inputs)
     return made or any(reaches(node, call.inputs.__contains__) for node in constants)
 
 
 def _after_loop(site: Site) -> Iterator[Node]:
-    """From the map that is multiplied by the values back to the loop's, of which nothing else reads."""
+    """From the map that multiplies the values back to the loop's: nodes that nothing else reads."""
     part = site.part()
     node: Any = part.output
     while node in part.inside and (node is part.output or len(node.users) == 1):
@@ -535,10 +536,6 @@ def _is_plain(tree: Tree) -> bool:
 def _axes(node: Node) -> dict[int, Any]:
     """For torch.export: free where the model's program has a free size."""
     return {axis: size_hint(size) or Dim.AUTO for axis, size in enumerate(node.meta["val"].shape)}
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _nodes_of(value: Any) -> Iterator[Node]:

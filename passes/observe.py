@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc.seen
 from asapc.ir import ModuleCall
@@ -34,86 +33,52 @@ Leave = Callable[[], object]
 STOP = "stop"  # the label of a mark, before its number
 
 
-@dataclass
-class _Call:
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hooked: bool
-    output: Any = None
-
-
 class Observer:
     """The calls of one trace.  Calls of calls come before the calls that they are made in."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[ModuleCall] = []  # without nodes
         self._open: list[int] = []
         self.residuals: list[tuple[int, Node]] = []  # (number, node) of what early stops look at
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        handles: list[RemovableHandle] = []
-        for name, inner in module.named_modules():
-            if isinstance(inner, torch.jit.ScriptModule):
-                continue
-            hooked = bool(inner._forward_hooks or inner._forward_pre_hooks)
-            # The module's forward alone, inside all hooks; and together with its hooks, outside of them.
-            for outside in (False, True) if hooked else (False,):
-                enter, leave = self._pair(name, outside)
-                handles.append(inner.register_forward_pre_hook(enter, prepend=outside, with_kwargs=True))
-                handles.append(inner.register_forward_hook(leave, prepend=not outside))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, inner in module.named_modules():
+                if isinstance(inner, torch.jit.ScriptModule):
+                    continue
+                hooked = bool(inner._forward_hooks or inner._forward_pre_hooks)
+                # The forward alone, inside all hooks; and together with the module's hooks, outside them.
+                for out in (False, True) if hooked else (False,):
+                    enter, leave = self._pair(name, out)
+                    handle = inner.register_forward_pre_hook(enter, prepend=out, with_kwargs=True)
+                    hooks.callback(handle.remove)
+                    hooks.callback(inner.register_forward_hook(leave, prepend=not out).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _pair(self, name: str, outside: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(len(self._calls))
             kept_args, kept_kwargs = _kept((args, kwargs))
-            self._calls.append(_Call(name, kept_args, kept_kwargs, outside))
+            self._calls.append(ModuleCall(name, kept_args, kept_kwargs, None, (), (), 0, 0, outside))
             _see((args, kwargs), f"enter {self._open[-1]}")
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             number = self._open.pop()
-            self._calls[number].output = _kept(output)
+            self._calls[number] = replace(self._calls[number], output=_kept(output))
             _see(output, f"leave {number}")
 
         return enter, leave
 
-    @property
-    def count(self) -> int:
-        """Of the calls so far."""
-        return len(self._calls)
-
-    def repeat(self, first: int, count: int, before: str, after: str) -> Callable[[Node], None]:
-        """The calls from `first` once more, of modules inside `after` where they were inside `before`.
-
-        Returns what gives the marks that are copied with their nodes the numbers of the new calls.
-        """
-        start = self.count
-        again = self._calls[first : first + count]
-        self._calls += [replace(call, name=f"{after}{call.name[len(before) :]}") for call in again]
-
-        def renumber(node: Node) -> None:
-            if node.target is torch.ops.asapc.seen.default:
-                nodes, label = node.args
-                kind, _, number = str(label).partition(" ")
-                node.args = (nodes, f"{kind} {int(number) - first + start}")
-
-        return renumber
-
     def calls(self, graph: GraphModule) -> tuple[ModuleCall, ...]:
         """The calls that are in the graph; takes all marks out of it, and notes those of early stops."""
-        seen: dict[str, tuple[tuple[Node, ...], int]] = {}
+        marks: dict[str, tuple[tuple[Node, ...], int]] = {}
         order: list[int] = []
         place = 0
         for node in list(graph.graph.nodes):
             if node.target is torch.ops.asapc.seen.default:
                 nodes, label = node.args
-                seen[label] = (tuple(nodes), place)
+                marks[label] = (tuple(nodes), place)
                 kind, _, number = label.partition(" ")
                 if kind == "leave":
                     order.append(int(number))
@@ -122,16 +87,16 @@ class Observer:
                 graph.graph.erase_node(node)
             else:
                 place += 1
-        found = []
+        calls = []
         for number in order:
-            call, entered = self._calls[number], seen.get(f"enter {number}")
+            entered = marks.get(f"enter {number}")
             if entered is not None:
-                (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
-                nodes = (inputs, outputs, start, end, call.hooked)
-                found.append(ModuleCall(call.name, call.args, call.kwargs, call.output, *nodes))
-        _part_aliases(list(graph.graph.nodes), found)
+                (inputs, start), (outputs, end) = entered, marks[f"leave {number}"]
+                call = self._calls[number]
+                calls.append(replace(call, inputs=inputs, outputs=outputs, start=start, end=end))
+        _part_aliases(list(graph.graph.nodes), calls)
         graph.recompile()
-        return tuple(found)
+        return tuple(calls)
 
 
 def _part_aliases(nodes: list[Node], calls: list[ModuleCall]) -> None:
@@ -175,16 +140,21 @@ def gives_its_input(node: Node) -> bool:
     """An operator that does nothing to what it is given, as traced."""
     if node.target not in _OFTEN_NOTHING or not isinstance(node.args[0], Node):
         return False
-    made, given = node.meta.get("val"), node.args[0].meta.get("val")
-    same = isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
+    made, source = node.meta.get("val"), node.args[0].meta.get("val")
+    same = isinstance(made, Tensor) and isinstance(source, Tensor) and made.dtype == source.dtype
     return same and (node.target not in _DROPOUTS or node.args[2] is False)
 
 
-def written(given: Any) -> Any:
+def written(arguments: Any) -> Any:
     """Of a call's arguments, what is another where something has been written into them."""
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec = pytree.tree_flatten(arguments)
     tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
     return spec, [*map(id, leaves)], [x._version for x in tensors]
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Whether a module is the outer one or a part of it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def eager_calls(
@@ -245,22 +215,22 @@ def replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[
 
     torch's own encoder asks whether its modules have hooks, so that a forward is what is replaced.
     """
-    forward, own = module.forward, vars(module).get("forward")
+    forward, instance_forward = module.forward, vars(module).get("forward")
 
     @functools.wraps(forward)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return around(forward, *args, **kwargs)
 
-    vars(replaced)["before"] = own  # see program.state.attribute
+    vars(replaced)["before"] = instance_forward  # see program.state.attribute
     vars(module)["forward"] = replaced  # past a __setattr__ that hands it on, or refuses it
     try:
         yield
     finally:
         if vars(module).get("forward") is replaced:  # the module may have set its own meanwhile
-            if own is None:
+            if instance_forward is None:
                 del vars(module)["forward"]
             else:
-                vars(module)["forward"] = own
+                vars(module)["forward"] = instance_forward
 
 
 @contextlib.contextmanager

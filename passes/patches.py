@@ -26,7 +26,7 @@ from asapc.passes.bytecode import sets_items, stored_names
 from asapc.passes.first_call import called, copied, unchanged
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
-from asapc.passes.observe import Leave, eager_calls, entering, replaced_forwards
+from asapc.passes.observe import Leave, eager_calls, entering, is_within, replaced_forwards
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.state import identical
 from asapc.program.apply import beyond_map
@@ -78,8 +78,8 @@ def compiled_modules(
     """
     if analysis.model is None:
         return [], {}
-    given = own(example)
-    eager = eager_calls(analysis.model, given.args, given.kwargs)
+    call = own(example)
+    eager = eager_calls(analysis.model, call.args, call.kwargs)
     modules: list[CompiledModule] = []
     left: dict[str, str] = {}
     teachers = {site for site, replacement in becomes.items() if replacement is None}
@@ -124,18 +124,18 @@ def _compiled(
 
 
 def _with_insides(
-    analysis: Analysis, found: Sequence[CompiledModule], example: Batch
+    analysis: Analysis, compiled: Sequence[CompiledModule], example: Batch
 ) -> list[CompiledModule]:
-    """With what the modules inside are like when they are called, and what their code reads."""
+    """Add what the modules inside are like when they are called, and what their code reads."""
     model, observed = analysis.model, analysis.capture.observed
     assert model is not None
     modes, drops = (
-        {_joined(module.program.name, path) for module in found for path in getattr(module, kind)}
+        {_joined(module.program.name, path) for module in compiled for path in getattr(module, kind)}
         for kind in ("modes", "drops")
     )
     paths = {
         module.program.name: _taken_over(model.get_submodule(module.program.name), module)
-        for module in found
+        for module in compiled
     }
     insides: dict[str, tuple[Inside, ...]] = {}
 
@@ -162,16 +162,16 @@ def _with_insides(
 
         return leave
 
-    if found:
+    if compiled:
         with entering(model, enter), torch.no_grad():
             output_of(model, example)
     for name in insides:
         codes = observed.within(name).codes
         insides[name] = _without_set(model, name, insides[name], codes, example)
-    calls = with_casts(model, {module.program.name: module.call for module in found}, example)
+    calls = with_casts(model, {module.program.name: module.call for module in compiled}, example)
     return [
         replace(module, inside=insides[module.program.name], call=calls[module.program.name])
-        for module in found
+        for module in compiled
     ]
 
 
@@ -181,8 +181,8 @@ _Cell = tuple[Any, Any]  # a dict or list, and where in it
 def _without_set(
     model: nn.Module, name: str, insides: Sequence[Inside], codes: Collection[CodeType], example: Batch
 ) -> tuple[Inside, ...]:
-    """Not guarding what the module's code sets before it reads it, which is no state. Tensors that it
-    leaves there are of its last call, and are taken away.  codes: of the functions that ran in it."""
+    """Do not guard what the module's code sets before it reads it: that is no state. Tensors that it
+    leaves there belong to its last call, and are taken away.  codes: of the functions that ran in it."""
     module = model.get_submodule(name)
     stored, _ = stored_names(codes)
     kinds = {"attr"} if stored else set[str]()
@@ -203,10 +203,10 @@ def _without_set(
         key for key, (holder, last) in cells.items()
         if len(cells) <= MOST_CELLS or isinstance(holder[last], Tensor)
     ]  # fmt: skip
-    found = [*cells] if is_set([*cells.values()]) else [
+    set_first = [*cells] if is_set([*cells.values()]) else [
         key for key in alone[:MOST_CELLS] if is_set([cells[key]])]  # fmt: skip
-    left = {way for key in found for way in ways[key]}
-    kept = {ways[key][0] for key in found if isinstance(cells[key][0][cells[key][1]], Tensor)}
+    left = {way for key in set_first for way in ways[key]}
+    kept = {ways[key][0] for key in set_first if isinstance(cells[key][0][cells[key][1]], Tensor)}
     return tuple(
         replace(
             one.without([steps for path, steps in left if path == one.path]),
@@ -263,20 +263,20 @@ def _are_set(model: nn.Module, name: str, cells: Sequence[_Cell], example: Batch
 
 
 def with_casts(model: nn.Module, calls: Mapping[str, Call], example: Batch) -> dict[str, Call]:
-    """With the dtypes that modules give under autocast.  calls: by the names of modules."""
+    """Add the dtypes that modules return under autocast.  calls: by the names of modules."""
     device = next((x.device.type for x in pytree.tree_leaves((example.args, example.kwargs))
                    if isinstance(x, Tensor)), "cpu")  # fmt: skip
     casts: dict[str, dict[str, str]] = {}
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         flat = calls[name].flat(args, kwargs)[0] if name in calls else []
-        given = dtypes_of(flat, device) if all(isinstance(x, Tensor) for x in flat) else ""
+        dtypes = dtypes_of(flat, device) if all(isinstance(x, Tensor) for x in flat) else ""
         output = forward(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-        if given and name in calls and calls[name].gives(len(tensors)):
+        if dtypes and name in calls and calls[name].gives(len(tensors)):
             kinds, known = dtypes_of(tensors, device), casts.setdefault(name, {})
-            if known.setdefault(given, kinds) != kinds:
-                known[given + GRADIENTS] = kinds
+            if known.setdefault(dtypes, kinds) != kinds:
+                known[dtypes + GRADIENTS] = kinds
         return output
 
     # A copy may keep what autocast makes of positions; what fails there has no dtypes.
@@ -300,18 +300,18 @@ def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
     called = {
         child.name for child in compiled.children
         if child.name not in compiled.modes | compiled.drops
-        and not any(site == child.name or site.startswith(f"{child.name}.") for site in sites)
+        and not any(is_within(site, child.name) for site in sites)
     }  # fmt: skip
     return [
         path for path, _ in module.named_modules(remove_duplicate=False)
-        if not any(path == name or path.startswith(f"{name}.") for name in called)
+        if not any(is_within(path, name) for name in called)
     ]  # fmt: skip
 
 
 def _tensors_of(operands: Operands) -> list[Node]:
     """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
     stop = {*operands.nodes.values()}
-    found: list[Node] = []
+    nodes: list[Node] = []
     stack: list[Any] = list(reversed([*operands.settings.values()]))
     while stack:
         item = stack.pop()
@@ -319,9 +319,9 @@ def _tensors_of(operands: Operands) -> list[Node]:
             stack.extend(reversed(item))
         elif isinstance(item, Node) and item not in stop:
             if item.op == "get_attr":
-                found.append(item)
+                nodes.append(item)
             stack.extend(reversed(item.args))
-    return found
+    return nodes
 
 
 def _tensor(graph: GraphModule, name: str) -> Tensor:

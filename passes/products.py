@@ -176,10 +176,10 @@ def einsum_of_two(node: Node) -> tuple[str, str, str, Node, Node] | None:
 
 
 def _einsum_product(node: Node) -> Product | None:
-    found = einsum_of_two(node)
-    if found is None:
+    operands = einsum_of_two(node)
+    if operands is None:
         return None
-    left, right, out, first, second = found
+    left, right, out, first, second = operands
     batch = [c for c in out if c in left and c in right]
     contracted = [c for c in left if c in right and c not in out]
     only_left = [c for c in left if c not in right]

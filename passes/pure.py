@@ -81,14 +81,15 @@ def leaves_nothing(
     modules = list(model.modules())
     if not all(map(_is_plain, modules)):
         return False
-    own = {c: vars(c) for m in modules for c in type(m).__mro__ if not c.__module__.startswith("torch.")}
+    every = (kind for module in modules for kind in type(module).__mro__)
+    classes = {kind: vars(kind) for kind in every if not kind.__module__.startswith("torch.")}
     spaces = list(spaces)
-    values = [plain_function(value) for home in (*spaces, *own.values()) for value in home.values()]
+    values = [plain_function(value) for home in (*spaces, *classes.values()) for value in home.values()]
     functions = {value.__code__: value for value in values if isinstance(value, FunctionType)}
     # By name, whether what the modules have is harmless.
     attributes = dict.fromkeys((code.co_name for code in codes), True)
     for module in modules:
-        for home in (vars(module), *(own[c] for c in type(module).__mro__ if c in own)):
+        for home in (vars(module), *(classes[x] for x in type(module).__mro__ if x in classes)):
             for name, value in home.items():
                 attributes[name] = attributes.get(name, True) and _is_harmless(value, codes)
         for name in (*module._modules, *module._parameters, *module._buffers):

@@ -156,15 +156,15 @@ def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> 
     """Normalised weights, and what is made of sorted tokens, that multiply something but do not come from
     a product of two activations."""
     owned = {region.value.node for candidates in regions.values() for region in candidates}
-    found = []
+    products = []
     for node in graph.graph.nodes:
         product = product_of(node)
         if product is None or node in owned or is_vector(product):
             continue
         weights = any(_is_normalised(operand) for operand in (product.left, product.right))
         if weights or any(x.target in SORTS for x in ancestors(product.left, until=BARRIERS)):
-            found.append(product)
-    return found
+            products.append(product)
+    return products
 
 
 def _is_normalised(node: Node) -> bool:
@@ -188,11 +188,11 @@ def rooted(region: Region, heads: int) -> Region:
     made_of: dict[Node, list[Node]] = {}
     made: set[Node] = set()
     for node in region.inputs:
-        found = _made_of(node, region) if depends_on_data(node) else None
-        if found is not None:
-            made_of[node], nodes = found
+        origin = _made_of(node, region) if depends_on_data(node) else None
+        if origin is not None:
+            made_of[node], nodes = origin
             made |= nodes
-    roots = dict.fromkeys(root for found in made_of.values() for root in found)
+    roots = dict.fromkeys(root for origin in made_of.values() for root in origin)
     if len(roots) not in (1, 2) or (len(made_of) == 1 and _broadcasts(next(iter(made_of)), region)):
         return _with_others_inside(region)
     shape = region.score.result.shape
@@ -222,12 +222,12 @@ def _made_of(node: Node, region: Region) -> tuple[list[Node], set[Node]] | None:
     above = reached(
         [node], lambda x: () if _is_root(x) else [y for y in x.all_input_nodes if is_tensor(y)]
     )
-    found = sorted(current for current in above if _is_root(current))
-    between = made_only_of(node, found)
-    if between is None or len(found) > 2 or any(rank_of(root) != 2 for root in found):
+    roots = sorted(current for current in above if _is_root(current))
+    between = made_only_of(node, roots)
+    if between is None or len(roots) > 2 or any(rank_of(root) != 2 for root in roots):
         return None
-    sizes = [(root.meta["val"].shape[-1], region.score.result.shape[-2:]) for root in found]
-    return (found, between) if all(any(same(x, y) for y in of) for x, of in sizes) else None
+    sizes = [(root.meta["val"].shape[-1], region.score.result.shape[-2:]) for root in roots]
+    return (roots, between) if all(any(same(x, y) for y in of) for x, of in sizes) else None
 
 
 def made_only_of(node: Node, roots: Collection[Node]) -> set[Node] | None:

@@ -140,9 +140,9 @@ def replay(
     matched = [[site.whole for site in its_sites] for its_sites in matched]
     sites = {site.name: (program, site) for program, its_sites in zip(programs, matched, strict=True)
              for site in its_sites}  # fmt: skip
-    found = {name: Replay() for name in sites}
+    replays = {name: Replay() for name in sites}
     if not sites:
-        return found
+        return replays
     parts = {name: site.part() for name, (_, site) in sites.items()}
     values: dict[str, dict[Node, Tensor]] = {}
     lifted = []
@@ -179,14 +179,14 @@ def replay(
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         if not bool(site.weighed(expected).isfinite().all()):
-            found[name].note("the data", math.inf)
-            found[name].rounding = math.inf
+            replays[name].note("the data", math.inf)
+            replays[name].rounding = math.inf
             continue
         with torch.no_grad():
             ours = _operated(site, kernels[name], t, expected)
-        found[name].note("the data", _difference(site, ours, expected))
-        if not found[name].errors["the data"] <= TOLERANCE:
-            found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
+        replays[name].note("the data", _difference(site, ours, expected))
+        if not replays[name].errors["the data"] <= TOLERANCE:
+            replays[name].rounding = max(replays[name].rounding, beyond.rounding(expected))
         sizes = tuple(given[node].shape for node in parts[name].inputs)
         if (name, sizes) in tried_on:
             continue
@@ -197,12 +197,12 @@ def replay(
             if not alike:
                 kinds_gradient[kinds[name]] = beyond.gradient_error(kernels[name])
         for tried, error in beyond_data:
-            found[name].note(tried, error)
-        found[name].gradient = max(found[name].gradient, kinds_gradient[kinds[name]])
+            replays[name].note(tried, error)
+        replays[name].gradient = max(replays[name].gradient, kinds_gradient[kinds[name]])
         tried_on.add((name, sizes))
         if beyond_data and all(error <= TOLERANCE for _, error in beyond_data):
             tried_on.add((kinds[name], sizes))  # where one fails, others may yet hold, or fail too
-    return found
+    return replays
 
 
 def _watch(

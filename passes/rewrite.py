@@ -176,5 +176,5 @@ def _dual_call(
     coefficients = constant("coefficients", arguments["coefficients"])
     arguments |= {"parameters": parameters, "coefficients": coefficients}
     target = (torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual).default
-    seen = {"q": o.q, "k": o.k, "keep": o.keep, "bias": o.bias}
-    return graph.graph.call_function(target, ordered(target, {**seen, **arguments}))
+    tensors = {"q": o.q, "k": o.k, "keep": o.keep, "bias": o.bias}
+    return graph.graph.call_function(target, ordered(target, {**tensors, **arguments}))

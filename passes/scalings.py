@@ -46,8 +46,8 @@ class _Apart:
 def joined_program(program: Program) -> Program | None:
     """The program with scalings put into the maps that they are of; None where there are none."""
     sums = frozenset(total for loop in find_loops(program.graph) for total in loop.sums)
-    found = [apart for node in program.graph.graph.nodes if (apart := _apart(node, sums)) is not None]
-    if not found:
+    places = [apart for node in program.graph.graph.nodes if (apart := _apart(node, sums)) is not None]
+    if not places:
         return None
     graph, nodes = copied(program.graph)
     became: dict[Node, Node] = {}
@@ -55,7 +55,7 @@ def joined_program(program: Program) -> Program | None:
     def now(node: Node) -> Node:
         return became.get(nodes[node], nodes[node])
 
-    for apart in found:
+    for apart in places:
         scaled, product, inner = nodes[apart.scaled], nodes[apart.product], nodes[apart.inner]
 
         def write(target: Any, *args: Any, root: Node = product) -> Node:

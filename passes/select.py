@@ -70,9 +70,14 @@ SLOWER_MODEL = "the whole model is slower than the teacher with it"
 
 @dataclass(eq=False)
 class Tried:
-    """A candidate at its site and what was measured of it; verdict: why it is out, empty if it is not."""
+    """A candidate at its site and what was measured of it; verdict: why it is out, empty if it is not.
+
+    attention, output: against the exact operator, of which `errors` are read.
+    """
 
     candidate: Candidate
+    attention: AttentionFidelity = field(default_factory=AttentionFidelity)
+    output: TensorFidelity = field(default_factory=TensorFidelity)
     errors: dict[str, float] = field(default_factory=dict)
     alone: dict[str, float] = field(default_factory=dict)
     price: Price | None = None
@@ -205,13 +210,12 @@ def _measure_sites(
     if not batches:
         return None, [], []
     tap = Tap(analysis.model, analysis.lifted, analysis.names)
-    approximate = [(opened, t) for opened in sites for t in opened.tried if t.approximate]
-    maps = {id(t): (AttentionFidelity(), TensorFidelity()) for _, t in approximate}
+    approximate = [t for opened in sites for t in opened.tried if t.approximate]
     largest, first = batches[0], list[SiteTensors]()
     outputs: list[Any] = []
-    seen = 0
+    examples = 0
     for batch in progress.track(batches, "selection split", len(batches)):
-        if seen and (not approximate or seen >= MAP_EXAMPLES):
+        if examples and (not approximate or examples >= MAP_EXAMPLES):
             break
         output, tensors = tap(batch)
         outputs.append(comparable(output))
@@ -220,22 +224,15 @@ def _measure_sites(
         for opened in sites:
             tried = [t for t in opened.tried if t.approximate]
             for piece in pieces(tensors[opened.index]) if tried else []:
-                _compare(opened.site.loop, tried, piece, maps)
-        seen += len(batch)
-    for _, t in approximate:
-        attention, output = maps[id(t)]
-        found = attention.metrics()
-        t.errors = {"attention_rel_l2": found.get("attention_rel_l2", math.inf)}
-        t.errors["output_rel_l2"] = output.metrics().get("output_rel_l2", math.inf)
+                _compare(opened.site.loop, tried, piece)
+        examples += len(batch)
+    for t in approximate:
+        metrics = t.attention.metrics() | t.output.metrics()
+        t.errors = {key: metrics.get(key, math.inf) for key in ("attention_rel_l2", "output_rel_l2")}
     return largest, first, outputs
 
 
-def _compare(
-    convention: Convention,
-    tried: Sequence[Tried],
-    t: SiteTensors,
-    maps: Mapping[int, tuple[AttentionFidelity, TensorFidelity]],
-) -> None:
+def _compare(convention: Convention, tried: Sequence[Tried], t: SiteTensors) -> None:
     values = clean_values(t.k if t.v is None else t.v, t.keep)
     with torch.no_grad():
         exact = apply_lossless(convention, t, None)
@@ -243,12 +240,11 @@ def _compare(
             replacement = moved(entry.candidate.replacement, t.q.device)
             assert isinstance(replacement, Amortised | Distilled)
             approximate = apply_replacement(convention, replacement, t, None)
-            attention, output = maps[id(entry)]
-            attention.update(exact, approximate, t.keep)
+            entry.attention.update(exact, approximate, t.keep)
             applied = approximate @ values
             if beyond_map(replacement):
                 applied = apply_replacement(convention, replacement, t, values)
-            output.update(exact @ values, applied)
+            entry.output.update(exact @ values, applied)
 
 
 class WholeModel:

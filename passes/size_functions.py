@@ -39,16 +39,17 @@ def free_functions(
         (space, key, value) for space in (vars(math), *spaces) for key, value in space.items()
         if isinstance(value, BuiltinFunctionType) and value in plain
     ]  # fmt: skip
-    methods = {method: getattr(torch.SymFloat, method) for method in ROUNDED}
+    rounding: Any = {
+        method: _of_sizes(name, getattr(torch.SymFloat, method), used) for method, name in ROUNDED.items()
+    }
+    of_numpy: Any = {name: _of_sizes(name, function, used) for function, name in plain.items()}
     for space, key, value in changed:
         space[key] = _of_sizes(plain[value], value, used)
-    for method, own in methods.items():
-        setattr(torch.SymFloat, method, _of_sizes(ROUNDED[method], own, used))
     try:
         with contextlib.ExitStack() as stack:
-            methods_of_numpy: Any = {name: _of_sizes(name, own, used) for own, name in plain.items()}
+            stack.enter_context(mock.patch.multiple(torch.SymFloat, **rounding))
             for size in (torch.SymInt, torch.SymFloat):  # np.log(n) calls n.log()
-                stack.enter_context(mock.patch.multiple(size, create=True, **methods_of_numpy))
+                stack.enter_context(mock.patch.multiple(size, create=True, **of_numpy))
             for kind in KINDS:
                 if not compared_by_identity(codes, kind.__name__):
                     number = _Kind(kind.__name__, (), {"plain": kind, "used": used, "taken": taken})
@@ -57,8 +58,6 @@ def free_functions(
     finally:
         for space, key, value in changed:
             space[key] = value
-        for method, own in methods.items():
-            setattr(torch.SymFloat, method, own)
 
 
 @contextlib.contextmanager
@@ -70,12 +69,8 @@ def free_lengths() -> Iterator[None]:
     def length(x: Any, /) -> Any:
         return x.shape[0] if isinstance(x, torch.Tensor) and x.dim() and by_the_model() else plain(x)
 
-    builtins.len = length
-    try:
-        with _free_layouts():
-            yield
-    finally:
-        builtins.len = plain
+    with mock.patch.object(builtins, "len", length), _free_layouts():
+        yield
 
 
 def _free_layouts() -> contextlib.AbstractContextManager[Any]:
@@ -88,9 +83,9 @@ def _free_layouts() -> contextlib.AbstractContextManager[Any]:
                    for axis, stride in enumerate(strides))  # fmt: skip
 
     def asking(of_whole: Callable[..., bool]) -> Any:
-        def asks(x: Any, *given: Any, **named: Any) -> bool:
-            layout = (x.shape, x.stride()) if isinstance(x, torch.Tensor) else (x, given[0])
-            return not is_part(*layout) and of_whole(x, *given, **named)
+        def asks(x: Any, *more: Any, **named: Any) -> bool:
+            layout = (x.shape, x.stride()) if isinstance(x, torch.Tensor) else (x, more[0])
+            return not is_part(*layout) and of_whole(x, *more, **named)
         return asks
 
     names, of = ("check_contiguous_sizes_strides", "is_channels_last_contiguous_2d"), torch._prims_common
@@ -115,23 +110,20 @@ def texts_of_sizes() -> Iterator[None]:
     size alone.  Let `divmod(n, 4)` be its quotient and remainder, which symbols do not know."""
     kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
     plain = {kind: kind.__repr__ for kind in kinds}
-    undivided = [kind for kind in kinds if not hasattr(kind, "__divmod__")]
 
     def text(size: Any) -> str:
         number = int if isinstance(size, torch.SymInt) else float
         return repr(number(size)) if by_the_model() else str(plain[type(size)](size))
 
-    for kind in plain:
-        kind.__repr__ = text
-    for kind in undivided:
-        kind.__divmod__ = lambda one, other: (one // other, one % other)
-    try:
+    def divided(one: Any, other: Any) -> tuple[Any, Any]:
+        return one // other, one % other
+
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "__repr__", text))
+            if not hasattr(kind, "__divmod__"):
+                stack.enter_context(mock.patch.object(kind, "__divmod__", divided, create=True))
         yield
-    finally:
-        for kind, own in plain.items():
-            kind.__repr__ = own
-        for kind in undivided:
-            del kind.__divmod__
 
 
 class _Kind(type):
@@ -141,10 +133,10 @@ class _Kind(type):
     used: list[str]
     taken: list[str]
 
-    def __call__(cls, *given: Any, **named: Any) -> Any:
-        size = given[0] if len(given) == 1 else None
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        size = args[0] if len(args) == 1 else None
         if not isinstance(size, (torch.SymInt, torch.SymFloat)) or not by_the_model():
-            return cls.plain(*given, **named)
+            return cls.plain(*args, **named)
         if cls.plain is float:
             cls.used.append("float")
             number: Any = size

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
@@ -31,6 +32,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 import asapc.inputs.onnx
 from asapc.formats.limits import demand, fixed_size
+from asapc.inputs.data import Batch
 
 SIZES = range(2, 4097)  # at which a guard on one size is tried
 LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds, it has no upper end
@@ -81,7 +83,6 @@ class Question:
 @contextlib.contextmanager
 def noting_questions() -> Iterator[list[Question]]:
     """All that the model's own code asks of its sizes while it is traced, each once."""
-    noted: dict[Question, None] = {}
     questions: list[Question] = []
     plain = {name: vars(torch.SymBool).get(name) for name in _ANSWERS}
     asked = torch.SymBool.__bool__
@@ -89,27 +90,19 @@ def noting_questions() -> Iterator[list[Question]]:
     def answering(name: str) -> Callable[..., Any]:
         def method(self: torch.SymBool, *others: Any) -> Any:
             if not by_the_model():
-                own = plain[name]
-                return getattr(asked(self), name)(*others) if own is None else own(self, *others)
+                known = plain[name]
+                return getattr(asked(self), name)(*others) if known is None else known(self, *others)
             answer = asked(self)
             question = Question(self.node.expr, answer)
-            if question not in noted:
-                noted[question] = None
+            if question not in questions:
                 questions.append(question)
             return answer if name == "__bool__" else getattr(answer, name)(*others)
 
         return method
 
-    for name in plain:
-        setattr(torch.SymBool, name, answering(name))
-    try:
+    methods: Any = {name: answering(name) for name in plain}
+    with mock.patch.multiple(torch.SymBool, create=True, **methods):
         yield questions
-    finally:
-        for name, own in plain.items():
-            if own is None:
-                delattr(torch.SymBool, name)
-            else:
-                setattr(torch.SymBool, name, own)
 
 
 def by_the_model() -> bool:
@@ -118,14 +111,13 @@ def by_the_model() -> bool:
 
 
 def keep_to_guards(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any],
-    questions: Sequence[Question] = (),
-) -> None:  # fmt: skip
+    exported: ExportedProgram, example: Batch, questions: Sequence[Question] = ()
+) -> None:
     """Narrow the ranges of a program's sizes, in its shape environment, to where its guards hold.
 
-    args, kwargs: the example, for which they do.  questions: of the model's own code.
+    They hold for the example.  questions: of the model's own code.
     """
-    known = _sizes(exported, args, kwargs)
+    known = _sizes(exported, example)
     fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
     sizes = {name: entry for name, entry in known.items() if name not in fixed}
     if not sizes:
@@ -160,7 +152,7 @@ def keep_to_guards(
 
 
 def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any]) -> dict[Any, int]:
-    """What sizes are at least where a question is answered as it was: of 2 and more, guards say it.
+    """The least sizes at which a question has the answer that it had; guards cover sizes of 2 and more.
 
     Of all ways to leave out the small sizes that answer otherwise, the one that leaves out fewest, and
     lengths rather than numbers of examples.
@@ -304,19 +296,17 @@ def _around(
     return low, int_oo if without_end else high
 
 
-def _sizes(
-    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, tuple[Any, int, int]]:
+def _sizes(exported: ExportedProgram, call: Batch) -> dict[str, tuple[Any, int, int]]:
     """(size, what it is in the example, axis) by the name that guards have for it."""
     places = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     values = [places.get(name) for name in exported.graph_signature.user_inputs]
     signature = exported.module_call_graph[0].signature
     names = None if signature is None else signature.forward_arg_names
-    given, _ = pytree.tree_flatten_with_path((args, kwargs))
-    found: dict[str, tuple[Any, int, int]] = {}
-    if len(given) != len(values):
-        return found
-    for (path, example), value in zip(given, values, strict=True):
+    leaves, _ = pytree.tree_flatten_with_path((call.args, call.kwargs))
+    by_name: dict[str, tuple[Any, int, int]] = {}
+    if len(leaves) != len(values):
+        return by_name
+    for (path, example), value in zip(leaves, values, strict=True):
         which, first, *rest = path
         name = first.key if which.idx == 1 else None  # type: ignore[attr-defined]
         if name is None and names is not None and first.idx < len(names):  # type: ignore[attr-defined]
@@ -327,5 +317,5 @@ def _sizes(
             number = fixed_size(size)
             if number is not None or size.node.expr.is_Symbol:  # type: ignore[attr-defined]
                 text = f"L[{name!r}]{pytree.keystr(tuple(rest))}.size()[{axis}]"
-                found[text] = size if number is None else number, int(example.shape[axis]), axis
-    return found
+                by_name[text] = size if number is None else number, int(example.shape[axis]), axis
+    return by_name

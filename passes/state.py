@@ -18,11 +18,12 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
-from asapc.passes.observe import Leave, entering, replaced_forwards
+from asapc.passes.observe import Leave, entering, is_within, replaced_forwards
 from asapc.passes.pure import leaves_nothing
 from asapc.program.state import (
     DEVICES,
@@ -143,7 +144,7 @@ class Observed:
         one_program: for all of its calls, where a program of the whole model has each of them.
         """
         for name, reason in {**(self.varying if one_program else {}), **self.changing}.items():
-            if not within or name == within or name.startswith(f"{within}."):
+            if is_within(name, within):
                 return f"{name or 'the model'} {reason}"
         return None
 
@@ -154,10 +155,10 @@ class Observed:
         return reason and f"the model must give the same for the same inputs: {reason}"
 
     def unlike_now(self, within: str, model: nn.Module) -> str | None:
-        """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace
-        of it alone would hold what the model leaves behind."""
+        """What a module, or one inside it, reads at every call and would not read now: a trace of it
+        alone would hold what the model leaves behind."""
         for name, values in self.values.items():
-            if name == within or name.startswith(f"{within}."):
+            if is_within(name, within):
                 now = self.reads(name, model.get_submodule(name))
                 for steps, value in values.items():
                     if now.get(steps, GONE) != value:
@@ -198,14 +199,14 @@ class Observed:
         objects that it can reach."""
         names = self.names.get(name, Names())
         stored, counted = stored_names(names.code)
-        own = stored - names.said - counted
+        unread = stored - names.said - counted
         try:
-            paths = reachable(module, replace(names, attributes=names.said | stored)) if own else {}
+            paths = reachable(module, replace(names, attributes=names.said | stored)) if unread else {}
         except TooMuch:
             paths = {(("attr", key),): None for key in vars(module)}
         return {
             steps: found(module, steps) for steps in sorted(paths, key=str)
-            if steps[-1][0] == "attr" and steps[-1][1] in own
+            if steps[-1][0] == "attr" and steps[-1][1] in unread
         }
 
     def kept(self, name: str, module: nn.Module, before: dict[Steps, Any]) -> tuple[Steps, ...]:
@@ -224,9 +225,9 @@ class Observed:
         or a slot, or what its class has shows up.  before: as above."""
         for steps, value in self.stored(name, module).items():
             holder = found(module, steps[:-1])
-            own, key = getattr(holder, "__dict__", {}), str(steps[-1][1])
-            goes = can_be_taken_away(steps) and key in own and not hasattr(type(holder), key)
-            is_own = len(steps) == 1 and key in own
+            attributes, key = getattr(holder, "__dict__", {}), str(steps[-1][1])
+            goes = can_be_taken_away(steps) and key in attributes and not hasattr(type(holder), key)
+            is_own = len(steps) == 1 and key in attributes
             if not goes and (is_own or _is_new_tensor(value, before.get(steps, GONE))):
                 return f"sets {text_of(steps)}, {_LEFT}"
         return None
@@ -239,9 +240,8 @@ class Observed:
 
     def within(self, outer: str) -> Observed:
         """Of a module and its parts, by their names in it."""
-        start = f"{outer}." if outer else ""
-        inner = {n.removeprefix(outer).removeprefix("."): x for n, x in self.names.items()
-                 if n == outer or n.startswith(start)}  # fmt: skip
+        inner = {name.removeprefix(outer).removeprefix("."): names for name, names in self.names.items()
+                 if is_within(name, outer)}  # fmt: skip
         return Observed(inner, caches=self.caches, registered=self.registered)
 
     def reads(self, name: str, module: nn.Module) -> dict[Steps, Value]:
@@ -255,57 +255,57 @@ def _is_new_tensor(value: Any, before: Any) -> bool:
 
 
 def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch] = ()) -> Observed:
-    """What the model reads on these batches, the first of which is its example.  larger: that it may
-    take, after which it computes what it did before, or remembers something."""
-    found, example = Observed(registered=frozenset(model.modules())), batches[0]
+    """What the model reads on these batches, the first of which is its example.  larger: batches that it
+    may take as well; a model that computes something else after them remembers something."""
+    state, example = Observed(registered=frozenset(model.modules())), batches[0]
     before, fresh = {module: {**vars(module)} for module in model.modules()}, Fresh(model, _is_users)
     profile = _profiled(model, example)
     if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
         profile = _profiled(model, example)  # what a first call imports is no code of the model
     homes = profile.find_apart(model)
-    found.caches = _caches(model, example, profile, before)
+    state.caches = _caches(model, example, profile, before)
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
         if module._forward_hooks or module._forward_pre_hooks:  # which run before it is entered, or after
             codes = codes | profile.codes.get(name.rpartition(".")[0], set())
         names = loaded_names(codes)
-        found.names[name] = replace(
+        state.names[name] = replace(
             names, homes=homes.get(name, frozenset()),
             environ=names.environ | profile.environ.get(name, set()),
         )  # fmt: skip
-        unread = set_globals(codes) - found.names[name].globals
+        unread = set_globals(codes) - state.names[name].globals
         if unread:
-            found.changing[name] = f"sets the global {min(unread)}, {_LEFT}"
+            state.changing[name] = f"sets the global {min(unread)}, {_LEFT}"
         asked = profile.questions.get(name, set())
-        loaded = found.names[name].said | found.names[name].globals
+        loaded = state.names[name].said | state.names[name].globals
         asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
         asked = asked.union(*map(questions_of, codes))
         if codes and not _of_torch(module):
-            found.questions[name] = frozenset(asked)
-        unsteady = profile.unsteady.get(name, set()) | (found.names[name].said & _OF_MEMORY)
+            state.questions[name] = frozenset(asked)
+        unsteady = profile.unsteady.get(name, set()) | (state.names[name].said & _OF_MEMORY)
         if unsteady:
-            found.changing[name] = f"asks for {min(unsteady)}, which is not always the same"
-    found.eager = profile.traced
-    found.spaces = [*profile.spaces.values()]
-    ran = [_entries(model, batch, found) for batch in batches]
+            state.changing[name] = f"asks for {min(unsteady)}, which is not always the same"
+    state.eager = profile.traced
+    state.spaces = [*profile.spaces.values()]
+    ran = [_entries(model, batch, state) for batch in batches]
     runs = [entries for entries, _ in ran]
-    copying = [name for name in found.questions if found.names[name].said & _COPIES_OR_NOT]
-    if not leaves_nothing(model, found.codes, found.spaces):
+    copying = [name for name in state.questions if state.names[name].said & _COPIES_OR_NOT]
+    if not leaves_nothing(model, state.codes, state.spaces):
         if copying and _depends_on_layout(model, example, ran[0][1]):
             for name in copying:
-                found.questions[name] |= {"layout"}
+                state.questions[name] |= {"layout"}
         written = fresh.written(model)
-        found.changing |= dict.fromkeys(written, "writes into weights or buffers when it is first called")
+        state.changing |= dict.fromkeys(written, "writes into weights or buffers when it is first called")
         if not written:
-            _note_memory(model, example, larger, found, ran, fresh)
-    for name in found.names:
-        _compare(name, [run.get(name, []) for run in runs], found)
-    if any("training" in asked for asked in found.questions.values()):
-        with fresh.copy(weights=True) as own:  # code may write into weights in training mode alone
-            trained = _training(own, example) if own is not model else set(found.names)
-        for name in found.questions.keys() - trained:
-            found.questions[name] -= {"training"}
-    return found
+            _note_memory(model, example, larger, state, ran, fresh)
+    for name in state.names:
+        _compare(name, [run.get(name, []) for run in runs], state)
+    if any("training" in asked for asked in state.questions.values()):
+        with fresh.copy(weights=True) as copy:  # code may write into weights in training mode alone
+            trained = _training(copy, example) if copy is not model else set(state.names)
+        for name in state.questions.keys() - trained:
+            state.questions[name] -= {"training"}
+    return state
 
 
 def _profiled(model: nn.Module, example: Batch) -> _Profile:
@@ -317,22 +317,20 @@ def _profiled(model: nn.Module, example: Batch) -> _Profile:
 def _caches(
     model: nn.Module, example: Batch, profile: _Profile, before: Mapping[nn.Module, Mapping[str, Any]]
 ) -> Caches:
-    """What modules keep of sizes and buffers, such as positions, and compute again where nothing is kept:
-    the same whatever the inputs and parameters are and however often they ran, and outputs are the same
-    without it.
+    """What modules compute from sizes and buffers and keep, such as positions, and compute again where it
+    is missing: the same for all inputs and parameters, however often they ran, with the same outputs.
 
-    profile: what ran, which then has the code that computes it.  before: attributes when nothing had run.
+    profile: of what ran; it takes up the code that computes them.  before: attributes before any run.
     """
     tried: dict[nn.Module, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        codes, own = profile.codes.get(name, ()), vars(module)
-        names = stored_names(codes)[0] & loaded_names(codes).said & own.keys()
-        kept = {key: own[key] for key in sorted(names) if _can_be_emptied(own[key])}
+        codes, attributes = profile.codes.get(name, ()), vars(module)
+        names = stored_names(codes)[0] & loaded_names(codes).said & attributes.keys()
+        kept = {key: attributes[key] for key in sorted(names) if _can_be_emptied(attributes[key])}
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(kept)):
             tried[module] = kept
     if not tried:
         return {}
-    args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
 
     def anew(run: Callable[[], Any]) -> tuple[Any, Caches]:
         with emptied(tried):
@@ -340,11 +338,8 @@ def _caches(
 
     expected = output_of(model, example)
     try:
-        outputs, kept = anew(
-            lambda: (profile.run(model, example), output_of(model, example))
-        )
-        others = Batch(args, kwargs, None, [])
-        _, other = anew(lambda: called(model, others, other_weights(model)))
+        outputs, kept = anew(lambda: (profile.run(model, example), output_of(model, example)))
+        _, other = anew(lambda: called(model, example.mapped(others_for), other_weights(model)))
     except Exception:  # of the model, which cannot do without
         return {}
     if not identical(outputs, (expected, expected)):
@@ -358,18 +353,17 @@ def _can_be_emptied(kept: Any) -> bool:
     return all(leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, int) for leaf in leaves)
 
 
-def others_for(leaf: Any) -> Any:
+def others_for(x: Tensor) -> Tensor:
     """Other numbers of the same sizes, and another mask."""
-    is_mask = isinstance(leaf, Tensor) and leaf.dtype is torch.bool
-    return ~leaf if is_mask else _scaled(3.0, _masked(leaf))
+    return ~x if x.dtype is torch.bool else _scaled(3.0, _masked(x))
 
 
 def emptied(caches: Caches) -> contextlib.AbstractContextManager[None]:
     """With nothing in these attributes: no entries, no length, so that code computes them anew."""
     nothing = lambda x: x[(slice(0, 0),) * x.dim()] if isinstance(x, Tensor) else type(x)()  # noqa: E731
     kept = {module: {key: vars(module)[key] for key in names} for module, names in caches.items()}
-    return holding({m: {key: pytree.tree_map(nothing, x) for key, x in own.items()}
-                    for m, own in kept.items()})  # fmt: skip
+    return holding({m: {key: pytree.tree_map(nothing, x) for key, x in values.items()}
+                    for m, values in kept.items()})  # fmt: skip
 
 
 def _of_torch(module: nn.Module) -> Names | None:
@@ -377,8 +371,8 @@ def _of_torch(module: nn.Module) -> Names | None:
     if not type(module).__module__.startswith("torch."):
         return None
     dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-    own = vars(module).items()
-    return Names(frozenset(name for name, value in own if not dropout and not isinstance(value, Tensor)))
+    settings = () if dropout else vars(module).items()
+    return Names(frozenset(name for name, value in settings if not isinstance(value, Tensor)))
 
 
 class _Profile:
@@ -485,10 +479,10 @@ _Run = tuple[dict[str, list[_Entry]], Any]
 
 
 def _note_memory(
-    model: nn.Module, example: Batch, larger: Sequence[Batch], found: Observed, ran: Sequence[_Run],
+    model: nn.Module, example: Batch, larger: Sequence[Batch], state: Observed, ran: Sequence[_Run],
     fresh: Fresh,
 ) -> None:  # fmt: skip
-    """Notes what makes the model compute something else after other calls than it did before.
+    """Note what makes the model compute something else after other calls.
 
     ran: of which the first and the last were on the example.  fresh: the model before all of them.
     """
@@ -498,9 +492,9 @@ def _note_memory(
         name: _Entry(entries[0].values, _weights(alone.get_submodule(name)))
         for name, entries in entered.items()
     }
-    args, kwargs = pytree.tree_map(others_for, (example.args, example.kwargs))
-    given = [(example, other_weights(model)), (Batch(args, kwargs, None, []), dict[str, Tensor]())]
-    for loud, weights in (*given, *((batch, dict[str, Tensor]()) for batch in larger)):
+    plain = dict[str, Tensor]()
+    others = ((batch, plain) for batch in (example.mapped(others_for), *larger))
+    for loud, weights in ((example, other_weights(model)), *others):
         for batch in (loud, _quieter(loud)):
             is_other = is_finite = False
             with contextlib.suppress(Exception):  # of the model: it takes no such inputs
@@ -509,16 +503,16 @@ def _note_memory(
                 with fresh.copy() as first:
                     is_other = not identical(called(first, batch, weights), output)
             if is_other:
-                _note_first(model, alone, fresh, batch, weights, found)
+                _note_first(model, alone, fresh, batch, weights, state)
             if is_other or is_finite:  # NaN is the same whatever came first
                 break
-    after, output = _entries(alone, example, found.of_copy(model, alone))
+    after, output = _entries(alone, example, state.of_copy(model, alone))
     if not identical(output, expected):
         pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
         unsteady = {name: reason for name, reason in pairs if reason is not None}
         if not unsteady and identical(again, expected):
             unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
-        found.changing |= unsteady
+        state.changing |= unsteady
 
 
 def other_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -528,50 +522,49 @@ def other_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _note_first(
     model: nn.Module, later: nn.Module, fresh: Fresh, batch: Batch, weights: dict[str, Tensor],
-    found: Observed,
+    state: Observed,
 ) -> None:  # fmt: skip
-    """Notes the modules that keep something else, or give something else of the same, where this comes
-    first."""
-    told, unlike = dict[str, str](), list[str]()
-    calls, now_of = calls_of(later, batch, weights), found.of_copy(model, later)
+    """Note the modules that keep or compute something else where this data, or weights, come first."""
+    reasons, unlike = dict[str, str](), list[str]()
+    calls, now_of = calls_of(later, batch, weights), state.of_copy(model, later)
     with fresh.copy() as other:
         for now, then in zip(calls, calls_of(other, batch, weights), strict=False):
             inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
             explained = inside or now.name != then.name or not identical(now.given, then.given)
             if not explained and not identical(now.output, then.output):
                 unlike.append(now.name)
-        then_of = found.of_copy(model, other)
+        then_of = state.of_copy(model, other)
         for name, module in other.named_modules():
             with contextlib.suppress(TooMuch):
                 first, reads = then_of.reads(name, module), now_of.reads(name, later.get_submodule(name))
                 made = [text_of(path) for path in first if first[path] != reads.get(path, GONE)]
                 if made:
-                    told[name] = f"makes {made[0]} once, of what comes first"
-    for name in unlike if told else unlike or [""]:
-        told.setdefault(name, "computes something else where other data or weights came first")
-    found.changing = {**told, **found.changing}
+                    reasons[name] = f"makes {made[0]} once, of what comes first"
+    for name in unlike if reasons else unlike or [""]:
+        reasons.setdefault(name, "computes something else where other data or weights came first")
+    state.changing = {**reasons, **state.changing}
 
 
-def _entries(model: nn.Module, batch: Batch, found: Observed) -> _Run:
-    """What every module can read, whenever it is entered in one run; and what the model gives."""
+def _entries(model: nn.Module, batch: Batch, state: Observed) -> _Run:
+    """What every module can read at each of its calls in one run, and the model's output."""
     entries: dict[str, list[_Entry]] = {}
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = model.get_submodule(name)
-        before, tags = found.stored(name, module), _tags((args, kwargs))
+        before, tags = state.stored(name, module), _tags((args, kwargs))
         values: dict[Steps, Value] = {}
         try:
-            values = found.reads(name, module)
+            values = state.reads(name, module)
         except TooMuch as error:
-            found.changing[name] = str(error)
+            state.changing[name] = str(error)
         entries.setdefault(name, []).append(_Entry(values, _weights(module)))
         output = forward(*args, **kwargs)
-        left = found.left_behind(name, module, before)
+        left = state.left_behind(name, module, before)
         set_now = {key for _, key in _tags((args, kwargs, output)) - tags}
         if set_now:
             left = f"sets an attribute of a tensor, {min(set_now)}, which compiled code would not set"
         if left is not None:
-            found.changing[name] = left
+            state.changing[name] = left
         return output
 
     with replaced_forwards(model, around):
@@ -586,30 +579,30 @@ def _tags(values: Any) -> set[tuple[int, str]]:
 
 
 def _weights(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    own = {**module._parameters, **module._buffers}
-    kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
+    tensors = {**module._parameters, **module._buffers}
+    kept = {key: x for key, x in tensors.items() if x is not None and not x.is_inference()}
     return {key: (x, x._version) for key, x in kept.items()}
 
 
-def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> None:
-    """Notes of a module what it always reads, and what makes it change."""
+def _compare(name: str, runs: Sequence[Sequence[_Entry]], state: Observed) -> None:
+    """Note what a module always reads, and what makes it change."""
     everything = [entry for run in runs for entry in run]
     if not everything:
         return
-    for entries, told in (*((pair, found.changing) for pair in zip(*runs, strict=False)),
-                          (everything, found.varying)):  # fmt: skip
+    for entries, reasons in (*((pair, state.changing) for pair in zip(*runs, strict=False)),
+                          (everything, state.varying)):  # fmt: skip
         for first, other in ((entries[0], entry) for entry in entries[1:]):
             reason = _difference(first, other)
             if reason is not None:
-                told.setdefault(name, reason)
-    found.values[name] = {
+                reasons.setdefault(name, reason)
+    state.values[name] = {
         steps: value for steps, value in everything[0].values.items()
         if all(entry.values.get(steps, GONE) == value for entry in everything)
     }  # fmt: skip
 
 
 def _difference(one: _Entry, other: _Entry) -> str | None:
-    """What is read of one and is another there, or a weight that was written."""
+    """A value that differs between the two, or a weight that was written between them, in words."""
     for steps in dict.fromkeys((*one.values, *other.values)):
         pair = one.values.get(steps, GONE), other.values.get(steps, GONE)
         if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]:
@@ -659,10 +652,10 @@ class _NoDropout(TorchFunctionMode):
                 share, kwargs = kwargs.get("dropout_p", 0.0), {**kwargs, "dropout_p": 0.0}
         self.called.append((func, share == 0))
         result = func(*args, **kwargs)
-        given = pytree.tree_leaves(args)
+        operands = pytree.tree_leaves(args)
         for place, (tensor, within) in enumerate(self.dropped):
-            if any(x is tensor for x in given):
-                if func in _PRODUCTS and all(x.dim() > 2 for x in given if isinstance(x, Tensor)):
+            if any(x is tensor for x in operands):
+                if func in _PRODUCTS and all(x.dim() > 2 for x in operands if isinstance(x, Tensor)):
                     self.dropped.pop(place)
                 elif func in _SAME_MAP:
                     self.dropped[place] = (result, within)
@@ -673,7 +666,7 @@ class _NoDropout(TorchFunctionMode):
 def _depends_on_layout(model: nn.Module, example: Batch, expected: Any) -> bool:
     """Whether the model computes something else where its inputs are not contiguous: code has written
     into what .contiguous() gave, which is a copy only then."""
-    leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
+    leaves = example.leaves
     for axes in ((0, -1), (1, 2), (-2, -1)):
         turned = [
             x.transpose(*axes).contiguous().transpose(*axes)
@@ -682,16 +675,16 @@ def _depends_on_layout(model: nn.Module, example: Batch, expected: Any) -> bool:
         ]  # fmt: skip
         if all(map(operator.is_, leaves, turned)):
             continue
-        args, kwargs = pytree.tree_unflatten(turned, spec)
+        batch = example.with_leaves(turned)
         with contextlib.suppress(Exception):  # of the model: it takes no such inputs
-            if not largest_difference(expected, model(*args, **kwargs)) <= _ALIKE:
+            if not largest_difference(expected, model(*batch.args, **batch.kwargs)) <= _ALIKE:
                 return True
     return False
 
 
 def _training(model: nn.Module, example: Batch) -> set[str]:
-    """The modules whose code computes something else in training mode, dropout of maps apart, and that of
-    torch's modules."""
+    """The modules whose own code computes something else in training mode, apart from dropout of maps
+    and torch's modules."""
     before = {module: module.training for module in model.modules()}
     names = {name for name, _ in model.named_modules()}
 
@@ -711,8 +704,8 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
     try:
         for module in before:
             module.training = not type(module).__module__.startswith("torch.")
-        found, trained = run()
-        if trained.called != mode.called or not identical(found, expected):
+        output, trained = run()
+        if trained.called != mode.called or not identical(output, expected):
             return names
         return {name for _, within in trained.dropped for name in within}
     except Exception:  # of the model, which then is another in training mode
@@ -725,17 +718,10 @@ def _training(model: nn.Module, example: Batch) -> set[str]:
 # Tracing
 
 
-@contextlib.contextmanager
-def answering(traced: bool) -> Iterator[None]:
+def answering(traced: bool) -> contextlib.AbstractContextManager[object]:
     """What torch.compiler.is_compiling and is_exporting answer."""
-    before = {name: getattr(torch.compiler, name) for name in _FLAGS}
-    try:
-        for name in _FLAGS:
-            setattr(torch.compiler, name, traced)
-        yield
-    finally:
-        for name, flag in before.items():
-            setattr(torch.compiler, name, flag)
+    flags: dict[str, Any] = dict.fromkeys(_FLAGS, traced)
+    return mock.patch.multiple(torch.compiler, **flags) if flags else contextlib.nullcontext()
 
 
 def untraced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -747,18 +733,17 @@ def untraced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
     """Whether the model computes the same, bit for bit, where it is told that it is being traced: on the
     batch, and on what differs from it in what it hides and in how large its numbers are."""
-    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
-    tried = [leaves, *(
-        [change(leaf) if place == number else leaf for number, leaf in enumerate(leaves)]
-        for place in range(len(leaves)) for change in _CHANGES
-    )]  # fmt: skip
-    for given in tried:
-        args, kwargs = pytree.tree_unflatten(given, spec)
+    leaves = batch.leaves
+    changed = (
+        [*leaves[:place], change(leaf), *leaves[place + 1 :]] for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) for change in _CHANGES
+    )  # fmt: skip
+    for tried_on in (batch, *map(batch.with_leaves, changed)):
         outputs = []
         for traced in (False, True):
             try:
                 with torch.random.fork_rng(devices=[]), answering(traced):
-                    outputs.append(model(*args, **kwargs))
+                    outputs.append(model(*tried_on.args, **tried_on.kwargs))
             except Exception as error:  # of the model: inputs that it does not take
                 outputs.append(type(error).__name__)
         if not identical(*outputs):
@@ -766,31 +751,27 @@ def is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
     return True
 
 
-def _masked(leaf: Any) -> Any:
+def _masked(x: Tensor) -> Tensor:
     """Another half of the tokens hidden, if it is a mask; other numbers otherwise."""
-    if not isinstance(leaf, Tensor) or leaf.dim() < 2:
-        return leaf
-    changed = leaf.clone()
-    changed[..., leaf.shape[-1] // 2 :] = 0
+    if x.dim() < 2:
+        return x
+    changed = x.clone()
+    changed[..., x.shape[-1] // 2 :] = 0
     return changed
 
 
 def _quieter(batch: Batch) -> Batch:
-    def quiet(leaf: Any) -> Any:
-        return leaf / LOUD if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    args, kwargs = pytree.tree_map(quiet, (batch.args, batch.kwargs))
-    return Batch(args, kwargs, None, [])
+    return batch.mapped(lambda x: x / LOUD if x.is_floating_point() else x)
 
 
-def _scaled(scale: float, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.dtype is torch.bool:
-        return leaf
+def _scaled(scale: float, x: Tensor) -> Tensor:
+    if x.dtype is torch.bool:
+        return x
     fewer = 2 if scale > 1 else 3  # of lengths, and no unknown word
-    return leaf * scale if leaf.is_floating_point() else leaf.div(fewer, rounding_mode="floor")
+    return x * scale if x.is_floating_point() else x.div(fewer, rounding_mode="floor")
 
 
-_CHANGES: tuple[Callable[[Any], Any], ...] = (
+_CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     _masked, *(functools.partial(_scaled, scale) for scale in (1e-3, 3.0, 30.0, 1e3)),
 )  # fmt: skip
 
@@ -807,6 +788,6 @@ def _plainly_equal(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and equal(one, other)
     now = encoded(one)
     if isinstance(now, tuple) and now[0] == "object":  # of the user's
-        own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)
-        return own is not None and own.keys() == (others or {}).keys() and identical(own, others)
+        mine, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)
+        return mine is not None and mine.keys() == (others or {}).keys() and identical(mine, others)
     return now == encoded(other)

@@ -108,10 +108,24 @@ class Batch:
         """Where its tensors are; the CPU where it has none."""
         return next((tensor.device for tensor in self.tensors()), CPU)
 
+    @property
+    def leaves(self) -> list[Any]:
+        """What args and kwargs hold, in order."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Batch:
+        """With these in their place."""
+        spec = pytree.tree_structure((self.args, self.kwargs))
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return replace(self, args=args, kwargs=kwargs)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """With what a function makes of each of its tensors."""
+        return self.with_leaves([function(x) if isinstance(x, Tensor) else x for x in self.leaves])
+
     def tensors(self) -> list[Tensor]:
         """Those among args and kwargs, in order."""
-        given = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in given if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 class DataSource(ABC):
@@ -598,7 +612,7 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
         return value[index.start : index.stop] if isinstance(index, range) else value[index]
 
     return replace(
-        _mapped(batch, pick),
+        batch.mapped(pick),
         labels=None if batch.labels is None else pick(batch.labels),
         teacher=None if batch.teacher is None else pick(batch.teacher),
         hashes=[batch.hashes[i] for i in index],
@@ -608,18 +622,13 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
 
 def own(batch: Batch) -> Batch:
     """A copy; a view would keep the parent tensor alive."""
-    return _mapped(batch, Tensor.clone)
+    return batch.mapped(Tensor.clone)
 
 
 def output_of(model: Callable[..., Any], batch: Batch) -> Any:
     """What a model gives, which may write into the tensors, lists and dicts that it is given."""
     given = own(batch)
     return model(*given.args, **given.kwargs)
-
-
-def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    args, kwargs = pytree.tree_map_only(Tensor, function, (batch.args, batch.kwargs))
-    return replace(batch, args=args, kwargs=kwargs)
 
 
 def _layout(batch: Batch) -> Any:

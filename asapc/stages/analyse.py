@@ -71,8 +71,8 @@ def analyse_teacher(
     """
     example, *more = first_batches(source)
     known = None if replayed is None else Replayed.from_json(replayed)
-    found = analyse(teacher, example, drop_maps, more, progress, known, device, softmax)
-    return found, example
+    analysis = analyse(teacher, example, drop_maps, more, progress, known, device, softmax)
+    return analysis, example
 
 
 Analyse = Callable[..., tuple[Analysis, Batch]]
@@ -83,9 +83,9 @@ def analysed_once() -> Analyse:
     to need the analysis makes it."""
     known: list[tuple[Analysis, Batch]] = []
 
-    def once(*given: Any, **named: Any) -> tuple[Analysis, Batch]:
+    def once(*args: Any, **named: Any) -> tuple[Analysis, Batch]:
         if not known:
-            known.append(analyse_teacher(*given, **named))
+            known.append(analyse_teacher(*args, **named))
         return known[0]
 
     return once
@@ -138,7 +138,7 @@ def _examples_of(teacher: Teacher, data: str | None) -> list[Batch]:
 
 def first_batches(source: DataSource) -> list[Batch]:
     """What a model is captured on, and what its sites are replayed on besides."""
-    found = [own(b) for b in itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES)]
-    if not found:
+    batches = [own(b) for b in itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES)]
+    if not batches:
         raise InputError(f"{source.source}: the data must hold examples", got="none")
-    return found
+    return batches

@@ -109,14 +109,14 @@ def fit(
 ) -> tuple[dict[str, tuple[AnySiteCalibration, ...]], list[int]]:
     """The fits of every site, in the order of its candidates, and the hashes of the examples used."""
     fitted: dict[str, dict[int, AnySiteCalibration]] = {}
-    seen: list[int] = []
+    hashes: list[int] = []
     behind = ""
     for sites in plan.rounds:
         first = {name: fits[min(fits)] for name, fits in fitted.items()}
-        behind_them = analysis.rewritten({name: own.replacement for name, own in first.items()})
+        behind_them = analysis.rewritten({name: earliest.replacement for name, earliest in first.items()})
         tap = Tap(analysis.model, behind_them, analysis.names)
         waiting = [p for p in plan.pending if p.site in sites]
-        fits, seen = stream(
+        fits, hashes = stream(
             waiting,
             examples_of_fit(source, plan.recipe, plan.size, waiting, behind, processes),
             partial(_observed, tap, any(isinstance(p.collector, Distiller) for p in waiting)),
@@ -125,13 +125,13 @@ def fit(
             f"calibrating {analysis.sites[sites[0]].name}" if plan.sequential else "calibrating",
             processes,
         )
-        if not seen:
+        if not hashes:
             raise empty_split(source, "calibration")
-        behind = digest([behind, seen])
+        behind = digest([behind, hashes])
         for p in waiting:
             if p.key in fits:
                 fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
-    return {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}, seen
+    return {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}, hashes
 
 
 @contextlib.contextmanager
@@ -162,10 +162,10 @@ def tell_shortages(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Warn of fits, of those chosen or of all, that rest on too little; returns what files say of it."""
-    found = shortages(sites, chosen)
-    for shortage in found:
+    missing = shortages(sites, chosen)
+    for shortage in missing:
         progress.note(f"warning: {shortage.text}")
-    return [shortage.to_dict() for shortage in found]
+    return [shortage.to_dict() for shortage in missing]
 
 
 def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collector | None:
@@ -196,16 +196,16 @@ def digest(document: Any) -> str:
 
 def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:
     """What every site sees.  with_values: a fit needs them."""
-    seen: dict[str, SiteTensors] = {}
+    by_site: dict[str, SiteTensors] = {}
 
     def see(site: str, t: SiteTensors) -> None:
         if not with_values:  # as views they would keep the values, too
             t = replace(t, q=t.q.clone(), k=t.k.clone(), v=None)
-        seen[site] = t
+        by_site[site] = t
         give_back()  # what is kept lies between what is not
 
     tap.watch(batch, see)
-    return [seen[site] for site in tap.sites]
+    return [by_site[site] for site in tap.sites]
 
 
 def _within(

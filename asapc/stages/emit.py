@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
@@ -25,7 +25,7 @@ from asapc.inputs.program_operators import unlisted
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.measure.differences import largest_difference
-from asapc.passes.analyse import Site
+from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import Choice
 from asapc.passes.patches import compiled_modules, with_casts
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
@@ -93,6 +93,22 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["soft_to_hard"] = c.chosen.switch
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
+    if not c.whole:
+        return manifest
+    if others := _not_applied(analysis):
+        manifest["not_applied"] = others
+    if analysis.model is not None:
+        if teacher.onnx is None:  # no file says what is to be trained
+            manifest |= _trained(analysis.model)
+        (program,) = analysis.capture.programs
+        flat = Batch(program.args, program.kwargs, None, []).tensors()
+        if questions := set().union(*analysis.capture.observed.questions.values()):
+            manifest["questions"] = sorted(answered(one, analysis.model, flat) for one in questions)
+    return manifest
+
+
+def _not_applied(analysis: Analysis) -> list[str]:
+    """What the teacher does in training mode, and no program of it."""
     others = [*not_applied(program.graph.graph for program in analysis.capture.untouched)]
     parts = dict(analysis.model.named_modules()) if analysis.model is not None else {}
     ran = [parts.get(call.name) for program in analysis.capture.programs for call in program.calls]
@@ -101,33 +117,26 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     hooks = [hook for part in parts.values() for hook in part._forward_pre_hooks.values()]
     if any(type(one).__name__.endswith("SpectralNorm") for one in (*parts.values(), *hooks)):
         others.append("power iterations (spectral_norm)")
-    if c.whole and others:
-        manifest["not_applied"] = others
-    users = c.whole and parts and teacher.onnx is None  # no file says what is to be trained
-    weights = dict(parts[""].named_parameters(remove_duplicate=False)) if users else {}
-    frozen = [name for name, weight in weights.items() if not weight.requires_grad]
-    if frozen:
-        manifest["frozen"] = frozen
-    if weights:
-        first = {weight: name for name, weight in reversed(weights.items())}
-        manifest["parameters"] = [[name, first[weight]] for name, weight in weights.items()]
-    buffers = dict(parts[""].named_buffers(remove_duplicate=False)) if users else {}
-    if hidden := sorted(buffers.keys() - (parts[""].state_dict().keys() if users else ())):
-        manifest["not_persistent"] = hidden
-    questions = set().union(*analysis.capture.observed.questions.values())
-    if c.whole and questions and analysis.model is not None:
-        (program,) = analysis.capture.programs
-        flat = [x for x in pytree.tree_leaves((program.args, program.kwargs)) if isinstance(x, Tensor)]
-        manifest["questions"] = sorted(answered(one, analysis.model, flat) for one in questions)
-    return manifest
+    return others
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """Which weights are trained, which are one weight, and which buffers no state dict has."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    first = {weight: name for name, weight in reversed(weights.items())}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    names = {
+        "frozen": [name for name, weight in weights.items() if not weight.requires_grad],
+        "parameters": [[name, first[weight]] for name, weight in weights.items()],
+        "not_persistent": sorted(buffers.keys() - model.state_dict().keys()),
+    }
+    return {key: value for key, value in names.items() if value}
 
 
 def _emit_onnx(folder: Path, c: Compilation, onnx: OnnxSettings | None, progress: Progress) -> None:
     """model.onnx, if asked for or if the teacher is one: then its file is edited, where that can be."""
     if c.teacher.onnx is not None and c.whole:
-        captured, compiled = c.analysis.capture.untouched[0].graph, c.compiled[0].graph
-        settings = onnx or OnnxSettings()
-        write_edited_or_whole(folder, c.teacher, captured, compiled, c.source, settings, progress)
+        write_edited_or_whole(folder, c, onnx or OnnxSettings(), progress)
     elif onnx is not None:
         write_verified(read_artifact(folder, ("graph",), trust=True), c.source, onnx, progress)
     elif c.teacher.onnx is not None:
@@ -162,26 +171,26 @@ def _forward(c: Compilation) -> dict[str, Any]:
 
 def _computed(output: Any, program: Program) -> Any:
     """What the model returned, with a tensor for all that the program computes, sizes too."""
-    given, spec = pytree.tree_flatten(output)
+    returned, spec = pytree.tree_flatten(output)
     (values,) = program.graph.graph.output_node().args
-    found = pytree.tree_leaves(values)
-    if len(found) != len(given):
+    computed = pytree.tree_leaves(values)
+    if len(computed) != len(returned):
         raise Undescribable("outputs that are not what the program has")
-    pairs = zip(found, given, strict=True)
+    pairs = zip(computed, returned, strict=True)
     leaves = [torch.empty(0) if isinstance(x, Node) else value for x, value in pairs]
     return pytree.tree_unflatten(leaves, spec)
 
 
 def _sizes(programs: Sequence[Program]) -> str:
     """The sizes that the programs hold for, in words; of a module only where a size has limits."""
-    told = []
+    texts = []
     for program in programs:
         places = traced_places(program.graph)
         known, limits = known_of([place.meta["val"] for place in places])
         if limits or not program.name:
             text = sizes_text([place.name for place in places], known, limits)
-            told.append(f"{program.name}: {text}" if program.name else text)
-    return "; ".join(told)
+            texts.append(f"{program.name}: {text}" if program.name else text)
+    return "; ".join(texts)
 
 
 def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:

@@ -5,37 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.fx import GraphModule
-
 from asapc.artifact import Artifact, read_artifact
 from asapc.errors import InputError
 from asapc.inputs.data import Batch, DataSource
 from asapc.inputs.onnx.settings import OnnxSettings, require_extra
-from asapc.inputs.teacher import Teacher
 from asapc.report.evaluate import Unseen
+from asapc.stages.rewrite import Compilation
 from asapc.terminal.progress import Progress
 
 VERIFIED_EXAMPLES = 16  # that a file is run on, at many shapes
 
 
 def write_edited_or_whole(
-    folder: Path,
-    teacher: Teacher,
-    captured: GraphModule,
-    compiled: GraphModule,
-    source: DataSource,
-    settings: OnnxSettings,
-    progress: Progress,
+    folder: Path, c: Compilation, settings: OnnxSettings, progress: Progress
 ) -> None:
     """The teacher's file with its loops replaced; the whole program where it cannot be edited."""
     from asapc.onnx.export import write_edited
 
-    batches = _unseen(read_artifact(folder, ()), source)
+    captured, compiled = c.analysis.capture.untouched[0].graph, c.compiled[0].graph
+    batches = _unseen(read_artifact(folder, ()), c.source)
     try:
-        write_edited(folder, teacher, captured, compiled, batches, settings, progress)
+        write_edited(folder, c.teacher, captured, compiled, batches, settings, progress)
     except InputError as error:
         progress.note(f"writing the whole program anew: the teacher's file cannot be edited: {error}")
-        write_verified(read_artifact(folder, ("graph",), trust=True), source, settings, progress)
+        write_verified(read_artifact(folder, ("graph",), trust=True), c.source, settings, progress)
 
 
 def write_verified(

@@ -57,8 +57,8 @@ def rewrite(c: Compilation) -> Compilation:
 
 
 def _verify_infinite(output: Any, untouched: Any, teacher: Teacher) -> None:
-    for found, own in zip(tensor_outputs(output), tensor_outputs(untouched), strict=True):
-        if not bool((found.isfinite() | (found == own)).all()):
+    for ours, theirs in zip(tensor_outputs(output), tensor_outputs(untouched), strict=True):
+        if not bool((ours.isfinite() | (ours == theirs)).all()):
             raise VerificationError(
                 "the compiled model's outputs are finite",
                 got="NaN or infinity",
