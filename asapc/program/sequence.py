@@ -16,14 +16,13 @@ evenly, and needs a strategy for each of our operators.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, Interpreter
 from torch.utils import _pytree as pytree
 
 from asapc.operators.catalogue import by_name
@@ -50,7 +49,14 @@ class SequenceCode(GraphCode):
         super().__init__(graph, dtype)
 
     def runnable(self, graph: Graph) -> Callable[..., tuple[Any, ...]]:
-        return _Run(graph, self.group, self.cut)
+        def run(module: nn.Module, *flat: Any) -> tuple[Any, ...]:
+            pairs = zip(flat, self.cut, strict=True)
+            tokens = [x if axis is None else Shard.of(x, axis, self.group) for x, axis in pairs]
+            sizes = {x.size for x in tokens if isinstance(x, Shard)}
+            with torch.no_grad():
+                return tuple(map(whole, _Run(module, graph, self.group, sizes).run(*tokens)))
+
+        return run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCode:
         return SequenceCode(copy.deepcopy(self.graph, memo), self.dtype, self.group.handle, self.cut)
@@ -67,39 +73,15 @@ def token_axes(call: Call) -> list[int | None]:
     ]
 
 
-class _Run:
-    """Runs a graph node by node, and frees what is no longer needed."""
+class _Run(Interpreter):
+    """Runs a graph on this process's tokens.  sizes: of the axes of tokens."""
 
-    def __init__(self, graph: Graph, group: Group, cut: Sequence[int | None]) -> None:
-        self.graph, self.group, self.cut = graph, group, cut
-        last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
-        self.over: dict[Node, list[Node]] = {}
-        for node, user in last.items():
-            self.over.setdefault(user, []).append(node)
+    def __init__(self, module: nn.Module, graph: Graph, group: Group, sizes: Set[int]) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False  # errors keep their own text
+        self.group, self.sizes = group, sizes
 
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, *flat: Any) -> tuple[Any, ...]:
-        values: dict[Node, Any] = {}
-        inputs = iter(zip(flat, self.cut, strict=True))
-        sizes = {x.shape[axis] for x, axis in zip(flat, self.cut, strict=True) if axis is not None}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                tensor, axis = next(inputs)
-                values[node] = tensor if axis is None else Shard.of(tensor, axis, self.group)
-            elif node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(module)
-            elif node.op == "output":
-                return tuple(
-                    whole(value) for value in torch.fx.node.map_arg(node.args[0], lambda n: values[n])
-                )
-            else:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = self._called(node.target, args, kwargs, sizes)
-            for over in self.over.get(node, ()):
-                values.pop(over, None)
-        raise ValueError("the graph has no output")
-
-    def _called(self, target: Any, args: Any, kwargs: Any, sizes: Set[int]) -> Any:
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # of Python, on numbers and tuples
         namespace, _, name = target._schema.name.partition("::")
@@ -115,7 +97,7 @@ class _Run:
             if sharded is not NotImplemented:
                 return sharded
         result = target(**pytree.tree_map(whole, bound))
-        axis = _token_axis(result, sizes) if name in _MADE else None
+        axis = _token_axis(result, self.sizes) if name in _MADE else None
         return result if axis is None else Shard.of(result, axis, self.group)
 
 
