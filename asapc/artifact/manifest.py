@@ -1,4 +1,4 @@
-"""manifest.json: what it must hold, whoever wrote it, and how it is moved."""
+"""manifest.json: what it must hold, whoever wrote it, and how it moves with its folder."""
 
 from __future__ import annotations
 

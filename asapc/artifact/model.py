@@ -180,7 +180,7 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
 
 
 def _leave_out(model: nn.Module, name: str) -> None:
-    """Of the state dict."""
+    """Leave a buffer out of the state dict."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
 

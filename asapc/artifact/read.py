@@ -1,4 +1,4 @@
-"""An artefact read back: programs, weights and facts, each checked before it is used."""
+"""Reads an artefact: programs, weights and facts, each checked before it is used."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Artifact:
 
     @property
     def fit_seconds(self) -> float:
-        """Spent on calibration."""
+        """The seconds spent on calibration."""
         return float(self.selection["fit_seconds"])
 
     @property
@@ -68,7 +68,7 @@ class Artifact:
 
     @property
     def site_names(self) -> list[str]:
-        """Of the manifest's sites, in order."""
+        """The names of the manifest's sites, in order."""
         return [str(site["name"]) for site in self.manifest["sites"]]
 
     def running_on(
