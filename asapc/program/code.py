@@ -61,11 +61,6 @@ class GraphCode:
             self._current = (now, function)
         return function(module, *flat)
 
-    @property
-    def code(self) -> str:
-        """The source of the function."""
-        return str(self.graph.python_code("self").src)
-
     def _made(self, place: _Place) -> Callable[..., Any]:
         if place not in self._functions:
             self._functions[place] = self.runnable(_moved(self.graph, self.dtype, *place))

@@ -406,15 +406,6 @@ class CompiledModel(nn.Module):
         copied.__dict__["forward"] = self.forward.bound_to(copied)
         return copied
 
-    @property
-    def code(self) -> str:
-        """The source of the compiled forward."""
-        return self.forward.code.code
-
-    @property
-    def graph(self) -> torch.fx.Graph:
-        return self.forward.code.graph
-
     def __repr__(self) -> str:
         lines = [f"CompiledModel of {self.forward.name}{self.forward.__signature__}", *self._sites]
         return "\n  ".join(lines)

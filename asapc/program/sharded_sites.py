@@ -44,8 +44,8 @@ def sinkhorn(
         queries, keys = q.local[:, some], _heads(k, some)
         queries, opened, own_bias = open_empty(queries, keep, _heads(bias, some))
         keys = clean_values(keys, opened)
-        scores = _Scores(widen(queries) * settings["score_multiplier"], widen(keys), widen(own_bias))
-        loop = _Loop(scores, q.shape[2], q.group, opened)
+        scaled = widen(queries) * settings["score_multiplier"]
+        loop = _Loop(scaled, widen(keys), widen(own_bias), q.shape[2], q.group, opened)
         loop.start(
             None if local_f is None else open_dual(local_f[:, some], keep),
             None if whole_g is None else open_dual(whole_g[:, some], keep),
@@ -117,14 +117,24 @@ def _heads(x: Any, some: slice) -> Any:
     return x if x is None or x.shape[1] == 1 else x[:, some]
 
 
-class _Scores:
-    """S [B, H, n, M] of some queries, formed in blocks of rows; masked keys have a dual of -inf."""
+class _Loop:
+    """The duals of some heads: f of the own queries, g of all keys, the same in every process.
 
-    def __init__(self, q: Tensor, k: Tensor, bias: Tensor | None) -> None:
-        self.q, self.k, self.bias = q, k, bias
+    S [B, H, n, M] is formed in blocks of rows; masked keys have a dual of -inf.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, bias: Tensor | None, queries: int, group: Group, keep: Tensor | None
+    ) -> None:
+        self.q, self.k, self.bias, self.group = q, k, bias, group
         of_one = max(1, q.shape[0] * q.shape[1] * k.shape[2] * q.element_size())
         step = max(1, BLOCK_BYTES // of_one)
         self.rows = [slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step)]
+        log_mu, self.log_nu = log_marginals(queries, k.shape[2], keep, q)
+        self.log_mu = log_mu[:1] if queries else q.new_zeros(1)
+        self.f = q.new_zeros(q.shape[:3])
+        g = torch.where(torch.isneginf(self.log_nu), self.log_nu, 0.0)
+        self.g = g.expand(*q.shape[:2], k.shape[2])
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.rows:
@@ -132,19 +142,6 @@ class _Scores:
             if self.bias is not None:
                 scores += self.bias if self.bias.shape[-2] == 1 else self.bias[..., rows, :]
             yield rows, scores
-
-
-class _Loop:
-    """The duals of some heads: f of the own queries, g of all keys, the same in every process."""
-
-    def __init__(self, scores: _Scores, queries: int, group: Group, keep: Tensor | None) -> None:
-        self.scores, self.group = scores, group
-        like, keys = scores.q, scores.k.shape[2]
-        log_mu, log_nu = log_marginals(queries, keys, keep, like)
-        self.log_mu = log_mu[:1] if queries else like.new_zeros(1)
-        self.log_nu = log_nu
-        self.f = like.new_zeros(like.shape[:3])
-        self.g = torch.where(torch.isneginf(log_nu), log_nu, 0.0).expand(*like.shape[:2], keys)
 
     def start(self, f: Tensor | None, g: Tensor | None) -> None:
         """Start from these duals instead of 0."""
@@ -163,7 +160,7 @@ class _Loop:
 
     def _sweep(self, closes_rows: bool, closes_columns: bool) -> None:
         total = torch.full_like(self.g, -math.inf) if closes_columns else None
-        for rows, scores in self.scores.blocks():
+        for rows, scores in self.blocks():
             if closes_rows:
                 sums = torch.logsumexp(scores + self.g[..., None, :], -1)
                 self.f[..., rows] = torch.where(torch.isneginf(sums), 0.0, self.log_mu - sums)
@@ -177,7 +174,7 @@ class _Loop:
 
     def write(self, values: Tensor | None, out: Tensor) -> None:
         """Write exp(S + f + g) v to out [B, h, n, E], or exp(S + f + g).  values: [B, h, M, E]."""
-        for rows, scores in self.scores.blocks():
+        for rows, scores in self.blocks():
             scores += self.f[..., rows, None]
             scores += self.g[..., None, :]
             out[:, :, rows] = scores.exp_() if values is None else scores.exp_() @ values
