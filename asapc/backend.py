@@ -1,14 +1,14 @@
 """torch.compile(model, backend="asapc"): the finite loops in Dynamo's graphs become asapc's operators.
 
 before: a graph of Dynamo's, of torch functions, with its guards
-after:  the same graph, in which the nodes of every loop that was identified are one operator call; the
-        inner backend (Inductor, unless told) compiles it
+after:  the same graph, in which every loop that was identified is one operator call; the inner backend
+        (Inductor by default) compiles it
 
-The graph is lowered to ATen and identified there, as a captured model is: matched, and each site held
-against its own code on the inputs of this call and beyond them. Weights are inputs of the graph, so no
-site holds any. What is put in is then copied back: a node of the lowered graph that was traced from one
-of Dynamo's, and holds the same numbers, stands for it. All the rest of Dynamo's graph stays as it was,
-with its mutations, random numbers, autocast and gradients.
+The graph is lowered to ATen and identified there like a captured model: matched, and each site compared
+with its own code on the inputs of this call and beyond. Weights are inputs of the graph, so no site holds
+any. The operators are then copied back: a node of the lowered graph that was traced from one of Dynamo's,
+and holds the same numbers, stands for it. The rest of Dynamo's graph stays as it was, with its mutations,
+random numbers, autocast and gradients.
 
 What cannot be lowered, identified or copied back stays the model's own code, with the reason in
 asapc.explain and in the log "asapc".
@@ -67,24 +67,22 @@ from asapc.report.explained import Facts, broken_at, note
 from asapc.terminal.printed import reason
 
 LOG = logging.getLogger("asapc")
-SILENCE = 15.0  # seconds that nobody should wait without a word
-NUMBER = "asapc"  # in node.meta["custom"]: the place of the node of Dynamo's that it was traced from
-LENGTHS = {4: (0, 2)}  # the axes of data that are batch and length, by their number; the first two else
-MOST_KNOWN = 64  # graphs that what was identified is kept of
-# Updates of entries, below which Inductor's fused loop is faster than a call, as measured: of attention,
-# with its products, and of plain scalings; of loops over the logarithms of given scores.
+SILENCE = 15.0  # seconds without a message that nobody should have to wait
+NUMBER = "asapc"  # in node.meta["custom"]: the index of Dynamo's node that it was traced from
+LENGTHS = {4: (0, 2)}  # by the number of axes, which are batch and length; otherwise the first two
+MOST_KNOWN = 64  # graphs for which the result is kept
+# Updates of entries below which Inductor's fused loop is faster than a call, as measured: SMALL for
+# attention, with its products, and plain scalings, SMALL_PLAN for loops over logarithms of given scores.
 SMALL, SMALL_PLAN = 1 << 16, 1 << 15
-FEW = 4  # up to which a number is no size
-
-
+FEW = 4  # numbers up to this are not taken for sizes
 
 Judged = tuple[MatchedSite, Site]  # a site as it was matched, and as it was judged
 
 
 @dataclass(frozen=True)
 class Identified:
-    """What is known of a lowered graph: its sites, what was left, and whether that may be sites at sizes
-    that are not free: it has loops or sorts."""
+    """What is known about a lowered graph: its sites, what was left, and whether more sites may be found
+    if sizes are not free, since it has other loops or sorts."""
 
     program: Program
     sites: tuple[Judged, ...]
@@ -93,11 +91,11 @@ class Identified:
 
 
 class Lowerable(nn.Module):
-    """Dynamo's graph as a module of its tensors alone: sizes are read from them.
+    """Dynamo's graph as a module that only takes tensors; sizes are read from them.
 
-    widen: batch and length of data are free where Dynamo has fixed them, and so are the numbers of the
-    graph that are the same. At the sizes of the example that is the same graph, so what is found in it
-    holds there; the experiments are small, and another batch is not identified again.
+    widen: batch and length of data are free even if Dynamo has fixed them, and so are equal numbers in
+    the graph. At the sizes of the example it is the same graph, so what is found in it holds there;
+    experiments are small, and another batch is not identified again.
     """
 
     def __init__(self, graph: GraphModule, widen: bool) -> None:
@@ -115,7 +113,7 @@ class Lowerable(nn.Module):
                     self.sizes.setdefault(name, (place, axis))
 
     def _axes(self, node: Node, widen: bool) -> dict[int, Any]:
-        """Which are free: what Dynamo's guards leave open, and batch and length of data."""
+        """Which axes are free: those that Dynamo's guards leave open, and batch and length of data."""
         value = example_of(node)
         data = widen and not re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target))
         lengths = {axis for axis in LENGTHS.get(value.dim(), (0, 1)) if data and axis < value.dim()}
@@ -132,7 +130,7 @@ class Lowerable(nn.Module):
         return self.run(Plain(self.graphs[0]), tensors)
 
     def run(self, plain: Plain, tensors: Sequence[Tensor]) -> Any:
-        """What the graph gives, its numbers that are sizes of data read from the tensors."""
+        """Run the graph; numbers in it that are sizes of data are read from the tensors."""
         plain.sizes = {
             size: tensors[place].shape[axis]
             for size, (place, axis) in self.sizes.items() if type(size) is int
@@ -140,21 +138,21 @@ class Lowerable(nn.Module):
         return plain.run(*self.arguments(tensors))
 
     def example(self, inputs: Mapping[Node, Any]) -> list[Tensor]:
-        """Tensors that may be changed, apart from the weights."""
-        given = [inputs[node] for node in self.places]
-        changed = [lively(x.detach() if x.is_inference() else x).detach() for x in given]
+        """Copies of the tensors, which may be changed; weights are not copied."""
+        tensors = [inputs[node] for node in self.places]
+        changed = [lively(x.detach() if x.is_inference() else x).detach() for x in tensors]
         return [
             x if isinstance(own, nn.Parameter) and not own.is_inference() else x.clone()
-            for own, x in zip(given, changed, strict=True)
+            for own, x in zip(tensors, changed, strict=True)
         ]
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """What Dynamo's graph is called with."""
+        """The arguments for Dynamo's graph."""
         rest = iter(tensors)
         return [self._argument(node, tensors, rest) for node in self.inputs]
 
     def named(self, text: str) -> str:
-        """With the model's names of the tensors, not those of the lowered graph."""
+        """The text with the model's names of tensors instead of those of the lowered graph."""
         def name(number: re.Match[str]) -> str:
             path = str(self.places[int(number[1])].target).removeprefix("L_").rstrip("_")
             return re.sub("_(modules|parameters|buffers)_", ".", path)
@@ -176,14 +174,14 @@ def _inputs(module: GraphModule) -> list[Node]:
 
 
 def _read(node: Node) -> bool:
-    """Whether it is a number of the model's, such as an epsilon, which Dynamo has put into a tensor."""
+    """Whether it is a number of the model, such as an epsilon, that Dynamo has put into a tensor."""
     return bool(node.users) and all(user.target == "item" for user in node.users)
 
 
 class Whole(nn.Module):
     """A graph of Dynamo's as it will run, called with those of its tensors that have gradients.
 
-    example: all of them.  changed: places of those that it changes, of which it is given copies.
+    example: all of its tensors.  changed: places of those that it changes; it is given copies of them.
     """
 
     def __init__(
@@ -204,13 +202,13 @@ class Whole(nn.Module):
         if any(x.dtype is torch.float64 for x in trained):  # all of it is to be in double precision
             example = [x.double() if x.is_floating_point() else x for x in example]
         tensors = {**dict(enumerate(example)), **dict(zip(self.trained, trained, strict=True))}
-        given = [x.clone() if place in self.changed else x for place, x in sorted(tensors.items())]
+        inputs = [x.clone() if place in self.changed else x for place, x in sorted(tensors.items())]
         with torch.random.fork_rng(devices=[]):
-            return (Exact if self.exact else Interpreter)(self.module).run(*lowerable.arguments(given))
+            return (Exact if self.exact else Interpreter)(self.module).run(*lowerable.arguments(inputs))
 
 
 def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerable, Identified]:
-    """What a graph of Dynamo's computes: with free sizes, and with its own where that may show more."""
+    """Identify a graph of Dynamo's with free sizes, and with its own if that may find more sites."""
     best: tuple[Lowerable, Identified] | None = None
     for widen in (True, False):
         lowerable = Lowerable(graph, widen)
@@ -229,7 +227,7 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
 
 
 def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
-    """The same for all graphs that are the same when they are lowered."""
+    """Identify a graph, or look up a graph that is the same when it is lowered."""
     nodes = list(lowerable.graphs[0].graph.nodes)
     for place, node in enumerate(nodes):
         node.meta["custom"] = {**node.meta.get("custom", {}), NUMBER: place}
@@ -252,7 +250,7 @@ def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
 
 
 def _identify_aloud(program: Program) -> Identified:
-    """Says in the log that it takes long, where it does."""
+    """Identify a program, with a line in the log if it takes long."""
     still = "asapc: still identifying the loops of a graph; this happens only once"
     notice = threading.Timer(SILENCE, LOG.warning, [still])
     notice.daemon = True
@@ -267,7 +265,7 @@ _KNOWN: dict[str, Identified] = {}
 
 
 def _key(program: Program) -> str:
-    """Of all that a lowered graph computes."""
+    """A digest of all that a lowered graph computes."""
     lines = [fingerprint(program.constants)]
     for node in program.graph.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
@@ -278,7 +276,7 @@ def _key(program: Program) -> str:
 
 
 def _modules(node: Node) -> dict[str, tuple[str, Any]]:
-    """The modules that a node of Dynamo's was traced in, by the names that they have in the model."""
+    """The modules that a node of Dynamo's was traced in, by their names in the model."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     name = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", str(stack[-1][0])) if stack else ""
     return {"": (re.sub(r"\._modules\['(\w+)'\]", r".\1", name), None)}
@@ -286,15 +284,15 @@ def _modules(node: Node) -> dict[str, tuple[str, Any]]:
 
 def _identify(program: Program) -> Identified:
     program, outcomes = matched_program(program)
-    found = [x for x in outcomes if not isinstance(x, Refusal)]
+    matched = [x for x in outcomes if not isinstance(x, Refusal)]
     left = [LeftAlone(x.name, "refused", x.reason) for x in outcomes if isinstance(x, Refusal)]
-    replays = replay(None, [program], [found], [Batch(program.args, program.kwargs, None, [])])
-    judgements = [(site, judged(site, replays[site.name])) for site in found]
+    replays = replay(None, [program], [matched], [Batch(program.args, program.kwargs, None, [])])
+    judgements = [(site, judged(site, replays[site.name])) for site in matched]
     sites = [(site, facts) for site, facts in judgements if isinstance(facts, Site)]
     kept = [facts for _, facts in judgements if isinstance(facts, LeftAlone)]
     at = {node.name: node for node in program.graph.graph.nodes}
     above = ancestors(*(at[x.node] for x in outcomes if isinstance(x, Refusal)), until=BARRIERS)
-    above -= {node for site in found for node in site.part().inside}
+    above -= {node for site in matched for node in site.part().inside}
     loops = {total for loop in find_loops(program.graph) for total in loop.sums}
     may_have_more = bool(kept or above & loops) or any(node.target in SORTS for node in above)
     program = replace(program, args=(), kwargs={}, captured=None)
@@ -304,14 +302,14 @@ def _identify(program: Program) -> Identified:
 def rewritten(
     graph: GraphModule, inputs: Sequence[Any], fuses: bool
 ) -> tuple[GraphModule, tuple[Site, ...], tuple[LeftAlone, ...]]:
-    """Dynamo's graph with operators in place of what was identified, those sites, and what was left.
+    """Dynamo's graph with operators for the sites that were identified, those sites, and what was left.
 
-    fuses: whether small sites are faster without operators.  Raises Left where it stays as it is.
+    fuses: whether small sites are faster without operators.  Raises Left if the graph stays as it is.
     """
-    given = dict(zip(_inputs(graph), inputs, strict=True))
+    values = dict(zip(_inputs(graph), inputs, strict=True))
     with torch.random.fork_rng(devices=[]), _plainly(x for x in inputs if isinstance(x, Tensor)):
-        lowerable, known = identified(graph, given)
-        example = lowerable.example(given)
+        lowerable, known = identified(graph, values)
+        example = lowerable.example(values)
     wanted, small = _worth(known, example) if fuses else ([*known.sites], [])
     made, sources, sites, others = _with_most(lowerable, known.program, wanted, example)
     _keep_to(lowerable, known.program.graph, sources)
@@ -344,8 +342,8 @@ def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], 
 def _with_most(
     lowerable: Lowerable, program: Program, wanted: Sequence[Judged], example: Sequence[Tensor]
 ) -> tuple[GraphModule, set[Node], list[Site], list[LeftAlone]]:
-    """The graph with all of the sites that leave its outputs and gradients as they are, what their own
-    code was computed from, those sites, and the others: each is tried where all together fail."""
+    """The graph with all sites that leave its outputs and gradients as they are, the nodes that their own
+    code was computed from, those sites, and the others. If all together fail, each is tried."""
     made, sources = lowerable.graphs[0], set[Node]()
     taken: list[Judged] = []
     left: list[LeftAlone] = []
@@ -366,9 +364,9 @@ def _with_most(
 def _with_operators(
     lowerable: Lowerable, program: Program, sites: Sequence[Judged], example: Sequence[Tensor]
 ) -> tuple[GraphModule, set[Node]]:
-    """The graph with operators at all of these sites, and what their own code was computed from.
+    """The graph with operators at all of these sites, and the nodes that their own code started from.
 
-    Raises Left where its outputs or gradients would be others.
+    Raises Left if its outputs or gradients would differ.
     """
     graph = lowerable.graphs[0]
     lifted = lift(program, [matched for matched, _ in sites]).graph
@@ -382,7 +380,7 @@ def _with_operators(
 
 @contextlib.contextmanager
 def _plainly(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Without gradients, autocast, and what Dynamo knows of its own trace."""
+    """Run without gradients, autocast and Dynamo's own tracing context."""
     with _without_autocast(tensors), tracing(None), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -399,8 +397,8 @@ def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
 def _stands(
     lowerable: Lowerable, lifted: GraphModule, example: Sequence[Tensor]
 ) -> tuple[dict[Node, Node], set[Node]]:
-    """The nodes of Dynamo's graph by those of the lifted graph that hold the same numbers, and those that
-    are changed in place, for which nothing stands."""
+    """The nodes of Dynamo's graph by nodes of the lifted graph that hold the same numbers, and the nodes
+    that are changed in place, for which nothing stands."""
     nodes = list(lowerable.graphs[0].graph.nodes)
     inputs = _inputs(lifted)
     places = {node: node.meta.get("custom", {}).get(NUMBER) for node in lifted.graph.nodes}
@@ -419,7 +417,7 @@ def _stands(
 
 
 def _check(theirs: Whole, ours: Whole) -> None:
-    """Raises Left where outputs, or gradients that are asked for, are not those of the graph."""
+    """Raises Left if outputs, or gradients that may be needed, are not those of the graph."""
     values = [example_of(node) for node in theirs.graph.nodes if isinstance(example_of(node), Tensor)]
     trained = [theirs.others[1][place] for place in theirs.trained]
     with tracing(None), torch.inference_mode(False), torch.no_grad():
@@ -437,8 +435,8 @@ def _check(theirs: Whole, ours: Whole) -> None:
 
 
 def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Node]) -> None:
-    """Let Dynamo guard the sizes of the sources that the lowered graph holds for, and the numbers among
-    them, which operators hold as constants: what else the graph does at other sizes is its own code."""
+    """Let Dynamo guard the sources' sizes, for which the lowered graph holds, and the numbers among them,
+    which operators hold as constants: at other sizes the graph runs its own code."""
     known = [example_of(node) for node in sources]
     sizes = [size for value in known for size in _sizes(value)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
@@ -457,7 +455,7 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
 
 
 def _sizes(value: Any) -> list[torch.SymInt]:
-    """The sizes of a traced value that are free."""
+    """The free sizes of a traced value."""
     sizes = value.shape if isinstance(value, Tensor) else [value]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
@@ -466,9 +464,9 @@ def backend(
     graph: GraphModule, inputs: Sequence[Any], *, mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """What torch.compile(model, backend="asapc", options={"inner": "eager"}) calls with every graph.
+    """Compile a graph: torch.compile(model, backend="asapc", options={"inner": "eager"}) calls this.
 
-    options: "inner" compiles the result, "inductor" unless told; the others are Inductor's.
+    options: "inner" names the backend for the result, by default "inductor", which gets the others.
     """
     others = dict(options or {})
     inner = str(others.pop("inner", "inductor"))
@@ -490,7 +488,7 @@ def backend(
 
 
 def _made(graph: GraphModule, inputs: Sequence[Any], inner: str) -> tuple[GraphModule, Facts]:
-    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without us."""
+    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without asapc."""
     try:
         made, sites, left = rewritten(graph, inputs, inner == "inductor")
         facts = Facts(inner, sites, left, broken_at=broken_at(graph))

@@ -1,4 +1,4 @@
-"""The data that travels between stages: conventions, sites, refusals, programs.
+"""The data that passes between stages: conventions, sites, programs.
 
 Units: scores and duals are divided by epsilon throughout. Only the ratio scale / epsilon of a
 teacher can be identified from its behaviour, so the score multiplier carries both and every formula
@@ -20,7 +20,7 @@ from asapc.formats.records import OPTIONAL, Record, optional
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key", "query", "both"]
-Coupling = Literal["interpolated", "monotone"]  # of sorted clouds of different sizes
+Coupling = Literal["interpolated", "monotone"]  # of sorted clouds with different sizes
 Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token order of a stable sort
 
 
@@ -85,8 +85,8 @@ class Stabiliser(Record):
 
 @dataclass(frozen=True)
 class Written(Record):
-    """In which order a loop in the log domain adds its terms: it decides what becomes of scores so low
-    that nothing else keeps a digit next to them, see operators.plan.
+    """The order in which a loop in the log domain adds its terms. It decides what becomes of scores so
+    low that nothing else keeps a digit next to them, see operators.plan.
 
     form:   every half-step is a log_softmax ("softmax") or subtracts a logsumexp from scores ("logs");
             duals that are formed anew and added in the end, those of the rows first ("duals") or last
@@ -103,13 +103,13 @@ WRITTEN: tuple[Any, ...] = get_args(get_type_hints(Written)["form"])
 
 @dataclass(frozen=True)
 class Ending(Record):
-    """Where a loop ends before its half-steps are done: of all examples of a call at once.
+    """Where a loop ends before its half-steps are done, for all examples of a call at once.
 
     moves:     what a half-step on rows changes: their "duals" f, or their "scalings" exp(f).
-    threshold: the loop ends after one that changes them by at most this, in the mean over examples, heads
-               and rows. A NaN ends nothing.
-    summed:    in the mean over examples and heads of the sums over rows.
-    after:     half-steps that follow all the same.
+    threshold: the loop ends after a half-step that changes them by at most this, in the mean over
+               examples, heads and rows. A NaN ends nothing.
+    summed:    the change is the mean over examples and heads of the sums over rows.
+    after:     half-steps that still follow.
     """
 
     moves: Literal["duals", "scalings"]
@@ -131,7 +131,7 @@ class Ending(Record):
         return cls(*(settings[each.name] for each in fields(cls)))
 
     def change(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """What is compared with the threshold after a half-step on rows that changed f [B, H, N]."""
+        """The change of f [B, H, N] by a half-step on rows, to be compared with the threshold."""
         if self.moves == "scalings":
             before, after = before.exp(), after.exp()
         return (after - before).abs().mean() * (before.shape[-1] if self.summed else 1)
@@ -166,7 +166,7 @@ FACTOR: Mapping[str, Any] = {"key": "output_factor_terms"}  # JSON has the reada
 
 @dataclass(frozen=True)
 class FiniteLoop(Kind):
-    """What all finite loops have.
+    """The settings that all finite loops have.
 
     half_steps:       T, number of dual updates; the first one is on first_side.
     score_multiplier: scale / epsilon, by which scores are multiplied.
@@ -189,15 +189,15 @@ class Convention(FiniteLoop):
     """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
 
     score_multiplier: scale / epsilon, so that scores are score_multiplier * q k^T + bias.
-    mask:             "key" if a key mask enters: padded keys get no attention, padded queries
-                      keep their mass. "query" if one of queries does: they get nothing and have no part
-                      in the columns' sums. "both" if queries and keys are hidden, by one mask or two.
-    bias:             an additive [B|1, H|1, N, M] score bias enters.
-    early_stop:       the teacher's code stops early on a small residual; it has been tried on what the
-                      stop leaves out, see passes.early_stop.
-    stabiliser:       a constant in the divisions of a loop in the exp domain, None where there is none.
-                      The lossless operator keeps it; duals are predicted as those of the loop without
-                      it, and what that costs is measured like every other error.
+    mask:             "key": padded keys get no attention, padded queries keep their mass. "query":
+                      padded queries get nothing and do not count in the sums of columns. "both": queries
+                      and keys are hidden, by one mask or two.
+    bias:             there is an additive [B|1, H|1, N, M] score bias.
+    early_stop:       the teacher's code stops early on a small residual; what the stop leaves out was
+                      tried, see passes.early_stop.
+    stabiliser:       a constant in the divisions of a loop in the exp domain, None if there is none. The
+                      lossless operator keeps it; duals are predicted as if it were not there, which is
+                      measured like every other error.
     """
 
     operator: ClassVar[str] = "sinkhorn"
@@ -223,8 +223,8 @@ class EspConvention(Kind):
     mean_cost:            D_l is divided by the number of queries.
     slices:               L, number of learnt or frozen directions; None for the coordinate axes.
     output_factor:        multiplies the map, whose rows otherwise sum to 1.
-    query_power, key_power: powers of N and M, padding included, that multiply it, too.
-    slice_weights:        the slices have weights of their own, by which exp(-tau D_l) is multiplied.
+    query_power, key_power: powers of N and M, padding included, that also multiply it.
+    slice_weights:        the slices have their own weights, which multiply exp(-tau D_l).
     mask:                 "key" if a mask takes padded tokens out of the sort.
     coupling:             of unequal numbers of queries and keys, see operators.ranks; None where the
                           layer always has as many of either, and every coupling is the same.
@@ -296,18 +296,18 @@ def is_damping(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PlanConvention(FiniteLoop):
-    """The finite loop by which a teacher makes a plan of scores or costs, wherever they come from.
+    """The finite loop that makes a teacher's plan from scores or costs, wherever they come from.
 
     score_multiplier, half_steps, first_side, output_factor, stabiliser: as in Convention. The multiplier
-                     is of the scores as they are given, and below 0 for costs.
-    by_head:         by how much the score multiplier of every head is larger, where each has an epsilon
-                     of its own; None where they have one.
-    log:             the logarithm of factor * P leaves the loop, not factor * P.
+                     applies to the scores as they are given, and is negative for costs.
+    by_head:         a factor of the score multiplier for every head, if each has its own epsilon; None if
+                     they share one.
+    log:             the loop returns the logarithm of factor * P, not factor * P.
     source_marginal, target_marginal: mu and nu are uniform, depend on parameters and sizes alone
                      ("constant", such as those of a dustbin), or on what the model is given ("input").
                      Where one is given, factor = 1 is the plan with these very marginals.
-    damping:         by what new duals of rows and of columns are multiplied in an unbalanced loop; None
-                     where every half-step closes its side.
+    damping:         factors of the new duals of rows and columns in an unbalanced loop; None if every
+                     half-step closes its side.
     mask:            "none": what a teacher hides has low scores, or no mass.
     ending:          where the loop may end early, if that changes the plan.
     """
@@ -332,7 +332,7 @@ class PlanConvention(FiniteLoop):
 
     @property
     def loop(self) -> Convention:
-        """What it does to the scores, where both marginals are uniform."""
+        """The loop on the scores, if both marginals are uniform."""
         return Convention(
             self.half_steps, self.first_side, self.score_multiplier, self.output_factor,
             stabiliser=self.stabiliser,
@@ -341,7 +341,7 @@ class PlanConvention(FiniteLoop):
 
 @dataclass(frozen=True)
 class SiteTensors:
-    """What one attention site sees on one batch.
+    """The tensors of one attention site on one batch.
 
     q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool (True = active key) or None;
     bias: broadcastable to [B, H, N, M], in units of epsilon, or None.
@@ -372,12 +372,12 @@ class SiteTensors:
 
 @dataclass(frozen=True)
 class Distilled:
-    """Another operator fitted to a site: its settings by name, those left out at their default.
+    """Another operator fitted to a site, with its settings by name; the others have their defaults.
 
-    A tensor among them becomes a buffer of the graph.
-    operator: one that is fitted, or its hybrid form, see operators.catalogue.
-    share: what it gives is multiplied by the share of active keys among all, the mass of a padded
-    loop that ends on its columns; the operator's own plan has mass 1.
+    A tensor among the settings becomes a buffer of the graph.
+    operator: a fitted one, or its hybrid form, see operators.catalogue.
+    share: the result is multiplied by the share of active keys, which is the mass of a padded loop that
+    ends on columns; the operator's own plan has mass 1.
     """
 
     operator: str
@@ -387,9 +387,9 @@ class Distilled:
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a teacher's loop may end early: if the residual, one number, is at most the threshold.
+    """A place where a teacher's loop may end early: if the residual is at most the threshold.
 
-    threshold: None where the code does not show it.  number: of all comparisons in a trace.
+    threshold: None if the code does not show it.  number: among all comparisons in a trace.
     """
 
     residual: Node
@@ -401,11 +401,11 @@ class Stop:
 class ModuleCall:
     """One call of a module in a captured graph.
 
-    name:            dotted, of the module in the captured one; "" for the captured one itself.
-    args, kwargs, output: as they were in the trace; their tensors are fake.
+    name:            of the module, dotted, within the captured one; "" for the captured one itself.
+    args, kwargs, output: as in the trace; their tensors are fake.
     inputs, outputs: the nodes of their tensors, in the order of pytree.
-    start, end:      places of the graph's nodes that were traced in it.
-    hooked:          with the module's own hooks; a module that has any is listed without them, too.
+    start, end:      places of the graph's nodes that were traced in the call.
+    hooked:          it includes the module's hooks; a module that has any is also listed without them.
     """
 
     name: str
@@ -425,11 +425,11 @@ class Program:
 
     graph:          functional ATen graph with the original calling convention.
     args, kwargs:   the example call it was captured with.
-    dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
-    stops:          data-dependent stops that were traced through at their full budget, in order.
-    calls:          the calls of modules inside, by nodes of this graph; not of what is made from it.
-    captured:       the program as it was captured, where a pass has rewritten it before matching.
-    softmax:        whether attention of rows alone is a site, too: a loop of one half-step.
+    dynamic_shapes: as passed to torch.export, to capture a rewritten graph again.
+    stops:          data-dependent stops that were traced with the full budget, in order.
+    calls:          the calls of modules inside, by nodes of this graph; none in graphs made from it.
+    captured:       the program as it was captured, if a pass has rewritten it before matching.
+    softmax:        attention that only normalises rows is a site, too: a loop of one half-step.
     """
 
     name: str
@@ -444,10 +444,10 @@ class Program:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that its graph holds and does not train, by name."""
+        """The tensors in its graph that are not trained, by name."""
         attributes = vars(self.graph).items()
-        own = {name: value for name, value in attributes if isinstance(value, torch.Tensor)}
-        return dict(self.graph.named_buffers()) | own
+        tensors = {name: value for name, value in attributes if isinstance(value, torch.Tensor)}
+        return dict(self.graph.named_buffers()) | tensors
 
     @property
     def untouched(self) -> Program:

@@ -1,8 +1,8 @@
-"""Several processes of one command, as torchrun starts them: who takes what, and how it comes together.
+"""Several processes of one command, started by torchrun: who does what, and how results are joined.
 
-Each has the model and reads all of the data; batches are dealt out in turn. What they exchange are
-tensors and JSON, never pickles, in the order of their ranks, so that no result depends on who came
-first. It lies in CPU memory and goes by gloo, also where the model runs on GPUs.
+Each has the model and reads all of the data; batches are dealt out in turn. They exchange tensors and
+JSON, never pickles, in the order of their ranks, so that no result depends on who was first. Exchanges
+are in CPU memory and by gloo, even if the model runs on GPUs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Part = tuple[dict[str, "Tensor"], Any]  # tensors, and what JSON can hold
 
-LONGEST = timedelta(days=7)  # that one waits for another: the first may distil for hours
+LONGEST = timedelta(days=7)  # one process waits for another: the first may distil for hours
 
 
 @dataclass(frozen=True)
 class Processes:
-    """One of `size`, by its rank; the first one writes and speaks for all.
+    """One of `size` processes, by its rank; the first one writes and speaks for all.
 
     group: of torch.distributed, None for the default one.
     """
@@ -51,8 +51,8 @@ class Processes:
         return itertools.islice(items, self.rank, None, self.size)
 
     def gathered(self, part: Part) -> Iterator[Part]:
-        """What every process gives, its own included, in the order of ranks, one at a time; nothing in
-        the others."""
+        """In the first process, the parts of all in the order of ranks, one at a time; nothing in the
+        others."""
         if not self.first:
             _send(part, 0, self.group)
             return
@@ -61,7 +61,7 @@ class Processes:
             yield _received(rank, self.group)
 
     def from_first(self, part: Part | None) -> Part:
-        """What the first process gives, in all of them."""
+        """The part of the first process, in all of them."""
         if not self.first:
             return _received(0, self.group)
         assert part is not None
@@ -70,12 +70,12 @@ class Processes:
         return part
 
     def exchanged(self, part: Part) -> list[Part]:
-        """What every process gives, in the order of ranks, in all of them."""
+        """The parts of all processes in the order of ranks, in all of them."""
         parts = list(self.gathered(part))
         return [self.from_first(parts[rank] if parts else None) for rank in range(self.size)]
 
     def dealt(self, items: Iterable[T], make: Callable[[T], Part]) -> Iterator[tuple[T, Part]]:
-        """Every item in order with what `make` gives for it, in all of them; each makes every size-th."""
+        """In all processes, every item in order with its part; each process makes every size-th part."""
         if self.alone:
             yield from ((item, make(item)) for item in items)
             return
@@ -85,7 +85,7 @@ class Processes:
             yield from zip(group, self.exchanged(mine), strict=False)
 
     def summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Their sums over all processes, in float64: the same numbers in every process."""
+        """The sums of the tensors over all processes, in float64, the same in every process."""
         if self.alone:
             return list(tensors)
         import torch
@@ -100,15 +100,15 @@ class Processes:
         return [part.reshape(x.shape).to(x) for part, x in zip(parts, tensors, strict=True)]
 
     def least(self, number: int) -> int:
-        """The least that any of them gives."""
-        return number if self.alone else min(int(found) for _, found in self.exchanged(({}, number)))
+        """The smallest number that any process passes."""
+        return number if self.alone else min(int(other) for _, other in self.exchanged(({}, number)))
 
 
 ALONE = Processes()
 
 
 def rank_and_size() -> tuple[int, int]:
-    """The rank of this process and how many there are, as torchrun has said."""
+    """The rank of this process, and how many there are, from torchrun's environment variables."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not all(os.environ.get(name) for name in names):
         return 0, 1
@@ -116,7 +116,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def local_rank() -> int:
-    """The rank among the processes of this machine, as torchrun has said; 0 without it."""
+    """The rank among the processes of this machine, from torchrun; 0 without it."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
@@ -146,7 +146,7 @@ def joined() -> Iterator[Processes]:
 
 @contextlib.contextmanager
 def _still_there(rank: int | None) -> Iterator[None]:
-    """Raises InputError where the connection to that process, or to one of all, is lost."""
+    """Raises InputError if the connection to that process, or to any of them, is lost."""
     try:
         yield
     except RuntimeError as error:  # of gloo, which has no class of its own
@@ -196,11 +196,11 @@ def _unpacked(content: bytes) -> Part:
 
 
 def together(parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """Tensors of several things in one mapping, each name behind that of its thing; see apart."""
+    """The tensors of several things in one mapping, as THING/NAME; see apart."""
     return {f"{thing}/{name}": tensor for thing, tensors in parts for name, tensor in tensors.items()}
 
 
 def apart(tensors: Mapping[str, Tensor], thing: str) -> dict[str, Tensor]:
-    """Those of one thing, under their own names."""
+    """The tensors of one thing, by their own names."""
     start = f"{thing}/"
     return {name[len(start) :]: x for name, x in tensors.items() if name.startswith(start)}

@@ -26,7 +26,7 @@ from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, sinkhorn_attention
-from asapc.program.apply import apply_amortised, predict
+from asapc.program.apply import apply_replacement, predict
 from asapc.stages.calibrate import site_collector
 
 
@@ -281,7 +281,7 @@ def test_degenerate_layers_fit_without_nan(kind, side, c_transforms, features):
         for index, quality in enumerate(site.quality):
             assert coefficients_of(site, index).isfinite().all()
             assert all(math.isfinite(r) for r in quality.r2)
-        found = apply_amortised(site.convention, site.amortised, tensors, None)
+        found = apply_replacement(site.convention, site.amortised, tensors, None)
         assert found.isfinite().all()
         if side != "both" and not site.amortised.plan.rescaled:
             keys = found.shape[-1]
@@ -410,7 +410,7 @@ def test_the_shipped_recipe_is_the_papers_protocol():
     found = coefficients_of(site).double().reshape(-1)
     assert float((found - omega).norm()) <= 1e-4 * float(omega.norm())
 
-    maps = apply_amortised(rule, site.amortised, tensors, None).double()
+    maps = apply_replacement(rule, site.amortised, tensors, None).double()
     for place, (scores, rho, keep, row, _) in enumerate(cases):
         f = torch.zeros(24, dtype=torch.float64)
         f[keep] = row @ omega - (row @ omega).mean()  # Eq. 13; queries without a row stay at 0

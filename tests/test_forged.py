@@ -28,7 +28,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.passes.analyse import Site
 from asapc.passes.candidates import candidates_of
-from asapc.program.apply import apply_amortised
+from asapc.program.apply import apply_replacement
 from asapc.stages.calibrate import site_collector
 from asapc.terminal.progress import make_progress
 
@@ -210,6 +210,6 @@ def test_columns_for_each_position_are_of_these_positions() -> None:
     for _ in range(9):
         take(statistics, seen)
     own = finish({"s": statistics})["s"].amortised
-    apply_amortised(convention, own, seen, None)
+    apply_replacement(convention, own, seen, None)
     with pytest.raises(InputError, match=r"9 columns, as it was fitted, got 7 columns of 7 tokens"):
-        apply_amortised(convention, own, SiteTensors(seen.q[:, :, :7], seen.k[:, :, :7]), None)
+        apply_replacement(convention, own, SiteTensors(seen.q[:, :, :7], seen.k[:, :, :7]), None)

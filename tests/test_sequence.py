@@ -73,6 +73,7 @@ def problem(n: int, m: int, masked: bool, bias: tuple[int, ...] | None) -> dict[
     return made
 
 
+SETTINGS = ("score_multiplier", "half_steps", "rows_first", "output_factor")
 PROBLEMS = [  # of three processes, some have no query
     ((10, 7), True, (0, 1, 1, 1)), ((1, 1), True, (1, 0, 0, 1)), ((3, 9), False, None),
 ]  # fmt: skip
@@ -88,14 +89,13 @@ def sites_agree(group: Group) -> float:
         cut["bias"] = given["bias"]
         for half_steps, rows_first in ((0, True), (1, False), (4, True), (3, False)):
             settings: tuple[Any, ...] = 0.7, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0]
-            expected = sinkhorn_reference.sinkhorn(**given, **named(sharded_sites.sinkhorn, settings))
-            found = sharded_sites.sinkhorn(**cut, **named(sharded_sites.sinkhorn, settings))
+            by_name = dict(zip(SETTINGS, settings, strict=True))
+            expected = sinkhorn_reference.sinkhorn(**given, **by_name)
+            found = sharded_sites.sinkhorn(**cut, **by_name)
             worst = max(worst, difference(found, expected))
             points = [given[name] for name in ("q", "k", "keep", "bias")]
             expected = sinkhorn_reference.sinkhorn_attention(*points, *settings)
-            found = sharded_sites.sinkhorn(
-                **{**cut, "v": None}, **named(sharded_sites.sinkhorn, settings)
-            )
+            found = sharded_sites.sinkhorn(**{**cut, "v": None}, **by_name)
             worst = max(worst, difference(found, expected))
         for side, steps in (("source", 1), ("target", 1), ("target", 2), ("source", 3), ("both", 0)):
             draw = torch.Generator().manual_seed(steps)

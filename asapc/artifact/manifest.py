@@ -1,4 +1,4 @@
-"""manifest.json: what it must hold, whoever wrote it, and how it is moved."""
+"""manifest.json: what it must hold, whoever wrote it, and how it moves with its folder."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype
 
 
 def damaged(rule: str, got: object = None) -> InputError:
-    """Of a folder that asapc does not write so."""
+    """The error for a folder that asapc would not write like this."""
     return InputError(rule, got=got, help="copy the whole folder again, or compile again")
 
 
 @contextlib.contextmanager
 def consistent(place: Path) -> Iterator[None]:
-    """Whatever torch or Python raises where parts of an artefact disagree is one message."""
+    """Turn whatever torch or Python raises about parts that disagree into one message."""
     try:
         yield
     except InputError:
@@ -60,7 +60,7 @@ def consistent(place: Path) -> Iterator[None]:
 
 
 def _made(make: Callable[[Any], Any]) -> Any:
-    """The type of what this reads without a KeyError, a TypeError or the like."""
+    """The type of values that `make` accepts without a KeyError, a TypeError or the like."""
 
     def check(value: Any) -> Any:
         try:
@@ -73,7 +73,7 @@ def _made(make: Callable[[Any], Any]) -> Any:
 
 
 def _keys(**types: Any) -> Any:
-    """The type of a mapping that has these keys, and any others."""
+    """The type of a mapping with these keys, and any others."""
     return create_model("_Keys", __config__=ConfigDict(strict=True), **types)
 
 
@@ -132,7 +132,7 @@ _SELECTION = _keys(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """manifest.json, checked for what the rest relies on."""
+    """Read manifest.json and check what the rest relies on."""
     path = folder / MANIFEST
     check_artifact(folder)
     manifest = readable(path)
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def readable(path: Path) -> Any:
-    """The JSON of a file of an artefact."""
+    """Read a JSON file of an artefact."""
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ def readable(path: Path) -> Any:
 
 
 def _check_types(path: Path, document: Any, keys: Any) -> None:
-    """Raises InputError where a key that the rest relies on is missing or of another type."""
+    """Raises InputError if a key that the rest relies on is missing or has another type."""
     try:
         keys.model_validate(document)
     except ValidationError as error:
@@ -170,7 +170,7 @@ def _check_types(path: Path, document: Any, keys: Any) -> None:
 
 
 def _check_rules(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises InputError where parts of it do not fit together."""
+    """Raises InputError if parts of the manifest do not fit together."""
     programs, live, sites = manifest["programs"], manifest["live"]["programs"], manifest["sites"]
     files = files_of(manifest)
     for file in files:
@@ -196,14 +196,14 @@ def _check_rules(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def files_of(manifest: Mapping[str, Any]) -> list[str]:
-    """The files of an artefact but manifest.json and selection.json, which vouches for both."""
+    """The files of an artefact, except manifest.json and selection.json, which vouches for both."""
     programs = [entry[stage] for entry in manifest["programs"] for stage in STAGES]
     live = [entry["file"] for entry in manifest["live"]["programs"]]
     return sorted([TENSORS, RECIPE, *programs, *live])
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises InputError where a file is not the one that was written with this manifest."""
+    """Raises InputError if a file is not the one that was written with this manifest."""
     for file, digest in manifest["files"].items():
         now = places.digest_of(folder / file)
         if now != digest:
@@ -212,7 +212,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_selection(folder: Path) -> dict[str, Any]:
-    """selection.json without its seal, checked for what the rest relies on."""
+    """Read selection.json, without its seal, and check what the rest relies on."""
     path = folder / SELECTION
     selection = readable(path)
     _check_types(path, selection, _SELECTION)
@@ -222,7 +222,7 @@ def read_selection(folder: Path) -> dict[str, Any]:
 
 
 def seal_of(folder: Path, selection: Mapping[str, Any]) -> str:
-    """sha256 over manifest.json and this, which holds times: two runs write the same manifest.json."""
+    """sha256 of manifest.json and the selection, which holds times: manifest.json has none."""
     facts = [places.digest_of(folder / MANIFEST), selection]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

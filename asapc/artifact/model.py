@@ -103,7 +103,7 @@ def load(
 
 
 def _both(captured: Tensors, program: Tensors) -> Tensors:
-    """What a tensor must be like: sizes that were equal when the model was captured have one name there,
+    """What a tensor must be like. Sizes that were equal when the model was captured have one name there,
     which the program on disk does not keep."""
     if (captured.kind, len(captured.sizes)) != (program.kind, len(program.sizes)):
         return program
@@ -117,13 +117,13 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     graph = artifact.programs[stage][0].graph
     fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
     call = Call.from_json(manifest["forward"], "forward")
-    known = known_of(traced_inputs(graph))[0]
+    traced = known_of(traced_inputs(graph))[0]
     count = len(call.tensors)
-    call = replace(call, tensors=tuple(map(_both, call.tensors, known)))
+    call = replace(call, tensors=tuple(map(_both, call.tensors, traced)))
     lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
     flat, operators = with_operators(graph, fitted, lines)
     (outputs,) = flat.output_node().args
-    if count != len(known) or not call.gives(len(cast(tuple[Any, ...], outputs))):
+    if count != len(traced) or not call.gives(len(cast(tuple[Any, ...], outputs))):
         raise ValueError("its inputs or outputs differ from those in the manifest")
     for name in fitted:
         del graph._buffers[name]
@@ -158,7 +158,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
 
 
 def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[str, Any]]:
-    """The sites of a stage; where the model's own code stays, none of its weights is a constant."""
+    """The sites of a stage, without constants where the model's own code stays."""
     return [
         {**site, "constants": {}}
         if stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") else site
@@ -167,8 +167,8 @@ def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[s
 
 
 def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mapping[str, Any]]) -> None:
-    """Give the module of a program the weights that its sites hold as constants: they are loaded, saved
-    and compared as the model's others are."""
+    """Give a program's module the weights that its sites hold as constants, so that they are loaded,
+    saved and compared like the model's others."""
     held = {name: kind for site in sites for name, kind in site["constants"].items()}
     for name in held.keys() - tensors_of(graph).keys():
         is_saved = f"0.{name}" in artifact.tensors
@@ -180,15 +180,15 @@ def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mappi
 
 
 def _leave_out(model: nn.Module, name: str) -> None:
-    """Of the state dict."""
+    """Leave a buffer out of the state dict."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
 
 
 def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) -> None:
-    """A weight of several names has all of them, and weights their order, by which optimisers keep state.
+    """Give weights all of their names, and their order, by which optimisers keep state.
 
-    parameters: names, each with the first that its weight has.
+    parameters: every name, with the first name of the same weight.
     """
     first = {str(name): str(of) for name, of in parameters}
     weights = model.named_parameters(remove_duplicate=False)
@@ -207,7 +207,7 @@ def _name_as_the_teacher(model: nn.Module, parameters: Sequence[Sequence[str]]) 
 
 
 def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
-    """What a sequence group does not share out: right, and no faster than one process."""
+    """Warn of sites that a sequence group does not share out: right, but no faster than one process."""
     from asapc.program.sharded_sites import SITES
 
     alone = [f"{site['name']} ({site['operator']})" for site in sites if site["operator"] not in SITES]
@@ -218,7 +218,7 @@ def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
-    """The live model, patched, with the artefact's weights.  Nothing is touched before all of it fits."""
+    """Patch the live model and load the artefact's weights.  Nothing is touched before all of it fits."""
     sites, left = artifact.manifest["sites"], artifact.manifest["live"]["left"]
     with consistent(artifact.folder):
         patches = read_patches(artifact)
@@ -230,7 +230,7 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
             help="drop model=",
         )
     weights = _weights_for(artifact, model)
-    made = prepared(model, patches, sites)
+    patched = prepared(model, patches, sites)
     warn_left(left, compiled)
     if len(kept) == len(sites):
         warnings.warn(
@@ -240,14 +240,14 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for live, stored in weights:
             live.copy_(stored)
-    install(model, made)
+    install(model, patched)
     lines = [site_line(site) for site in sites]
     shown_by(model, Summary(type(model).__name__, lines, artifact.folder.absolute()))
     return model.eval()
 
 
 def read_patches(artifact: Artifact) -> list[Patch]:
-    """What `live` of the manifest puts into a live model."""
+    """The patches that `live` of the manifest puts into a live model."""
     tensors = artifact.tensors
     patches = []
     for entry in artifact.manifest["live"]["programs"]:
@@ -268,9 +268,9 @@ def read_patches(artifact: Artifact) -> list[Patch]:
 
 
 def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """(the live model's tensor, the artefact's for it); the model's keeps its dtype and device.
+    """Pairs (the live model's tensor, the artefact's); the model's keeps its dtype and device.
 
-    Raises InputError where one of them cannot be copied.
+    Raises InputError if one of them cannot be copied.
     """
     weights = under(artifact.tensors, MODEL)
     for index, entry in enumerate(artifact.manifest["programs"]):
@@ -317,7 +317,7 @@ def _around(artifact: Artifact, model: nn.Module) -> None:
 def surrounding_model(
     artifact: Artifact, model: str | nn.Module | None, reading: Reading
 ) -> nn.Module | None:
-    """The model around captured modules: of --model or this one, with the artefact's weights."""
+    """The model around captured modules, from --model or this one, with the artefact's weights."""
     if artifact.capture == "whole":
         if model is not None:
             raise InputError(
@@ -343,9 +343,9 @@ def surrounding_model(
 
 
 def returns_as(artifact: Artifact) -> None:
-    """Let the programs of modules return the types that the modules do, where the process has them.
+    """Let the programs of modules return the modules' own types, if the process has them.
 
-    The code around a captured module may take its output apart by name.
+    The code around a captured module may access its output by name.
     """
     for programs in artifact.programs.values():
         for program, entry in zip(programs, artifact.manifest["programs"], strict=True):
@@ -355,7 +355,7 @@ def returns_as(artifact: Artifact) -> None:
             tree = read(Tree, entry["output"], "output")
             shape = rebuilt(tree, [0] * sum(1 for _ in leaves(tree)), types_at_hand(tree))
             spec = pytree.tree_structure(shape)
-            told = codegen.pytree_info.out_spec
-            if told is not None and told.num_leaves == spec.num_leaves:
+            before = codegen.pytree_info.out_spec
+            if before is not None and before.num_leaves == spec.num_leaves:
                 codegen.pytree_info = codegen.pytree_info._replace(out_spec=spec)
                 program.graph.recompile()

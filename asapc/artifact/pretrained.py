@@ -1,4 +1,4 @@
-"""A folder of Hugging Face transformers with the compiled model beside the original.
+"""A transformers folder that holds the compiled model beside the original.
 
     config.json, model.safetensors, tokenizer.json   as they were, for transformers
     asapc/                                           the artefact, for asapc.from_pretrained, and a README

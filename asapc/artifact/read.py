@@ -1,4 +1,4 @@
-"""An artefact read back: programs, weights and facts, each checked before it is used."""
+"""Reads an artefact: programs, weights and facts, each checked before it is used."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from asapc.program.calls import name_calls
 from asapc.program.code import under
 
 SEEN = "asapc.seen_hashes"
-MODEL = "model."  # weights of the model around captured modules
-HIDDEN = "hidden."  # buffers that sites hold and no state dict has
+MODEL = "model."  # begins the names of weights of the model around captured modules
+HIDDEN = "hidden."  # buffers that sites hold and that no state dict has
 
 assert _library is not None
 
@@ -59,7 +59,7 @@ class Artifact:
 
     @property
     def fit_seconds(self) -> float:
-        """Spent on calibration."""
+        """The seconds spent on calibration."""
         return float(self.selection["fit_seconds"])
 
     @property
@@ -68,13 +68,13 @@ class Artifact:
 
     @property
     def site_names(self) -> list[str]:
-        """Of the manifest's sites, in order."""
+        """The names of the manifest's sites, in order."""
         return [str(site["name"]) for site in self.manifest["sites"]]
 
     def running_on(
         self, device: torch.device, surrounding: nn.Module | None
     ) -> AbstractContextManager[None]:
-        """All programs, and the model around them, on the device for a while (asapc.device)."""
+        """Move all programs, and the model around them, to the device for a while (asapc.device)."""
         graphs = [program.graph for parts in self.programs.values() for program in parts]
         return running_on(device, [surrounding, *graphs])
 
@@ -84,7 +84,7 @@ class Artifact:
 
 
 def signature_of(call: Mapping[str, Any]) -> inspect.Signature:
-    """call: names of its positional and keyword arguments."""
+    """A signature.  call: the names of its positional and keyword arguments."""
     kinds = inspect.Parameter
     return inspect.Signature(
         [kinds(str(name), kinds.POSITIONAL_OR_KEYWORD) for name in call["args"]]
@@ -95,7 +95,7 @@ def signature_of(call: Mapping[str, Any]) -> inspect.Signature:
 def read_artifact(
     folder: str | Path, stages: Sequence[Stage] = STAGES, *, trust: bool = False
 ) -> Artifact:
-    """Load the programs of some stages. Raises InputError for a missing or unsafe folder.
+    """Load the programs of some stages. Raises InputError if the folder is missing or unsafe.
 
     trust: the folder is the user's own, and its programs may call operators that are not on the list.
     """
@@ -117,20 +117,20 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
                     f"{len(entry['calls'][stage])} sites listed",
                 )
             programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
-    seen = tensors.pop(SEEN, torch.empty(0, dtype=torch.int64))
-    if seen.dtype != torch.int64 or seen.dim() != 1:
-        raise InputError(f"{place}: {SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
-    hashes = frozenset(h & ((1 << 64) - 1) for h in seen.tolist())
+    hashed = tensors.pop(SEEN, torch.empty(0, dtype=torch.int64))
+    if hashed.dtype != torch.int64 or hashed.dim() != 1:
+        raise InputError(f"{place}: {SEEN} must list integers", got=f"{hashed.dtype} {[*hashed.shape]}")
+    hashes = frozenset(h & ((1 << 64) - 1) for h in hashed.tolist())
     return Artifact(place, manifest, tensors, programs, hashes, selection, trust)
 
 
 def weights_of(tensors: Mapping[str, Tensor], index: int, stage: Stage) -> dict[str, Tensor]:
-    """Of the index-th program in a stage, by their names in it."""
+    """The weights of the index-th program in a stage, by their names in it."""
     return {**under(tensors, f"{index}."), **under(tensors, f"{stage}.{index}.")}
 
 
 def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram:
-    """The one program of a model captured whole, with its weights, as torch.export has it."""
+    """The one program of a model captured whole, with its weights, as an ExportedProgram."""
     place = inside(artifact.folder, artifact.manifest["programs"][0][stage])
     return load_program(place, weights_of(artifact.tensors, 0, stage), trust=artifact.trusted)
 

@@ -1,4 +1,4 @@
-"""An artefact written, or written again with other weights.  The same inputs give the same bytes."""
+"""Writes an artefact, or writes it again with other weights.  The same inputs give the same bytes."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def write_artifact(
 ) -> None:
     """Write everything into an existing empty folder.
 
-    model: the module around captured modules, whose other weights are kept too.  selection: the trail,
-    see passes.select, and fit_seconds; what holds times is apart from the rest.  modules: for a live
-    model, and the sites that have none, with the reason.
+    model: the module around captured modules, whose other weights are written too.  selection: the trail,
+    see passes.select, and fit_seconds; it holds times, so it has a file of its own.  modules: those for a
+    live model, and the reason for each site that has none.
     """
     tensors: dict[str, Tensor] = {}
     weights = {} if model is None else tensors_of(model)
@@ -85,7 +85,7 @@ def write_artifact(
 
 
 def _output(program: Program) -> dict[str, Any]:
-    """What a captured module returns, where plain containers are not it; see model.returns_as."""
+    """What a captured module returns, if plain data can describe it; see model.returns_as."""
     call = next((call for call in program.calls if not call.name), None)
     if not program.name or call is None:
         return {}
@@ -98,7 +98,7 @@ def _output(program: Program) -> dict[str, Any]:
 def _write_modules(
     folder: Path, modules: Sequence[CompiledModule], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """The programs of live modules, one for all alike; tensors that only they have go into `tensors`."""
+    """Write one program for all live modules that are alike; their own tensors go into `tensors`."""
     entries: dict[str, dict[str, Any]] = {}
     for number, module in enumerate(modules):
         entry = {
@@ -114,14 +114,14 @@ def _write_modules(
             path = f"live/{len(entries)}.pt2"
             _save(_exported(module.program), folder / path)
             entries[key] = {"file": path, **entry, "modules": []}
-        own = {name: f"live.{number}.{name}" for name in module.constants}
-        tensors |= {own[name]: _stored(tensor) for name, tensor in module.constants.items()}
+        constants = {name: f"live.{number}.{name}" for name in module.constants}
+        tensors |= {constants[name]: _stored(tensor) for name, tensor in module.constants.items()}
         fitted = {name: f"{index}.{stored}" for name, (index, stored) in module.fitted.items()}
         entries[key]["modules"].append(
             {
                 "name": module.program.name,
                 "sites": list(module.sites),
-                "tensors": {**fitted, **own},
+                "tensors": {**fitted, **constants},
                 "own_forward": module.own_forward,
                 "inside": [inner.to_json() for inner in module.inside],
             }
@@ -137,11 +137,11 @@ def write_refreshed(
     seen_hashes: Collection[int],
     edit: Callable[[GraphModule], None] | None = None,
 ) -> None:
-    """Write the artefact with other weights in its compiled programs; teacher and lossless stay.
+    """Write the artefact with other weights in its compiled programs; the other stages keep theirs.
 
-    artifact: with all its stages read. weights: by (number of the program, name). edit: changes a
-    compiled program's graph in place, its inputs, outputs and shapes excepted. Whatever else the old
-    folder holds, a report of the old weights among it, is left behind.
+    artifact: read with all of its stages. weights: by (number of the program, name). edit: changes a
+    compiled program's graph in place, except inputs, outputs and shapes. Whatever else the old folder
+    holds, such as a report of the old weights, is left behind.
     """
     tensors = read_safetensors(artifact.folder / TENSORS)  # those of `artifact` may have been trained
     for (index, name), tensor in weights.items():
@@ -178,14 +178,14 @@ def _finish(
 
 
 def write_facts(folder: Path, manifest: Mapping[str, Any], selection: Mapping[str, Any]) -> None:
-    """Write manifest.json with the digests of the other files, and selection.json with that of both."""
+    """Write manifest.json with the digests of the files, and selection.json with one of both."""
     files = {file: digest_of(folder / file) for file in files_of(manifest)}
     _write_json(folder / MANIFEST, {**manifest, "files": files})
     _write_json(folder / SELECTION, {"sha256": seal_of(folder, selection), **selection})
 
 
 def _exported(program: Program) -> ExportedProgram:
-    """For a file, which names no types: outputs in plain containers."""
+    """The program for a file, which names no types: it returns plain containers."""
     exported = exported_program(program)
     signature = exported.module_call_graph[0].signature
     assert signature is not None

@@ -1,4 +1,4 @@
-"""JSON from files that others may have written: the one place that reads any."""
+"""The one place that reads JSON, from files that others may have written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_BYTES = 1 << 26  # of a file; as Python's lists and numbers they may take 20
 
 
 def read_json(path: str | Path, most: int = MAX_BYTES, *, strict: bool = False) -> Any:
-    """The document in a file of at most so many bytes.
+    """The document in a file of at most `most` bytes.
 
-    Raises OSError where it cannot be read, ValueError for a larger one, otherwise as parse_json.
+    Raises OSError if it cannot be read, ValueError if it is larger, otherwise as parse_json.
     """
     content = read_file(path, most + 1)
     if len(content) > most:
@@ -39,8 +39,8 @@ def read_file(path: str | Path, most: int = -1) -> bytes:
 
 
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
-    """The document.  Raises ValueError, and nothing else, for what is not JSON, nested too deep or has
-    half a surrogate pair, which no file or terminal takes.
+    """The document.  Raises ValueError, and nothing else, if the text is no JSON, nested too deep or has
+    half of a surrogate pair, which no file or terminal takes.
 
     strict: NaN and infinities, which Python reads and writes, are not JSON.
     """
@@ -65,7 +65,7 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What strict JSON holds: null for NaN and infinities, U+FFFD for half of a surrogate pair."""
+    """The value in strict JSON, with null for NaN and infinities, U+FFFD for half a surrogate pair."""
     if isinstance(value, Record):
         return plain(value.to_json())
     if isinstance(value, float):

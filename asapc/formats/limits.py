@@ -7,15 +7,13 @@ from typing import Any
 from torch.utils._sympy.value_ranges import ValueRanges
 
 MOST = 2**31 - 1  # of a size that has no limit
-
-
-_LEAST = "asapc_least"  # of a shape environment: what sizes are at least, by symbol
+_LEAST = "asapc_least"  # attribute of a shape environment: lower limits by symbol
 
 
 def limits_of(environment: Any, symbol: Any) -> tuple[int, int]:
-    """Least and most of a symbol of a shape environment.
+    """The least and most that a symbol of a shape environment may be.
 
-    Every size is traced as 2 or more and may be less, unless `demand` was told so: 0 stands for no limit.
+    Every size is traced as 2 or more and may be less, unless `demand` forbids it: 0 means no limit.
     """
     limits = environment.var_to_range.get(symbol)
     if limits is None:
@@ -27,24 +25,24 @@ def limits_of(environment: Any, symbol: Any) -> tuple[int, int]:
 
 
 def allow(environment: Any, symbol: Any, most: int) -> None:
-    """The symbol is at most this."""
+    """Let a symbol be `most` or less."""
     limits = environment.var_to_range[symbol]
     environment.var_to_range[symbol] = limits & ValueRanges(limits.lower, max(most, limits.lower))
 
 
 def demand(environment: Any, symbol: Any, least: int) -> None:
-    """Let a size be `least` (up to 3) or more."""
+    """Let a symbol be `least` (up to 3) or more."""
     noted = getattr(environment, _LEAST, {})
     setattr(environment, _LEAST, {**noted, symbol: max(least, noted.get(symbol, 0))})
 
 
 def fixed_size(size: Any) -> int | None:
-    """The number that a traced size is, also one that the trace has become specialised to."""
+    """The number that a traced size is, or that the trace was specialised to; None if it is free."""
     number = size if isinstance(size, int) else size.node.maybe_as_int()
     return None if number is None else int(number)
 
 
 def limits(size: Any) -> tuple[int, int]:
-    """Least and most of a traced size."""
+    """The least and most that a traced size may be."""
     number = fixed_size(size)
     return limits_of(size.node.shape_env, size.node.expr) if number is None else (number, number)

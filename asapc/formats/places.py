@@ -1,8 +1,8 @@
-"""Files that a written folder names, such as its data: found again from any working folder.
+"""Files that a written folder names, such as its data, found again from any working folder.
 
-A path that was given relative is recorded relative to the folder that names it, so that the two may move
-together and the same commands write the same bytes in another checkout. A path that was given absolute
-stays so: then the folder may move alone. pkg.module:callable is imported, not found, and stays as it is.
+A relative path is recorded relative to the folder that names it, so that the two can move together and
+the same commands write the same bytes in another checkout. An absolute path stays absolute: then the
+folder can move alone. pkg.module:callable is imported and stays as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIGEST = "^[0-9a-f]{64}$"
 
 
 def recorded(spec: str, folder: str | Path) -> str:
-    """What `folder`, which may not exist yet, records for a spec that holds here and now."""
+    """What `folder`, which may not exist yet, records for a spec of the working folder."""
     path, rest = _parts(spec)
     if not path or os.path.isabs(path):
         return spec
@@ -27,7 +27,7 @@ def recorded(spec: str, folder: str | Path) -> str:
 
 
 def found(record: str, folder: str | Path) -> str:
-    """The spec that `folder` has recorded, as it holds here and now."""
+    """The spec that `folder` has recorded, from the working folder."""
     path, rest = _parts(record)
     if not path or os.path.isabs(path):
         return record
@@ -37,7 +37,7 @@ def found(record: str, folder: str | Path) -> str:
 
 
 def moved(record: str, folder: str | Path, other: str | Path) -> str:
-    """What `other` records for what `folder` has recorded."""
+    """What `other` records for a record of `folder`."""
     path, rest = _parts(record)
     if not path or os.path.isabs(path):
         return record
@@ -45,7 +45,7 @@ def moved(record: str, folder: str | Path, other: str | Path) -> str:
 
 
 def same(first: str, second: str) -> bool:
-    """One file by two paths, a callable of one file by two paths, or the same spec."""
+    """Whether two specs are the same, or name one file, or one callable of one file, by two paths."""
     (path, rest), (other, other_rest) = _parts(first), _parts(second)
     if first == second or rest != other_rest or not (path and other):
         return first == second

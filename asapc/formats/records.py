@@ -1,9 +1,9 @@
 """Frozen dataclasses read from JSON that others may have written, and written back.
 
-The annotations of a dataclass are its format: what is read has these types, or an InputError names the
-place.  An absent or null part takes its default.  Keys that no field has are kept by a `rest`.  Of the
-records that a part may be it is the first whose keys are there.  What `__post_init__` refuses by a
-ValueError is an InputError, too.
+The annotations of a dataclass are its format: a value without these types is an InputError that names
+the place.  An absent or null part takes its default.  A `rest` keeps the keys that no field has.  A part
+that may be one of several records is the first whose keys are there.  A ValueError of `__post_init__`
+becomes an InputError, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS: Mapping[Any, str] = {
 
 
 def rest(numbers: Mapping[str, Any] = {}) -> Any:
-    """A field for the keys that no other has; those in `numbers`, with their schemas, are numbers."""
+    """A field for the keys that no other field has; those in `numbers` are numbers with these schemas."""
     return field(default_factory=dict, metadata={"rest": numbers})
 
 
@@ -43,9 +43,9 @@ APART: Mapping[str, Any] = {"apart": True}  # of a field that is no part of the 
 
 @dataclass(frozen=True)
 class Record:
-    """A field that `__init__` does not take is only written.
+    """A dataclass with a JSON form.  A field that `__init__` does not take is written but not read.
 
-    always: keys of its `rest` that a written record has.
+    always: keys of its `rest` that every written record has.
     """
 
     always: ClassVar[tuple[str, ...]] = ()
@@ -62,11 +62,11 @@ class Record:
         if not isinstance(document, Mapping):
             raise InputError(f"{where} must be a mapping", got=short(document))
         hints, values = _hints(cls), dict[str, Any](apart)
-        known = json_fields(cls)
-        for key, each in known.items():
+        by_key = json_fields(cls)
+        for key, each in by_key.items():
             value, place = document.get(key), f"{where}: {key}"
             if "rest" in each.metadata:
-                more = {key: item for key, item in document.items() if key not in known}
+                more = {key: item for key, item in document.items() if key not in by_key}
                 for name in more.keys() & each.metadata["rest"].keys():
                     more[name] = read(float | None, more[name], f"{where}: {name}")
                 values[each.name] = more
@@ -74,7 +74,7 @@ class Record:
                 values[each.name] = read(hints[each.name], value, place)
         try:
             return cls(**values)
-        except ValueError as error:  # of what the annotations do not say
+        except ValueError as error:  # a rule that the annotations do not express
             raise InputError(f"{where}: {error}", got=short(document)) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def json_fields(cls: type[Record]) -> dict[str, Field[Any]]:
-    """By their keys, in order; a `key` in the metadata is one that Python does not take for a name."""
+    """The fields by their keys, in order; `key` in the metadata is one that is no name in Python."""
     return {
         each.metadata.get("key", each.name): each for each in fields(cls) if "apart" not in each.metadata
     }
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(hint: Any, value: Any, where: str) -> Any:
-    """The value as the annotation has it.  Raises InputError."""
+    """The value with the type of the annotation.  Raises InputError."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and NoneType in arguments):
         return value
@@ -143,7 +143,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Of the kinds that a value may be, the one that it is; the first if it is none."""
+    """The first of the kinds that the value is; the first of all if it is none."""
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     for kind in kinds[1:] and kinds:
         if isinstance(kind, type) and issubclass(kind, Record):

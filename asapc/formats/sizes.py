@@ -1,4 +1,4 @@
-"""Sizes of an exported program: a grammar of what torch writes, and how large they may become.
+"""Sizes of an exported program: a grammar of what torch writes, with bounds on how large it may become.
 
 torch writes a dynamic size as SymPy prints it, and SymPy evaluates that text when it is read:
 
@@ -6,8 +6,8 @@ torch writes a dynamic size as SymPy prints it, and SymPy evaluates that text wh
             | "Integer(-3)" | "Rational(1, 2)" | "Float('0.5', precision=53)" | "s0" | "3"
 
 A short text can ask for endless work: a power of a power, a hundred million digits, a remainder of two
-powers of sums. So Python takes the text apart first, and with every part goes a bound on what SymPy makes
-of it: bits of its numbers, degree and terms of the polynomial that it would expand to.
+powers of sums. So Python parses the text first, with a bound on what SymPy makes of every part: the bits
+of its numbers, the degree and terms of the polynomial that it would expand to.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Unfit(Exception):
 
 
 def is_size_expression(text: str) -> bool:
-    """Whether the text is one size, and a small one."""
+    """Whether the text is a single, small size."""
     if len(text) > MAX_LENGTH or not _PLAIN.fullmatch(text):
         return False
     if text.count("(") + text.count("-") > MAX_PARTS or len(_COSTLY.findall(text)) > MAX_DIVISIONS:
@@ -112,7 +112,7 @@ def _leaf(match: re.Match[str]) -> _Part:
 
 
 def _part(name: str, arguments: list[_Part]) -> _Part:
-    """What a call of that name makes of its arguments."""
+    """The bounds on a call of that name with these arguments."""
     count = len(arguments)
     bits, degree = (max((getattr(x, key) for x in arguments), default=1) for key in ("bits", "degree"))
     terms = [part.terms for part in arguments]
@@ -133,7 +133,7 @@ def _part(name: str, arguments: list[_Part]) -> _Part:
 
 
 def _power(base: _Part, exponent: _Part) -> _Part:
-    """By a small whole number; by another number where it is all that there is (a square root)."""
+    """A power by a small whole number, or of a single term by any number (a square root)."""
     power = exponent.value
     if power is None and not exponent.degree and exponent.terms == 1 == base.terms:
         return _Part(max(base.bits, exponent.bits), 1)

@@ -29,7 +29,7 @@ def describe(error: BaseException, path: str | None = None) -> str:
 
 
 class _LastResort(MetaPathFinder):
-    """Modules beside a user's code, where nothing else has them: a forward may import when it runs."""
+    """Finds modules beside a user's code that nothing else has: a forward may import when it runs."""
 
     def __init__(self) -> None:
         self.places: list[str] = []
@@ -47,9 +47,9 @@ _last_resort = _LastResort()
 def _importable(places: list[str], *, keep_modules: bool) -> Iterator[None]:
     """Imports look in `places` first and leave no bytecode; what is printed goes to stderr.
 
-    What the code puts on sys.path is added to `places`, for the next time; afterwards sys.path is as it
-    was.  Unless keep_modules, modules found in `places` leave sys.modules again, so that two models with
-    a `utils.py` each do not meet.
+    What the code puts on sys.path is added to `places` for the next time; sys.path is restored.  Unless
+    keep_modules, modules found in `places` leave sys.modules again, so that two models can each have a
+    `utils.py`.
     """
     path, modules, bytecode = list(sys.path), set(sys.modules), sys.dont_write_bytecode
     sys.path[:0] = places

@@ -1,4 +1,4 @@
-"""Reading a user's YAML file: safe types only, repeated keys refused, errors that name the line."""
+"""Reads a user's YAML file: safe types only, no repeated keys, errors that name the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DEPTH = 50
 
 
 class Located(dict[Any, Any]):
-    """A mapping that knows on which line of its file each of its keys stands, counted from 1."""
+    """A mapping that knows the line of each of its keys in the file, counted from 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         data.lines = {self.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":  # of which it would see a key that is no text
                 raise yaml.constructor.ConstructorError(
@@ -44,11 +44,11 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} appears twice", key_node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -93,7 +93,7 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def _check_size(data: Any) -> None:
-    """Raises ValueError where aliases make a small file large, or a value could not be written again."""
+    """Raises ValueError if aliases make a small file large, or a value could not be written again."""
     level = [data]
     count = 0
     for _ in range(MAX_DEPTH):

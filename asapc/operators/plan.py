@@ -108,7 +108,7 @@ def plan(
     if is_kernel:
         scores = logs_of(widen(scores))
     if threshold is not None:
-        ending = Ending(moves, threshold, summed, after)
+        ending = Ending(moves, threshold, summed, after)  # type: ignore[arg-type]
         s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
             f = row_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)

@@ -1,4 +1,4 @@
-"""Apply: what a site becomes, on the site's tensors, by the same calls that rewrite puts into a graph."""
+"""Apply: runs what a site becomes on its tensors, by the same calls that rewrite puts into a graph."""
 
 from __future__ import annotations
 
@@ -27,41 +27,31 @@ def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) ->
     )
 
 
-def apply_replacement(
-    convention: Convention, replacement: Amortised | Distilled, t: SiteTensors, v: Tensor | None
-) -> Tensor:
-    """What replaces a site's loop, on its tensors: A v, or the map A where v is None."""
-    if isinstance(replacement, Distilled):
-        return apply_distilled(replacement, t, v)
-    return apply_amortised(convention, replacement, t, v)
-
-
 def beyond_map(replacement: Amortised | Distilled) -> bool:
     """Whether A v has a part that the map does not show: a convolution on the values."""
     return isinstance(replacement, Distilled) and replacement.settings.get("depthwise") is not None
 
 
 def apply_distilled(distilled: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
-    """A distilled operator on a site's tensors: A v, or the map A where v is None.
-
-    The same calls that rewrite puts into a graph.
-    """
+    """A distilled operator on a site's tensors: A v, or the map A where v is None."""
     result = apply_operator(OPERATORS[distilled.operator], t, v, distilled.settings)
     return times_share(result, t.keep) if distilled.share else result
 
 
-def apply_amortised(
-    convention: Convention, amortised: Amortised, t: SiteTensors, v: Tensor | None
+def apply_replacement(
+    convention: Convention, replacement: Amortised | Distilled, t: SiteTensors, v: Tensor | None
 ) -> Tensor:
-    """Predicted duals and c-transforms on a site's tensors: A v, or the map A where v is None.
+    """What replaces a site's loop, on its tensors: A v, or the map A where v is None.
 
     The same calls that passes.rewrite puts into a graph.
     """
+    if isinstance(replacement, Distilled):
+        return apply_distilled(replacement, t, v)
     duals: dict[str, Tensor | None] = {"source": None, "target": None}
     mass: Tensor | None = None
-    for predictor in amortised.predictors:
+    for predictor in replacement.predictors:
         _check_columns(predictor, t)
-        if amortised.plan.rescaled:
+        if replacement.plan.rescaled:
             duals["target"], mass = torch.ops.asapc.dual_and_row_mass(
                 q=t.q, k=t.k, keep=t.keep, bias=t.bias,
                 **predictor.arguments(convention.score_multiplier, mass=True),
@@ -69,16 +59,16 @@ def apply_amortised(
         else:
             duals[predictor.side] = predict(convention, predictor, t)
     source = duals["source"]
-    if amortised.intercept is not None and source is not None:
-        source = source + amortised.intercept[:, None]
+    if replacement.intercept is not None and source is not None:
+        source = source + replacement.intercept[:, None]
     _, loop = loop_of(convention)
-    settings = amortised.settings(source, duals["target"], loop)
+    settings = replacement.settings(source, duals["target"], loop)
     result = apply_operator(OPERATORS["asap"], t, v, settings)
     return result if mass is None else (result * mass[..., None]).to(result.dtype)
 
 
 def _check_columns(predictor: DualPredictor, t: SiteTensors) -> None:
-    """InputError where a feature has a column for each position, and the fit was of other positions."""
+    """Raises InputError if a feature has a column for each position, and the fit had other positions."""
     tokens = t.q.shape[2] if predictor.side == "source" else t.k.shape[2]
     columns = total_width(predictor.features, t.q.shape[3], tokens)
     fitted = predictor.coefficients.shape[1]

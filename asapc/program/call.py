@@ -1,4 +1,4 @@
-"""How a module is called, in plain data: what an artefact knows of a forward, instead of its code.
+"""How a module is called, as plain data: what an artefact knows of a forward without its code.
 
     forward(self, x, mask=None, *, flag=False) -> {"logits": Tensor}      called as forward(x, flag=False)
 
@@ -6,8 +6,8 @@
     tensors     0: float [s0, 12]
     output      {"logits": tensor 0}
 
-A call agrees with the captured one where every tensor has its place, kind and sizes, and everything
-else its captured value: that is all that a captured program was traced for.
+A call agrees with the captured one if every tensor has its place, kind and sizes, and everything else
+has its captured value: the program was traced for nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 class Undescribable(Exception):
-    """What part of a call plain data cannot express, in words."""
+    """Raised for the part of a call that plain data cannot express; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,20 @@ class Constant(Record):
     value: bool | int | float | str | None = field(metadata={"key": "constant"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Default(Record):
-    """A default value that plain data cannot express: a caller may leave it out, but not give it."""
+    """A default that plain data cannot express: a caller may leave it out but cannot pass it."""
 
     text: str = field(metadata={"key": "default"})
+
+    def __repr__(self) -> str:
+        """Stands in a signature for the value."""
+        return self.text
 
 
 @dataclass(frozen=True)
 class Size(Record):
-    """An int that is this size of the call's tensors."""
+    """An int that equals this free size of the call's tensors."""
 
     name: str = field(metadata={"key": "size"})
 
@@ -93,7 +97,7 @@ Tree = Leaf | Constant | Default | Size | Group
 
 @dataclass(frozen=True)
 class Tensors(Record):
-    """What a tensor must be like.
+    """The kind and sizes that a tensor must have.
 
     kind:    bool, int, float or complex.
     sizes:   an int, or the name of a size that is free within its limits.
@@ -111,7 +115,7 @@ class Parameter(Record):
 
     kind:     as inspect.Parameter names it, such as POSITIONAL_OR_KEYWORD.
     default:  None where it must be given.
-    captured: what it was when the program was captured, the default where it was left out.
+    captured: its value when the program was captured, the default if it was left out.
     """
 
     name: str
@@ -132,11 +136,11 @@ class Parameter(Record):
 class Call(Record):
     """A captured call and what it returned.
 
-    limits: least and most of the free sizes that have any.
-    neutral: tensors that may be None instead: masks that hide nothing then, 0 or True everywhere.
-    casts: under autocast, the dtypes of the tensors that the model's own code gives, by the device and
-           the dtypes of those that it is given, see dtypes_of, with GRADIENTS where those are recorded
-           and make others of them; operators compute in others.
+    limits: smallest and largest value of the free sizes that have limits.
+    neutral: tensors that may also be None, which stands for a mask that hides nothing: 0 or True.
+    casts: the dtypes that the model's own code returns under autocast, by the device and dtypes of its
+           inputs, see dtypes_of. GRADIENTS marks those that differ where gradients are recorded. The
+           operators compute in other dtypes.
     """
 
     parameters: tuple[Parameter, ...]
@@ -176,12 +180,12 @@ class Call(Record):
         object.__setattr__(self, "_signature", signature)
 
     def cast(self, flat: Sequence[Tensor], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The outputs in the dtypes of the model's own code; as they are where those are not known."""
+        """The outputs in the dtypes of the model's own code, or unchanged if those are not known."""
         device = outputs[0].device.type if self.casts and outputs else "meta"
         if not self.casts or device == "meta" or not torch.is_autocast_enabled(device):
             return outputs
-        given, grad = dtypes_of(flat, device), GRADIENTS * torch.is_grad_enabled()
-        kinds = self.casts.get(given + grad, self.casts.get(given, "")).split(" ")[1:]
+        inputs, grad = dtypes_of(flat, device), GRADIENTS * torch.is_grad_enabled()
+        kinds = self.casts.get(inputs + grad, self.casts.get(inputs, "")).split(" ")[1:]
         if len(kinds) != len(outputs):
             return outputs
         low = torch.get_autocast_dtype(device)
@@ -189,38 +193,34 @@ class Call(Record):
         return tuple(x.to(dtype) for x, dtype in zip(outputs, dtypes, strict=True))
 
     def signature(self) -> inspect.Signature:
-        """As of the forward."""
+        """The signature of the forward."""
         return self._signature
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], str | None]:
-        """(the call's tensors in order, None), or (..., why the call is not the captured one).
+        """Return (the call's tensors in order, None), or (..., why it is not the captured call).
 
         Raises TypeError where the forward itself would: too many, missing or unknown arguments.
         """
         try:
-            given = self._signature.bind(*args, **kwargs).arguments
+            arguments = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"forward(): {error}") from None
         flat: list[Any] = [None] * len(self.tensors)
         counts: list[tuple[str, Any, str]] = []
         for parameter in self.parameters:
-            if parameter.name in given:
-                value = given[parameter.name]
-                if value is None and self._is_neutral(parameter.captured):
-                    continue
-                problem = _taken(parameter.captured, value, flat, counts, parameter.name)
-                if problem is not None:
-                    return flat, problem
-            elif self._is_neutral(parameter.captured):
+            name, captured, problem = parameter.name, parameter.captured, None
+            if arguments.get(name) is None and self._is_neutral(captured):
                 continue
-            elif parameter.captured != parameter.default:
-                text = f"{parameter.name} was captured as {shown(parameter.captured)}, but is missing"
-                return flat, text
-        problem = self._sizes(flat, counts)
-        return flat, problem
+            if name in arguments:
+                problem = _taken(captured, arguments[name], flat, counts, name)
+            elif captured != parameter.default:
+                problem = f"{name} was captured as {shown(captured)}, but is missing"
+            if problem is not None:
+                return flat, problem
+        return flat, self._sizes(flat, counts)
 
     def _sizes(self, flat: list[Any], counts: Sequence[tuple[str, Any, str]]) -> str | None:
-        seen: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for index, (like, tensor) in enumerate(zip(self.tensors, flat, strict=True)):
             problem = None
             if tensor is None:
@@ -233,25 +233,25 @@ class Call(Record):
                 problem = f"was captured as the very tensor that {self._name(like.same_as)} is"
             if problem is not None:
                 return f"{self._name(index)} {problem}"
-            problem = other_size(like, tensor, self.limits, seen)
+            problem = other_size(like, tensor, self.limits, sizes)
             if problem is not None:
                 return f"{self._name(index)}: {problem}"
         for name, count, argument in counts:
-            if name not in seen or seen[name] != count:
+            if name not in sizes or sizes[name] != count:
                 return f"{argument} was captured as a size of the other arguments, but is {count}"
-        return self._fill(flat, seen)
+        return self._fill(flat, sizes)
 
     def _is_neutral(self, captured: Tree) -> bool:
         return isinstance(captured, Leaf) and captured.index in self.neutral
 
-    def _fill(self, flat: list[Any], seen: Mapping[str, Any]) -> str | None:
-        """Put masks that hide nothing where None was given, of the sizes of the other arguments."""
+    def _fill(self, flat: list[Any], free: Mapping[str, Any]) -> str | None:
+        """Replace None by masks that hide nothing, sized like the other arguments."""
         like = next((t for t in flat if t is not None and t.is_floating_point()), None)
         for index in self.neutral:
             if flat[index] is not None:
                 continue
-            named = self.tensors[index].sizes
-            sizes: list[Any] = [seen.get(size) if isinstance(size, str) else size for size in named]
+            axes = self.tensors[index].sizes
+            sizes: list[Any] = [free.get(size) if isinstance(size, str) else size for size in axes]
             if like is None or None in sizes:
                 return f"{self._name(index)} was captured as a tensor, but is None"
             if self.tensors[index].kind == "bool":
@@ -264,10 +264,6 @@ class Call(Record):
         """Whether each of so many tensors has one place in the output."""
         return sorted(leaf.index for leaf in leaves(self.output)) == [*range(count)]
 
-    def sizes(self) -> str:
-        """The sizes that it holds for, in words."""
-        return sizes_text([self._name(i) for i in range(len(self.tensors))], self.tensors, self.limits)
-
     def _name(self, index: int) -> str:
         """The argument that holds the index-th tensor."""
         for parameter in self.parameters:
@@ -277,7 +273,7 @@ class Call(Record):
 
 
 def dtypes_of(tensors: Sequence[Tensor], device: str) -> str:
-    """The device, and dtypes: that of autocast by another name, for it may be set to another."""
+    """The device and the dtypes, with LOW for the dtype of autocast, which may be set to another."""
     low = torch.get_autocast_dtype(device)
     kinds = [LOW if x.dtype == low else str(x.dtype).removeprefix("torch.") for x in tensors]
     return " ".join([device, *kinds])
@@ -285,10 +281,10 @@ def dtypes_of(tensors: Sequence[Tensor], device: str) -> str:
 
 @dataclass(frozen=True)
 class Child(Record):
-    """A call of a layer inside a patched module, the number-th of its graph: what it is given and gives.
+    """A call of a layer inside a patched module: its arguments and its output.
 
     A leaf stands for the index-th tensor of the operator call that marks it, see operators/child.py.
-    gives: what the tensors of the output are like.
+    gives: the kinds and sizes of the output's tensors.
     """
 
     name: str = field(metadata={"key": "layer"})
@@ -307,16 +303,16 @@ class Child(Record):
 def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
     """The tree of a value; its tensors are appended to `tensors`.  Raises Undescribable.
 
-    output: it is a result, whose objects are made again, and not an argument, whose objects would
+    output: the value is a result, whose objects are built again, not an argument, whose objects would
     have to be taken apart.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
     if isinstance(value, torch.SymInt):
-        known = value.node.maybe_as_int()
-        if known is not None:
-            return Constant(known)
+        number = value.node.maybe_as_int()
+        if number is not None:
+            return Constant(number)
         if output:
             raise Undescribable("a size among the outputs")
         return Size(str(value.node.expr))
@@ -350,13 +346,12 @@ def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
 def parameters_of(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
 ) -> tuple[Parameter, ...]:
-    """The parameters of a forward with what they were on a call; its tensors in the order in which
-    pytree has them in (args, kwargs).  Raises Undescribable, and TypeError for a call that the signature
-    does not allow.
+    """The parameters of a forward with their values in a call, whose tensors are in pytree's order of
+    (args, kwargs).  Raises Undescribable, and TypeError for a call that the signature does not allow.
     """
     signature.bind(*args, **kwargs)
-    given = signature.bind_partial(*args).arguments  # those of *args as a tuple
-    trees = {name: described(value, tensors) for name, value in given.items()}
+    positional = signature.bind_partial(*args).arguments  # those of *args as a tuple
+    trees = {name: described(value, tensors) for name, value in positional.items()}
     named = {p.name for p in signature.parameters.values() if not p.kind.name.startswith("VAR")}
     extra: dict[str, Tree] = {}
     for name, value in kwargs.items():
@@ -364,7 +359,7 @@ def parameters_of(
     if extra:
         stars = next(p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD)
         trees[stars] = Group("dict", tuple(extra.values()), tuple(extra))
-    found = []
+    parameters = []
     for parameter in signature.parameters.values():
         default: Tree | None = None
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -376,8 +371,8 @@ def parameters_of(
         captured = trees.get(parameter.name, default)
         assert captured is not None  # bind has seen to it
         kind: Any = parameter.kind.name
-        found.append(Parameter(parameter.name, kind, default, captured))
-    return tuple(found)
+        parameters.append(Parameter(parameter.name, kind, default, captured))
+    return tuple(parameters)
 
 
 def _default(value: Any) -> Tree:
@@ -392,7 +387,7 @@ def _default(value: Any) -> Tree:
 def _taken(
     tree: Tree, value: Any, flat: list[Any], counts: list[tuple[str, Any, str]], name: str
 ) -> str | None:
-    """Put the value's tensors into their places; why it is not what was captured, or None."""
+    """Put the value's tensors into their places; return why it is not what was captured, or None."""
     if isinstance(tree, Leaf):
         if not isinstance(value, Tensor):
             return f"{name} was captured as a tensor, but is {shortened(value)}"
@@ -424,17 +419,18 @@ def _taken(
     return None
 
 
-def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
-    """The structure with the tensors of `flat` in it.
+def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type] = {}) -> Any:
+    """The structure, filled with the tensors of `flat`.
 
-    types: by qualified name.  Without its class an object is a dict of its fields, or a tuple where
-    they have no names, and a named tuple a tuple.
+    types: classes by qualified name.  Without its class, an object becomes a dict of its fields, or a
+    tuple if they have no names, and a named tuple becomes a tuple.
     """
     if isinstance(tree, Leaf):
         return flat[tree.index]
     if isinstance(tree, Constant):
         return tree.value
-    assert isinstance(tree, Group)
+    if not isinstance(tree, Group):
+        raise ValueError("a size or a default of the call, where a value is needed")
     items = [rebuilt(item, flat, types) for item in tree.items]
     if tree.kind == "list":
         return items
@@ -451,27 +447,27 @@ def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
 
 
 def types_at_hand(tree: Tree) -> dict[str, type]:
-    """The classes of a tree by qualified name, of those that this process has already defined.
+    """The classes of a tree that this process has already defined, by qualified name.
 
-    A name is compared, nothing is imported: of objects with the types registered with torch's pytree, of
-    named tuples with what a loaded module holds.
+    Nothing is imported: names of objects are looked up among the types registered with torch's pytree,
+    names of named tuples in the modules that are loaded.
     """
-    found: dict[str, type] = {}
+    types: dict[str, type] = {}
     registered = {_qualified(cls): cls for cls in pytree.SUPPORTED_NODES}
     for group in groups(tree):
         if group.kind == "object" and group.type in registered:
-            found[group.type] = registered[group.type]
+            types[group.type] = registered[group.type]
         elif group.kind == "namedtuple":
             place, _, name = group.type.rpartition(".")
             cls = vars(sys.modules[place]).get(name) if place in sys.modules else None
             fields = tuple(getattr(cls, "_fields", ()))
             if isinstance(cls, type) and issubclass(cls, tuple) and fields == group.keys:
-                found[group.type] = cls
-    return found
+                types[group.type] = cls
+    return types
 
 
 def plain_spec(spec: Any) -> Any:
-    """A pytree spec in which named tuples and objects are what `rebuilt` gives without their classes."""
+    """A pytree spec with the containers that `rebuilt` returns without any classes."""
     children = [plain_spec(child) for child in spec.children()]
     if spec.is_leaf():
         return spec
@@ -490,12 +486,12 @@ def plain_spec(spec: Any) -> Any:
 def known_of(
     values: Sequence[Tensor], same_as: Sequence[int | None] | None = None
 ) -> tuple[tuple[Tensors, ...], dict[str, tuple[int, int]]]:
-    """What the tensors of a traced call must be like, and the limits of their free sizes.
+    """What the tensors of a call must be like, and the limits of their free sizes.
 
-    values: as the trace has them.
+    values: the tensors of the trace.
     """
     limits: dict[str, tuple[int, int]] = {}
-    known = []
+    tensors = []
     for index, value in enumerate(values):
         sizes: list[int | str] = []
         for size in value.shape:
@@ -508,48 +504,31 @@ def known_of(
             if ends != (0, MOST):
                 limits[name] = ends
         same = None if same_as is None else same_as[index]
-        known.append(Tensors(kind_of(value.dtype), tuple(sizes), same))
-    return tuple(known), limits
+        tensors.append(Tensors(kind_of(value.dtype), tuple(sizes), same))
+    return tuple(tensors), limits
 
 
 def other_size(
-    like: Tensors, tensor: Tensor, limits: Mapping[str, tuple[int, int]], seen: dict[str, Any]
+    like: Tensors, tensor: Tensor, limits: Mapping[str, tuple[int, int]], free: dict[str, Any]
 ) -> str | None:
-    """Which size of a tensor is not as captured, or None.  seen: what the free sizes are in this call."""
+    """Which size of a tensor is not as captured, or None.  free: takes the free sizes of this call."""
     for axis, size in enumerate(like.sizes):
-        found = tensor.shape[axis]
+        now = tensor.shape[axis]
         if isinstance(size, int):
             expected = size
-        elif size in seen:
-            expected = seen[size]
+        elif size in free:
+            expected = free[size]
         else:
-            seen[size] = expected = found
+            free[size] = expected = now
             low, high = limits.get(size, (0, MOST))
-            if (low > 0 and found < low) or (high < MOST and found > high):
+            if (low > 0 and now < low) or (high < MOST and now > high):
                 return (
-                    f"size {axis} is {found}, outside the range {low} to "
+                    f"size {axis} is {now}, outside the range {low} to "
                     f"{high if high < MOST else 'any'} that the program was captured for"
                 )
-        if found != expected:
-            return f"size {axis} was captured as {expected}, but is {found}"
+        if now != expected:
+            return f"size {axis} was captured as {expected}, but is {now}"
     return None
-
-
-def sizes_text(
-    names: Sequence[str], tensors: Sequence[Tensors], limits: Mapping[str, tuple[int, int]]
-) -> str:
-    """ "x [any, 6 to 25, 64], mask [any, 6 to 25]" """
-
-    def one(size: int | str) -> str:
-        if isinstance(size, int):
-            return str(size)
-        low, high = limits.get(size, (0, MOST))
-        if high < MOST:
-            return f"{low} to {high}" if low else f"up to {high}"
-        return f"from {low}" if low else "any"
-
-    pairs = zip(names, tensors, strict=True)
-    return ", ".join(f"{name} [{', '.join(map(one, tensor.sizes))}]" for name, tensor in pairs)
 
 
 def leaves(tree: Tree | None) -> Iterator[Leaf]:
@@ -601,22 +580,12 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 40 else f"a {type(value).__name__}"
 
 
-class _Shown:
-    """Stands in a signature for a default that plain data does not have."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def _shown_default(parameter: Parameter) -> Any:
     if parameter.default is None or parameter.kind.startswith("VAR"):
         return inspect.Parameter.empty
     if isinstance(parameter.default, Default):
-        return _Shown(parameter.default.text)
-    return rebuilt(parameter.default, (), {})
+        return parameter.default
+    return rebuilt(parameter.default, ())
 
 
 def _is_plain(tree: Tree) -> bool:

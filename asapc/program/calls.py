@@ -1,8 +1,8 @@
-"""Calls: the operator calls of a rewritten graph, one for each attention site, read back.
+"""Calls: reads back the operator calls of a rewritten graph, one for each attention site.
 
-A graph is the one place that says what its sites compute. What calibration, reports and benchmarks
-need of a site, they get from here, by the site's name: `lift` notes it in the call's meta["site"], and
-a manifest lists the names of each program's calls.
+Only a graph says what its sites compute. Calibration, reports and benchmarks get what they need of a site
+from here, by its name: `lift` notes it in the call's meta["site"], and a manifest lists the names of each
+program's calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from asapc.operators.catalogue import OPERATORS, Operator, by_name, ordered
 assert _library is not None
 aten = torch.ops.aten
 
-SITE = "site"  # in the meta of an operator call: the name of the site that it computes
-WRITTEN = "written"  # in the meta of a node that was put in before matching, and was not captured
+SITE = "site"  # in the meta of an operator call: the name of its site
+WRITTEN = "written"  # in the meta of a node that was not captured, but added before matching
 SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
 
 CALLS: Mapping[Any, tuple[Operator, bool]] = {
@@ -57,7 +57,7 @@ class Operands:
 
     @property
     def nodes(self) -> dict[str, Any]:
-        """Its operands by the names that they have in SiteTensors."""
+        """The operands by their names in SiteTensors."""
         return {each.name: getattr(self, each.name) for each in fields(self)[4:]}
 
     def again(self, graph: Graph, operator: Operator, settings: Mapping[str, Any]) -> Node:
@@ -70,9 +70,9 @@ def put_call(
     graph: Graph, operator: Operator, q: Node, k: Node | None, values: Node | None,
     rest: Mapping[str, Any],
 ) -> Node:  # fmt: skip
-    """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name.
+    """Add a call to a graph: A v, or the map A if there are no values.  rest: other arguments by name.
 
-    q: the scores of an operator that is given those.
+    q: the scores, for an operator that takes scores.
     """
     dense = values is None or not operator.applies
     points = dict(zip(operator.points, (q, k), strict=False))
@@ -85,7 +85,7 @@ def put_call(
 
 
 def put_tensor(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
-    """A constant of the index-th site, as a buffer of the graph."""
+    """Add a constant of the index-th site to the graph, as a buffer."""
     name = f"asapc_site_{index}_{what}"
     graph.register_buffer(name, value)
     return graph.graph.get_attr(name)
@@ -122,7 +122,7 @@ def _read(node: Node) -> Operands:
 def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operands]:
     """The graph that holds the call of a site, and the call.
 
-    Raises KeyError where no program has one: a site that was left to the teacher's code has no call.
+    Raises KeyError if no program has one: a site that was left to the teacher's code has no call.
     """
     for program in programs:
         for operands in operator_calls(program.graph):
@@ -132,12 +132,12 @@ def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operan
 
 
 def sites_of(program: Program) -> list[str]:
-    """The names of the sites that a program calls operators for, in graph order."""
+    """The names of the sites with an operator call in a program, in graph order."""
     return [operands.site for operands in operator_calls(program.graph)]
 
 
 def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
-    """Note the names of a graph's calls, in graph order; False where there are more or fewer calls."""
+    """Name a graph's calls, in graph order; False if there are more or fewer calls than names."""
     calls = operator_calls(graph)
     if len(calls) != len(sites):
         return False
@@ -162,10 +162,10 @@ def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
 def site_function(
     programs: Sequence[Program], site: str, unit: bool = False, plain: bool = False
 ) -> SiteFunction:
-    """A site by itself: (what it sees, values or None for the map) -> output.
+    """A site by itself, as a function (its tensors, values or None for the map) -> output.
 
-    unit: with an output factor that makes rows sum to 1, and no logarithm.  plain: the operator's plain
-    PyTorch reference instead of its kernels.
+    unit: with an output factor that makes rows sum to 1, and without a logarithm.  plain: runs the plain
+    PyTorch reference instead of kernels.
     """
     graph, o = call_of(programs, site)
     settings = dict(o.settings)
@@ -189,9 +189,9 @@ def site_function(
 def apply_operator(
     operator: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
 ) -> Tensor:
-    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference.
+    """An operator on a site's tensors: A v, or the map A if v is None.  plain: its reference.
 
-    What is given scores gives its plan, whatever is done with that.
+    An operator that takes scores always returns its plan.
     """
     dense = v is None or not operator.applies
     call = operator.reference_of(dense) if plain else operator.overload(dense)
@@ -223,7 +223,7 @@ def _has_share(o: Operands) -> bool:
 
 
 def _row_masses(o: Operands) -> Node | None:
-    """By which rows of the call's result are multiplied, where they come with its key dual."""
+    """The masses that multiply the rows of the call's result, if they come with its key dual."""
     dual = o.settings.get("target_dual")
     if not isinstance(dual, Node) or dual.target is not operator.getitem:
         return None
@@ -236,7 +236,7 @@ DUAL_SETTINGS = ("source_dual", "target_dual")
 def predicted_duals(
     programs: Sequence[Program], site: str
 ) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
-    """(source, key) duals a site's call starts from, in score coordinates; None where not predicted."""
+    """(source, key) duals that a site's call starts from, in score coordinates; None if not predicted."""
     graph, o = call_of(programs, site)
 
     def predicted(dual: Node | None) -> Callable[[SiteTensors], Tensor] | None:
@@ -247,7 +247,7 @@ def predicted_duals(
 
 
 def _evaluation(graph: GraphModule, o: Operands, t: SiteTensors) -> Callable[[Node], Any]:
-    """What a node holds that depends on a call's operands and the graph's tensors alone."""
+    """The value of a node that depends only on a call's operands and the graph's tensors."""
     operands = {name: node for name, node in o.nodes.items() if name != "v" and node is not None}
     values: dict[Node, Any] = {node: getattr(t, name) for name, node in operands.items()}
 

@@ -10,6 +10,7 @@ dtype holds and another does not. They follow the module to the dtype and device
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import operator
@@ -27,9 +28,9 @@ import asapc.kernels.library as _library  # registers torch.ops.asapc, which gra
 assert _library is not None
 aten = torch.ops.aten
 
-# What only checks the trace's dtype, layout and device, and what a graph reads without changing.
+# Nodes that only check the dtype, layout and device of the trace.
 _CHECKS = (aten._assert_tensor_metadata.default,)
-_KEPT_META = ("site",)  # of a node, when it is pickled
+_KEPT_META = ("site",)  # what a node keeps of its meta when it is pickled
 _numbers = itertools.count()
 
 
@@ -53,17 +54,12 @@ class GraphCode:
 
     def __call__(self, module: nn.Module, flat: Sequence[Any]) -> tuple[Any, ...]:
         """The graph on the tensors of a call, with the module's weights as they are now."""
-        wanted = _place(module, flat)
+        now = _place(module, flat)
         place, function = self._current
-        if wanted is not None and wanted != place:
-            function = self._made(wanted)
-            self._current = (wanted, function)
+        if now is not None and now != place:
+            function = self._made(now)
+            self._current = (now, function)
         return function(module, *flat)
-
-    @property
-    def code(self) -> str:
-        """The source of the function."""
-        return str(self.graph.python_code("self").src)
 
     def _made(self, place: _Place) -> Callable[..., Any]:
         if place not in self._functions:
@@ -71,7 +67,7 @@ class GraphCode:
         return self._functions[place]
 
     def runnable(self, graph: Graph) -> Callable[..., Any]:
-        """What is called with the module and the tensors of a call."""
+        """A function of the module and the tensors of a call."""
         return _function(graph)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,10 +80,9 @@ class GraphCode:
 
 
 def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph:
-    """The graph of an exported program: tensors in, a tuple of what is computed out, without the trace's
-    checks.
+    """The graph of an exported program, without the checks of its trace: tensors in, a tuple out.
 
-    rename: of the attributes it reads.
+    rename: gives the new names of the attributes that it reads.
     """
     graph = Graph()
     nodes: dict[Node, Node] = {}
@@ -111,25 +106,24 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
             elif node.op == "call_function":
                 nodes[node].kwargs = {**node.kwargs, **_unsaid(node)}
     sweep(graph)
-    graph.lint()
     return graph
 
 
 def _unsaid(node: Node) -> dict[str, Any]:
-    """dtype and device of what an operator makes from nothing, where the trace left them to defaults."""
+    """The dtype and device of a tensor made from nothing, where the trace left them at their defaults."""
     value, made_by = node.meta.get("val"), node.target
     if not isinstance(made_by, torch._ops.OpOverload) or not isinstance(value, Tensor):
         return {}
     if any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
         return {}
     keyword_only = {argument.name for argument in made_by._schema.arguments if argument.kwarg_only}
-    said = {name for name, given in node.kwargs.items() if given is not None}
-    found = {"dtype": value.dtype, "device": value.device}
-    return {name: given for name, given in found.items() if name in keyword_only - said}
+    named = {name for name, given in node.kwargs.items() if given is not None}
+    values = {"dtype": value.dtype, "device": value.device}
+    return {name: given for name, given in values.items() if name in keyword_only - named}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """What a graph can read from a module: parameters and buffers, under all of their names."""
+    """All tensors that a graph can read from a module: parameters and buffers, under all their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -137,41 +131,39 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names begin so, by the rest of their names."""
+    """The tensors whose names start with the prefix, by the rest of their names."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def traced_inputs(module: GraphModule) -> list[Tensor]:
-    """The tensors that an exported program takes, as its trace has them."""
+    """The tensors that an exported program takes, as they are in its trace."""
     return [node.meta["val"] for node in traced_places(module)]
 
 
 def traced_places(module: GraphModule) -> list[Node]:
-    """The placeholders of those."""
+    """The placeholders of the tensors that an exported program takes."""
     places = (node for node in module.graph.nodes if node.op == "placeholder")
     return [node for node in places if isinstance(node.meta.get("val"), Tensor)]
 
 
 def sweep(graph: Graph) -> None:
-    """Take out what nothing uses, inputs excepted."""
-    for node in reversed(list(graph.nodes)):
-        removable = node.op == "get_attr" or (
-            node.op == "call_function" and not _changes_something(node.target)
-        )
-        if removable and not node.users:
-            graph.erase_node(node)
+    """Remove all nodes that nothing uses, except inputs."""
+    graph.eliminate_dead_code(_has_an_effect)
 
 
-def _changes_something(target: Any) -> bool:
+def _has_an_effect(node: Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function":
+        return node.op != "get_attr"
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable or not target._schema.returns
-    return target not in (operator.getitem,) and getattr(target, "__module__", "") not in (
+    return target is not operator.getitem and getattr(target, "__module__", "") not in (
         "_operator", "math", "torch",
     )  # fmt: skip
 
 
 def _weights(module: nn.Module) -> Iterable[Any]:
-    """Parameters, or what torch.nn.parallel.replicate gives a replica in their place."""
+    """The parameters, or what torch.nn.parallel.replicate puts in their place in a replica."""
     if not module.__dict__.get("_is_replica", False):
         return module.parameters()
     formers = (submodule.__dict__.get("_former_parameters", {}) for submodule in module.modules())
@@ -182,8 +174,8 @@ _Place = tuple[torch.dtype, torch.device, torch.dtype | None]
 
 
 def _place(module: nn.Module, flat: Sequence[Any]) -> _Place | None:
-    """dtype and device of the module's weights, or of what it is given where it has none; and the dtype
-    of autocast, where that is on."""
+    """The dtype and device of the module's weights, or of its inputs where it has none, and the dtype of
+    autocast where that is on."""
     tensors: Iterable[Any] = itertools.chain(_weights(module), flat)
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -204,10 +196,7 @@ def _moved(
 
     cast: the dtype of autocast, None where that is off. The traced dtype's largest number overflows it.
     """
-    copy = Graph()
-    nodes: dict[Node, Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+    graph = copy.deepcopy(graph)
     largest = torch.finfo(traced).max if traced.is_floating_point else math.inf
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     in_place_of_largest = torch.finfo(cast).max if cast is not None else limit
@@ -222,16 +211,16 @@ def _moved(
             return min(max(value, -most), most)
         return value
 
-    for node in copy.nodes:
+    for node in graph.nodes:
         if node.op == "call_function":
             node.args = map_aggregate(node.args, moved)
             node.kwargs = map_aggregate(node.kwargs, moved)
         if node.target is torch.ops.aten.index_put.default:  # whose values may be a constant that stays
             into, places, values, *rest = node.args
-            with copy.inserting_before(node):
-                alike = copy.call_function(torch.ops.aten.type_as.default, (values, into))
+            with graph.inserting_before(node):
+                alike = graph.call_function(torch.ops.aten.type_as.default, (values, into))
             node.args = (into, places, alike, *rest)
-    return copy
+    return graph
 
 
 def _function(graph: Graph) -> Callable[..., Any]:

@@ -4,9 +4,9 @@
     Forward                       what is called: arguments to tensors, the graph, tensors to outputs
     Operators(nn.Module)          what the operators were fitted with, under the name `asapc`
 
-Forward is the `forward` of a compiled model and, see asapc.program.live, of a patched module. It has the
-teacher's signature, and reports a call that differs from the captured one: what was a constant of the
-trace cannot be changed by a caller.
+Forward is the `forward` of a compiled model and of a patched module (asapc.program.live). It has the
+teacher's signature and reports a call that differs from the captured one: a caller cannot change what
+was a constant of the trace.
 
 Moved to another dtype, the graph computes in that dtype throughout. In a float32 trace `.float()` gives
 the tensor that it is called on, which cannot be told from its cast: casts follow, as constants do.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.nn.modules.module import _has_any_global_hook
 
 from asapc.errors import BranchError, InputError
 from asapc.formats.records import APART, Record
@@ -46,7 +47,7 @@ from asapc.program.state import (
 )
 
 REPLICATE = "_replicate_for_data_parallel"
-# What is asked of a call, and what helps where it does not hold.
+# The rule for a call, and what helps if it is broken.
 AS_CAPTURED = (
     "a compiled model takes the arguments it was captured with",
     "call it as the calibration data did, or compile it on data with these arguments",
@@ -72,9 +73,9 @@ class OwnCodeWarning(UserWarning):
 class Operators(nn.Module):
     """Coefficients, pivots, slices: buffers of the operators that stand for `sites`.
 
-    They move with the module around them, and keep their own dtype: fits are made in float32 or wider,
-    and the operators take any dtype of activations beside them. Tensors that stand in the code are
-    not in the state dict, as they are not in the original's.
+    They move with the module around them but keep their own dtype: fits are made in float32 or wider,
+    and the operators take activations of any dtype. Tensors that are written in the code are not in the
+    state dict, as they are not in the original's.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], sites: Sequence[str]) -> None:
@@ -98,18 +99,18 @@ class Operators(nn.Module):
 
 @dataclass(frozen=True)
 class Inside(Record):
-    """A module whose code a compiled forward has taken over, and what that code was traced with.
+    """A module whose code is part of a compiled forward, and what that code was traced with.
 
     path:        from the patched module, "" for itself.
     kind:        its class's name.
     own_forward: its instance had a forward that its class does not have.
     hooked:      it had hooks, which the trace has.
     reads:       what its code read besides its arguments.
-    keeps:       the way to attributes in which its code keeps tensors, such as its last map.  A compiled
-                 forward takes them away: what they held would be that of another call.
-    shared:      parts that are one object: the path of each but the first, and that of the first.
+    keeps:       the steps to attributes in which its code keeps tensors, such as its last map. A compiled
+                 forward deletes them: they would be those of another call.
+    shared:      parts that are one object: the path of each but the first, and the path of the first.
     caches:      attributes in which its own code keeps what the compiled code computes at every call.
-    drops:       in training mode its code drops entries of a map, which the compiled code does not have.
+    drops:       in training mode, its code drops entries of a map, which compiled code does not have.
     """
 
     path: str
@@ -130,7 +131,7 @@ class Inside(Record):
 
     @classmethod
     def of(cls, module: nn.Module, path: str, reads: Reads) -> Inside:
-        """As it is now."""
+        """The module as it is now."""
         kept = own_forward(module) is not None
         firsts: dict[int, str] = {}
         parts = [] if path else [*module.named_modules(remove_duplicate=False)]
@@ -139,7 +140,7 @@ class Inside(Record):
         return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads, shared=shared)
 
     def without(self, ways: Collection[Steps]) -> Inside:
-        """Not guarding what is at the end of these."""
+        """The same without guards for what is at the end of these steps."""
         kept = tuple((way, value) for way, value in self.reads.values if way not in ways)
         return replace(self, reads=replace(self.reads, values=kept))
 
@@ -168,19 +169,10 @@ class Inside(Record):
 
 
 def _part(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
-    """None where nothing is there."""
+    """The submodule, or None if there is none."""
     for name in names:
         module = module._modules.get(name) if module is not None else None
     return module
-
-
-def _global_hooks() -> str | None:
-    everywhere = torch.nn.modules.module
-    some = (
-        everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks
-    )  # fmt: skip
-    return "hooks of all modules are registered" if some else None
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -193,10 +185,10 @@ class Forward:
 
     live:   the module has code of its own, which runs, with a warning, where the call or the module
             differs from the captured one. Without it that is an InputError.
-    before: what its instance had in place of its class's forward.
+    before: the forward that was set on the instance, if any.
     inside: the modules whose code the graph has, as they were captured.
-    constants, questions, both set by who makes it: what the graph holds of weights; what its code asked
-    of the mode it runs in, where there are no modules (program.state).
+    constants: what the graph holds of weights.
+    questions: what its code asked about the mode it runs in, if there are no modules (program.state).
     """
 
     module: nn.Module
@@ -214,7 +206,7 @@ class Forward:
         self.types = types_at_hand(self.call.output)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the classes of the outputs: another process may not have them."""
+        """All but the classes of the outputs, which another process may not have."""
         return {name: value for name, value in vars(self).items() if name != "types"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,7 +229,7 @@ class Forward:
         return forward if self.before is None else self.before
 
     def bound_to(self, module: nn.Module) -> Forward:
-        """The same for a shallow copy of the module."""
+        """The forward of a shallow copy of the module."""
         bound = object.__new__(type(self))
         bound.__dict__.update(vars(self), module=module)
         if isinstance(self.before, MethodType) and self.before.__self__ is self.module:
@@ -245,25 +237,25 @@ class Forward:
         return bound
 
     def replica(self) -> nn.Module:
-        """What torch.nn.parallel.replicate asks a patched module for: a copy on weights of its own."""
-        made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        forward = made.__dict__["forward"] = self.bound_to(made)
-        made.__dict__[REPLICATE] = forward.replica
-        return made
+        """The copy with its own weights that torch.nn.parallel.replicate asks a patched module for."""
+        copied: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        forward = copied.__dict__["forward"] = self.bound_to(copied)
+        copied.__dict__[REPLICATE] = forward.replica
+        return copied
 
     def _of_copy(self, frame: FrameType) -> Forward | None:
-        """What a shallow copy of the module, which has this forward among its attributes, is given
-        instead.  frame: of who calls."""
+        """The forward of the caller, if that is a shallow copy of the module, which has this forward
+        among its attributes.  frame: of the caller."""
         by_call = frame.f_code.co_filename == nn.modules.module.__file__
         caller = frame.f_locals.get("self") if by_call else None
         if caller is self.module or type(caller) is not type(self.module):
             return None
-        own, replica = vars(caller), self.replica if self.live else None
-        if own.get("forward") is not self or own.get(REPLICATE) != replica:
+        attributes, replica = vars(caller), self.replica if self.live else None
+        if attributes.get("forward") is not self or attributes.get(REPLICATE) != replica:
             return None
-        forward = own["forward"] = self.bound_to(caller)
+        forward = attributes["forward"] = self.bound_to(caller)
         if self.live:
-            own[REPLICATE] = forward.replica
+            attributes[REPLICATE] = forward.replica
         forward.constants = self.constants.of_copy(self.module, caller)
         return forward
 
@@ -289,24 +281,25 @@ class Forward:
         if any(inside.drops for inside in self.inside) and NO_DROPOUT not in self.warned:
             self._warn_of_dropout()
         missing = self.constants.missing(self.module, flat)
-        of_live = (missing or _global_hooks()) if self.live else None
+        everywhere = "hooks of all modules are registered" if _has_any_global_hook() else None
+        of_live = (missing or everywhere) if self.live else None
         problem = self.constants.difference() or transformed() or of_live
         if problem is not None:
             return self._otherwise(problem, args, kwargs, AS_THE_ORIGINAL)
         try:
-            found = self.code(self.module, flat)
+            outputs = self.code(self.module, flat)
         except BranchError as branch:
             if not self.live:
                 raise
             return self._otherwise(f"{branch.rule}: here it is not", args, kwargs)
         if missing is not None:
-            found = self.constants.refusing(found, missing)
+            outputs = self.constants.refusing(outputs, missing)
         for inside in self.inside:
             for steps in inside.keeps:
                 take_away(self.module.get_submodule(inside.path), steps)
         if self.call.casts is not None:
-            found = self.call.cast(flat, found)
-        return rebuilt(self.call.output, found, self.types)
+            outputs = self.call.cast(flat, outputs)
+        return rebuilt(self.call.output, outputs, self.types)
 
     def _warn_of_dropout(self) -> None:
         parts = (_part(self.module, inside._names) for inside in self.inside if inside.drops)
@@ -332,8 +325,8 @@ class Forward:
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Without the operators among the module's parts, if its code goes through them; and what is kept
-        in caches is as before afterwards, which is guarded."""
+        """Hide the operators from the module's code, if that iterates over its parts; afterwards caches,
+        which are guarded, are as before."""
         looks = any(one.reads.of_structure for one in self.inside)
         parts = [*self.module.modules()] if looks else []
         held = [(one._modules, one._modules.pop(OPERATORS)) for one in parts if OPERATORS in one._modules]
@@ -379,8 +372,8 @@ class CompiledModel(nn.Module):
     """A compiled model, rebuilt from an artefact alone.
 
     weights: the module tree whose attributes the graph reads.  teacher: what it was compiled from, in
-    words.  sites: one line each, for repr.  not_applied: what its code does in training mode alone, of
-    the graph where nobody sets what the teacher does.
+    words.  sites: one line each, for repr.  not_applied: what its code does only in training mode, read
+    from the graph until it is set to what the teacher does.
     """
 
     forward: Forward
@@ -409,18 +402,9 @@ class CompiledModel(nn.Module):
         return super().train(mode)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        made: nn.Module = super()._replicate_for_data_parallel()
-        made.__dict__["forward"] = self.forward.bound_to(made)
-        return made
-
-    @property
-    def code(self) -> str:
-        """The source of the compiled forward."""
-        return self.forward.code.code
-
-    @property
-    def graph(self) -> torch.fx.Graph:
-        return self.forward.code.graph
+        copied: nn.Module = super()._replicate_for_data_parallel()
+        copied.__dict__["forward"] = self.forward.bound_to(copied)
+        return copied
 
     def __repr__(self) -> str:
         lines = [f"CompiledModel of {self.forward.name}{self.forward.__signature__}", *self._sites]
@@ -428,7 +412,7 @@ class CompiledModel(nn.Module):
 
 
 def is_another_in_training(node: Node) -> bool:
-    """Whether its operator would compute something else in training mode, in which it is not."""
+    """Whether a node in evaluation mode would compute something else in training mode."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     arguments = {**by_name(node.target, node.args), **node.kwargs}
@@ -437,12 +421,12 @@ def is_another_in_training(node: Node) -> bool:
 
 
 def is_without_share(node: Node) -> bool:
-    """Dropout of nothing."""
+    """Whether it is dropout with probability 0."""
     return "dropout" in str(node.target) and node.args[1:2] == (0.0,)
 
 
 def not_applied(graphs: Iterable[Graph]) -> tuple[str, ...]:
-    """What these programs, of evaluation mode, would do in training mode."""
+    """What these programs of evaluation mode leave out of training mode."""
     names = {
         str(node.target).split(".")[1] for graph in graphs for node in graph.nodes
         if is_another_in_training(node) and not is_without_share(node)
@@ -451,7 +435,7 @@ def not_applied(graphs: Iterable[Graph]) -> tuple[str, ...]:
 
 
 def site_line(site: Mapping[str, Any]) -> str:
-    """A site of the manifest in one line: its name, and what runs there."""
+    """One line for a site of the manifest: its name, and what runs there."""
     operator = str(site["operator"])
     convention = site["convention"]
     facts = []

@@ -1,8 +1,8 @@
-"""Constants: weights whose values a compiled forward holds, and derivatives that it does not have.
+"""Constants: weights whose values are compiled in, and gradients that a compiled forward lacks.
 
-A convention is found by experiments. What the code took from a weight there, such as a temperature that
-every step of a loop divides by, is a number of the operator afterwards: another value of the weight, and
-its gradient, are the original's alone.
+A convention is found by experiments. What the code takes from a weight, such as a temperature that every
+step of a loop divides by, becomes a number of the operator: only the original follows when the weight
+changes, and only the original has its gradient.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.autograd import forward_ad
 
 from asapc.errors import InputError
 
-COMPARED = 1 << 14  # entries on a CPU that are compared at every call: p.data.copy_() leaves no trace
+COMPARED = 1 << 14  # entries on a CPU compared at every call: p.data.copy_() leaves no trace
 
 
 class _Held:
-    """A weight of a module, as it was compiled, and as it last had that value."""
+    """A weight with its compiled value, and the tensor that last had that value."""
 
     def __init__(self, root: nn.Module, name: str) -> None:
         path, _, self.leaf = name.rpartition(".")
@@ -38,7 +38,7 @@ class _Held:
         return self.owner._buffers.get(self.leaf) if tensor is None else tensor
 
     def is_same(self) -> bool:
-        """Whether the value is the compiled one, rounded to the dtype that it has now."""
+        """Whether it has the compiled value, rounded to its present dtype."""
         tensor = self.tensor
         if tensor is None or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
@@ -57,11 +57,10 @@ class _Held:
 
 
 class Constants:
-    """What a compiled forward takes from weights as constants.
+    """The weights that a compiled forward holds as constants, with the values that they have now.
 
-    names: of the weights, from `root`; their values are those that they have now.  no_gradient: why the
-    gradients of the compiled code are not the original's, None where they are.
-    Raises AttributeError for a name that the root does not have.
+    names: of the weights, from `root`.  no_gradient: why the gradients of the compiled code are not the
+    original's, None if they are.  Raises AttributeError for a name that the root does not have.
     """
 
     def __init__(
@@ -71,25 +70,25 @@ class Constants:
         self.no_gradient = no_gradient
 
     def of_copy(self, module: nn.Module, copied: nn.Module) -> Constants:
-        """The same where a shallow copy stands for a module, with weights of its own."""
-        made = copy.copy(self)
-        made.held = [copy.copy(held) for held in self.held]
-        for held in made.held:
+        """The same for a shallow copy of a module, which has weights of its own."""
+        constants = copy.copy(self)
+        constants.held = [copy.copy(held) for held in self.held]
+        for held in constants.held:
             held.owner = copied if held.owner is module else held.owner
-        return made
+        return constants
 
     def difference(self) -> str | None:
-        """Which weight has another value.  What torch.export makes holds for the values of its trace."""
+        """Which weight has changed.  What torch.export makes holds for the values of its trace."""
         return self._other() if self.held and not torch.compiler.is_exporting() else None
 
     @torch.compiler.disable
     def _other(self) -> str | None:
-        """At every call, of a compiled caller, too."""
+        """Run at every call, also when the caller is compiled."""
         other = next((held.name for held in self.held if not held.is_same()), None)
         return other and f"{other} no longer has the value that was compiled in as a constant"
 
     def missing(self, module: nn.Module, given: Sequence[Any]) -> str | None:
-        """Which gradient may be asked for that the compiled code does not have."""
+        """Which gradient the caller may ask for and the compiled code does not have."""
         if not torch.is_grad_enabled():
             return None
         for held in self.held:
@@ -101,7 +100,7 @@ class Constants:
         return None
 
     def refusing(self, outputs: Sequence[Any], missing: str) -> tuple[Any, ...]:
-        """The outputs, of which a backward pass is an error."""
+        """The outputs, with an error on a backward pass."""
         tensors = [held.tensor for held in self.held]
         trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
@@ -135,7 +134,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def transformed() -> str | None:
-    """The transform of torch that a call is made under and operators do not have, in words."""
+    """The transform of torch around a call that operators do not support, in words, or None."""
     if forward_ad._current_level >= 0:
         return "it is called in forward-mode differentiation (torch.func.jvp, dual numbers)"
     names = _transforms()
@@ -149,7 +148,7 @@ def transformed() -> str | None:
 
 @torch.compiler.assume_constant_result
 def _transforms() -> str:
-    """By name; torch.compile asks once, and traces again under others."""
+    """The names of the transforms; torch.compile asks once, and traces again under others."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     kinds = [str(transform.key()).rpartition(".")[2] for transform in stack]
     return ", ".join(name for name in kinds if name in ("Vmap", "Grad", "Jvp")).lower()

@@ -3,9 +3,9 @@
 before: a graph whose parameters are attributes, some of whose nodes were put in by a rewrite
 after:  an ExportedProgram whose parameters are inputs
 
-A trace costs milliseconds a node, and a teacher's loop has thousands. What a graph lacks of one is what
-the nodes of a rewrite return, and what follows from them: their operators are asked, on the fake tensors
-of the capture.
+A trace costs milliseconds per node, and a teacher's loop has thousands. All that the graph lacks is what
+the nodes of a rewrite, and those that follow, return: their operators run on the fake tensors of the
+capture.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PREFIX = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TE
 
 
 def exported_program(program: Program) -> ExportedProgram:
-    """The program itself, with the sizes that it holds for."""
+    """The program as an ExportedProgram, with the sizes that it holds for."""
     module = program.graph
     mode = next(
         node.meta["val"].fake_mode for node in module.graph.nodes
@@ -57,7 +57,7 @@ def exported_program(program: Program) -> ExportedProgram:
         root=module,
         graph=lifted.graph,
         graph_signature=ExportGraphSignature(
-            [spec for _, spec in lifted.held] + lifted.given, lifted.returned
+            [spec for _, spec in lifted.held] + lifted.inputs, lifted.outputs
         ),
         state_dict={str(spec.target): tensor for tensor, spec in lifted.held if _is_state(spec)},
         range_constraints={symbol: ranges[symbol] for symbol in symbols if symbol in ranges},
@@ -69,11 +69,11 @@ def exported_program(program: Program) -> ExportedProgram:
 
 
 def _layout(program: Program) -> tuple[pytree.TreeSpec, pytree.TreeSpec, list[str]]:
-    """Containers of the inputs and of the outputs, and the names of the arguments."""
+    """The containers of inputs and outputs, and the names of the arguments."""
     graph = program.graph.graph
-    known = getattr(graph._codegen, "pytree_info", None)
-    if known is not None:
-        return known.in_spec, known.out_spec, [name for name in known.orig_args if name != "self"]
+    layout = getattr(graph._codegen, "pytree_info", None)
+    if layout is not None:
+        return layout.in_spec, layout.out_spec, [name for name in layout.orig_args if name != "self"]
     (returned,) = graph.output_node().args
     return (
         pytree.tree_structure((program.args, program.kwargs)), pytree.tree_structure(returned),
@@ -84,16 +84,16 @@ def _layout(program: Program) -> tuple[pytree.TreeSpec, pytree.TreeSpec, list[st
 class _Lifted:
     """The new graph, node by node.
 
-    held: parameters, buffers and constants, with what a signature says of them; given, returned: what it
-    says of the inputs and outputs of the model.
+    held: parameters, buffers and constants with their specs in the signature.
+    inputs, outputs: the specs of the model's inputs and outputs.
     """
 
     def __init__(self, module: GraphModule, mode: FakeTensorMode) -> None:
         self.module, self.mode = module, mode
         self.graph = Graph()
         self.held: list[tuple[Tensor, InputSpec]] = []
-        self.given: list[InputSpec] = []
-        self.returned: list[OutputSpec] = []
+        self.inputs: list[InputSpec] = []
+        self.outputs: list[OutputSpec] = []
         self._nodes: dict[Node, Node] = {}
         self._made: set[Node] = set()
         self._attributes: dict[str, Node] = {}
@@ -111,11 +111,11 @@ class _Lifted:
         new.meta = dict(node.meta)
         self._nodes[node] = new
         if node.op == "placeholder":
-            self.given.append(InputSpec(InputKind.USER_INPUT, _make_argument_spec(new, {}), None))
+            self.inputs.append(InputSpec(InputKind.USER_INPUT, _make_argument_spec(new, {}), None))
         elif node.op == "output":
             new.args = (tuple(pytree.tree_leaves(new.args[0])),)
             specs = (_make_argument_spec(value, {}) for value in new.args[0])
-            self.returned = [OutputSpec(OutputKind.USER_OUTPUT, spec, None) for spec in specs]
+            self.outputs = [OutputSpec(OutputKind.USER_OUTPUT, spec, None) for spec in specs]
         elif node.op == "call_function" and self._is_new(new):
             args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
             try:
@@ -127,7 +127,7 @@ class _Lifted:
             self._made.add(new)
 
     def _is_new(self, node: Node) -> bool:
-        """Whether what a node returns is not that of the capture, strides included."""
+        """Whether a node may return something else than in the capture, strides included."""
         if "val" not in node.meta:
             return True
         if node.meta.get("unbacked_bindings"):  # its sizes have names, which the nodes that follow know

@@ -1,4 +1,4 @@
-"""A model as one CUDA graph: no Python and no launches between its kernels, for inputs of fixed shapes.
+"""A model as one CUDA graph, for inputs of fixed shapes: no Python and no launches between its kernels.
 
     run = asapc.graphed(model, tokens)     # on the GPU
     logits, maps = run(other_tokens)
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError
 
-WARM_UP = 3  # calls that compile kernels and make workspaces, before the capture
+WARM_UP = 3  # calls before the capture, which compile kernels and allocate workspaces
 
 
 def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -31,14 +31,14 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     leaves, layout = pytree.tree_flatten((args, kwargs))
     held = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     _check(model, [leaf for leaf in held if isinstance(leaf, Tensor)])
-    given, named = pytree.tree_unflatten(held, layout)
+    inputs, keywords = pytree.tree_unflatten(held, layout)
 
     def call() -> Any:
         # Autocast keeps the copies of weights that it has cast until it ends; a graph reads them after.
         enabled, kind = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         casting = torch.autocast("cuda", kind, enabled, cache_enabled=False)
         with torch.no_grad(), casting:
-            return model(*given, **named)
+            return model(*inputs, **keywords)
 
     with torch.cuda.device(next(leaf for leaf in held if isinstance(leaf, Tensor)).device):
         aside = torch.cuda.Stream()
@@ -52,10 +52,10 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             outputs = call()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        own, own_layout = pytree.tree_flatten((args, kwargs))
-        if own_layout != layout:
+        values, now = pytree.tree_flatten((args, kwargs))
+        if now != layout:
             raise InputError("a graphed model is called as in its example", got="other arguments")
-        for place, (into, value) in enumerate(zip(held, own, strict=True)):
+        for place, (into, value) in enumerate(zip(held, values, strict=True)):
             problem = _other(into, value)
             if problem is not None:
                 raise InputError(
@@ -63,7 +63,7 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
                     help="make another with asapc.graphed for it, or call the model itself",
                 )  # fmt: skip
         with torch.no_grad():
-            for into, value in zip(held, own, strict=True):
+            for into, value in zip(held, values, strict=True):
                 if isinstance(into, Tensor):
                     into.copy_(value)
         graph.replay()
@@ -72,10 +72,10 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     return run
 
 
-def _check(model: nn.Module, given: list[Tensor]) -> None:
-    places = [*model.parameters(), *model.buffers(), *given]
+def _check(model: nn.Module, inputs: list[Tensor]) -> None:
+    places = [*model.parameters(), *model.buffers(), *inputs]
     elsewhere = next((x.device for x in places if x.device.type != "cuda"), None)
-    if elsewhere is not None or not given:
+    if elsewhere is not None or not inputs:
         raise InputError(
             "a CUDA graph needs the model and its inputs on a GPU",
             got="no tensor in the call" if elsewhere is None else f"a tensor on {elsewhere}",
@@ -86,7 +86,7 @@ def _check(model: nn.Module, given: list[Tensor]) -> None:
 
 
 def _other(held: Any, value: Any) -> str | None:
-    """What is not as in the example, in words."""
+    """How a value differs from the one in the example, in words, or None."""
     if not isinstance(held, Tensor) or not isinstance(value, Tensor):
         same = type(held) is type(value) and held == value
         return None if same else f"{value!r:.80} where it was {held!r:.80}"

@@ -4,20 +4,19 @@ before: the teacher's own nn.Module
 after:  the same object; for every site the smallest module around it, such as `encoder.3.attention`,
         has a compiled `forward`, and a submodule `asapc` with what its operators were fitted with
 
-The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
-as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
-the module is called differently from the captured one, or has changed since, its own code runs, with a
-warning. It has changed where a plain attribute (a number, text, None) was set, or where a module inside
-it was replaced whose code is a part of the compiled forward. Dropout between the scores and the values,
-if there is any, is that of evaluation mode: a compiled layer has no map to drop entries of.
+The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there) as
+they are at that moment: their hooks run, and quantised, pruned or wrapped layers take effect. If the
+module is called differently from the captured one, or has changed since, its own code runs, with a
+warning. It has changed if a plain attribute (a number, text, None) was set, or a module inside it was
+replaced whose code is part of the compiled forward. Dropout between the scores and the values is that of
+evaluation mode: a compiled layer has no map to drop entries of.
 
-A forward that the user has put on an instance is never taken off: one that was there when the model was
-captured is what was compiled, and is back when the patch is removed; another one is refused.
+A forward that the user has set on an instance is never removed. If it was there when the model was
+captured, it is what was compiled, and is restored when the patch is removed; another one is refused.
 
-Moved to another dtype, the compiled forward computes in that dtype throughout, where the teacher has
-`.float()`, too: a float32 trace cannot tell a cast from what it casts. The layers that it calls, and
-all that is outside of it, are the model's own code and keep their casts; the operators accumulate in
-float32.
+Moved to another dtype, the compiled forward computes in that dtype throughout, even where the teacher has
+`.float()`: a float32 trace cannot tell a cast from what it casts. The layers that it calls, and all that
+is outside of it, are the model's own code and keep their casts; the operators accumulate in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from asapc.errors import BranchError, InputError
-from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
+from asapc.program.call import Call, Child, Group, Leaf, Tree, leaves, rebuilt
 from asapc.program.calls import operator_calls
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.program.compiled import REPLICATE, Forward, Inside, Operators, site_line
@@ -46,15 +45,14 @@ from asapc.program.summary import shown_by
 
 @dataclass(frozen=True)
 class Patch:
-    """A module with what its forward becomes.
+    """A module, and what its forward becomes.
 
     name:        of the module in the model, "" for the model itself.
-    program:     what it computes, its weights left out; the layers it calls are marked.
-    tensors:     what the graph reads that the module does not have, under the graph's names.
-    sites:       those that it holds.
-    inside:      the modules whose code the program has, as they were.
-    own_forward: its instance had a forward that its class does not have when it was captured: that
-                 forward is what was compiled.
+    program:     what it computes, without its weights; the layers that it calls are marked.
+    tensors:     the tensors that the graph reads and the module does not have, by the graph's names.
+    sites:       the names of its sites.
+    inside:      the modules whose code is in the program, as they were.
+    own_forward: a forward was set on its instance when it was captured, and is what was compiled.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked patch: what goes into the module.  constants: made once the weights are loaded."""
+    """A checked patch, ready for its module.  constants: called once the weights are loaded."""
 
     module: nn.Module
     operators: Operators
@@ -85,7 +83,7 @@ class Prepared:
 def prepared(
     model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
 ) -> list[Prepared]:
-    """The patches for this model, which is left as it is.
+    """The patches for this model, checked; the model is left as it is.
 
     sites: of the manifest.  Raises InputError where the model is not the one that was compiled.
     """
@@ -93,17 +91,15 @@ def prepared(
     return [_made(model, patch, [by_name[name] for name in patch.sites]) for patch in patches]
 
 
-def install(model: nn.Module, made: Sequence[Prepared]) -> None:
+def install(model: nn.Module, patches: Sequence[Prepared]) -> None:
     """Patch the model in place; earlier patches are taken out."""
     remove(model)
-    for patch in made:
+    for patch in patches:
         patch.put()
 
 
 def remove(model: nn.Module) -> None:
-    """Take the patches out again.
-
-    Where somebody has put another forward on top of one, it stays, with what it may call.
+    """Remove the patches again, except one that has another forward on top, which may call it.
     """
     shown_by(model, None)
     for module in list(model.modules()):
@@ -116,14 +112,14 @@ def remove(model: nn.Module) -> None:
 def installed_patches(
     model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Patched for a while, and then as it was, earlier patches included."""
-    made = prepared(model, patches, sites)
+    """Patch the model for a while, and then restore it with its earlier patches."""
+    patched = prepared(model, patches, sites)
     before = [
         (patch.module, patch.module.__dict__.get("forward"), patch.module._modules.get(OPERATORS))
-        for patch in made
+        for patch in patched
     ]
     try:
-        for patch in made:
+        for patch in patched:
             patch.put()
         yield
     finally:
@@ -145,7 +141,7 @@ def _put(module: nn.Module, forward: Any, operators: nn.Module | None) -> None:
 
 
 def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) -> Prepared:
-    what = f"{patch.name or 'the model'}"
+    what = patch.name or "the model"
     try:
         module = model.get_submodule(patch.name)
     except AttributeError:
@@ -168,10 +164,9 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
         count = len(operator_calls(patch.program))
         if len(sites) != count:
             raise ValueError(f"{len(sites)} sites for {count} operator calls")
-        graph, operators = with_operators(patch.program, patch.tensors, [site_line(own) for own in sites])
+        graph, operators = with_operators(patch.program, patch.tensors, [*map(site_line, sites)])
         _call_children(graph, patch.children)
         sweep(graph)
-        graph.lint()
     except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InputError(
             f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
@@ -195,7 +190,7 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
 def constants_of(
     model: nn.Module, sites: Sequence[Mapping[str, Any]]
 ) -> Callable[[], Constants]:
-    """What the sites hold of the model's weights, as the weights are when it is called."""
+    """The sites' constants among the model's weights, with the values at the time of the call."""
     names = [str(name) for site in sites for name in site["constants"]]
     tensors = tensors_of(model)
     gone = next((name for name in names if name not in tensors), None)
@@ -208,7 +203,7 @@ def constants_of(
 def with_operators(
     program: GraphModule, tensors: Mapping[str, Tensor], lines: Sequence[str]
 ) -> tuple[Graph, Operators]:
-    """The flat graph of a program, and the submodule from which it reads these tensors.
+    """The flat graph of a program, and the submodule that holds these tensors for it.
 
     tensors: by their names in the program.  lines: one for each of its sites.
     """
@@ -224,8 +219,8 @@ def _call_children(graph: Graph, children: Sequence[Child]) -> None:
             continue
         inputs, _, number = node.args
         child = children[int(number)]
-        args = tuple(_arguments(tree, inputs) for tree in child.args)
-        kwargs = {name: _arguments(tree, inputs) for name, tree in child.kwargs.items()}
+        args = tuple(rebuilt(tree, inputs) for tree in child.args)
+        kwargs = {name: rebuilt(tree, inputs) for name, tree in child.kwargs.items()}
         with graph.inserting_before(node):
             # A layer that returns a structure: its parts are taken out of it.
             parts = dict(_parts(graph, child.output, graph.call_module(child.name, args, kwargs)))
@@ -243,7 +238,7 @@ def _call_children(graph: Graph, children: Sequence[Child]) -> None:
 
 
 def as_traced(value: Tensor, name: str, sizes: Sequence[tuple[int, int]]) -> Tensor:
-    """What a layer gives, if its axes have these sizes, with which its code may compute.
+    """The output of a layer, if its axes have these sizes, with which code may compute.
 
     Raises BranchError.
     """
@@ -251,19 +246,6 @@ def as_traced(value: Tensor, name: str, sizes: Sequence[tuple[int, int]]) -> Ten
         if value.shape[axis] != size:
             raise BranchError(f"size {axis} of what its {name} gives == {size}", True)
     return value
-
-
-def _arguments(tree: Tree, inputs: Sequence[Node]) -> Any:
-    if isinstance(tree, Leaf):
-        return inputs[tree.index]
-    if isinstance(tree, Constant):
-        return tree.value
-    if not isinstance(tree, Group):
-        raise ValueError("a layer is called with tensors and constants")
-    items = [_arguments(item, inputs) for item in tree.items]
-    if tree.kind == "dict":
-        return dict(zip(tree.keys, items, strict=True))
-    return items if tree.kind == "list" else tuple(items)
 
 
 def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
@@ -277,7 +259,7 @@ def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
 
 
 def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, Tensor]) -> None:
-    """Every name that the graph reads is a weight or a layer of the module, or of its operators."""
+    """Check that every name in the graph is a weight or a layer of the module or of its operators."""
     fitted = {f"{OPERATORS}.{name}": tensor for name, tensor in operators.items()}
     tensors = {**tensors_of(module), **fitted}
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
@@ -286,13 +268,13 @@ def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, T
             raise another_model(f"{what} has no layer {node.target}")
         if node.op != "get_attr":
             continue
-        found, traced = tensors.get(node.target), node.meta.get("val")
-        if found is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
+        weight, expected = tensors.get(node.target), node.meta.get("val")
+        if weight is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
             raise another_model(f"{what} has no weight {node.target}")
-        if isinstance(traced, Tensor) and found.shape != traced.shape:
-            raise another_model(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
-        if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
-            raise another_model(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
+        if isinstance(expected, Tensor) and weight.shape != expected.shape:
+            raise another_model(f"{what}: {node.target} is {[*weight.shape]}, not {[*expected.shape]}")
+        if isinstance(expected, Tensor) and node.target in fitted and weight.dtype != expected.dtype:
+            raise another_model(f"{what}: {node.target} is {weight.dtype}, not {expected.dtype}")
 
 
 def another_model(got: str, place: str = "load") -> InputError:
@@ -303,7 +285,7 @@ def another_model(got: str, place: str = "load") -> InputError:
 
 
 def warn_left(left: Mapping[str, str], compiled: Sequence[str]) -> None:
-    """Sites that cannot be patched: an InputError if it is all of them, else a warning.
+    """Warn of sites that cannot be patched; raise InputError if none can.
 
     left: the reason by site.  compiled: the sites that are patched.
     """

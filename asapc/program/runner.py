@@ -6,6 +6,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 from asapc.device import CPU, settle
 from asapc.errors import AsapcError, InputError
+from asapc.formats.limits import MOST
 from asapc.inputs.data import Batch, output_of
 from asapc.inputs.faults import argument_names, data_fault, device_fault
 from asapc.ir import Program, SiteTensors
-from asapc.program.call import Tensors, known_of, other_size, sizes_text
+from asapc.program.call import Tensors, known_of, other_size
 from asapc.program.calls import tapped
 from asapc.program.code import traced_places
 
@@ -25,10 +27,10 @@ from asapc.program.code import traced_places
 class Runner:
     """Calls a model on batches: as it is, or with the programs' graphs in place.
 
-    A whole-model program (name "") is called itself.  Programs of modules are put into `model` for
-    the length of a call and taken out again: the user's model object is left as it was.  What a rewrite
-    has put into a graph is brought to where the batch is; the model is there (asapc.device).
-    gradients: outputs can be differentiated, where the caller has not switched that off.
+    A program of the whole model (name "") is called itself.  Programs of modules stand in `model` during
+    a call only: the user's model is left as it was.  What a rewrite has put into a graph is moved to the
+    device of the batch, where the model is (asapc.device).
+    gradients: outputs can be differentiated, unless the caller has switched that off.
     """
 
     def __init__(
@@ -37,13 +39,13 @@ class Runner:
         self.model = model
         self.gradients = gradients
         self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
-        self.limited = [_Limited.of(program) for program in programs]
+        self.sizes = [(program, Sizes.of(program)) for program in programs]
         self._device = CPU
         if model is None and "" not in self.graphs:
             raise ValueError("a program of the whole model, or a model, is needed")
 
     def __call__(self, batch: Batch) -> Any:
-        """Raises InputError, which names the example, where the model fails because of one."""
+        """Raises InputError naming the example if one makes the model fail."""
         try:
             return self._call(batch)
         except AsapcError:
@@ -67,10 +69,10 @@ class Runner:
             self._device = device
         grad = torch.set_grad_enabled(self.gradients and torch.is_grad_enabled())
         with grad, contextlib.ExitStack() as stack:
-            for limited in self.limited:
-                stack.callback(limited.program.graph.register_forward_pre_hook(
-                    limited, prepend=True, with_kwargs=True
-                ).remove)  # fmt: skip
+            for program, sizes in self.sizes:
+                check = partial(sizes.check, program.name)
+                hook = program.graph.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
             if "" in self.graphs:
                 return output_of(self.graphs[""], batch)
             assert self.model is not None
@@ -79,34 +81,48 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class _Limited:
-    """A forward pre-hook of a program that holds for some sizes alone: `x * math.log(x.shape[1])` is
-    traced with a number for the length, and nothing in its graph would fail at another."""
+class Sizes:
+    """What the tensors that a program takes are like.
 
-    program: Program
+    names: of its inputs.  limits: of the free sizes among those of its tensors.
+    """
+
     names: tuple[str, ...]
     tensors: tuple[Tensors, ...]
     limits: Mapping[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, program: Program) -> _Limited:
+    def of(cls, program: Program) -> Sizes:
         nodes = traced_places(program.graph)
-        known, limits = known_of([node.meta["val"] for node in nodes])
-        return cls(program, tuple(node.name for node in nodes), known, limits)
+        return cls(tuple(node.name for node in nodes), *known_of([node.meta["val"] for node in nodes]))
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if len(given) != len(self.names):
+    def __str__(self) -> str:
+        """ "x [any, 6 to 25, 64], mask [any, 6 to 25]" """
+        pairs = zip(self.names, self.tensors, strict=True)
+        return ", ".join(f"{name} [{', '.join(map(self._text, like.sizes))}]" for name, like in pairs)
+
+    def _text(self, size: int | str) -> str:
+        if isinstance(size, int):
+            return str(size)
+        low, high = self.limits.get(size, (0, MOST))
+        if high < MOST:
+            return f"{low} to {high}" if low else f"up to {high}"
+        return f"from {low}" if low else "any"
+
+    def check(self, program: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook: `x * math.log(x.shape[1])` is traced with a number for the length, and
+        nothing in its graph would fail at another."""
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(inputs) != len(self.names):
             return
-        seen: dict[str, Any] = {}
-        for name, like, tensor in zip(self.names, self.tensors, given, strict=True):
+        sizes: dict[str, Any] = {}
+        for name, like, tensor in zip(self.names, self.tensors, inputs, strict=True):
             if tensor.dim() != len(like.sizes):
                 continue  # the program itself says what it takes
-            problem = other_size(like, tensor, self.limits, seen)
+            problem = other_size(like, tensor, self.limits, sizes)
             if problem is not None:
-                where = f"{self.program.name}: " if self.program.name else ""
                 raise InputError(
-                    f"{where}the program holds for {sizes_text(self.names, self.tensors, self.limits)}",
+                    f"{program}{': ' if program else ''}the program holds for {self}",
                     got=f"{name}: {problem}",
                     help="the code branches on a size, or computes a number from it, and a "
                     "program follows one branch: keep to these sizes",
@@ -114,7 +130,7 @@ class _Limited:
 
 
 class Tap:
-    """Runs lifted programs and hands out what the named sites saw, in the order of the names."""
+    """Runs lifted programs and returns the tensors at the named sites, in the order of the names."""
 
     def __init__(self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]) -> None:
         self._see: See = _unseen
@@ -124,12 +140,12 @@ class Tap:
 
     def __call__(self, batch: Batch) -> tuple[Any, list[SiteTensors]]:
         """(the model's output, one SiteTensors per site)."""
-        seen: dict[str, SiteTensors] = {}
-        output = self.watch(batch, seen.__setitem__)
-        return output, [seen[site] for site in self.sites]
+        activations: dict[str, SiteTensors] = {}
+        output = self.watch(batch, activations.__setitem__)
+        return output, [activations[site] for site in self.sites]
 
     def watch(self, batch: Batch, see: See) -> Any:
-        """The model's output; every site is seen as it is met, and nothing is kept."""
+        """The model's output. `see` is called at every site in turn; nothing is kept."""
         self._see = see
         try:
             return self._run(batch)
@@ -148,7 +164,7 @@ class Tap:
 
 
 class _OfWatcherError(BaseException):
-    """Not an Exception, so that neither the runner nor the model takes it for one of the model's."""
+    """No Exception, so that neither the runner nor the model takes it for an error of the model."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -156,11 +172,11 @@ class _OfWatcherError(BaseException):
 
 
 See = Callable[[str, SiteTensors], None]
-_PLAYED = ("forward", "_forward_hooks", "_forward_pre_hooks")  # of a module, by its program
+_PLAYED = ("forward", "_forward_hooks", "_forward_pre_hooks")  # what a program replaces in a module
 
 
 def _unseen(site: str, seen: SiteTensors) -> None:
-    """Between two runs nobody watches."""
+    """Ignores a site: nobody watches between two runs."""
 
 
 @contextlib.contextmanager
@@ -173,13 +189,9 @@ def installed(model: nn.Module, modules: Mapping[str, Callable[..., Any]]) -> It
     before = [{name: own[name] for name in _PLAYED if name in own} for own, _ in changed]
     try:
         for own, program in changed:
-            own.update({name: OrderedDict() for name in _PLAYED[1:]}, forward=_calling(program))
+            own.update({name: OrderedDict() for name in _PLAYED[1:]}, forward=partial(program))
         yield
     finally:
-        for (own, _), known in zip(changed, before, strict=True):
+        for (own, _), held in zip(changed, before, strict=True):
             own.pop("forward", None)
-            own.update(known)
-
-
-def _calling(program: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: program(*args, **kwargs)
+            own.update(held)

@@ -5,25 +5,24 @@
                 ->  mean, sum, max over tokens: of the own, then of all processes
                 ->  outputs: gathered
 
-What is cut and what is whole is found out as the graph runs, from one rule an operator. An operator
-without a rule, or one that mixes tokens, takes whole tensors, gathered, and computes the same in every
-process: that is always right, and costs its memory and time.
+Which tensors are cut is decided as the graph runs, by one rule per operator. An operator without a rule,
+or one that mixes tokens, gets whole tensors and computes the same in every process: that is always right,
+and costs memory and time.
 
-torch.distributed.tensor has rules of this kind too, but refuses most views of an axis that does not
-divide evenly, and needs a strategy for each of our operators.
+torch.distributed.tensor has such rules too, but refuses most views of an axis that does not divide
+evenly, and needs a strategy for each of our operators.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, Interpreter
 from torch.utils import _pytree as pytree
 
 from asapc.operators.catalogue import by_name
@@ -36,13 +35,13 @@ Bound = dict[str, Any]
 """The arguments of an operator by the names of its schema."""
 
 Rule = Callable[[Any, Bound], Any]
-"""(operator, arguments) -> a shard or what holds some, or NotImplemented where it takes whole tensors."""
+"""(operator, arguments) -> shards, or NotImplemented where it takes whole tensors."""
 
 
 class SequenceCode(GraphCode):
-    """A GraphCode that runs on this process's tokens; called with, and giving, whole tensors.
+    """A GraphCode that runs on this process's tokens; it takes and returns whole tensors.
 
-    cut: by tensor of the call, the axis of its tokens, or None.
+    cut: for each tensor of the call, the axis of its tokens, or None.
     """
 
     def __init__(self, graph: Graph, dtype: torch.dtype, handle: Any, cut: Sequence[int | None]) -> None:
@@ -50,7 +49,14 @@ class SequenceCode(GraphCode):
         super().__init__(graph, dtype)
 
     def runnable(self, graph: Graph) -> Callable[..., tuple[Any, ...]]:
-        return _Run(graph, self.group, self.cut)
+        def run(module: nn.Module, *flat: Any) -> tuple[Any, ...]:
+            pairs = zip(flat, self.cut, strict=True)
+            tokens = [x if axis is None else Shard.of(x, axis, self.group) for x, axis in pairs]
+            sizes = {x.size for x in tokens if isinstance(x, Shard)}
+            with torch.no_grad():
+                return tuple(map(whole, _Run(module, graph, self.group, sizes).run(*tokens)))
+
+        return run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCode:
         return SequenceCode(copy.deepcopy(self.graph, memo), self.dtype, self.group.handle, self.cut)
@@ -60,46 +66,22 @@ class SequenceCode(GraphCode):
 
 
 def token_axes(call: Call) -> list[int | None]:
-    """Of every tensor of a call, its first axis after the batch whose size is free."""
+    """For every tensor of a call, its first axis after the batch whose size is free."""
     return [
         next((axis for axis, size in enumerate(like.sizes) if axis and isinstance(size, str)), None)
         for like in call.tensors
     ]
 
 
-class _Run:
-    """A graph, node by node; what nobody needs any more is let go."""
+class _Run(Interpreter):
+    """Runs a graph on this process's tokens.  sizes: of the axes of tokens."""
 
-    def __init__(self, graph: Graph, group: Group, cut: Sequence[int | None]) -> None:
-        self.graph, self.group, self.cut = graph, group, cut
-        last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
-        self.over: dict[Node, list[Node]] = {}
-        for node, user in last.items():
-            self.over.setdefault(user, []).append(node)
+    def __init__(self, module: nn.Module, graph: Graph, group: Group, sizes: Set[int]) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False  # errors keep their own text
+        self.group, self.sizes = group, sizes
 
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, *flat: Any) -> tuple[Any, ...]:
-        values: dict[Node, Any] = {}
-        inputs = iter(zip(flat, self.cut, strict=True))
-        sizes = {x.shape[axis] for x, axis in zip(flat, self.cut, strict=True) if axis is not None}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                given, axis = next(inputs)
-                values[node] = given if axis is None else Shard.of(given, axis, self.group)
-            elif node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(module)
-            elif node.op == "output":
-                return tuple(
-                    whole(value) for value in torch.fx.node.map_arg(node.args[0], lambda n: values[n])
-                )
-            else:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = self._called(node.target, args, kwargs, sizes)
-            for over in self.over.get(node, ()):
-                values.pop(over, None)
-        raise ValueError("the graph has no output")
-
-    def _called(self, target: Any, args: Any, kwargs: Any, sizes: Set[int]) -> Any:
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # of Python, on numbers and tuples
         namespace, _, name = target._schema.name.partition("::")
@@ -111,11 +93,11 @@ class _Run:
             return SITES[name](**bound)
         if any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(bound)):
             rule = RULES.get(name) or (_pointwise if torch.Tag.pointwise in target.tags else None)
-            found = NotImplemented if rule is None else rule(target, bound)
-            if found is not NotImplemented:
-                return found
+            sharded = NotImplemented if rule is None else rule(target, bound)
+            if sharded is not NotImplemented:
+                return sharded
         result = target(**pytree.tree_map(whole, bound))
-        axis = _token_axis(result, sizes) if name in _MADE else None
+        axis = _token_axis(result, self.sizes) if name in _MADE else None
         return result if axis is None else Shard.of(result, axis, self.group)
 
 
@@ -123,14 +105,14 @@ _MADE = ("arange", "zeros", "ones", "full")
 
 
 def _token_axis(made: Tensor, sizes: Set[int]) -> int | None:
-    """Where positions, or what else is made from sizes alone, may have a place for every token: to cut
-    is always right."""
+    """The axis along which positions, or other tensors made from sizes alone, may have an entry for every
+    token: cutting them is always right."""
     axes = range(min(1, made.dim() - 1), made.dim())
     return next((axis for axis in axes if made.shape[axis] in sizes), None)
 
 
 def _on_local(target: Any, bound: Bound) -> Any:
-    """The operator on what this process has."""
+    """The operator on this process's parts."""
     return target(**pytree.tree_map(lambda x: x.local if isinstance(x, Shard) else x, bound))
 
 
@@ -139,7 +121,7 @@ def _first(bound: Bound) -> Any:
 
 
 def _pointwise(target: Any, bound: Bound) -> Any:
-    """Broadcast: what is whole is cut where the shards are; shards along two axes are gathered."""
+    """Broadcasts: whole tensors are cut where the shards are; shards along two axes are gathered."""
     leaves = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Tensor | Shard)]
     shards = [leaf for leaf in leaves if isinstance(leaf, Shard)]
     first = max(shards, key=lambda shard: shard.size)
@@ -163,23 +145,23 @@ def _size(target: Any, bound: Bound) -> Any:
 
 
 def _dims(x: Shard, bound: Bound) -> Sequence[int]:
-    """The axes that an operator is along; all of them where it does not say."""
+    """The axes that an operator works along: all of them if none are named."""
     dim = bound.get("dim", bound.get("dims"))
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(x.shape)))
     return [d % len(x.shape) for d in dims]
 
 
 def _last(count: Callable[[Bound], int]) -> Callable[[Shard, Bound], Sequence[int]]:
-    """So many of the last axes."""
+    """The last axes, as many as `count` says."""
     return lambda x, bound: range(len(x.shape) - count(bound), len(x.shape))
 
 
 def _by_token(
     along: Callable[[Shard, Bound], Sequence[int]] = lambda *_: (), tokens: str | None = None
 ) -> Rule:
-    """Something of each token by itself, whose axis stays where it is.
+    """An operator on each token by itself, whose axis stays where it is.
 
-    along: the axes that are mixed.  tokens: the argument that has them, the first one unless named.
+    along: the axes that are mixed.  tokens: the argument with the tokens, the first one unless named.
     """
 
     def rule(target: Any, bound: Bound) -> Any:
@@ -194,7 +176,7 @@ def _by_token(
 
 
 def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
-    """A reduction.  join: of what each process has of its own tokens; None: over whole ones alone."""
+    """A reduction.  join: combines the results of all processes; None: only over whole tensors."""
 
     def rule(target: Any, bound: Bound) -> Any:
         x = _first(bound)
@@ -217,8 +199,8 @@ def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
 
 
 def _places(target: Any, bound: Bound) -> tuple[list[Tensor], list[int], Any] | None:
-    """What a view makes of a tensor in which the tokens' axis alone has a stride, and where that axis is
-    in each part.  None where one has lost it, or is a copy."""
+    """The parts that a view makes of a tensor in which only the tokens' axis has a stride, and that axis
+    in each part.  None if a part has lost it, or is a copy."""
     x, name = _first(bound), next(iter(bound))
     strides = [int(axis == x.axis) for axis in range(len(x.shape))]
     probe = torch.empty_strided(x.shape, strides, device="meta")
@@ -236,28 +218,28 @@ def _places(target: Any, bound: Bound) -> tuple[list[Tensor], list[int], Any] | 
 
 def _seen(target: Any, bound: Bound) -> Any:
     """transpose; select, slice, split, chunk, unbind along other axes, or of all tokens."""
-    found = _places(target, bound)
-    if found is None:
+    places = _places(target, bound)
+    if places is None:
         return NotImplemented
-    _, axes, spec = found
-    own = pytree.tree_leaves(_on_local(target, bound))
-    shards = [_first(bound).like(part, axis) for part, axis in zip(own, axes, strict=True)]
+    _, axes, spec = places
+    parts = pytree.tree_leaves(_on_local(target, bound))
+    shards = [_first(bound).like(part, axis) for part, axis in zip(parts, axes, strict=True)]
     return pytree.tree_unflatten(shards, spec)
 
 
 def _viewed(target: Any, bound: Bound) -> Any:
-    """What names the sizes of its result: view, squeeze, expand."""
-    x, found = _first(bound), None if "dtype" in bound else _places(target, bound)
-    if found is None:
+    """Operators that name the sizes of their result: view, squeeze, expand."""
+    x, places = _first(bound), None if "dtype" in bound else _places(target, bound)
+    if places is None:
         return NotImplemented
-    (part,), (axis,), _ = found
+    (part,), (axis,), _ = places
     sizes = list(part.shape)
     sizes[axis] = x.local.shape[x.axis]
     return x.like(x.local.expand(sizes) if "implicit" in bound else x.local.reshape(sizes), axis)
 
 
 def _selected(target: Any, bound: Bound) -> Any:
-    """One place of an axis.  Of the tokens, such as [CLS], the process that has it gives it to all."""
+    """One entry of an axis.  A token, such as [CLS], comes from the process that has it."""
     x = _first(bound)
     dim = bound["dim"] % len(x.shape)
     if dim != x.axis:
@@ -265,8 +247,9 @@ def _selected(target: Any, bound: Bound) -> Any:
     index, share = bound["index"] % x.size, x.group.share(x.size)
     owner = next(r for r in range(x.group.processes) if index < x.group.share(x.size, r).stop)
     shape = [size for axis, size in enumerate(x.shape) if axis != dim]
-    own = x.local.select(dim, index - share.start) if owner == x.group.rank else x.local.new_empty(shape)
-    return x.group.all_of(own)[owner]
+    is_owner = owner == x.group.rank
+    token = x.local.select(dim, index - share.start) if is_owner else x.local.new_empty(shape)
+    return x.group.all_of(token)[owner]
 
 
 def _concatenated(target: Any, bound: Bound) -> Any:
@@ -297,7 +280,7 @@ def _repeated(target: Any, bound: Bound) -> Any:
 
 
 def _multiplied(target: Any, bound: Bound) -> Any:
-    """Rows of the left factor are tokens, and see all of the right one; or both have them as a batch."""
+    """The rows of the left factor are tokens and see all of the right, or tokens are a batch of both."""
     left, right = bound["self"], bound["mat2" if "mat2" in bound else "other"]
     if not isinstance(left, Shard) or min(len(left.shape), len(right.shape)) < 2:
         return NotImplemented
@@ -324,35 +307,31 @@ def _attended(target: Any, bound: Bound) -> Any:
     return q.like(_on_local(target, {**bound, **local}))
 
 
-def _named(rule: Rule, *names: str) -> Iterator[tuple[str, Rule]]:
-    return ((name, rule) for name in names)
-
-
-RULES: dict[str, Rule] = dict((
-    *_named(_size, "sym_size"),
-    *_named(_by_token(), "contiguous", "clone", "to", "_to_copy", "alias", "detach", "dropout",
-            "zeros_like", "ones_like", "full_like", "type_as", "float"),
-    # Of whole sizes, and of nothing that is in the shard.
-    *_named(_on_local, "new_zeros", "new_ones", "new_full", "new_empty"),
-    *_named(_by_token(_last(lambda _: 1)), "linear"),
-    *_named(_by_token(_last(lambda bound: len(bound["normalized_shape"]))), "layer_norm", "rms_norm",
-            "native_layer_norm"),
-    *_named(_by_token(tokens="indices"), "embedding"),
-    *_named(_by_token(_dims), "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort",
-            "topk", "argsort", "glu"),
-    *_named(_reduction(lambda x, own: x.group.summed(own)), "sum"),
-    *_named(_reduction(lambda x, own: x.group.summed(own * (x.local.shape[x.axis] / x.size))), "mean"),
-    *((name, _reduction(partial(_joined_by, name))) for name in ("amax", "amin", "any", "all")),
-    *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
-            "linalg_vector_norm", "norm"),
-    *_named(_seen, "transpose", "permute", "t", "slice", "split", "split_with_sizes", "chunk", "unbind"),
-    *_named(_selected, "select"),
-    *_named(_concatenated, "cat", "concat", "stack"),
-    *_named(_expanded_as, "expand_as"),
-    *_named(_repeated, "repeat"),
-    *_named(_viewed, "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
-            "expand"),
-    *_named(_multiplied, "matmul", "bmm", "mm"),
-    *_named(_attended, "scaled_dot_product_attention"),
-))  # fmt: skip
+RULES: dict[str, Rule] = {
+    name: rule for rule, names in (
+        (_size, "sym_size"),
+        (_by_token(), "contiguous clone to _to_copy alias detach dropout zeros_like ones_like full_like "
+                      "type_as float"),
+        # Of whole sizes, and of nothing that is in the shard.
+        (_on_local, "new_zeros new_ones new_full new_empty"),
+        (_by_token(_last(lambda _: 1)), "linear"),
+        (_by_token(_last(lambda bound: len(bound["normalized_shape"]))),
+         "layer_norm rms_norm native_layer_norm"),
+        (_by_token(tokens="indices"), "embedding"),
+        (_by_token(_dims), "softmax _softmax log_softmax _log_softmax cumsum sort topk argsort glu"),
+        (_reduction(lambda x, own: x.group.summed(own)), "sum"),
+        (_reduction(lambda x, own: x.group.summed(own * (x.local.shape[x.axis] / x.size))), "mean"),
+        *((_reduction(partial(_joined_by, name)), name) for name in ("amax", "amin", "any", "all")),
+        (_reduction(None),
+         "var std argmax argmin max min logsumexp prod linalg_vector_norm norm"),
+        (_seen, "transpose permute t slice split split_with_sizes chunk unbind"),
+        (_selected, "select"),
+        (_concatenated, "cat concat stack"),
+        (_expanded_as, "expand_as"),
+        (_repeated, "repeat"),
+        (_viewed, "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand"),
+        (_multiplied, "matmul bmm mm"),
+        (_attended, "scaled_dot_product_attention"),
+    ) for name in names.split()
+}  # fmt: skip
 """By operator of torch, without its namespace and overload."""

@@ -1,9 +1,9 @@
-"""Shards: tensors whose tokens are dealt out to the processes of a group, in order, and their exchanges.
+"""Shards: tensors whose tokens are dealt out in order to the processes of a group, and their exchanges.
 
     rank 0: x[:, 0:4]    rank 1: x[:, 4:7]    rank 2: x[:, 7:10]       Shard(local, axis=1, size=10)
 
-What they exchange goes as bytes, padded to the longest share, and comes together in the order of the
-ranks, so that every process computes the same from it.
+They are exchanged as bytes, padded to the longest share, and joined in the order of the ranks, so that
+every process computes the same from them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Group:
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
     def share(self, size: int, rank: int | None = None) -> slice:
-        """The tokens of one process, this one's: at most one more than those of any other."""
+        """The tokens of a process, this one by default: at most one more than any other has."""
         rank = self.rank if rank is None else rank
         each, more = divmod(size, self.processes)
         start = rank * each + min(rank, more)
         return slice(start, start + each + (rank < more))
 
     def all_of(self, x: Tensor) -> Tensor:
-        """[P, ...], the tensors of all processes, which have one shape and dtype."""
+        """[P, ...], the tensors of all processes, which have the same shape and dtype."""
         sent = x.contiguous().view(-1).view(torch.uint8)
         received = sent.new_empty((self.processes, sent.numel()))
         if sent.numel():
@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's tokens of a tensor.  local: that part of `axis`; size: of the axis, of all."""
+    """This process's tokens of a tensor.  local: its part of `axis`; size: of the whole axis."""
 
     local: Tensor
     axis: int
@@ -59,7 +59,7 @@ class Shard:
 
     @classmethod
     def of(cls, whole: Tensor, axis: int, group: Group) -> Shard:
-        """What every process has, cut."""
+        """This process's part of a tensor that every process has."""
         axis %= whole.dim()
         share = group.share(whole.shape[axis])
         local = whole.narrow(axis, share.start, share.stop - share.start)
@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         shape = list(self.local.shape)
         shape[self.axis] = self.size
         return tuple(shape)
@@ -78,7 +78,7 @@ class Shard:
         return self.axis - self.local.dim()
 
     def like(self, local: Tensor, axis: int | None = None) -> Shard:
-        """The same tokens of what was computed from them."""
+        """A shard of the same tokens, with what was computed from them."""
         return replace(self, local=local, axis=self.axis if axis is None else axis % local.dim())
 
     def whole(self) -> Tensor:
@@ -95,5 +95,5 @@ class Shard:
 
 
 def whole(value: Any) -> Any:
-    """A tensor of all tokens, and anything else as it is."""
+    """The whole tensor of a shard, anything else as it is."""
     return value.whole() if isinstance(value, Shard) else value

@@ -1,12 +1,12 @@
-"""State: what code read besides its arguments, as paths from a module to plain values.
+"""State: what code reads besides its arguments, as paths from a module to plain values.
 
     self.ctx.tau     [("attr", "ctx"), ("attr", "tau")]                  0.5
     TAU of the file  [("attr", "forward"), ("global", "TAU")]            0.5
     tau of a factory [("attr", "forward"), ("cell", "tau")]              0.5
     TAU.get()        [("attr", "forward"), ("global", "TAU"), ("part", "get")]
 
-A trace has all of it as constants. Walking a path reads dicts, lists and cells alone: no property and no
-code of the user's runs, and nothing is imported, for a manifest is not trusted.
+A trace holds all of it as constants. Walking a path only reads dicts, lists and cells: no property and no
+code of the user's runs, and nothing is imported, because a manifest is not trusted.
 """
 
 from __future__ import annotations
@@ -50,59 +50,59 @@ from asapc.program.call import shortened
 Step = tuple[str, str | int]
 Steps = tuple[Step, ...]
 Value = bool | int | float | str | None | tuple[str, str]
-"""A plain value, or what kind of object it is, and which."""
+"""A plain value; of anything else its kind, and what identifies it."""
 
 Caches = dict[nn.Module, dict[str, Any]]
-"""What is in attributes of modules, GONE for nothing."""
+"""The attributes of modules; GONE stands for a missing one."""
 _Known = dict[int, tuple[Any, str]]
-"""Digests by the identity of objects, which are kept so that identities are."""
+"""Digests by the ids of objects. The objects are kept so that their ids stay theirs."""
 GONE = object()
 MOST = 2000  # values of one module
 DEEPEST = 12  # steps
-LONGEST = 64  # containers whose items are looked at one by one; longer ones are told apart as a whole
-FEW = 16  # entries of a tensor that are compared at every call: a write to `.data` changes nothing else
+LONGEST = 64  # containers whose items are read one by one; longer ones are compared as a whole
+FEW = 16  # entries of a tensor compared at every call: a write to `.data` leaves no other trace
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part", "environ", "import")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
-_WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of a function, what is called in its place
+_WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # the functions that a wrapper calls
 _ALL_PARTS = {*_PARTS, *_WRAPPED}
-BASES = "bases"  # a part of a class: those that super() may go to
+BASES = "bases"  # a part of a class: the classes that super() may reach
 HOOKS = "hooks"  # a part of a module: all of its hooks, in order
 _HOOK_LISTS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
 TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
-OPERATORS = "asapc"  # of a module: what its operators were fitted with
-STRUCTURE = "structure"  # and what it holds, where code goes through it
-WEIGHTS = "weights"  # and all of its weights, constants of a trace where nothing registers the module
+OPERATORS = "asapc"  # a submodule: the tensors that operators were fitted with
+STRUCTURE = "structure"  # a part of a module: all that it holds, where code iterates over that
+WEIGHTS = "weights"  # a part of a module that no other registers: its weights, constants of a trace
 _OF_STRUCTURE = {"state_dict", "_parameters", "_buffers", "_modules", *(
     named + what for named in ("", "named_") for what in ("parameters", "buffers", "modules", "children")
 )}  # fmt: skip
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-ABSENT = ("attribute", "absent")  # the value of what code asks for and is not there
-# Values of Python's own, all of which their text shows.
+ABSENT = ("attribute", "absent")  # the value of a missing attribute that code asks for
+# Modules of Python whose objects show all of their value in their text.
 _SHOWN = {"re", "itertools", "decimal", "fractions", "datetime", "uuid", "pathlib", "ipaddress"}
 _ALWAYS_OTHERS = itertools.count()
 _ADDRESS = re.compile(r" (at|@) 0x[0-9a-f]+")
 _NO_STATE = {"logging", "os", "io", "_io", "types", "typing", "weakref", "contextvars", "_contextvars"}
-_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local)  # read by the names of attributes
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local)  # read attribute by attribute
 _WITH_PARTS = (
     MethodType, functools.partial, property, staticmethod, classmethod, BuiltinFunctionType,
 )  # fmt: skip
-# What torch keeps on a module, and what has a guard of its own or is live.
+# The attributes that torch keeps on a module, and those that are read live or have their own guard.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, ModuleType)  # of a library, which code may replace
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, ModuleType)  # what code may replace in a library
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the code of one module loads.
+    """The names that the code of one module loads.
 
-    attributes: None for all, where names are made while it runs.  said: those that stand in the code.
+    attributes: None for all, if code makes names while it runs.  said: those written in the code.
     code: of the functions that ran.
-    environ: names in the environment of the process.  imported: modules, while it ran.
+    environ: environment variables.  imported: modules that were imported while it ran.
     modes: whether it asks for the mode of other modules.  asked: attributes that may be absent.
-    homes: modules of Python and globals in them, of functions that no path leads to, as in a set.
+    homes: (module, global) pairs of functions that no path leads to, such as those in a set.
     """
 
     attributes: frozenset[str] | None = frozenset()
@@ -117,17 +117,17 @@ class Names:
 
 
 class TooMuch(Exception):
-    """More values than a guard can look at."""
+    """There are more values than a guard can check."""
 
 
 def reachable(
     root: nn.Module, names: Names, besides: Mapping[nn.Module, Any] = {},
     registered: Collection[nn.Module] | None = None, reached: set[CodeType] | None = None,
 ) -> dict[Steps, Value]:  # fmt: skip
-    """The plain values that code which loads these names can read from a module, by path.
+    """The plain values, by path, that code which loads these names can read from a module.
 
-    besides: what of modules is left out.  registered: the modules of the model, None where that is not
-    known.  reached: takes the code of the functions on these paths.  Raises TooMuch.
+    besides: attributes of modules to leave out.  registered: the modules of the model, None if unknown.
+    reached: takes the code of the functions on these paths.  Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
@@ -177,9 +177,9 @@ def reachable(
 
 
 def encoded(thing: Any, around: tuple[int, ...] = (), known: _Known | None = None) -> Value:
-    """A plain value itself; of anything else the kind of it, and what tells it from others.
+    """A plain value itself; of anything else its kind, and what tells it from others.
 
-    around: what it is inside of.  known: what has been looked at, so that nothing is twice.
+    around: ids of the objects around it.  known: digests of the objects that were visited.
     """
     kind, known = type(thing), {} if known is None else known
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
@@ -226,7 +226,7 @@ def encoded(thing: Any, around: tuple[int, ...] = (), known: _Known | None = Non
 
 
 def _state(thing: Any, top: str, around: tuple[int, ...], known: _Known) -> tuple[str, str]:
-    """Of an object of Python's own, which no steps lead into: what it would be pickled as."""
+    """An object of Python's own, which no steps lead into, by what it would be pickled as."""
     kind = type(thing)
     walked = kind in (*_NAMESPACES, *_WITH_PARTS) or _is_container(thing)
     if walked or id(thing) in around or top not in sys.stdlib_module_names - _NO_STATE:
@@ -238,12 +238,12 @@ def _state(thing: Any, top: str, around: tuple[int, ...], known: _Known) -> tupl
         text = "" if hasattr(kind, "__iter__") else _ADDRESS.sub("", repr(thing))  # no code of items
         is_shown = text not in ("", _ADDRESS.sub("", object.__repr__(thing)))
         inside.append(text if is_shown or inside[0] else next(_ALWAYS_OTHERS))
-    told = _told(inside, (*around, id(thing)), known)
-    return ("state", f"{kind.__name__} {_digest(repr(told).encode())}")
+    values = _values(inside, (*around, id(thing)), known)
+    return ("state", f"{kind.__name__} {_digest(repr(values).encode())}")
 
 
 def _held(thing: Any, around: tuple[int, ...], known: _Known) -> str:
-    """A digest of what no steps lead to, with all that it holds."""
+    """A digest of an object that no steps lead to, with all that it holds."""
     if id(thing) not in known:
         known[id(thing)] = thing, type(thing).__qualname__  # where it holds itself
         known[id(thing)] = thing, _digest(repr(_all_held(thing, around, known)).encode())
@@ -261,31 +261,31 @@ def _all_held(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
         return value, [(repr(key), _held(item, around, known)) for key, item in thing.items()]
     if isinstance(value, tuple) and value[0] == "object" and not isinstance(thing, nn.Module):
         slots = [str(name) for kind in _mro(thing) for name in getattr(kind, "__slots__", ())]
-        own = {**_dict_of(thing), **{name: attribute(thing, name) for name in slots}}
-        return value, [(name, _held(item, around, known)) for name, item in own.items()]
+        attributes = {**_dict_of(thing), **{name: attribute(thing, name) for name in slots}}
+        return value, [(name, _held(item, around, known)) for name, item in attributes.items()]
     return value
 
 
-def _told(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
+def _values(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
     """The values in containers in containers."""
     if len(around) > DEEPEST:
         return type(thing).__qualname__
     if id(thing) in around or type(thing) not in (list, tuple, dict):
         return encoded(thing, around, known)
     items = thing.items() if isinstance(thing, dict) else thing
-    return [_told(item, (*around, id(thing)), known) for item in items]
+    return [_values(item, (*around, id(thing)), known) for item in items]
 
 
 def _code_digests(code: CodeType) -> str:
-    """Two digests: of names and numbers, for every version of Python; of everything, for this one."""
+    """Two digests: one of names and numbers, for all versions of Python, one of all, for this version."""
     parts = [*_codes_in(code)]
     constants = {x for part in parts for x in part.co_consts if isinstance(x, float | str)}
-    known = {*(name for part in parts for name in part.co_names), *constants}
+    loaded = {*(name for part in parts for name in part.co_names), *constants}
     exact = [(part.co_code, part.co_names, part.co_varnames, *map(_constant, part.co_consts))
              for part in parts]  # fmt: skip
-    told = sorted(repr(x) for x in known if isinstance(x, float) or x.isidentifier())
+    shown = sorted(repr(x) for x in loaded if isinstance(x, float) or x.isidentifier())
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return f"{_digest(repr(told).encode())} {version}-{_digest(repr(exact).encode())}"
+    return f"{_digest(repr(shown).encode())} {version}-{_digest(repr(exact).encode())}"
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -301,7 +301,7 @@ def _constant(value: Any) -> str:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are the same; functions of two versions of Python, as far as can be told."""
+    """Whether two values are the same, as far as can be told of functions of two versions of Python."""
     if type(one) is type(other) is tuple and one[0] == other[0] == "function":
         (*names, code), (*others, other_code) = one[1].split(" "), other[1].split(" ")
         if code.partition("-")[0] != other_code.partition("-")[0]:
@@ -327,7 +327,7 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator[Step]:
-    """The steps from an object to what can be read of it; some may lead nowhere."""
+    """The steps from an object to all that can be read from it; some may lead nowhere."""
     if isinstance(thing, Tensor | str | bytes | torch.Size):
         return
     if isinstance(thing, FunctionType):
@@ -368,7 +368,7 @@ def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator
 
 
 def _is_librarys(thing: Any) -> bool:
-    """An object of torch's or Python's own whose attributes no guard can know; nor need it."""
+    """Whether an object belongs to torch or Python, so that no guard can or need know its attributes."""
     if isinstance(thing, nn.Module):
         return False
     named = isinstance(thing, type | ModuleType)
@@ -379,7 +379,7 @@ def _is_librarys(thing: Any) -> bool:
 
 
 def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
-    """The names of its attributes that code may load."""
+    """The names of the attributes that code may load from an object."""
     own, lists = _dict_of(thing), isinstance(thing, _HOLDERS)
     of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
     if names.modes and isinstance(thing, nn.Module) and not is_root:
@@ -403,8 +403,8 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
         ), *parts, *sorted(ran)]  # fmt: skip
     else:
         of_class = {name for kind in classes for name in vars(kind)}
-        known = own.keys() | of_class | parts.keys() | names.asked
-        loaded = sorted((names.attributes & known) | ran)
+        stored = own.keys() | of_class | parts.keys() | names.asked
+        loaded = sorted((names.attributes & stored) | ran)
     yield from (name for name in loaded if name not in _OF_TORCH or not isinstance(thing, nn.Module))
     if lists:
         yield from (name for name in parts if name not in (names.attributes or ()))
@@ -413,7 +413,7 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
 
 
 def _is_container(thing: Any) -> bool:
-    """One of Python's own in Python, such as UserDict, whose methods nobody sees run."""
+    """Whether it is a container written in Python, such as UserDict, whose methods nobody sees run."""
     return not isinstance(thing, type) and any(kind.__module__ == "collections" for kind in _mro(thing))
 
 
@@ -422,10 +422,10 @@ def _dict_of(thing: Any) -> Mapping[str, Any]:
         return vars(thing)
     try:
         kind = threading.local if isinstance(thing, threading.local) else object
-        found = kind.__getattribute__(thing, "__dict__")
+        attributes = kind.__getattribute__(thing, "__dict__")
     except AttributeError:
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return attributes if isinstance(attributes, Mapping) else {}
 
 
 def _mro(thing: Any) -> tuple[type, ...]:
@@ -433,7 +433,7 @@ def _mro(thing: Any) -> tuple[type, ...]:
 
 
 def own_forward(thing: Any) -> Any:
-    """The forward of an instance that its class does not have, or None: not what stands for it."""
+    """The forward that was set on an instance, or None; not the one that stands for it meanwhile."""
     value = _dict_of(thing).get("forward")
     while value is not None and "before" in _dict_of(value):
         value = _dict_of(value)["before"]
@@ -441,7 +441,7 @@ def own_forward(thing: Any) -> Any:
 
 
 def attribute(thing: Any, name: str) -> Any:
-    """As it is stored, on the object or its class, or GONE."""
+    """An attribute as it is stored, on the object or its class, or GONE."""
     own = _dict_of(thing)
     if name in own.get("_former_parameters", ()):  # of a replica, which has tensors in their places
         return own[name].shape
@@ -468,69 +468,76 @@ def attribute(thing: Any, name: str) -> Any:
 
 
 def _stepped(thing: Any, step: Step) -> Any:
-    """What one step leads to, or GONE."""
+    """The object that one step leads to, or GONE."""
     kind, name = step
-    if kind == "attr":
-        return attribute(thing, str(name))
-    if kind == "key":
-        items: dict[Any, Any] = thing if isinstance(thing, dict) else {}
-        return dict.get(items, name, GONE)  # a subclass may have a `get` of its own, which is not run
-    if kind == "item":
-        place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
-        return thing[int(name)] if place else GONE
-    if kind == "part":
-        if name == HOOKS and isinstance(thing, nn.Module):
-            lists = (vars(thing).get(key) for key in _HOOK_LISTS)
-            return tuple(hook for hooks in lists if isinstance(hooks, dict) for hook in hooks.values())
-        if name == BASES and isinstance(thing, type):
-            return tuple(kind for kind in thing.__mro__[1:] if not _is_librarys(kind))
-        if name == "get" and isinstance(thing, ContextVar):
-            try:
-                return thing.get()
-            except LookupError:
-                return GONE
-        if name == "ref" and isinstance(thing, weakref.ref):
-            return thing()
-        if name == TRAINED and isinstance(thing, nn.Module):
-            return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
-        if name == WEIGHTS and isinstance(thing, nn.Module):
-            tensors = (*thing.parameters(), *thing.buffers())
-            return sys.intern(_digest(" ".join(map(_tensor_digest, tensors)).encode()))
-        if name == STRUCTURE and isinstance(thing, nn.Module):
-            own = [
-                (key, type(part).__qualname__, [
-                    (name, None if x is None else [*x.shape])
-                    for weights in (part._parameters, part._buffers) for name, x in weights.items()
-                ])
-                for key, part in thing.named_modules() if OPERATORS not in key.split(".")
-            ]  # fmt: skip
-            return sys.intern(_digest(repr(own).encode()))
-        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
-        return getattr(thing, str(name), GONE) if known else GONE
-    if kind == "import":
-        return sys.modules.get(str(name), GONE)
-    if kind == "environ":  # told apart, and never shown: it may be a secret
-        value = os.environ.get(str(name))
-        return None if value is None else _digest(value.encode(errors="surrogateescape"))
-    if not isinstance(thing, FunctionType):
-        return GONE
-    if kind == "global":
-        return thing.__globals__.get(str(name), GONE)
-    if kind == "default":
-        named = isinstance(name, str)
-        return (thing.__kwdefaults__ or {}).get(str(name), GONE) if named else (
-            _stepped(thing.__defaults__ or (), ("item", name)))  # fmt: skip
-    names = thing.__code__.co_freevars
-    if name not in names or thing.__closure__ is None:
-        return GONE
-    try:
-        return thing.__closure__[names.index(str(name))].cell_contents
-    except ValueError:  # nothing is in it yet
-        return GONE
+    match kind:
+        case "attr":
+            return attribute(thing, str(name))
+        case "key" if isinstance(thing, dict):
+            return dict.get(thing, name, GONE)  # a subclass may have a `get` of its own, which is not run
+        case "item" if isinstance(thing, list | tuple | deque) and int(name) < len(thing):
+            return thing[int(name)]
+        case "part":
+            return _part(thing, str(name))
+        case "import":
+            return sys.modules.get(str(name), GONE)
+        case "environ":  # told apart, and never shown: it may be a secret
+            value = os.environ.get(str(name))
+            return None if value is None else _digest(value.encode(errors="surrogateescape"))
+        case "global" if isinstance(thing, FunctionType):
+            return thing.__globals__.get(str(name), GONE)
+        case "default" if isinstance(thing, FunctionType):
+            named = isinstance(name, str)
+            return (thing.__kwdefaults__ or {}).get(str(name), GONE) if named else (
+                _stepped(thing.__defaults__ or (), ("item", name)))  # fmt: skip
+        case "cell" if isinstance(thing, FunctionType):
+            cells = dict(zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False))
+            with contextlib.suppress(KeyError, ValueError):  # nothing is in it yet
+                return cells[str(name)].cell_contents
+    return GONE
+
+
+def _part(thing: Any, name: str) -> Any:
+    """A part of an object that is no attribute of it, or GONE."""
+    if isinstance(thing, nn.Module):
+        return _PARTS_OF_MODULES[name](thing) if name in _PARTS_OF_MODULES else GONE
+    if name == BASES and isinstance(thing, type):
+        return tuple(kind for kind in thing.__mro__[1:] if not _is_librarys(kind))
+    if name == "get" and isinstance(thing, ContextVar):
+        try:
+            return thing.get()
+        except LookupError:
+            return GONE
+    if name == "ref" and isinstance(thing, weakref.ref):
+        return thing()
+    has_parts = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _ALL_PARTS
+    return getattr(thing, name, GONE) if has_parts else GONE
+
+
+def _structure(module: nn.Module) -> str:
+    parts = [
+        (path, type(part).__qualname__, [
+            (name, None if x is None else [*x.shape])
+            for weights in (part._parameters, part._buffers) for name, x in weights.items()
+        ])
+        for path, part in module.named_modules() if OPERATORS not in path.split(".")
+    ]  # fmt: skip
+    return _digest(repr(parts).encode())
+
+
+# Their texts are one object while they are equal, by which a guard compares them.
+_PARTS_OF_MODULES: dict[str, Callable[[nn.Module], Any]] = {
+    HOOKS: lambda module: tuple(
+        hook for key in _HOOK_LISTS for hook in (vars(module).get(key) or {}).values()),
+    TRAINED: lambda module: sys.intern("".join("01"[x.requires_grad] for x in module.parameters())),
+    WEIGHTS: lambda module: sys.intern(_digest(
+        " ".join(map(_tensor_digest, (*module.parameters(), *module.buffers()))).encode())),
+    STRUCTURE: lambda module: sys.intern(_structure(module)),
+}  # fmt: skip
 
 
 def found(module: nn.Module, steps: Steps) -> Any:
-    """What is at the end of these steps, or GONE."""
+    """The object at the end of these steps, or GONE."""
     thing: Any = module
     for step in steps:
         thing = _stepped(thing, step)
@@ -538,7 +545,7 @@ def found(module: nn.Module, steps: Steps) -> Any:
 
 
 def can_be_taken_away(steps: Steps) -> bool:
-    """An attribute, by way of attributes and items; none of torch's or Python's."""
+    """Whether the steps lead through attributes and items to an attribute that is the user's own."""
     ways = {kind for kind, _ in steps} <= {"attr", "key", "item"} and 0 < len(steps) <= DEEPEST
     names = {str(name) for kind, name in steps if kind == "attr"}
     reserved = names & {*_OF_TORCH, "forward"} or any(name.startswith("__") for name in names)
@@ -548,8 +555,8 @@ def can_be_taken_away(steps: Steps) -> bool:
 def take_away(module: nn.Module, steps: Steps) -> None:
     """Delete the attribute at the end of these steps, for which can_be_taken_away holds.
 
-    In plain Python, which torch.compile follows, and without any of the user's. Nothing where a step
-    leads nowhere, or to what is no object with attributes of its own.
+    In plain Python, which torch.compile follows, and running no code of the user's. Nothing is deleted if
+    a step leads nowhere, or to an object without attributes of its own.
     """
     holder: Any = module
     for kind, name in steps[:-1]:
@@ -579,14 +586,14 @@ def _own_attribute(holder: Any, name: str) -> Any:
 
 
 def _has_own(thing: Any) -> bool:
-    """Whether it is an object that code sets attributes of: no class, function or module of Python."""
+    """Whether code sets attributes of it: it is no class, function, tensor or module of Python."""
     kinds = (type, ModuleType, FunctionType, MethodType, Tensor)
     return hasattr(thing, "__dict__") and not isinstance(thing, kinds)
 
 
 @contextlib.contextmanager
 def holding(caches: Caches) -> Iterator[None]:
-    """With this in attributes, and everything as it was afterwards."""
+    """Set these attributes for a while, and then restore what was there."""
     before = {m: {key: vars(m).get(key, GONE) for key in names} for m, names in caches.items()}
     try:
         _hold(caches)
@@ -603,7 +610,7 @@ def _hold(caches: Caches) -> None:
 
 
 def text_of(steps: Steps) -> str:
-    """As code says it: ctx.tau, opts['n'], TAU."""
+    """The steps as they would be written in code: ctx.tau, opts['n'], TAU."""
     text = ""
     for place, (kind, name) in enumerate(steps):
         if kind in ("cell", "global", "import"):
@@ -627,8 +634,8 @@ def text_of(steps: Steps) -> str:
 class Reads(Record):
     """The values that a module's code read when it was captured.
 
-    questions: of a mode, all of which were answered with no, see QUESTIONS, or of a setting with the
-               answer, "get_default_dtype()=torch.float32", see SETTINGS.
+    questions: about a mode, all answered with no, see QUESTIONS, or about a setting, with the answer:
+               "get_default_dtype()=torch.float32", see SETTINGS.
     """
 
     values: tuple[tuple[Steps, Value], ...] = ()
@@ -637,7 +644,7 @@ class Reads(Record):
         default_factory=lambda: [None, (), ()], init=False, repr=False, compare=False,
         metadata=APART,
     )
-    # torch.compile guards every entry that it walks through: only what it can compare is kept for it.
+    # torch.compile guards every entry that it visits: these are the ones that it can compare.
     _traced: tuple[tuple[Steps, Value], ...] = field(
         init=False, repr=False, compare=False, metadata=APART
     )
@@ -652,13 +659,13 @@ class Reads(Record):
 
     @property
     def of_structure(self) -> bool:
-        """Whether its code goes through what the module holds."""
+        """Whether its code iterates over what the module holds."""
         return any(steps == (("part", STRUCTURE),) for steps, _ in self.values)
 
     def difference(self, module: nn.Module) -> tuple[str, str] | None:
-        """(what, how it differs) of the first value that is another in this module, or None.
+        """(what, how it differs) for the first value that differs in this module, or None.
 
-        While every object on the way is the very one that it was, nothing is compared.
+        Nothing is compared as long as every object on the way is the same object as before.
         """
         if torch.compiler.is_compiling():
             return self._traced_difference(module)
@@ -677,7 +684,7 @@ class Reads(Record):
         return None
 
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
-        """The same in plain Python, which torch.compile follows, guarding all that it looks at."""
+        """The same in plain Python, which torch.compile follows and turns into guards."""
         for steps, expected in self._traced:
             if isinstance(expected, tuple) or steps[-1] == ("part", WEIGHTS):
                 kind = expected[0] if isinstance(expected, tuple) else WEIGHTS
@@ -689,15 +696,12 @@ class Reads(Record):
                 return text_of(steps), f"was captured as {expected!r}"
         return None
 
-    def __deepcopy__(self, memo: Any) -> Reads:
-        return Reads(self.values, self.questions)
-
     def __reduce__(self) -> Any:
         return Reads, (self.values, self.questions)
 
 
 def _is_traced(steps: Steps, expected: Value) -> bool:
-    """Whether torch.compile follows the way to a value, and guards it or cannot."""
+    """Whether torch.compile can follow the steps to a value."""
     compared = not isinstance(expected, tuple) or expected[0] in ("tensor", "array")
     steps = steps[:-1] if steps[-1] == ("part", WEIGHTS) else steps
     return compared and all(kind in ("attr", "key", "item") for kind, _ in steps)
@@ -712,17 +716,17 @@ _Checks = list[tuple[Callable[[], Any], Any]]
 
 
 def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks]:
-    """Pairs (get, value): nothing on these paths has changed where get() is the value for all of the
-    first, and equal to it for all of the second."""
+    """Pairs (get, value): nothing on these paths has changed if get() is the value for all of the first
+    list, and equal to it for all of the second."""
     objects: _Checks = []
     values: _Checks = []
-    known: set[Steps] = set()
+    checked: set[Steps] = set()
     for steps in paths:
         thing: Any = module
         for place, step in enumerate(steps):
             inner, prefix = _stepped(thing, step), steps[: place + 1]
-            if prefix not in known:
-                known.add(prefix)
+            if prefix not in checked:
+                checked.add(prefix)
                 own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
                 if isinstance(own, dict) and step[1] in own and own[step[1]] is inner:
                     objects.append((functools.partial(dict.get, own, step[1], GONE), inner))
@@ -745,12 +749,12 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
 
 
 def _of_class(thing: Any) -> Any:
-    """The forward that a patched one stands for, on top of which others may put their own."""
+    """The forward of the class, over which others may put their own."""
     return getattr(type(thing), "forward", GONE)
 
 
 def _versions(module: nn.Module) -> list[tuple[int, Any]]:
-    """What a write changes of its weights."""
+    """What a write to its weights changes."""
     return [(id(x), _glance(x)) for x in (*module.parameters(), *module.buffers())]
 
 
@@ -764,7 +768,7 @@ def _glance(tensor: Tensor) -> tuple[int, Any]:
 
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
-    """What to look at of an object that may hold something else and be the same."""
+    """A function that tells whether an object was changed in place, or None if it cannot be."""
     if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
         return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
@@ -780,8 +784,8 @@ def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     return functools.partial(encoded, thing) if isinstance(value, tuple) and value[0] == "state" else None
 
 
-_TRACED = "torch._subclasses"  # where tensors of a trace are at home
-# What code asks of the mode it runs in. A captured program is the answer no to each.
+_TRACED = "torch._subclasses"  # the module of the tensors of a trace
+# What code may ask about the mode it runs in. A captured program holds where every answer is no.
 QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
     "grad": ("gradients are recorded", lambda *_: torch.is_grad_enabled()),
     "inference": ("inference_mode is on", lambda *_: torch.is_inference_mode_enabled()),
@@ -811,7 +815,7 @@ def _kinds(tensors: Iterable[Tensor]) -> str:
     return ", ".join(sorted({str(x.dtype) for x in tensors}))
 
 
-# Of weights and inputs, what code may ask for: the answers of the call.
+# What code may ask about weights and inputs, with the answer for a call.
 PRECISION, MIXED, INTEGERS, DEVICES, SAME, GRADIENTS = (
     "precision", "mixed_precision", "integers", "devices", "same_objects", "gradients")  # fmt: skip
 _OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
@@ -826,7 +830,7 @@ _OF_A_CALL: dict[str, Callable[[nn.Module, Sequence[Any]], Any]] = {
     SAME: lambda _, flat: [next(i for i, x in enumerate(flat) if x is one) for one in flat],
     GRADIENTS: lambda module, _: any(x.grad is not None for x in module.parameters()),
 }  # fmt: skip
-SETTINGS = (  # of torch, by the functions that give them
+SETTINGS = (  # named after the functions of torch that return them
     *_OF_A_CALL, "get_default_dtype", "get_default_device", "get_num_threads", "get_num_interop_threads",
     "get_float32_matmul_precision", "are_deterministic_algorithms_enabled", "is_anomaly_enabled",
     "initial_seed", "distributed.is_initialized", "distributed.is_available", "cuda.is_available",
@@ -834,7 +838,7 @@ SETTINGS = (  # of torch, by the functions that give them
 
 
 def setting(name: str) -> Any:
-    """The function of torch that gives it, or None."""
+    """The function of torch that returns the setting, or None."""
     home: Any = torch
     for part in name.split("."):
         home = getattr(home, part, None)
@@ -847,14 +851,14 @@ def is_question(text: str) -> bool:
 
 
 def answered(name: str, module: nn.Module, flat: Sequence[Any]) -> str:
-    """A question; that of a setting, with the answer of this moment.  flat: the tensors of the call."""
+    """A question; about a setting, with its answer now.  flat: the tensors of the call."""
     if name in QUESTIONS:
         return name
     return f"{name}()={_OF_A_CALL[name](module, flat) if name in _OF_A_CALL else setting(name)()}"
 
 
 def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> str | None:
-    """What is otherwise than when the program was captured, whose code asks for it, or None."""
+    """What its code asks about and differs from when the program was captured, or None."""
     for question in questions:
         if question not in QUESTIONS:
             now = answered(question.partition("()=")[0], module, flat)

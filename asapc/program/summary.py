@@ -1,4 +1,4 @@
-"""What a notebook shows of a loaded model, whose class may be the user's own."""
+"""What a notebook shows for a loaded model, whose class may be the user's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAME = "_repr_html_"
 
 @dataclass(frozen=True)
 class Summary:
-    """Called for the HTML of a compiled model: its report, if its folder has one, and its layers.
+    """Returns the HTML of a compiled model when called: its report, if its folder has one, or its layers.
 
-    title: what it was compiled from.  lines: one a site.  folder: of the artefact.  measured: the HTML of
-    its report, where that is at hand.
+    title: what it was compiled from.  lines: one per site.  folder: the artefact's.  measured: its report
+    as HTML, if that is at hand.
     """
 
     title: str
@@ -28,13 +28,13 @@ class Summary:
     def __call__(self) -> str:
         if self.measured is not None:
             return self.measured
-        # By name: reports are made of models, and are in a layer above them.
+        # By name: reports are made from models, and are in a layer above them.
         html = pkgutil.resolve_name("asapc.report.notebook:model_html")
         return str(html(self.title, self.lines, self.folder))
 
 
 def shown_by(model: nn.Module, summary: Summary | None) -> None:
-    """Let a notebook show the model by this summary, or as before; a way of its own is left to it."""
+    """Let a notebook show this summary of the model, or none; a model's own `_repr_html_` stays."""
     if isinstance(model.__dict__.get(NAME), Summary):
         del model.__dict__[NAME]
     if summary is not None and not hasattr(model, NAME):

@@ -28,11 +28,11 @@ from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import Choice
 from asapc.passes.patches import compiled_modules, with_casts
-from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
-from asapc.program.code import traced_inputs, traced_places
+from asapc.program.call import Call, Undescribable, described, known_of, parameters_of
+from asapc.program.code import traced_inputs
 from asapc.program.compiled import OwnCodeWarning, not_applied
 from asapc.program.live import installed_patches
-from asapc.program.runner import Runner
+from asapc.program.runner import Runner, Sizes
 from asapc.program.state import answered, holding
 from asapc.stages.analyse import forward_signature
 from asapc.stages.calibrate import tell_shortages
@@ -185,11 +185,9 @@ def _sizes(programs: Sequence[Program]) -> str:
     """The sizes that the programs hold for, in words; of a module only where a size has limits."""
     texts = []
     for program in programs:
-        places = traced_places(program.graph)
-        known, limits = known_of([place.meta["val"] for place in places])
-        if limits or not program.name:
-            text = sizes_text([place.name for place in places], known, limits)
-            texts.append(f"{program.name}: {text}" if program.name else text)
+        sizes = Sizes.of(program)
+        if sizes.limits or not program.name:
+            texts.append(f"{program.name}: {sizes}" if program.name else str(sizes))
     return "; ".join(texts)
 
 
