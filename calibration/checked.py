@@ -14,6 +14,7 @@ from torch import Tensor
 from asapc.errors import InputError
 from asapc.features import Feature, total_width
 from asapc.features.predictor import Amortised
+from asapc.inputs.weights import layout_of
 from asapc.ir import Distilled
 from asapc.operators.catalogue import OPERATORS
 
@@ -44,14 +45,14 @@ def check_tensor(
     """InputError for no tensor, another dtype or shape, and for a NaN or an infinity."""
     if tensor is None:
         raise InputError(f"{name} must be there", got="no such tensor")
-    found = tuple(tensor.shape)
-    fits = len(found) == len(shape) and all(
-        size >= 1 if wanted is None else size == wanted for size, wanted in zip(found, shape, strict=True)
+    fits = tensor.dim() == len(shape) and all(
+        size >= 1 if wanted is None else size == wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
     )
     if not fits or tensor.dtype != dtype:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(
-            f"{name} must be {_word(dtype)} [{sizes}]", got=f"{_word(tensor.dtype)} {[*found]}"
+            f"{name} must be {str(dtype).removeprefix('torch.')} [{sizes}]", got=layout_of(tensor)
         )
     if dtype.is_floating_point and not bool(tensor.isfinite().all()):
         raise InputError(f"{name} must hold finite numbers", got="nan or inf")
@@ -115,6 +116,3 @@ def _check_distilled(name: str, distilled: Distilled, sizes: dict[str, int | Non
             raise InputError(f"{name}.{key} must not be negative", got=f"{float(tensor.min()):g}")
         sizes = {**sizes, **dict(zip(names, tensor.shape, strict=True))}
 
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
-from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of, shown_queries
+from asapc.features.clouds import Clouds, PredictedSide, clouds_of, shown_queries
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
@@ -41,7 +42,7 @@ class SiteStatistics:
         self.convention = convention
         self.plan = plan
         self.recipe = recipe
-        self.duals = [_DualStatistics(name, convention, plan, side, recipe) for side in plan.sides()]
+        self.duals = [_DualStatistics(self, side) for side in plan.sides()]
         self.examples = 0
         self.seconds = 0.0
         self._intercepts: list[Tensor] = []  # [B, H] each; only where no c-transform finds it
@@ -86,7 +87,7 @@ class SiteStatistics:
         kept = {dual.side: dual.kept.part() for dual in self.duals}
         return (
             {**tensors, **together((f"kept {side}", part) for side, (part, _) in kept.items())},
-            {**facts, "kept": {side: its for side, (_, its) in kept.items()}},
+            {**facts, "kept": {side: ends for side, (_, ends) in kept.items()}},
         )
 
     def gather(self, parts: Sequence[Part]) -> None:
@@ -97,9 +98,9 @@ class SiteStatistics:
         self.examples, self.seconds, self._intercepts = 0, 0.0, []
         for dual in self.duals:
             dual.equations = None
-            its = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
-                   for tensors, facts in parts]  # fmt: skip
-            dual.kept.take_turns(its, KlPiece.of)
+            kept = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
+                    for tensors, facts in parts]  # fmt: skip
+            dual.kept.take_turns(kept, KlPiece.of)
         for tensors, facts in parts:
             self.restore(tensors, facts)
 
@@ -134,14 +135,14 @@ class SiteStatistics:
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        found = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
+        restored = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
         intercepts = []
-        if self.plan.side == "both" and found:
+        if self.plan.side == "both" and restored:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
         self.examples += examples
         self.seconds += seconds
         self._intercepts += intercepts
-        for dual, parameters, equations in found:
+        for dual, parameters, equations in restored:
             dual.parameters = parameters
             dual.equations = equations if dual.equations is None else dual.equations.merge(equations)
 
@@ -172,17 +173,14 @@ class DualFit:
 
 
 class _DualStatistics:
-    """One predicted dual: its parameters (made from the first batch), normal equations, KL pieces."""
+    """One predicted dual of a site: its parameters (made from the first batch), normal equations, KL
+    pieces."""
 
-    def __init__(
-        self, name: str, convention: Convention, plan: TransformPlan, side: PredictedSide, recipe: Recipe
-    ) -> None:
-        self.name = name
-        self.convention = convention
+    def __init__(self, site: SiteStatistics, side: PredictedSide) -> None:
+        self.name, self.convention, self.recipe = site.name, site.convention, site.recipe
         self.side = side
-        self.features = recipe.parsed_features()
-        self.recipe = recipe
-        self.budget: Budget = plan.budget(convention, side)
+        self.features = site.recipe.parsed_features()
+        self.budget = site.plan.budget(site.convention, side)
         self.parameters: tuple[Tensor | None, ...] | None = None
         self.equations: NormalEquations | None = None
         self.kept = Kept[KlPiece](KL_BYTES)
@@ -235,8 +233,8 @@ class _DualStatistics:
         parameters = parameters_of(tensors, self.side, self.features, heads, head_dim)
         groups = heads if self.recipe.coefficients == "per_head" else 1
         columns = total_width(self.features, head_dim, None)
-        found = {name.removeprefix(f"{self.side}."): tensor for name, tensor in tensors.items()}
-        return parameters, NormalEquations.from_tensors(found, groups, columns)
+        of_side = {name.removeprefix(f"{self.side}."): tensor for name, tensor in tensors.items()}
+        return parameters, NormalEquations.from_tensors(of_side, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None
@@ -261,10 +259,10 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
     for what, wrong in bad.items():
         if bool(wrong.any()):
             example = int(wrong.flatten(1).any(1).nonzero()[0])
-            told = f"{numbers[example]} (counted from 0)" if numbers else f"{example} of a batch"
+            which = f"{numbers[example]} (counted from 0)" if numbers else f"{example} of a batch"
             raise InputError(
                 f"{name}: {what} must be finite",
-                got=f"nan or inf in example {told}",
+                got=f"nan or inf in example {which}",
                 help="look for broken weights, or inputs unlike the training data",
             )
 
@@ -311,18 +309,14 @@ def finish(statistics: Mapping[str, SiteStatistics]) -> dict[str, SiteCalibratio
         for dual in site.duals:
             if dual.recipe.coefficients == "shared":
                 shared.setdefault(dual.side, []).append(dual)
-    common: dict[PredictedSide, DualFit] = {}
+    solve = functools.cache(lambda *duals: _solve(duals))
     done = {}
     for name, site in statistics.items():
         start = time.perf_counter()
-        fits = []
-        for dual in site.duals:
-            if dual.recipe.coefficients != "shared":
-                fits.append(_solve([dual]))
-                continue
-            if dual.side not in common:
-                common[dual.side] = _solve(shared[dual.side])
-            fits.append(common[dual.side])
+        fits = [
+            solve(*(shared[dual.side] if dual.recipe.coefficients == "shared" else [dual]))
+            for dual in site.duals
+        ]
         site.seconds += time.perf_counter() - start
         done[name] = site.calibration(fits)
     return done

@@ -16,8 +16,8 @@ esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along 
           best of a few. Ties share mass, and unequal numbers meet by the monotone coupling: both
           marginals are uniform, as the teacher's are.
 fitted_sinkhorn
-          One number a head, the multiplier of its scores: the best of a few, then a golden section. The
-          loop ends on the teacher's side.
+          One number a head, the multiplier of its scores: the best of a few, then of its neighbours at
+          ever smaller distances. The loop ends on the teacher's side.
 
 The first two do not know a score bias: what it does to the teacher's outputs stays in the error.
 
@@ -74,7 +74,7 @@ SLICE_EXAMPLES = 64  # the products of candidates are summed over
 SLICE_ROWS = 64  # queries of an example
 CANDIDATES = 256  # directions a head chooses from, at least twice its slices
 MULTIPLIERS = tuple(2 ** (step / 2) for step in range(-6, 7))  # of a fitted loop's scores
-SECTIONS = 9  # of the interval around the best of them, which is then 1 % wide
+HALVINGS = 6  # of the distance to the neighbours of the best of them, which is then half a per cent
 
 RIDGE = 1e-4  # of a convolution's normal equations, times their mean diagonal
 
@@ -92,16 +92,14 @@ class _Piece:
         return self.target.shape[0]
 
     def all_tensors(self) -> dict[str, Tensor | None]:
-        t = self.tensors
-        named = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias}
-        return {**named, "target": self.target}
+        names = ("q", "k", "v", "keep", "bias")
+        return {"target": self.target, **{name: getattr(self.tensors, name) for name in names}}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Piece:
         """Inverse of all_tensors."""
-        q, k, v, keep, bias = (tensors.get(name) for name in ("q", "k", "v", "keep", "bias"))
-        assert q is not None and k is not None
-        return cls(SiteTensors(q, k, keep, bias, None, v), tensors["target"])
+        others = {name: tensor for name, tensor in tensors.items() if name != "target"}
+        return cls(SiteTensors(**others), tensors["target"])  # type: ignore[arg-type]
 
     def error(self, student: Distilled) -> Tensor:
         """|student - target|^2 / |target|^2 of every head and example: [B, H]."""
@@ -170,8 +168,8 @@ class Distiller:
 
     def _minibatch(self, t: SiteTensors) -> int:
         _, heads, queries, _ = t.q.shape
-        met = t.k.shape[2] if self.recipe.operator == "fitted_sinkhorn" else self.recipe.pivots
-        scores = heads * (queries + t.k.shape[2]) * met
+        partners = t.k.shape[2] if self.recipe.operator == "fitted_sinkhorn" else self.recipe.pivots
+        scores = heads * (queries + t.k.shape[2]) * partners
         return min(MINIBATCH, max(1, MINIBATCH_SCORES // scores))
 
     def _piece(self, t: SiteTensors) -> _Piece:
@@ -184,17 +182,17 @@ class Distiller:
         v = t.k if t.v is None else t.v  # the keys stand in where the map itself is returned
         q, k, v = (x.detach().float() for x in (t.q, t.k, v))
         bias = None if t.bias is None else t.bias.float()
-        seen = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
+        inputs = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
         with torch.no_grad():
-            target = apply_lossless(self.convention, seen, seen.v)
+            target = apply_lossless(self.convention, inputs, inputs.v)
         if not bool(target.isfinite().all()):
             raise InputError(
                 f"{self.name}: the teacher's outputs must be finite",
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys, values and score bias",
             )
-        known = seen.bias if self.recipe.operator == "fitted_sinkhorn" else None
-        piece = _Piece(SiteTensors(seen.q, seen.k, seen.keep, known, None, seen.v), target)
+        known = inputs.bias if self.recipe.operator == "fitted_sinkhorn" else None
+        piece = _Piece(SiteTensors(inputs.q, inputs.k, inputs.keep, known, None, inputs.v), target)
         return self._others(piece) if self.recipe.beside() else piece
 
     def _others(self, piece: _Piece) -> _Piece:
@@ -224,8 +222,8 @@ class Distiller:
         q, k, v = (None if x is None else x[:, :, count:] for x in (t.q, t.k, t.v))
         assert q is not None and k is not None
         keep = None if t.keep is None else t.keep[:, count:]
-        seen = SiteTensors(q, k, keep, without_first(t.bias, count), None, v)
-        return _Piece(seen, piece.target[:, :, count:])
+        inputs = SiteTensors(q, k, keep, without_first(t.bias, count), None, v)
+        return _Piece(inputs, piece.target[:, :, count:])
 
     def calibration(self) -> SiteDistillation:
         """The fit.  Raises InputError without examples, and where the operator cannot have the mass
@@ -354,34 +352,20 @@ def fit_lot(
 def fit_loop(train: Sequence[_Piece], held_out: Sequence[_Piece], make: Maker) -> _Fit:
     """The multiplier of each head's scores, by which a loop comes closest.
 
-    The best of MULTIPLIERS, then a golden section of the logarithm between its neighbours; what is kept
-    is the best that was tried: where 1 is exact, as for a softmax layer's own half-step, it is 1.
+    The best of MULTIPLIERS, then of the two beside it, at a distance that is halved every time: where 1
+    is exact, as for a softmax layer's own half-step, it stays 1.
     """
     heads = train[0].target.shape[1]
-    best = torch.zeros(heads, dtype=torch.float64)  # the logarithms that were best so far, [H]
+    best = torch.ones(heads, dtype=torch.float64)
     least = torch.full_like(best, math.inf)
-
-    def error(logs: Tensor) -> Tensor:
-        nonlocal best, least
-        errors = _mean_errors(make(logs.exp().float()), train)
-        best, least = torch.where(errors < least, logs, best), torch.minimum(errors, least)
-        return errors
-
-    grid = torch.tensor(MULTIPLIERS, dtype=torch.float64).log()
-    nearest = torch.stack([error(level.expand(heads)) for level in grid]).argmin(0)  # [H]
-    low, high = (grid[(nearest + side).clamp(0, len(grid) - 1)] for side in (-1, 1))
-    share = (math.sqrt(5) - 1) / 2
-    left, right = high - share * (high - low), low + share * (high - low)
-    at_left, at_right = error(left), error(right)
-    for _ in range(SECTIONS):
-        lower = at_left <= at_right  # [H]: where the minimum lies left of `right`
-        low, high = torch.where(lower, low, left), torch.where(lower, right, high)
-        fresh = torch.where(lower, high - share * (high - low), low + share * (high - low))
-        seen = error(fresh)
-        left, right = torch.where(lower, fresh, right), torch.where(lower, left, fresh)
-        at_left, at_right = torch.where(lower, seen, at_right), torch.where(lower, at_left, seen)
-    final = make(best.exp().float())
-    return _Fit(final, _mean_errors(final, held_out), (SECTIONS,) * heads)
+    distance = MULTIPLIERS[1] / MULTIPLIERS[0]
+    for halving in range(HALVINGS + 1):
+        around = [distance ** (side / 2**halving) for side in (-1, 1)]
+        for tried in [best * factor for factor in (around if halving else MULTIPLIERS)]:
+            errors = _mean_errors(make(tried.float()), train)
+            best, least = torch.where(errors < least, tried, best), torch.minimum(errors, least)
+    final = make(best.float())
+    return _Fit(final, _mean_errors(final, held_out), (HALVINGS,) * heads)
 
 
 def fit_depthwise(pieces: Sequence[_Piece], fitted: Distilled, width: int) -> Tensor:
@@ -502,9 +486,9 @@ def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> 
     table = matching.table(t.v)
     result = t.v.new_zeros(())
     for index, keys in enumerate(matching.keys):
-        met = table[keys[..., rows]]
+        values = table[keys[..., rows]]
         share = None if matching.shares is None else matching.shares[index][..., rows, None]
-        result = result + (met if share is None else met * share)
+        result = result + (values if share is None else values * share)
     single = make(slices, slices.new_zeros(len(slices)))
     result = result * single.settings["output_factor"]
     return (times_share(result, t.keep) if single.share else result)[0]

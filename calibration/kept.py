@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -63,15 +63,15 @@ class Kept(Generic[P]):
 
         parts: theirs, in the order of ranks.  made: a piece of its tensors.
         """
-        batches: list[list[list[Mapping[str, Tensor]]]] = []
+        batches: list[list[list[Mapping[str, Tensor]]]] = []  # of each process
         for tensors, facts in parts:
             ends: list[Any] = [0, *facts["ends"]]
             batches.append([[apart(tensors, str(i)) for i in range(*both)] for both in pairwise(ends)])
         self.pieces, self.ends, self.bytes = [], [], 0
         self.full = False
-        for turn in range(max(map(len, batches))):
-            for own in batches:
-                for piece in own[turn] if turn < len(own) else ():
+        for turn in zip_longest(*batches, fillvalue=()):
+            for pieces in turn:
+                for piece in pieces:
                     self.add(made(piece))
                 self.end_batch()
         self.full = self.full or any(facts["full"] for _, facts in parts)

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, 
 from asapc.formats.json_text import parse_json, read_json
 from asapc.inputs.weights import fingerprint as tensor_digest
 from asapc.processes import Part
+from asapc.terminal.printed import reason
 
 FORMAT_VERSION = 1
 _INDEX = "shards.json"
@@ -65,10 +65,8 @@ class Shards:
             flush(self.folder.parent)
             self._lock = lock_folder(self.folder)
         except OSError as error:
-            raise InputError(
-                f"{self.folder}: must be a folder that can be written",
-                got=error.strerror or str(error),
-            ) from error
+            rule = f"{self.folder}: must be a folder that can be written"
+            raise InputError(rule, got=reason(error)) from error
         if self._lock is None:
             raise InputError(
                 f"{self.folder}: one run at a time may write there",
@@ -91,9 +89,7 @@ class Shards:
     def __enter__(self) -> Shards:
         return self if self._lock is not None else self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -111,8 +107,8 @@ class Shards:
 
     def get(self, key: str) -> Part | None:
         """The tensors and facts of one part; None where there is none, or a damaged one."""
-        found = self._read(self._path(key))
-        return None if found is None else found[1]
+        part = self._read(self._path(key))
+        return None if part is None else part[1]
 
     def drop(self, key: str) -> None:
         """Forget one part."""
@@ -125,7 +121,7 @@ class Shards:
     def keys(self) -> list[str]:
         """Of every part that is whole, sorted. Reads and checks them all."""
         paths = sorted(self.folder.glob("*.safetensors"))
-        return sorted(found[0] for found in map(self._read, paths) if found is not None)
+        return sorted(part[0] for part in map(self._read, paths) if part is not None)
 
     def discard(self) -> None:
         """Remove the folder and every part, whatever they were computed from."""
@@ -139,9 +135,7 @@ class Shards:
         try:
             os.rename(self.folder, gone)
         except OSError as error:
-            raise InputError(
-                f"{self.folder}: cannot be removed", got=error.strerror or str(error)
-            ) from error
+            raise InputError(f"{self.folder}: cannot be removed", got=reason(error)) from error
         shutil.rmtree(gone, ignore_errors=True)
 
     def _check(self) -> None:
@@ -214,7 +208,7 @@ class Shards:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(f"{path}: cannot be read", got=error.strerror or str(error)) from error
+            raise InputError(f"{path}: cannot be read", got=reason(error)) from error
         except (SafetensorError, KeyError, ValueError, RuntimeError):
             path.unlink(missing_ok=True)
             return None

@@ -162,21 +162,21 @@ def _shared(
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for key, fit in fitted.items():
-        own, facts[key] = fit_part(key, fit)
-        tensors |= own
+        of_fit, facts[key] = fit_part(key, fit)
+        tensors |= of_fit
     tensors, facts = processes.from_first((tensors, facts))
-    return {key: fit_from(key, its, tensors) for key, its in facts.items()}
+    return {key: fit_from(key, document, tensors) for key, document in facts.items()}
 
 
-def _gathered(pending: Sequence[Pending], seen: list[int], processes: Processes) -> list[int]:
+def _gathered(pending: Sequence[Pending], hashes_here: list[int], processes: Processes) -> list[int]:
     """The examples of all processes, and in the first one what all of them have collected."""
     if processes.alone:
-        return seen
+        return hashes_here
     for p in pending:
         parts = list(processes.gathered(p.collector.part()))
         if parts:
             p.collector.gather(parts)
-    parts = processes.exchanged(({}, seen))
+    parts = processes.exchanged(({}, hashes_here))
     return [content for _, hashes in parts for content in hashes]
 
 
@@ -234,9 +234,9 @@ def _prepare(
 
 def _exchange_parameters(pending: Sequence[Pending], processes: Processes) -> None:
     """Slices and pivots, so that every process has all."""
-    own = {p.key: p.collector.state()[0] for p in processes.share(pending)
+    prepared = {p.key: p.collector.state()[0] for p in processes.share(pending)
            if isinstance(p.collector, SiteStatistics)}  # fmt: skip
-    parts = processes.exchanged((together(own.items()), list(own)))
+    parts = processes.exchanged((together(prepared.items()), list(prepared)))
     made = {key: apart(tensors, key) for tensors, keys in parts for key in keys}
     for p in pending:
         if isinstance(p.collector, SiteStatistics):
@@ -330,7 +330,7 @@ def _taken_up(
     whole = examples.whole() if fits else ""
     most = max((_count(facts, "done") for _, facts in begun.values()), default=0)
     digests = dict(enumerate(examples.digests(most)))
-    found = {}
+    finished = {}
     taken, others = 0, 0  # examples that the data still begins with, or does not
     for p in pending:
         if p.key in begun:
@@ -346,8 +346,8 @@ def _taken_up(
             if fit is None:
                 aside.drop(_fit(p.key))
             else:
-                found[p.key] = fit
-    fitted = _fitted_together(pending, found)
+                finished[p.key] = fit
+    fitted = _fitted_together(pending, finished)
     progress.note(_told(taken, others, len(fitted), len(fits)))
     return fitted
 
@@ -380,31 +380,31 @@ def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySite
         check_fit(p.key, fit.replacement, p.heads, p.head_dim)
     except _BROKEN:
         return None
-    own = p.collector
-    wanted = (own.convention, own.plan, own.recipe.fit_settings())
+    collector = p.collector
+    wanted = (collector.convention, collector.plan, collector.recipe.fit_settings())
     return fit if (fit.convention, fit.plan, fit.settings) == wanted else None
 
 
 def _told(taken: int, others: int, fitted: int, fits: int) -> str:
     """In a sentence, what is kept of an earlier run: its examples and its fits."""
-    told = []
+    parts = []
     if taken:
-        told.append(f"resuming after the first {taken} examples")
+        parts.append(f"resuming after the first {taken} examples")
     if others:
         begun = "" if taken else "starting again: "
-        told.append(f"{begun}some of the {others} examples read by an earlier run have changed")
+        parts.append(f"{begun}some of the {others} examples read by an earlier run have changed")
     if fits:
-        told.append(f"{fitted} of {fits} finished fits are kept")
-    return "; ".join(told)
+        parts.append(f"{fitted} of {fits} finished fits are kept")
+    return "; ".join(parts)
 
 
 def _fitted_together(
-    pending: Sequence[Pending], found: Mapping[str, AnySiteCalibration]
+    pending: Sequence[Pending], finished: Mapping[str, AnySiteCalibration]
 ) -> dict[str, AnySiteCalibration]:
     """Those that share coefficients count only together."""
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
-        kept = {p.key: found[p.key] for p in group if p.key in found}
+        kept = {p.key: finished[p.key] for p in group if p.key in finished}
         if len(kept) == len(group) or group[0].collector.recipe.coefficients != "shared":
             fitted |= kept
     return fitted

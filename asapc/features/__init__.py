@@ -112,13 +112,7 @@ class Feature:
         """Whether every head has a parameter of its own, along the first axis."""
         return self.has_parameter and self.parameter_shape(-1, None)[0] == -1
 
-    def width(self, clouds: Clouds) -> int:
-        """Number of columns F."""
-        width = self.columns_of(clouds.x.shape[3], clouds.x.shape[2])
-        assert width is not None
-        return width
-
-    def columns_of(self, dim: Size, tokens: Size) -> Size:
+    def width(self, dim: Size, tokens: Size) -> Size:
         """Number of columns F for so many tokens of that size, None where it depends on what is None."""
         return FAMILIES[self.family].width(dim, tokens, self.count)
 
@@ -136,7 +130,7 @@ CLUSTERED = ("coarse", "farthest")  # families that run the loop on clusters aro
 
 def total_width(features: Sequence[Feature], dim: Size, tokens: Size) -> Size:
     """Number of columns of all features, None where it is not known."""
-    widths = [feature.columns_of(dim, tokens) for feature in features]
+    widths = [feature.width(dim, tokens) for feature in features]
     return None if None in widths else sum(width or 0 for width in widths)
 
 
@@ -145,8 +139,8 @@ def feature_list(
 ) -> tuple[list[Feature], list[Tensor | None]]:
     """Recipe entries separated by spaces, and their parameters with None where there is none."""
     parsed = [Feature.parse(text) for text in features.split()]
-    given = iter(parameters)
-    return parsed, [next(given) if feature.has_parameter else None for feature in parsed]
+    remaining = iter(parameters)
+    return parsed, [next(remaining) if feature.has_parameter else None for feature in parsed]
 
 
 def feature_columns(

@@ -50,15 +50,22 @@ class Clouds:
 
     def centre(self, values: Tensor) -> Tensor:
         """values [B, H, N] or [B, H, N, F] minus their mean over the points with mass, 0 elsewhere."""
-        axis = 2
-        if self.x_keep is None:
-            return values - values.mean(axis, keepdim=True)
-        keep = self.x_keep[:, None, :]
-        if values.dim() == 4:
-            keep = keep[..., None]
-        count = keep.sum(axis, keepdim=True).clamp(min=1)
-        values = values.masked_fill(~keep, 0.0)
-        return (values - values.sum(axis, keepdim=True) / count).masked_fill(~keep, 0.0)
+        keep = self._keep_of(values)
+        centred = values - self.mean(values)
+        return centred if keep is None else centred.masked_fill(~keep, 0.0)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over the points with mass, [B, H, 1] or [B, H, 1, F]; 0 where there are none."""
+        keep = self._keep_of(values)
+        if keep is None:
+            return values.mean(2, keepdim=True)
+        count = keep.sum(2, keepdim=True).clamp(min=1)
+        return values.masked_fill(~keep, 0.0).sum(2, keepdim=True) / count
+
+    def _keep_of(self, values: Tensor) -> Tensor | None:
+        """x_keep with an axis for each that the values have."""
+        keep = None if self.x_keep is None else self.x_keep[:, None, :]
+        return keep if keep is None or values.dim() == 3 else keep[..., None]
 
 
 def shown_queries(bias: Tensor | None) -> Tensor | None:

@@ -35,8 +35,8 @@ CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     """|x|^2 / 2, beta(x), active: [B, H, N, 3]."""
     beta = brenier_potential(clouds)[..., None]
-    given = clouds, parameter, budget
-    return torch.cat([points.norm(*given), beta, points.active(*given)], -1)
+    arguments = clouds, parameter, budget
+    return torch.cat([points.norm(*arguments), beta, points.active(*arguments)], -1)
 
 
 def weighted(clouds: Clouds, beta: Tensor, weights: Tensor) -> Tensor:

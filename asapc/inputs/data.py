@@ -31,7 +31,7 @@ from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.user_code import UserCode
 from asapc.inputs.paths import check_data, identifier, is_array_file
-from asapc.inputs.weights import fingerprint, read_safetensors
+from asapc.inputs.weights import fingerprint, layout_of, read_safetensors
 from asapc.terminal.printed import reason
 
 Split = Literal["calibration", "selection", "gate"]
@@ -58,9 +58,10 @@ GATE_SHARE = 0.15  # of many examples, see split_of
 
 def empty_split(source: DataSource, split: Split) -> InputError:
     """What is said of data without an example in one of its splits."""
-    met = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]
-    examples = f"none of {len(met)}" if source.examples == len(met) else f"none of the first {len(met)}"
-    kinds = "" if len({*met}) == len(met) else f", {len({*met})} of them different"
+    hashes = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]
+    read, different = len(hashes), len({*hashes})
+    examples = f"none of {read}" if source.examples == read else f"none of the first {read}"
+    kinds = "" if different == read else f", {different} of them different"
     return InputError(
         f"{source.source}: the {split} split needs examples",
         got=f"{examples}{kinds}",
@@ -73,8 +74,8 @@ def require_splits(source: DataSource) -> None:
     """Raises InputError for data of which a split has no example."""
     missing: list[Split] = [*get_args(Split)]
     for batch in source.batches(_PIECE):
-        met = {split_of(content) for content in batch.hashes}
-        missing = [split for split in missing if split not in met]
+        present = {split_of(content) for content in batch.hashes}
+        missing = [split for split in missing if split not in present]
         if not missing:
             return
     raise empty_split(source, missing[0])
@@ -110,8 +111,8 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Those among args and kwargs, in order."""
-        given = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in given if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class DataSource(ABC):
@@ -132,9 +133,9 @@ class DataSource(ABC):
 
     def on(self, device: torch.device) -> Self:
         """The same data, in batches on the device."""
-        there = copy.copy(self)
-        there.device = device
-        return there
+        elsewhere = copy.copy(self)
+        elsewhere.device = device
+        return elsewhere
 
     @abstractmethod
     def _batches(self) -> Iterator[Batch]:
@@ -215,8 +216,8 @@ def _of_arrays(source: str, arrays: Mapping[str, Any], signature: Signature, own
     """own: nobody else holds the arrays, so none is copied that is already as it should be."""
     if not arrays:
         raise _empty(source)
-    given = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
-    whole = _batch(given, signature, source, 0, own)
+    converted = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
+    whole = _batch(converted, signature, source, 0, own)
     inputs = dict(signature.names(whole.args, whole.kwargs))
     labels = {} if whole.labels is None else {"labels": whole.labels}
     return HeldData(source, [whole], fingerprint(inputs | labels))
@@ -262,15 +263,15 @@ class CallableData(DataSource):
             )
         iterator = iter(yielded)
         end = object()
-        seen = 0
+        count = 0
         for number in itertools.count():
             item = self._code.run(lambda: next(iterator, end), "yield batches")
             if item is end:
                 break
-            batch = _batch(item, self._signature, f"{self.source}, batch {number}", seen)
-            seen += len(batch)
+            batch = _batch(item, self._signature, f"{self.source}, batch {number}", count)
+            count += len(batch)
             yield batch
-        if seen == 0:
+        if count == 0:
             raise _empty(self.source)
 
 
@@ -360,10 +361,10 @@ class Signature:
 
     def __init__(self, signature: inspect.Signature | None) -> None:
         either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        given = signature or inspect.signature(lambda *args, **kwargs: None)
+        declared = signature or inspect.signature(lambda *args, **kwargs: None)
         parameters = [
             p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
-            for p in given.parameters.values() if p.name != "self"
+            for p in declared.parameters.values() if p.name != "self"
         ]  # fmt: skip
         self._signature = inspect.Signature(parameters)
         self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))
@@ -375,12 +376,12 @@ class Signature:
 
     def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """By forward's names where Python cannot use theirs: input_1 for an ONNX graph's input.1."""
-        found = {}
+        by_argument = {}
         for name, array in arrays.items():
             argument = identifier(name)
             taken = name in self.arguments or argument in arrays or argument not in self.arguments
-            found[name if taken else argument] = array
-        return found
+            by_argument[name if taken else argument] = array
+        return by_argument
 
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str
@@ -537,7 +538,7 @@ def _labels(value: object, place: str) -> Tensor:
     if not integer or tensor.dim() != 1:
         raise InputError(
             f"{place}: labels must hold one class number (an integer) per example",
-            got=f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+            got=layout_of(tensor),
         )
     return tensor.long()
 
@@ -613,8 +614,8 @@ def own(batch: Batch) -> Batch:
 
 def output_of(model: Callable[..., Any], batch: Batch) -> Any:
     """What a model gives, which may write into the tensors, lists and dicts that it is given."""
-    given = own(batch)
-    return model(*given.args, **given.kwargs)
+    copied = own(batch)
+    return model(*copied.args, **copied.kwargs)
 
 
 def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:

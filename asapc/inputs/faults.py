@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import InputError
-from asapc.inputs.data import Batch, rows
+from asapc.inputs.data import Batch, Signature, rows
+from asapc.terminal.printed import first_line
 
 RULE = "the model must run on the given data"
 HELP = "check the names, shapes and dtypes of the data against the model's forward"
@@ -35,10 +36,10 @@ def data_fault(
     place = "an example" if number is None else f"example {number} (counted from 0)"
     others = rows(batch, working) if working else None
     entry = _entry(rows(batch, [bad] * size), others, run, names)
-    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    told = "" if entry is None else f": {entry}"
+    place += "" if entry is None else f": {entry}"
     return InputError(
-        RULE, got=f"{type(error).__name__} in {place}{told} ({line})", help="fix or remove that example"
+        RULE, got=f"{type(error).__name__} in {place} ({first_line(error)})",
+        help="fix or remove that example",
     )
 
 
@@ -47,7 +48,7 @@ def device_fault(error: Exception) -> InputError | None:
     after which no kernel of the process runs, so that the example cannot be looked for."""
     if isinstance(error, torch.OutOfMemoryError):
         return InputError(
-            "a batch must fit into the GPU's memory", got=str(error).splitlines()[0][:200],
+            "a batch must fit into the GPU's memory", got=first_line(error, 200),
             help="set a smaller batch_size in the recipe, or use --device cpu",
         )  # fmt: skip
     if "device-side assert" in str(error):
@@ -58,11 +59,9 @@ def device_fault(error: Exception) -> InputError | None:
     return None
 
 
-def argument_names(module: nn.Module) -> list[str]:
+def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Of forward's positional arguments, as far as it says them."""
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is named and p.name != "self"]
+    return Signature(inspect.signature(module.forward)).positional
 
 
 def check_labels(labels: Tensor, classes: int, numbers: Sequence[int] = (), place: str = "data") -> None:
@@ -94,8 +93,8 @@ def _entry(
     bad: of one example, repeated.  Excess is what lies outside of the working examples' values, or, where
     there are none, everything but 0.
     """
-    given: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
-    for key, value in given:
+    arguments: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
+    for key, value in arguments:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
             continue
         low, high = 0, 0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 from asapc.formats.user_code import UserCode, describe
-from asapc.inputs.weights import read_safetensors
+from asapc.inputs.weights import listed, read_safetensors
 from asapc.terminal.hints import install_line
 
 ATTENTION = "attention"  # the one argument in --kwargs
@@ -138,10 +138,10 @@ def _class_of(
     if remote_code and isinstance(config.get("auto_map"), dict):
         return _remote(folder, config)
     for name in names:
-        found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
-            settings: Any = found.config_class  # type: ignore[attr-defined]
-            return found, settings.from_dict(dict(config))
+        model_class: Any = getattr(transformers, name, None) if name.isidentifier() else None
+        if inspect.isclass(model_class) and issubclass(model_class, transformers.PreTrainedModel):
+            settings: Any = model_class.config_class  # type: ignore[attr-defined]
+            return model_class, settings.from_dict(dict(config))
     if "auto_map" in config:
         raise InputError(
             f"{folder}: its model is code in the folder, which runs only if you trust it",
@@ -205,19 +205,16 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
     """Every weight of the model is in the files, in its shape; a warning for others in the files."""
-
-    def listed(key: str) -> str:
-        names = sorted(map(str, loading.get(key) or ()))
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-    for key, what in (("missing_keys", "the files lack"), ("mismatched_keys", "of another shape are")):
-        if loading.get(key):
+    kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
+    missing, other, unexpected = (listed(sorted(map(str, loading.get(kind) or ()))) for kind in kinds)
+    for names, what in ((missing, "the files lack"), (other, "of another shape are")):
+        if names:
             raise InputError(
-                f"{folder}: weights and model must agree", got=f"{what} {listed(key)}",
+                f"{folder}: weights and model must agree", got=f"{what} {names}",
                 help="config.json must name the class that was trained under architectures",
             )  # fmt: skip
-    if loading.get("unexpected_keys"):
-        warnings.warn(f"{folder}: the model does not have {listed('unexpected_keys')}", stacklevel=2)
+    if unexpected:
+        warnings.warn(f"{folder}: the model does not have {unexpected}", stacklevel=2)
 
 
 @contextlib.contextmanager

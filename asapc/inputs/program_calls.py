@@ -47,10 +47,10 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
     graph = module.get("graph") if isinstance(module, dict) else None
     if not isinstance(graph, dict):
         raise ValueError("no graph")
-    seen: set[int] = set()
-    _check_graph(graph, trust, SIZE_BITS, seen, 0)
+    checked: set[int] = set()
+    _check_graph(graph, trust, SIZE_BITS, checked, 0)
     for _, key, value in walk(model):
-        if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in seen):
+        if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in checked):
             raise UnsafeError("a graph that nothing calls")
         if key == "as_layout" and value != _STRIDED:
             raise UnsafeError(f"a layout that is not strided ({str(value)[:40]})")
@@ -62,12 +62,12 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
             raise UnsafeError(f"a number of {value.bit_length()} bits ({key})")
 
 
-def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[int], depth: int) -> int:
+def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, checked: set[int], depth: int) -> int:
     """The most bits that a number of the graph has.
 
     given: bits of the numbers that it is called with.  seen: ids of the graphs that were checked.
     """
-    seen.add(id(graph))
+    checked.add(id(graph))
     if depth > _DEEPEST:
         raise UnsafeError(f"graphs nested more than {_DEEPEST} deep")
     bits: dict[str, int] = {}
@@ -76,7 +76,7 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
         if not isinstance(node, dict) or not isinstance(node.get("target"), str):
             raise ValueError("a node without a target")
         inputs = [entry for entry in _list(node, "inputs") if isinstance(entry, dict)]
-        node_bits = _check_node(node["target"], inputs, bits, trust, most, seen, depth)
+        node_bits = _check_node(node["target"], inputs, bits, trust, most, checked, depth)
         most = max(most, node_bits)
         for output in _list(node, "outputs"):
             for name in _names(output):
@@ -86,7 +86,7 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
 
 def _check_node(
     target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, int], trust: bool, most: int,
-    seen: set[int], depth: int,
+    checked: set[int], depth: int,
 ) -> int:  # fmt: skip
     """Bits of what the node gives, where that is a number."""
     operator = _OPERATOR.fullmatch(target)
@@ -98,7 +98,7 @@ def _check_node(
             argument = entry.get("arg")
             inner = argument.get("as_graph") if isinstance(argument, dict) else None
             if isinstance(inner, dict) and isinstance(inner.get("graph"), dict):
-                most = max(most, _check_graph(inner["graph"], trust, most, seen, depth + 1))
+                most = max(most, _check_graph(inner["graph"], trust, most, checked, depth + 1))
         return most
     if target == _GETITEM:
         return SIZE_BITS

@@ -115,12 +115,12 @@ def allowed_operators() -> frozenset[str]:
         for kind, names in GROUPS.items() for name in names.split()
         for ending in (("", "_") if kind in IN_PLACE else ("",))
     ]  # fmt: skip
-    found = {
+    listed = {
         f"aten.{name}.{overload or 'default'}"
         for name in spellings for overload in _overloads().get(f"aten::{name}", ())
         if _writes_as_named(name, overload)
     }  # fmt: skip
-    return frozenset(found - NOT_ALLOWED | REPLACED | {f"asapc.{name}.default" for name in OWN})
+    return frozenset(listed - NOT_ALLOWED | REPLACED | {f"asapc.{name}.default" for name in OWN})
 
 
 @functools.cache
@@ -128,11 +128,11 @@ def _overloads() -> Mapping[str, tuple[str, ...]]:
     """Those of every operator of the dispatcher, "" the one without a name."""
     import asapc.kernels.library  # noqa: F401  registers its own
 
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for text in torch._C._dispatch_get_all_op_names():
         name, _, overload = text.partition(".")
-        found.setdefault(name, []).append(overload)
-    return {name: tuple(sorted(overloads)) for name, overloads in found.items()}
+        by_name.setdefault(name, []).append(overload)
+    return {name: tuple(sorted(overloads)) for name, overloads in by_name.items()}
 
 
 def is_operator(full: str) -> bool:
@@ -251,8 +251,8 @@ def replace_unchecked(exported: ExportedProgram) -> None:
 def _replace_unchecked(module: GraphModule) -> None:
     graph = module.graph
     target = torch.ops.aten._native_batch_norm_legit_no_training.default
-    found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
-    for node in found:
+    norms = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
+    for node in norms:
         for user in [user for user in node.users if not user.users]:  # torch writes all three
             graph.erase_node(user)
         users = [*node.users]
@@ -269,5 +269,5 @@ def _replace_unchecked(module: GraphModule) -> None:
             user.replace_all_uses_with(new)
             graph.erase_node(user)
         graph.erase_node(node)
-    if found:
+    if norms:
         module.recompile()

@@ -40,6 +40,7 @@ from asapc.formats.json_text import parse_json
 from asapc.formats.sizes import SYMBOL, is_size_expression
 from asapc.inputs.program_calls import UnlistedCallError, UnsafeError, check_calls, walk
 from asapc.inputs.program_operators import replace_unchecked
+from asapc.terminal.printed import first_line, reason
 
 _MODEL = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
@@ -105,9 +106,7 @@ def load_program(
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(
-            f"{path}: must be a readable .pt2 file", got=error.strerror or str(error)
-        ) from error
+        raise InputError(f"{path}: must be a readable .pt2 file", got=reason(error)) from error
     try:
         harmless = _rebuilt(content, trust, sizes)
     except UnlistedCallError as operator:
@@ -140,10 +139,9 @@ def load_program(
             if not trust:
                 replace_unchecked(exported)
     except Exception as error:  # the reader raises many types for a damaged or newer program
-        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(
             f"{path}: must be a program this version of torch can read",
-            got=line,
+            got=first_line(error, 200),
             help="export it again with the installed torch",
         ) from error
     finally:
@@ -159,11 +157,11 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     if missing:
         raise InputError(f"{path}: every weight must be in model.safetensors", got=missing[:4])
     for name, expected in _declared(exported):
-        found = weights.get(name)
-        if found is not None and (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        weight = weights.get(name)
+        if weight is not None and (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
             raise InputError(
                 f"{path}: {name} must be {expected.dtype} {[*expected.shape]} in model.safetensors",
-                got=f"{found.dtype} {[*found.shape]}",
+                got=f"{weight.dtype} {[*weight.shape]}",
             )
     exported._state_dict = {
         name: nn.Parameter(weights[name], requires_grad=weights[name].is_floating_point())
@@ -258,13 +256,13 @@ def _is_mapping(value: Any, key: str) -> bool:
 
 def _integers(values: Any) -> list[int]:
     """Of [{"as_int": 3}, ...].  Raises ValueError for anything else."""
-    found = []
+    numbers = []
     for item in values if isinstance(values, list) else [None]:
         number = item.get("as_int") if isinstance(item, dict) else None
         if type(number) is not int:
             raise ValueError("a size, a stride or an offset is no number")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def _strip(model: dict[str, Any]) -> None:
@@ -280,9 +278,9 @@ def _strip(model: dict[str, Any]) -> None:
 
 def _forget_sizes(graph: dict[str, Any]) -> None:
     """Values that are computed are numbers for torch's reader: it parses every size as an expression."""
-    given = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
+    inputs = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
     for name, meta in graph["tensor_values"].items():
-        if name not in given:
+        if name not in inputs:
             meta["sizes"], meta["strides"] = [], []
 
 

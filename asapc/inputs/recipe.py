@@ -155,12 +155,14 @@ class Recipe:
     def for_site(self, name: str) -> Recipe:
         """This recipe with the overrides of every pattern that matches `name`, in file order."""
         resolved = replace(self, sites={})
-        for pattern, overrides in self.sites.items():
-            if fnmatchcase(name, pattern):
-                resolved = replace(resolved, **overrides)
+        for overrides in self._overrides(name):
+            resolved = replace(resolved, **overrides)
         if not resolved.candidates:
             resolved.check_side(f"recipe: {name}")
         return resolved
+
+    def _overrides(self, name: str) -> list[Mapping[str, Any]]:
+        return [overrides for pattern, overrides in self.sites.items() if fnmatchcase(name, pattern)]
 
     def alternatives(self) -> list[Recipe]:
         """Of a site's own recipe: one with a named operator for each candidate, itself if one is named.
@@ -202,12 +204,9 @@ class Recipe:
 
     def site_budget(self, name: str) -> Mapping[str, float]:
         """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
-        budget = None
-        for pattern, overrides in self.sites.items():
-            if "budget" in overrides and fnmatchcase(name, pattern):
-                budget = overrides["budget"]
-        if budget is not None:
-            return dict(budget)
+        budgets = [overrides["budget"] for overrides in self._overrides(name) if "budget" in overrides]
+        if budgets:
+            return dict(budgets[-1])
         return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
 
     def check_side(self, where: str) -> None:
@@ -221,8 +220,8 @@ class Recipe:
 
     def _check_used(self, place: Place) -> None:
         """InputError where nothing that may be tried anywhere knows a key of hybrid operators."""
-        own = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
-        outer = [own, *self.sites.values()]
+        keys_here = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
+        outer = [keys_here, *self.sites.values()]
         blocks = [*outer, *self.candidates, *(x for o in outer for x in o.get("candidates", ()))]
         if any(block.get("operator") in HYBRIDS for block in blocks):
             return
@@ -269,8 +268,8 @@ class Recipe:
         Raises InputError naming the key and what is allowed.
         """
         place = Place(where) if isinstance(where, str) else where
-        found = parse(data, types or TYPES, place, _COMPOUND, source=source)
-        recipe = cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
+        values = parse(data, types or TYPES, place, _COMPOUND, source=source)
+        recipe = cls(**{"from_" if key == "from" else key: value for key, value in values.items()})
         recipe._check_used(place)
         return recipe
 
@@ -321,20 +320,20 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
         raise InputError(
             f"{place} must be a list such as [{{side: target, c_transforms: [1, 3]}}]", got=repr(value)
         )
-    found: list[dict[str, Any]] = []
+    candidates: list[dict[str, Any]] = []
     for number, block in enumerate(value, 1):
         block_place = place.at("", label=f"entry {number}")
         if not isinstance(block, Mapping) or not block:
             rule = f"{block_place} must be a mapping such as {{c_transforms: 1}}"
             raise InputError(rule, got=repr(block))
         for combination in combinations(block, str(block_place)):
-            found.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
-            if found[-1].get("operator") == "auto":
+            candidates.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
+            if candidates[-1].get("operator") == "auto":
                 named = block_place.line_of("operator", block)
                 raise InputError(f"{named}: operator must be a named one", got="auto")
-            if len(found) > MAX_CANDIDATES:
+            if len(candidates) > MAX_CANDIDATES:
                 raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
-    return tuple(found)
+    return tuple(candidates)
 
 
 def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:

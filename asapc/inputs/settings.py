@@ -131,8 +131,8 @@ def worded(kind: Any) -> str:
     bounds: dict[str, Any] = {}
     for limit in kind.__metadata__:
         if isinstance(limit, Ge | Gt | Le | Interval):
-            found = {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
-            bounds |= {name: x for name, x in found.items() if x is not None}
+            limits = {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
+            bounds |= {name: x for name, x in limits.items() if x is not None}
     if base is bool:
         return "true or false"
     if get_origin(base) is list:

@@ -165,15 +165,15 @@ def _exported(compiled: GraphModule, part: Part) -> ExportedProgram:
 def _replaced(captured: GraphModule, compiled: GraphModule) -> dict[Node, list[Node]]:
     """By new node, what its users read in its place when the graph was captured."""
     before = {node.name: node for node in captured.graph.nodes}
-    found: dict[Node, list[Node]] = {}
+    replaced: dict[Node, list[Node]] = {}
     for node in compiled.graph.nodes:
         if _is_new(node) or node.op in ("placeholder", "get_attr"):
             continue
         arguments, old = (pytree.tree_leaves((n.args, n.kwargs)) for n in (node, before[node.name]))
         for now, then in zip(arguments, old, strict=True):
-            if isinstance(now, Node) and _is_new(now) and then not in found.setdefault(now, []):
-                found[now].append(then)
-    return found
+            if isinstance(now, Node) and _is_new(now) and then not in replaced.setdefault(now, []):
+                replaced[now].append(then)
+    return replaced
 
 
 def _move(piece: onnx_ir.Graph, graph: onnx_ir.Graph, prefix: str) -> None:

@@ -136,7 +136,7 @@ def place(
         path = Path(aside) / MODEL
         save(model, path)
         check(path)
-        found = verified(path, tolerance=tolerance, progress=progress)
+        result = verified(path, tolerance=tolerance, progress=progress)
         record = {
             "opset": model.graph.opset_imports[""],
             "float16": float16,
@@ -144,7 +144,7 @@ def place(
             "sha256": digest_of(path),
             "sizes": model.metadata_props.get("sizes", ""),
             "functions": sorted({function.name for function in model.functions.values()}),
-            **asdict(found),
+            **asdict(result),
         }
         if any((place / (MODEL + DATA)).exists() for place in (folder, path.parent)):
             (folder / MODEL).unlink(missing_ok=True)  # a kill in between leaves none, not a mixed one

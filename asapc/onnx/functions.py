@@ -103,12 +103,12 @@ class _Call:
         graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)
         _without_names(graph)
-        told = ", ".join(
+        settings = ", ".join(
             f"{name}={value}" for name, value in by_name(self.node.target, self.settings).items()
             if value is not None and TENSOR not in (value if isinstance(value, tuple) else (value,))
             and name not in OF_GRADIENTS
         )  # fmt: skip
-        graph.doc_string = f"{self.name}: {told}"
+        graph.doc_string = f"{self.name}: {settings}"
         return onnx_ir.Function(DOMAIN, name, graph=graph, attributes=[])
 
     def replace(self, graph: Graph, name: str) -> None:
@@ -196,9 +196,9 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
             )
     except Exception as error:  # torch.export raises many types
         raise InputError("the compiled program can be traced for ONNX", got=cause(error)) from error
-    given = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
+    captured = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
-    for value, found in zip(values, given, strict=True):
+    for value, found in zip(values, captured, strict=True):
         fixed = [int(b) for a, b in zip(value.shape, found.shape, strict=True)
                  if not isinstance(a, int) and (isinstance(b, int) or b.node.expr.is_number)]  # fmt: skip
         if fixed:
@@ -232,11 +232,11 @@ class _Body(nn.Module):
         self.settings = settings
 
     def forward(self, *tensors: Tensor) -> Any:
-        given = iter(tensors)
+        remaining = iter(tensors)
 
         def fill(setting: Any) -> Any:
             if setting is TENSOR:
-                return next(given)
+                return next(remaining)
             return [fill(item) for item in setting] if isinstance(setting, tuple) else setting
 
         return self.twin(*(fill(setting) for setting in self.settings))

@@ -180,29 +180,25 @@ fitted_sinkhorn, fitted_sinkhorn_attention = _both("fitted_sinkhorn", _fitted_si
 
 def _plan(a: SimpleNamespace) -> Tensor:
     """Loops whose masses are given, which may be tiny, stay in the log domain: the reference has them."""
-    given = (a.constant, a.damping, a.log_mu, a.log_nu)
+    settings = (a.constant, a.damping, a.log_mu, a.log_nu)
     ending = Ending.of(vars(a))
-    if ending is not None:
-        return _ended_plan(a, ending)
-    if a.form != "plan" or a.log or any(setting is not None for setting in given):
+    if ending is None and (a.form != "plan" or a.log or any(x is not None for x in settings)):
         return plan_meaning.plan(**vars(a))
-    scores = widen(a.scores)
-    if a.is_kernel:
-        scores = plan_meaning.logs_of(scores)
+    scores = plan_meaning.logs_of(widen(a.scores)) if a.is_kernel else widen(a.scores)
     s = plan_meaning.scaled(scores, a.score_multiplier, a.by_head)
+    factor = s.new_ones(()) * factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    if ending is not None:
+        return _ended_plan(a, s, ending, factor)
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)
     s = s - torch.where(top == -math.inf, 0.0, top)
     marginals = log_marginals(s.shape[-2], s.shape[-1], None, s)
     side: Side = "row" if a.rows_first else "column"
     loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, side)
-    factor = factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
     return (loop.plan() * factor).to(a.scores.dtype)
 
 
-def _ended_plan(a: SimpleNamespace, ending: Ending) -> Tensor:
-    """Of a loop that ends by the data: one of the plans after every half-step."""
-    given = plan_meaning.logs_of(widen(a.scores)) if a.is_kernel else widen(a.scores)
-    s = plan_meaning.scaled(given, a.score_multiplier, a.by_head)
+def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -> Tensor:
+    """Of a loop over scores s that ends by the data: one of the plans after every half-step."""
     masses = widen(a.log_mu), widen(a.log_nu)
     steps = plan_meaning.duals(s, *masses, a.half_steps, a.rows_first, a.damping)
     all_f, all_g = zip(*steps, strict=True)
@@ -211,8 +207,7 @@ def _ended_plan(a: SimpleNamespace, ending: Ending) -> Tensor:
         due = ending.change(all_f[step - 1], all_f[step]) <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)
     f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
-    logs, factor = s + f[..., None] + g[..., None, :], s.new_ones(())
-    factor = factor * factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    logs = s + f[..., None] + g[..., None, :]
     return (logs + factor.log() if a.log else logs.exp() * factor).to(a.scores.dtype)
 
 
@@ -266,15 +261,15 @@ def _esp_hard(a: SimpleNamespace) -> Tensor:
         ordered = x.gather(-1, orders[-1])
         same = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] > -math.inf)
         tied.append(same.sum() > 0)
-    given = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
-    tensors = (*given.values(), *orders)
+    named = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+    tensors = (*named.values(), *orders)
 
     def gathered(*tensors: Tensor) -> Tensor:
-        parts = vars(a) | dict(zip(given, tensors, strict=False))
+        parts = vars(a) | dict(zip(named, tensors, strict=False))
         return _gathered(SimpleNamespace(**parts), *tensors[-2:]).flatten()
 
     def formed(*tensors: Tensor) -> Tensor:
-        return reference_named("esp_hard")(**vars(a) | dict(zip(given, tensors, strict=False))).flatten()
+        return reference_named("esp_hard")(**vars(a) | dict(zip(named, tensors, strict=False))).flatten()
 
     if a.ties == "shared" and torch.compiler.is_exporting():
         cond: Any = torch.ops.higher_order.cond  # torch.cond compiles first, and fixes its sizes
@@ -295,8 +290,8 @@ def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
     table: Tensor = clean_values(widen(a.v), a.keep).flatten(0, 2)
     moved: Any = 0.0
     for index, rows in enumerate(pairs.keys):
-        found = table.index_select(0, rows.flatten()).view(*rows.shape, a.v.shape[3])
-        moved = moved + (found if pairs.shares is None else found * pairs.shares[index][..., None])
+        values = table.index_select(0, rows.flatten()).view(*rows.shape, a.v.shape[3])
+        moved = moved + (values if pairs.shares is None else values * pairs.shares[index][..., None])
     mixed = (weights.to(moved.dtype)[..., None, :] @ moved.flatten(3)).view(*a.q.shape[:3], -1)
     factor = with_lengths(a.output_factor, a.q, a.k, a.query_power, a.key_power)
     return ranks.close(mixed, a.keep, a.query_keep, factor).to(a.v.dtype)

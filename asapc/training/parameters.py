@@ -70,14 +70,14 @@ def choose_parameters(
             for index, program in enumerate(programs)
             for name in trainable(program.graph, leaf if program.name == "" else None)
         }
-    found = [pair for pair in available if pair in chosen]
-    if not found:
+    ordered = [pair for pair in available if pair in chosen]
+    if not ordered:
         raise InputError(
             "refresh: the model must have something to train",
             got="no coefficients, layer norms, projections or head",
             help="name parameters with --parameters",
         )
-    return found
+    return ordered
 
 
 def label_of(program: Program, name: str) -> str:
@@ -104,10 +104,10 @@ def trainable(graph: GraphModule, leaf: int | None) -> set[str]:
 def coefficients(graph: GraphModule) -> list[set[str]]:
     """For each operator call in order, the names of the coefficients its duals are predicted by, and of
     what an operator that was fitted otherwise has trained."""
-    found = []
+    names_of_calls = []
     for operands in operator_calls(graph):
-        own = map(operands.settings.get, operands.operator.trained)
-        names = {str(node.target) for node in own if isinstance(node, Node)}
+        trained = map(operands.settings.get, operands.operator.trained)
+        names = {str(node.target) for node in trained if isinstance(node, Node)}
         for dual in map(operands.settings.get, DUAL_SETTINGS):
             while isinstance(dual, Node) and dual.target not in DUALS:
                 dual = dual.args[0]  # an intercept that is added, or one of two outputs
@@ -115,8 +115,8 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
                 fitted = by_name(dual.target, dual.args)["coefficients"]
                 if isinstance(fitted, Node):
                     names.add(str(fitted.target))
-        found.append(names)
-    return found
+        names_of_calls.append(names)
+    return names_of_calls
 
 
 Constants = dict[Node, frozenset[str] | None]
@@ -127,16 +127,16 @@ def constant_sources(graph: Graph) -> Constants:
 
     A weight may be transposed, cast or normalised before it is used: it is still a weight.
     """
-    found: Constants = {}
+    attributes: Constants = {}
     for node in graph.nodes:
-        sources = [found[source] for source in node.all_input_nodes]
+        sources = [attributes[source] for source in node.all_input_nodes]
         if node.op == "get_attr":
-            found[node] = frozenset({str(node.target)})
+            attributes[node] = frozenset({str(node.target)})
         elif node.op == "placeholder" or None in sources:
-            found[node] = None
+            attributes[node] = None
         else:
-            found[node] = frozenset().union(*(s for s in sources if s is not None))
-    return found
+            attributes[node] = frozenset().union(*(s for s in sources if s is not None))
+    return attributes
 
 
 def projection(call: Node, constants: Constants) -> set[str]:

@@ -239,8 +239,8 @@ class Trainer:
         def scored(batch: Batch) -> Part:
             return {"scores": moved(self.objective.scores(runner(batch)), CPU)}, None
 
-        for batch, (found, _) in self.processes.dealt(batches, scored):
-            yield batch, found["scores"]
+        for batch, (part, _) in self.processes.dealt(batches, scored):
+            yield batch, part["scores"]
 
     def evaluate(self, runner: Runner, batches: Sequence[Batch]) -> dict[str, float]:
         """Loss, agreement with the teacher's predictions and, where there are labels, accuracy."""
@@ -324,8 +324,8 @@ class Trainer:
         share = list(self.processes.share(range(len(batch))))
         loss = torch.zeros(())
         if share:
-            own = batch if self.processes.alone else rows(batch, share)
-            scores = self.objective.scores(runner(own))
+            mine = batch if self.processes.alone else rows(batch, share)
+            scores = self.objective.scores(runner(mine))
             if not scores.requires_grad:
                 labels = ", ".join(parameter.label for parameter in trained)
                 raise InputError(
@@ -333,15 +333,15 @@ class Trainer:
                     got=f"no gradient through {labels}"[:300],
                     help="the model may compute them outside of torch, or without gradients",
                 )
-            loss = self.objective.loss(scores, own) * (len(share) / len(batch))
+            loss = self.objective.loss(scores, mine) * (len(share) / len(batch))
             loss.backward()
         if self.processes.alone:
             return float(loss.detach())
         reached = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
         own_part = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
         total, reached, *summed = self.processes.summed([loss, reached, *own_part])
-        for tensor, gradient, there in zip(tensors, summed, reached.tolist(), strict=True):
-            tensor.grad = gradient if there else None
+        for tensor, gradient, is_reached in zip(tensors, summed, reached.tolist(), strict=True):
+            tensor.grad = gradient if is_reached else None
         return float(total)
 
     def _require_finite(self, loss: float, tensors: Sequence[Tensor], when: str) -> None:
@@ -391,10 +391,10 @@ def _line(metrics: dict[str, float]) -> str:
 
 
 def _examples(source: DataSource, split: Split, settings: RefreshSettings) -> list[Batch]:
-    found = source.gather(select=lambda content: split_of(content) == split, limit=settings.examples)
-    if not found:
+    batches = source.gather(select=lambda content: split_of(content) == split, limit=settings.examples)
+    if not batches:
         raise empty_split(source, split)
-    return found
+    return batches
 
 
 def _check_labels(batches: Sequence[Batch], measured: Sequence[Batch], place: str) -> None:

@@ -71,8 +71,8 @@ def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:
         calls = [node for node in graph.graph.nodes if node.target in TAILED]
         for node in calls:
             arguments: dict[str, Any] = {**by_name(node.target, node.args), **node.kwargs}
-            given = dict(zip(OF_GRADIENTS, (most, tolerance), strict=True))
-            node.args = ordered(node.target, arguments | given)
+            tail = dict(zip(OF_GRADIENTS, (most, tolerance), strict=True))
+            node.args = ordered(node.target, arguments | tail)
             node.kwargs = {}
         if calls:
             graph.recompile()

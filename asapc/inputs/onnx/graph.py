@@ -332,11 +332,11 @@ def take_apart(nodes: Sequence[Node]) -> list[Node]:
         if partner is not None and order[-1] != len(order) - 1 == order[-2]:
             straight[node.outputs[0]] = partner
     result: list[Node] = []
-    there: set[str] = set()
+    placed: set[str] = set()
 
     def append(node: Node) -> None:
-        if not (node.outputs and node.outputs[0] in there):
-            there.update(node.outputs)
+        if not (node.outputs and node.outputs[0] in placed):
+            placed.update(node.outputs)
             result.append(node)
 
     for node in nodes:

@@ -171,8 +171,8 @@ def on_host(host: Callable[..., Any] | None) -> Callable[[Callable[..., Any]], C
             if host is not None and all(is_host(value) for value in values):
                 result = host(*values, **attributes)
             if result is NotImplemented:
-                given = (tensor_of(x) if i in tensors else x for i, x in enumerate(values))
-                return function(*given, **attributes)
+                converted = (tensor_of(x) if i in tensors else x for i, x in enumerate(values))
+                return function(*converted, **attributes)
             for number in result if isinstance(result, list) else [result]:
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
                     raise ValueError(f"a shape of a number of {number.bit_length()} bits")

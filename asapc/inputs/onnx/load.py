@@ -137,14 +137,14 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     def key(item: Any, name: str) -> tuple[str, str, str]:
         return item.domain, name, item.overload
 
-    bodies = {key(own, own.name): own for own in model.functions}
+    bodies = {key(function, function.name): function for function in model.functions}
     sizes: dict[Any, tuple[int, int]] = {}  # nodes and bytes of a function, with those that it calls
 
     def size(nodes: list[onnx.NodeProto]) -> tuple[int, int]:
         called = [sizes.get(key(node, node.op_type), (0, 0)) for node in nodes]
         return len(nodes) + sum(count for count, _ in called), sum(added for _, added in called)
 
-    waiting = {name: list(_nodes(own)) for name, own in bodies.items()}
+    waiting = {name: list(_nodes(function)) for name, function in bodies.items()}
     for _ in range(MAX_CALLS):  # each time those that call nothing that is not known
         ready = [name for name, nodes in waiting.items()
                  if not any(key(node, node.op_type) in waiting for node in nodes)]  # fmt: skip

@@ -27,6 +27,7 @@ from asapc.inputs.onnx.graph import Filled, Graph, Held, Input, Node
 from asapc.inputs.onnx.growth import Guard, allowed_bytes
 from asapc.inputs.onnx.host import tensor_of
 from asapc.inputs.paths import identifier
+from asapc.terminal.printed import first_line
 
 MAX_NESTING = 64  # of modules in modules
 MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
@@ -85,17 +86,17 @@ class OnnxModule(nn.Module):
         if shapes in self._guarded:
             return self._values(inputs, wanted)
         with Guard(allowed_bytes([*self.parameters(), *self.buffers(), *inputs])):
-            found = self._values(inputs, wanted)
+            results = self._values(inputs, wanted)
         self._guarded.add(shapes)
-        return found
+        return results
 
     def _values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
         self._steps = 0
         env: Values = {}
         kept: dict[str, Any] = dict.fromkeys(wanted)
-        for value, given in zip(self.inputs, inputs, strict=True):
-            _check_shape(value, given)
-            env[value.name] = given if given.dtype == value.dtype else given.to(value.dtype)
+        for value, tensor in zip(self.inputs, inputs, strict=True):
+            _check_shape(value, tensor)
+            env[value.name] = tensor if tensor.dtype == value.dtype else tensor.to(value.dtype)
             _tag(value.name, env[value.name])
         self._enter(self.graph, env)
         kept.update({name: env[name] for name in wanted if name in env})
@@ -124,8 +125,7 @@ class OnnxModule(nn.Module):
         except InputError:
             raise
         except Exception as error:  # torch raises many types; which node it was says more than any
-            line = next((line for line in str(error).splitlines() if line.strip()), "")
-            raise RuntimeError(f"{node}: {line or type(error).__name__}") from error
+            raise RuntimeError(f"{node}: {first_line(error)}") from error
         results = result if isinstance(result, tuple) else (result,)
         if len(results) < len(node.outputs):
             raise RuntimeError(f"{node}: its outputs after the first {len(results)} are not supported")
@@ -206,13 +206,13 @@ def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
     Values that are shapes, that are inside of loops and branches, or that nothing uses have none. A
     value that is another one unchanged has that one's node.
     """
-    found: dict[str, FxNode] = {}
+    nodes: dict[str, FxNode] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr" and str(node.target) in module.weights:
-            found.setdefault(module.weights[str(node.target)], node)
+            nodes.setdefault(module.weights[str(node.target)], node)
         for name in (node.meta.get("custom") or {}).get(VALUES, ()):
-            found[name] = node
-    return found
+            nodes[name] = node
+    return nodes
 
 
 def _tag(name: str, value: Any) -> None:
@@ -227,15 +227,14 @@ def _tag(name: str, value: Any) -> None:
         meta["custom"] = {**custom, VALUES: (*custom.get(VALUES, ()), name)}
 
 
-def _check_shape(value: Input, given: Tensor) -> None:
+def _check_shape(value: Input, tensor: Tensor) -> None:
     if value.shape is None:
         return
-    fits = given.dim() == len(value.shape) and all(
-        size is None or int(length) == size for length, size in zip(given.shape, value.shape, strict=True)
-    )
+    sizes = zip(value.shape, tensor.shape, strict=True)
+    fits = tensor.dim() == len(value.shape) and all(n is None or int(given) == n for n, given in sizes)
     if not fits:
         declared = ["any" if size is None else size for size in value.shape]
         raise ValueError(
-            f"{value.name} must be of shape {declared}, as the file says, not {[*given.shape]}; "
+            f"{value.name} must be of shape {declared}, as the file says, not {[*tensor.shape]}; "
             "export the model with a dynamic batch to run it on several examples"
         )

@@ -65,13 +65,13 @@ def check_external(protos: Iterable[onnx.TensorProto], path: Path) -> None:
         location = next((entry.value for entry in proto.external_data if entry.key == "location"), "")
         file = _beside(location, path.parent.resolve())
         try:
-            found = None if file is None else file.stat()
+            status = None if file is None else file.stat()
         except OSError:
             continue
         size = torch.empty((), dtype=DTYPES[proto.data_type]).element_size()
         size *= math.prod(max(n, 0) for n in proto.dims)
-        if found is not None and size <= found.st_size:
-            stored[found.st_dev, found.st_ino] = found.st_size
+        if status is not None and size <= status.st_size:
+            stored[status.st_dev, status.st_ino] = status.st_size
             wanted += size
     if wanted > sum(stored.values()):
         raise InputError(
