@@ -1,7 +1,7 @@
-"""What the tensors of a fit read from a file must be before anything runs with it.
+"""Checks on the tensors of a fit that was read from a file, before anything runs with them.
 
-Others may have written the file: every tensor has the dtype and the shape that its feature or operator
-gives it, and finite numbers.  Raises InputError: the rule, and what arrived.
+Somebody else may have written the file, so every tensor must have the dtype and shape that its feature or
+operator calls for, and finite numbers.  Raises InputError with the rule and what arrived.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asapc.operators.catalogue import OPERATORS
 
 Shape = Sequence[int | None]  # None: any number from 1 on
 
-# A distilled operator's tensors and their axes: H heads, D of a head, E of its values, n pivots or
-# slices, as many in all of them, w the width of a convolution, which a hybrid operator may have.
+# A distilled operator's tensors and their axes: H heads, D the size of a head, E of its values, n pivots
+# or slices (the same number in all of them), w the width of a hybrid operator's convolution.
 AXES: Mapping[str, Mapping[str, str]] = {
     "lot": {"pivots": "HnD", "pivot_mass": "Hn"},
     "esp_hard": {"slices": "HnD", "inverse_temperature": "H"},
@@ -35,14 +35,14 @@ _NOT_NEGATIVE = ("pivot_mass", "inverse_temperature", "head_multiplier")
 def tensor_of(
     tensors: Mapping[str, Tensor], name: str, shape: Shape, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The tensor of that name, which is there and what it must be."""
+    """The tensor of that name, checked."""
     return check_tensor(name, tensors.get(name), shape, dtype)
 
 
 def check_tensor(
     name: str, tensor: Tensor | None, shape: Shape, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """InputError for no tensor, another dtype or shape, and for a NaN or an infinity."""
+    """Raise InputError if the tensor is missing, has another dtype or shape, or holds NaN or infinity."""
     if tensor is None:
         raise InputError(f"{name} must be there", got="no such tensor")
     fits = tensor.dim() == len(shape) and all(
@@ -78,8 +78,10 @@ def check_fit(
     name: str, fit: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None, **sizes: int,
 ) -> None:  # fmt: skip
-    """InputError where the tensors do not fit each other, or a site of so many heads of that size, with
-    values of another.  sizes: of a distilled operator's other axes, n and w, where they are known."""
+    """Raise InputError where the tensors do not fit each other, or a site of these sizes.
+
+    sizes: of a distilled operator's other axes, n and w, where they are known.
+    """
     if isinstance(fit, Distilled):
         known = {"n": None, "w": None, "H": heads, "D": head_dim, "E": value_dim, **sizes}
         _check_distilled(f"{name}.{fit.operator}", fit, known)

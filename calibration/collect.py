@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from asapc.calibration.checked import parameters_of, tensor_of
 from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece, fit_kl
-from asapc.calibration.least_squares import Fit, NormalEquations
-from asapc.calibration.stored import FitQuality, SiteCalibration
+from asapc.calibration.least_squares import DualFit, NormalEquations
+from asapc.calibration.stored import SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
@@ -56,7 +56,7 @@ class SiteStatistics:
                 dual.prepare(sample)
 
     def prepare_as(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take slices and pivots that another process has made, as state() gives them."""
+        """Take over slices and pivots that another process has made, in the form of state()."""
         for dual in self.duals:
             dual.parameters = parameters_of(tensors, dual.side, dual.features)
 
@@ -72,7 +72,7 @@ class SiteStatistics:
         self.examples += teacher.tensors.q.shape[0]
 
     def keep_at_most(self, size: int) -> None:
-        """Bytes of activations for a KL fit, of all duals; examples beyond them only enter its start."""
+        """Limit the bytes of activations for KL fits, of all duals; further examples enter a start."""
         for dual in self.duals:
             dual.kept.limit = min(KL_BYTES, size // len(self.duals))
 
@@ -82,7 +82,7 @@ class SiteStatistics:
             dual.kept.end_batch()
 
     def part(self) -> Part:
-        """All that was collected, for another process; gather takes it."""
+        """Everything collected, for another process to gather."""
         tensors, facts = self.state()
         kept = {dual.side: dual.kept.part() for dual in self.duals}
         return (
@@ -91,9 +91,9 @@ class SiteStatistics:
         )
 
     def gather(self, parts: Sequence[Part]) -> None:
-        """Hold what one process would have collected from batches that were dealt to several in turn.
+        """Hold what one process would have collected, had the batches not been shared out.
 
-        parts: theirs, in the order of ranks.
+        parts: one for each process, in the order of ranks.
         """
         self.examples, self.seconds, self._intercepts = 0, 0.0, []
         for dual in self.duals:
@@ -104,13 +104,8 @@ class SiteStatistics:
         for tensors, facts in parts:
             self.restore(tensors, facts)
 
-    @property
-    def additive(self) -> bool:
-        """Whether state() is all there is: a KL fit keeps activations too."""
-        return self.recipe.fit == "ls"
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What was collected, for a file, where it is additive; restore is the inverse."""
+        """What was collected, except for the activations of a KL fit; restore is the inverse."""
         tensors: dict[str, Tensor] = {}
         for dual in self.duals:
             for index, parameter in enumerate(dual.parameters or ()):
@@ -129,8 +124,8 @@ class SiteStatistics:
     ) -> None:  # fmt: skip
         """Add what state() gave.  heads, head_dim: the site's, where they are known.
 
-        Raises InputError or KeyError where something is missing or not what such a site has: nothing is
-        changed then.
+        Raises InputError or KeyError if something is missing or does not fit such a site; nothing changes
+        then.
         """
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
@@ -144,7 +139,7 @@ class SiteStatistics:
         self._intercepts += intercepts
         for dual, parameters, equations in restored:
             dual.parameters = parameters
-            dual.equations = equations if dual.equations is None else dual.equations.merge(equations)
+            dual.equations = equations if dual.equations is None else dual.equations + equations
 
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""
@@ -164,12 +159,6 @@ class SiteStatistics:
             sharing=self.recipe.coefficients,
             settings=self.recipe.fit_settings(),
         )
-
-
-@dataclass(frozen=True)
-class DualFit:
-    coefficients: Tensor  # [1|H, F] float64
-    quality: FitQuality
 
 
 class _DualStatistics:
@@ -270,7 +259,7 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
 def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
     """Examples with an active key and query, a few at a time so that their score matrices stay in cache.
 
-    every: those without one, too.
+    every: include those without.
     """
     batch, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
@@ -279,7 +268,7 @@ def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
 
 
 def active_examples(tensors: SiteTensors) -> Tensor:
-    """[b], those in which a query and a key carry mass."""
+    """The examples [b] in which a query and a key carry mass."""
     index = torch.arange(tensors.q.shape[0], device=tensors.q.device)
     active = torch.ones_like(index, dtype=torch.bool)
     for keep in (tensors.keep, shown_queries(tensors.bias)):
@@ -323,7 +312,7 @@ def finish(statistics: Mapping[str, SiteStatistics]) -> dict[str, SiteCalibratio
 
 
 def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
-    """One fit for the statistics of one dual, or of several that share their coefficients."""
+    """One fit of one dual, or of several that share their coefficients."""
     recipe, name = duals[0].recipe, duals[0].name
     merged: NormalEquations | None = None
     for dual in duals:
@@ -339,22 +328,16 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
                 got=f"{merged.features} at {name}, {equations.features} at {dual.name}",
                 help="use `coefficients: pooled`",
             )
-        merged = equations.copy() if merged is None else merged.merge(equations)
+        merged = equations if merged is None else merged + equations
     assert merged is not None
     try:
         fit = merged.solve(recipe.ridge, direct=recipe.ridge_mode == "direct")
     except InputError as error:
         raise InputError(f"{name}: {error.rule}", got=error.got, help=error.help) from None
-    if recipe.fit == "ls":
-        return DualFit(fit.coefficients, FitQuality("ls", fit.r2, _finite(fit.condition_number)))
-    return _refine_kl(duals, merged, fit)
+    return fit if recipe.fit == "ls" else _refine_kl(duals, merged, fit)
 
 
-def _finite(numbers: Sequence[float]) -> tuple[float | None, ...]:
-    return tuple(x if math.isfinite(x) else None for x in numbers)
-
-
-def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
+def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: DualFit) -> DualFit:
     recipe = duals[0].recipe
     pieces = [piece for dual in duals for piece in dual.kept.pieces]
     # A map weighs its mass, 1, in this objective; in the least squares it weighs its rows.
@@ -362,15 +345,11 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
     direct = recipe.ridge_mode == "direct"
     penalty = recipe.ridge if direct else recipe.ridge * maps / equations.groups
     kl = fit_kl(pieces, groups=equations.groups, penalty=penalty, start=start.coefficients)
-    quality = FitQuality(
-        "kl",
-        equations.r2(kl.coefficients),
-        _finite(start.condition_number),
-        iterations=kl.iterations,
-        gradient_norm=kl.gradient_norm,
-        converged=kl.converged,
+    quality = replace(
+        start.quality, fit="kl", r2=equations.r2(kl.coefficients), iterations=kl.iterations,
+        gradient_norm=kl.gradient_norm, converged=kl.converged,
         kl_examples=sum(dual.kept.examples for dual in duals),
-    )
+    )  # fmt: skip
     return DualFit(kl.coefficients, quality)
 
 

@@ -1,8 +1,8 @@
 """Distillation: another operator's parameters, fitted per head to the outputs A v of a loop or a softmax.
 
-No labels: the target is the teacher's map, applied to the site's values, and what is minimised is the
-squared error of a head's output relative to its norm, mean over examples. Heads do not meet, so each
-has its own best step.
+No labels are needed: the target is the teacher's map applied to the site's values. What is minimised is
+the squared error of a head's output relative to its norm, averaged over examples. Heads are independent,
+so each keeps its own best step.
 
 lot       Pivots start as k-means centres of a head's queries and keys, their masses equal; Adam
           follows the gradient. Only z / epsilon enters a score, so pivots carry their epsilon. Both
@@ -19,12 +19,12 @@ fitted_sinkhorn
           One number a head, the multiplier of its scores: the best of a few, then of its neighbours at
           ever smaller distances. The loop ends on the teacher's side.
 
-The first two do not know a score bias: what it does to the teacher's outputs stays in the error.
+The first two ignore a score bias: what it does to the teacher's outputs stays in the error.
 
-Of a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
-other tokens. Then a depthwise convolution on the values is fitted to what it leaves of a head's outputs,
-by least squares in closed form; a head has zeros where that does not lower the held-out error, and
-there is none where that is every head.
+In a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
+other tokens. Then a depthwise convolution on the values is fitted to the residual of a head's outputs, by
+least squares in closed form. Heads whose held-out error it does not lower get zeros; if that is every
+head, there is no convolution.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -58,16 +57,16 @@ from asapc.processes import Part
 from asapc.program.apply import apply_distilled, apply_lossless
 from asapc.program.calls import times_share
 
-KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
+KEPT_BYTES = 2**28  # activations kept per site; further examples are ignored
 HELD_OUT_BYTES = 2**25
-ROUNDING = 1e-6  # of an output factor that was found by experiment
+ROUNDING = 1e-6  # of an output factor that was measured
 SAMPLE_POINTS = 8192  # of a head, for k-means and principal directions
 
 MINIBATCH = 8  # examples; fewer where their scores against the pivots are more than MINIBATCH_SCORES
 MINIBATCH_SCORES = 2**22
 STEPS = 200
-CHECK_EVERY = 25  # steps between looks at the held-out examples
-PATIENCE = 4  # looks without a better head before the fit stops
+CHECK_EVERY = 25  # steps between checks on the held-out examples
+PATIENCE = 4  # checks without a better head before the fit stops
 LEARNING_RATE = 0.1  # in units of the first pivots' spread
 
 SLICE_EXAMPLES = 64  # the products of candidates are summed over
@@ -83,7 +82,8 @@ INVERSE_TEMPERATURES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # over the norm of 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A few examples: what the site sees, 0 in padded keys, and the teacher's output [B, H, N, E]."""
+    """A few examples: the site's inputs, with zeros for padded keys, and the teacher's output
+    [B, H, N, E]."""
 
     tensors: SiteTensors
     target: Tensor
@@ -127,7 +127,7 @@ class Distiller:
         self._kept, self._held_out = Kept[_Piece](KEPT_BYTES), Kept[_Piece](HELD_OUT_BYTES)
 
     def keep_at_most(self, size: int) -> None:
-        """Bytes of activations, an eighth of them to stop by."""
+        """Limit the bytes of activations, an eighth of which decide when to stop."""
         self._kept.limit = min(KEPT_BYTES, size * 7 // 8)
         self._held_out.limit = min(HELD_OUT_BYTES, size // 8)
 
@@ -142,7 +142,7 @@ class Distiller:
         self._add(self._kept, teacher.tensors)
 
     def hold_out(self, tensors: SiteTensors) -> None:
-        """Add one batch to stop by. Without any, a tenth of what was added is held out."""
+        """Add one batch that decides when to stop. Without any, a tenth of what was added is held out."""
         check_finite(self.name, tensors)
         for piece in pieces(tensors):
             self._add(self._held_out, piece)
@@ -196,7 +196,7 @@ class Distiller:
         return self._others(piece) if self.recipe.beside() else piece
 
     def _others(self, piece: _Piece) -> _Piece:
-        """The rows of all tokens but the summary tokens, and what is seen of those tokens."""
+        """Without the summary tokens: the rows of the others, and what those see of each other."""
         t, count, what = piece.tensors, self.recipe.summary_tokens, asked(self.recipe.fit_settings())
         queries, keys = t.q.shape[2], t.k.shape[2]
         if queries != keys:
@@ -266,19 +266,18 @@ class Distiller:
 
     def _beside_softmax(self, fit: _Fit, train: Sequence[_Piece], held_out: Sequence[_Piece]) -> _Fit:
         """The hybrid form of the fit, with a convolution where the recipe asks for one."""
-        hybrid = hybrid_of(fit.distilled, 0, self.convention.score_multiplier, None)
+        multiplier, errors, kernel = self.convention.score_multiplier, fit.errors, None
         if self.recipe.depthwise:
             kernel = fit_depthwise(train, fit.distilled, self.recipe.depthwise)
-            errors = _mean_errors(_with(hybrid, depthwise=kernel), held_out)
-            better = errors < fit.errors  # [H]
-            if bool(better.any()):
-                hybrid = _with(hybrid, depthwise=torch.where(better[:, None, None], kernel, 0.0))
-            fit = replace(fit, errors=torch.minimum(errors, fit.errors))
-        hybrid = _with(hybrid, summary_tokens=self.recipe.summary_tokens)
-        return replace(fit, distilled=hybrid)
+            convolved = _mean_errors(hybrid_of(fit.distilled, 0, multiplier, kernel), held_out)
+            better = convolved < errors  # [H]
+            kernel = torch.where(better[:, None, None], kernel, 0.0) if bool(better.any()) else None
+            errors = torch.minimum(convolved, errors)
+        hybrid = hybrid_of(fit.distilled, self.recipe.summary_tokens, multiplier, kernel)
+        return _Fit(hybrid, errors, fit.steps)
 
     def _parts(self) -> tuple[list[_Piece], list[_Piece]]:
-        """To fit on, and to stop by; the same where there is but one piece."""
+        """The pieces to fit on and those that decide when to stop; the same if there is but one."""
         kept = self._kept.pieces
         if self._held_out.pieces:
             return kept, self._held_out.pieces
@@ -301,10 +300,6 @@ class _Fit:
     steps: tuple[int, ...]
 
 
-def _with(fitted: Distilled, **settings: Any) -> Distilled:
-    return replace(fitted, settings={**fitted.settings, **settings})
-
-
 def fit_lot(
     train: Sequence[_Piece],
     held_out: Sequence[_Piece],
@@ -313,7 +308,8 @@ def fit_lot(
     seed: int,
     steps: int = STEPS,
 ) -> _Fit:
-    """Pivots and masses by Adam, a cosine schedule, the best look at the held-out examples kept."""
+    """Pivots and masses by Adam with a cosine schedule; each head keeps what did best on the held-out
+    examples."""
     random = np.random.default_rng(seed)
     device = train[0].target.device
     pivots = moved(kmeans(_tokens(train, random), count, random).float(), device)

@@ -1,4 +1,4 @@
-"""Activations that a fit keeps: pieces of batches, in their order, up to a number of bytes."""
+"""The activations a fit keeps: pieces of batches, in order, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Piece)
 
 @dataclass
 class Kept(Generic[P]):
-    """limit: bytes; the first piece is kept however large it is.  full: something was passed over.
+    """limit: bytes; the first piece is kept however large it is.  full: some piece was not kept.
 
     ends: how many pieces there were after each batch.
     """
@@ -59,9 +59,9 @@ class Kept(Generic[P]):
         return together(there), {"ends": self.ends, "full": self.full}
 
     def take_turns(self, parts: Sequence[Part], made: Callable[[Mapping[str, Tensor]], P]) -> None:
-        """Hold what one process would have kept of all batches, which were dealt to several in turn.
+        """Hold what one process would have kept, had the batches not been shared out.
 
-        parts: theirs, in the order of ranks.  made: a piece of its tensors.
+        parts: one for each process, in the order of ranks.  made: makes a piece of its tensors.
         """
         batches: list[list[list[Mapping[str, Tensor]]]] = []  # of each process
         for tensors, facts in parts:

@@ -1,10 +1,9 @@
-"""Parts of a long computation, each kept as soon as it is done, so that a killed run can go on.
+"""Parts of a long computation, each saved as soon as it is done, so that a killed run can resume.
 
 shards.json          format_version, fingerprint: what the parts were computed from; null: they say it
 NAME-X.safetensors   one part: its tensors; in the header its key, its facts (JSON) and a checksum
 
-A part is there whole or not at all: what is torn or altered is removed and counts as absent. Nothing
-is unpickled.
+A part is either whole or absent: one that is torn or altered is removed. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Shards:
         return cls(final.parent / f".{final.name}.shards", fingerprint)
 
     def open(self) -> Shards:
-        """Make the folder, or go on with what an earlier run left in it; returns self.
+        """Make the folder, or continue with what an earlier run left in it; returns self.
 
-        Raises InputError if that run computed something else (naming what differs), if another one
-        has the folder open, or if it cannot be written or is not one of these.
+        Raises InputError if that run computed something else (naming what differs), if another run has
+        the folder open, or if the folder cannot be written or holds other things.
         """
         self._refuse_link()
         try:
@@ -93,7 +92,7 @@ class Shards:
         self.close()
 
     def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Keep one part; on disk when this returns. facts: what JSON can hold.
+        """Save one part; it is on disk when this returns. facts: what JSON can hold.
 
         Raises InputError if it cannot be written.
         """
@@ -115,11 +114,11 @@ class Shards:
         self._path(key).unlink(missing_ok=True)
 
     def release(self, name: str) -> None:
-        """Let the next run differ in this. It has to find out itself which parts are good for it."""
+        """Let the next run differ in this; it must find out itself which parts it can use."""
         self._write_index({**self.fingerprint, name: None})
 
     def keys(self) -> list[str]:
-        """Of every part that is whole, sorted. Reads and checks them all."""
+        """The sorted keys of all whole parts. Reads and checks every part."""
         paths = sorted(self.folder.glob("*.safetensors"))
         return sorted(part[0] for part in map(self._read, paths) if part is not None)
 
@@ -130,7 +129,7 @@ class Shards:
         if not self.folder.is_dir():
             return
         self._require_own()
-        # under a leftover's name first: half of the parts without their index would be nobody's
+        # under a leftover's name first: no run would clean up some of the parts without their index
         gone = self.folder.parent / f".{self.folder.name}.{os.urandom(4).hex()}.partial"
         try:
             os.rename(self.folder, gone)
@@ -173,7 +172,7 @@ class Shards:
         replace_file(self.folder / _INDEX, json.dumps(document, indent=2) + "\n")
 
     def _refuse_link(self) -> None:
-        """Raises InputError where another folder, to which a link leads, would be filled and removed."""
+        """Raises InputError for a link: the folder it leads to would be filled and removed."""
         if self.folder.is_symlink():
             raise InputError(
                 f"{self.folder}: must be a folder, or not exist", got="a link", help="remove the link"
@@ -194,7 +193,7 @@ class Shards:
         return self.folder / f"{readable}-{unique}.safetensors"
 
     def _read(self, path: Path) -> tuple[str, Part] | None:
-        """Its key, tensors and facts; None, and the file is gone, where they are not what was put."""
+        """Its key, tensors and facts. A file that does not hold what was put is removed: None."""
         if not path.is_file():
             return None
         try:
@@ -216,7 +215,7 @@ class Shards:
 
 
 def code_digest() -> str:
-    """Of asapc's source and torch's version: other code may compute other parts."""
+    """A digest of asapc's source and torch's version: other code may compute other parts."""
     digest = hashlib.sha256(torch.__version__.encode())
     for package in ("asapc", "asapc.calibration", "asapc.passes"):
         spec = find_spec(package)

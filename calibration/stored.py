@@ -272,12 +272,12 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 
 
 def fit_part(name: str, site: AnySiteCalibration) -> Part:
-    """All of a fit: its tensors, and its document with how long it took."""
+    """A whole fit: its tensors, and its document with how long it took."""
     return fit_tensors(name, site), {**fit_document(site), "seconds": site.fit_seconds}
 
 
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
-    """The rest of a fit, except how long it took: JSON types."""
+    """The rest of a fit in JSON types, except how long it took."""
     facts = {**site.to_json(), "settings": dict(sorted(site.settings.items()))}
     if isinstance(site, SiteDistillation):
         arguments = sorted(site.distilled.settings.items())
@@ -298,8 +298,8 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
 def fit_from(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AnySiteCalibration:
     """Inverse of fit_part.
 
-    Only numbers are taken from the file; what is computed with them follows from the convention, the plan
-    and the recipe's settings, and the file must say the same.  Raises KeyError, TypeError, ValueError or
+    Only numbers are read from the file. What is computed with them follows from the convention, the plan
+    and the recipe's settings, which the file must agree with.  Raises KeyError, TypeError, ValueError or
     InputError where it does not.
     """
     seconds = float(data["seconds"])
@@ -377,7 +377,7 @@ def _broken(folder: Path, reason: str) -> InputError:
 
 
 def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
-    """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
+    """What the manifest and the report say about a fit; every value is None if nothing was fitted."""
     names = ("side", "c_transforms", "rescaled", "aim", "points", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
              "fit_rel_l2")  # fmt: skip

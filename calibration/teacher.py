@@ -1,4 +1,4 @@
-"""The duals a fit aims at: the teacher's, a few half-steps before its end."""
+"""The duals that a fit aims at: the teacher's own, a few half-steps before its end."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ def _linear_history(
     all_f, all_g = torch.stack([f for f, _ in duals]), torch.stack([g for _, g in duals])
     if keep is not None:
         all_g.masked_fill_(~keep[:, None, :], 0.0)
-    # NaN is not below the limit either: what went wrong on the way is seen here.
+    # NaN is not below the limit either, so this also catches whatever went wrong on the way.
     within = all((x.abs() < _LINEAR_DUAL_LIMIT).all() for x in (all_f, all_g))
     return duals if within else None

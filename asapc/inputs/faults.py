@@ -1,4 +1,4 @@
-"""What is wrong with an example: which one, and where in it, instead of what a kernel says."""
+"""Which example is wrong, and where in it, instead of what a kernel says."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HELP = "check the names, shapes and dtypes of the data against the model's forwa
 def data_fault(
     error: Exception, batch: Batch, run: Callable[[Batch], Any], names: Sequence[str] = ()
 ) -> InputError | None:
-    """The error as one of the data, None where no single example is to blame.
+    """The error as a fault of the data, or None if no single example is to blame.
 
-    An example is to blame if a batch of nothing else fails where a batch of another does not; an index
+    An example is to blame if a batch of it alone fails and a batch of some other does not. An index
     beyond its table is the data's fault even if every example has one.  names: of positional arguments.
     """
     size = len(batch)
@@ -44,8 +44,8 @@ def data_fault(
 
 
 def device_fault(error: Exception) -> InputError | None:
-    """What only a GPU says: that its memory is full, or that a kernel met an index beyond its table,
-    after which no kernel of the process runs, so that the example cannot be looked for."""
+    """Faults of a GPU: its memory is full, or a kernel met an index beyond its table. After that no
+    kernel runs in this process, so the example cannot be searched for."""
     if isinstance(error, torch.OutOfMemoryError):
         return InputError(
             "a batch must fit into the GPU's memory", got=first_line(error, 200),
@@ -60,7 +60,7 @@ def device_fault(error: Exception) -> InputError | None:
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Of forward's positional arguments, as far as it says them."""
+    """Names of forward's positional arguments, as far as it declares them."""
     return Signature(inspect.signature(module.forward)).positional
 
 
@@ -88,10 +88,9 @@ def _runs(run: Callable[[Batch], Any], batch: Batch) -> bool:
 def _entry(
     bad: Batch, working: Batch | None, run: Callable[[Batch], Any], names: Sequence[str]
 ) -> str | None:
-    """"input_ids[5] = 99999": the integer without whose excess the batch runs.
+    """"input_ids[5] = 99999": the integer that is out of range, if the batch runs with it in range.
 
-    bad: of one example, repeated.  Excess is what lies outside of the working examples' values, or, where
-    there are none, everything but 0.
+    bad: one example, repeated.  The range is that of the working examples, or just 0 if there are none.
     """
     arguments: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
     for key, value in arguments:

@@ -1,13 +1,13 @@
 """A folder of Hugging Face transformers: config.json with `model_type`, weights in safetensors files.
 
 The class is the one of the installed transformers that config.json names under `architectures`; code in
-the folder runs with remote_code alone. transformers is given the checked weights and the configuration,
-not the folder: pickles, adapters and whatever else lies there are not read. Layers of an older name are
-renamed as from_pretrained does it. Nothing is downloaded: a configuration may name kernels and backbones
-of a hub, which are code of others.
+the folder only runs with remote_code. transformers gets the checked weights and the configuration, not
+the folder: pickles, adapters and whatever else lies there are not read. Layers with older names are
+renamed as in from_pretrained. Nothing is downloaded: a configuration may name kernels and backbones on
+a hub, which are other people's code.
 
-The function behind an attention of one's own (transformers.AttentionInterface) is no part of a
-checkpoint. It is registered by the user's code, named as `attention`: "file.py:function".
+The function behind a custom attention (transformers.AttentionInterface) is not part of a checkpoint. The
+user's code registers it, named as `attention`: "file.py:function".
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _OWN_ATTENTION = (
 
 
 def _named(config: Mapping[str, Any]) -> str | None:
-    """The registered attention that a configuration asks for; some versions of transformers write it."""
+    """The registered attention that a configuration names, which some versions of transformers write."""
     from transformers import AttentionInterface
 
     for key in ("attn_implementation", "_attn_implementation"):
@@ -112,7 +112,7 @@ def _without_kernels(config: Any) -> Any:
 
 
 def _registered(spec: Any) -> str | None:
-    """The name under which the user's attention function is registered, with additive masks."""
+    """Register the user's attention function, with additive masks, and return its name."""
     if spec is None:
         return None
     if not isinstance(spec, str):
@@ -204,7 +204,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
-    """Every weight of the model is in the files, in its shape; a warning for others in the files."""
+    """Raise unless the files hold every weight of the model in its shape; warn about other weights."""
     kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
     missing, other, unexpected = (listed(sorted(map(str, loading.get(kind) or ()))) for kind in kinds)
     for names, what in ((missing, "the files lack"), (other, "of another shape are")):
@@ -219,7 +219,7 @@ def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """Nothing is downloaded; what transformers logs about loading is said by _check_loading."""
+    """Download nothing, and silence what transformers logs on loading: _check_loading reports it."""
     from huggingface_hub import constants
     from transformers.utils import logging as bars
 

@@ -1,8 +1,8 @@
 """Exported programs on disk: a checked reader, and a writer that leaves weights and traces out.
 
-torch.export.load is meant for files one trusts. It unpickles parts of the archive, imports modules and
-evaluates expressions that it names, allocates what it declares, and the names of nodes, arguments and
-modules become Python source. So a program is taken apart first and only what is known to be harmless
+torch.export.load is meant for trusted files. It unpickles parts of the archive, imports modules and
+evaluates expressions that it names, allocates what it declares, and turns the names of nodes, arguments
+and modules into Python source. So a program is taken apart first, and only what is known to be harmless
 goes into a new archive, which torch reads:
 
     members       those torch.export.save writes, stored, each once; example inputs are dropped
@@ -12,9 +12,9 @@ goes into a new archive, which torch reads:
     expressions   sizes that are quickly worked out (sizes.py)
     containers    tuples, lists and dicts
 
-Reading is safe for any file. Running a program computes what it says: its operators are no threat to
-files or to the memory of others, but they may ask for much memory or time. trust=True is for a file of
-one's own: it lifts the list of operators and the checks of their arguments, and nothing else.
+Reading is safe for any file. A program that runs computes what it says: its operators are no threat to
+files or to other processes, but may take much memory or time. trust=True is for your own files: it lifts
+the list of operators and the checks of their arguments, and nothing else.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def load_program(
 
     weights: replaces the state dict of a program written by save_program; every name is needed.
     trust: operators that are not on the list may be called.
-    sizes: of every value. Without them, those of the inputs alone are read, which is several times as
-    fast and enough for a program that is only run; other values keep their dtype and device.
+    sizes: read those of every value. Those of the inputs alone are several times as fast to read, and
+    enough for a program that is only run; other values keep their dtype and device.
     Raises InputError for a missing, truncated or unsafe file, or for missing weights.
     """
     path = Path(path)
@@ -122,7 +122,7 @@ def load_program(
             help="write it again with torch.export.save(program, path), or give the model as "
             "file.py:factory with --weights instead",
         ) from None
-    except (  # the last three: of values that have another type than the schema says, or no end
+    except (  # the last three: values of another type than the schema says, or without end
         zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError, LookupError,
         TypeError, AttributeError, ArithmeticError,
     ) as error:  # fmt: skip
@@ -156,13 +156,15 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     missing = sorted(set(declared) - set(weights))
     if missing:
         raise InputError(f"{path}: every weight must be in model.safetensors", got=missing[:4])
-    for name, expected in _declared(exported):
-        weight = weights.get(name)
-        if weight is not None and (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
-            raise InputError(
-                f"{path}: {name} must be {expected.dtype} {[*expected.shape]} in model.safetensors",
-                got=f"{weight.dtype} {[*weight.shape]}",
-            )
+    placeholders = (node for node in exported.graph.nodes if node.op == "placeholder")
+    values = {node.name: node.meta.get("val") for node in placeholders}
+    for spec in exported.graph_signature.input_specs:
+        expected, weight = values.get(getattr(spec.arg, "name", "")), weights.get(spec.target or "")
+        if not isinstance(expected, Tensor) or weight is None:
+            continue
+        if (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+            what, other = (f"{x.dtype} {[*x.shape]}" for x in (expected, weight))
+            raise InputError(f"{path}: {spec.target} must be {what} in model.safetensors", got=other)
     exported._state_dict = {
         name: nn.Parameter(weights[name], requires_grad=weights[name].is_floating_point())
         if isinstance(tensor, nn.Parameter)
@@ -171,18 +173,8 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     }
 
 
-def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
-    """Name of every weight with what stands for it in the graph."""
-    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    values = {node.name: node.meta.get("val") for node in inputs}
-    for spec in exported.graph_signature.input_specs:
-        value = values.get(getattr(spec.arg, "name", ""))
-        if spec.target is not None and isinstance(value, Tensor):
-            yield spec.target, value
-
-
 def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
-    """The archive again, of its harmless parts alone: no reader can find others in it."""
+    """A new archive of the harmless parts alone, so that no reader can find others in it."""
     members = _members(content)
     for name, pattern in _CONFIGS.items():
         config = _config(name, parse_json(members[name]), pattern, members)
@@ -231,7 +223,7 @@ def _members(content: bytes) -> dict[str, bytes]:
 
 
 def _config(name: str, document: Any, pattern: re.Pattern[str], members: Mapping[str, bytes]) -> Any:
-    """Where tensors lie in the archive and their shapes, checked against what lies there."""
+    """Where tensors lie in the archive and their shapes, checked against what is there."""
     if not _is_mapping(document, "config"):
         raise ValueError(f"{name} lists no tensors")
     for tensor, entry in document["config"].items():
@@ -266,7 +258,7 @@ def _integers(values: Any) -> list[int]:
 
 
 def _strip(model: dict[str, Any]) -> None:
-    """Take out what asapc has no use for and torch would interpret."""
+    """Remove what torch would interpret and asapc does not need."""
     model["guards_code"] = []
     for _, _, item in walk(model):
         metadata = item.get("metadata") if isinstance(item, dict) else None
@@ -277,7 +269,7 @@ def _strip(model: dict[str, Any]) -> None:
 
 
 def _forget_sizes(graph: dict[str, Any]) -> None:
-    """Values that are computed are numbers for torch's reader: it parses every size as an expression."""
+    """Declare computed values without sizes: torch's reader parses every size as an expression."""
     inputs = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
     for name, meta in graph["tensor_values"].items():
         if name not in inputs:
@@ -305,7 +297,7 @@ def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
-    """A tree of tuples, lists and dicts: others import what they name."""
+    """Whether this is a tree of tuples, lists and dicts: other containers import what they name."""
     try:
         protocol, top = parse_json(text)
         stack = [top]
@@ -325,7 +317,7 @@ def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
     return bool(protocol == 1)
 
 
-# By the key of a string, whether it is what stands there; elsewhere only a name is.
+# For each key, whether a string may stand there; under all other keys only a name may.
 _HARMLESS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(("as_string", "as_strings"), lambda text: True),  # quoted wherever they go
     "nn_module_stack": lambda text: True,  # printable, and only shown

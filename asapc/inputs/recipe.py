@@ -84,7 +84,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 
 
 def beside(settings: Mapping[str, Any]) -> dict[str, int]:
-    """What a distilled operator is to keep beside it, by key: a hybrid one, if any.
+    """The settings that make a distilled operator a hybrid one, by key; empty for a plain one.
 
     settings: of a recipe, or of a fit, see Recipe.fit_settings.
     """
@@ -178,7 +178,7 @@ class Recipe:
         return list({recipe.label(): recipe for recipe in named}.values())
 
     def label(self) -> str:
-        """A candidate in a few words that tell it from every other: "asap key 1 coarse:32"."""
+        """A short, unique name of a candidate: "asap key 1 coarse:32"."""
         if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
             words = [self.operator, str(getattr(self, size))]
             words += [f"{key} {value}" for key, value in self.beside().items()]
@@ -199,11 +199,11 @@ class Recipe:
         return beside(vars(self))
 
     def fit_settings(self) -> dict[str, Any]:
-        """Everything a candidate's fit depends on but the convention and the plan: plain types."""
+        """Everything a candidate's fit depends on except the convention and the plan, in plain types."""
         return {key: plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
 
     def site_budget(self, name: str) -> Mapping[str, float]:
-        """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
+        """Limits with only this site replaced: its own, else the attention error of the whole budget."""
         budgets = [overrides["budget"] for overrides in self._overrides(name) if "budget" in overrides]
         if budgets:
             return dict(budgets[-1])
@@ -219,7 +219,7 @@ class Recipe:
             )
 
     def _check_used(self, place: Place) -> None:
-        """InputError where nothing that may be tried anywhere knows a key of hybrid operators."""
+        """InputError for a key of hybrid operators if none of them may be tried anywhere."""
         keys_here = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
         outer = [keys_here, *self.sites.values()]
         blocks = [*outer, *self.candidates, *(x for o in outer for x in o.get("candidates", ()))]
@@ -277,7 +277,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
 
 
-# Of the keys in a file: of fields, but where _COMPOUND has a parser, what the schema says of them.
+# The types of the keys in a file: those of the fields or, where _COMPOUND has a parser, of the schema.
 _KEYS: dict[str, Any] = {
     key.rstrip("_"): kind for key, kind in get_type_hints(Recipe, include_extras=True).items()
 } | {"operator": Literal.__getitem__(OPERATOR_NAMES), "features": list_of(str, 1)}
@@ -337,8 +337,8 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
 
 
 def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Every combination of the values in a block: a list of values multiplies, `features` is a list
-    itself.  Raises InputError for an empty list."""
+    """Every combination of the values in a block: lists of values multiply, except that `features` is a
+    list itself.  Raises InputError for an empty list."""
     choices = []
     for key, value in block.items():
         if not isinstance(value, list | tuple):
@@ -382,7 +382,7 @@ def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
     return parsed
 
 
-# Keys whose values need more than their type: spellings, sums, a candidate for each combination.
+# Keys whose values need more than a type: other spellings, a candidate for each combination.
 _COMPOUND: Mapping[str, Compound] = {
     "features": _features,
     "candidates": _candidates,

@@ -19,7 +19,7 @@ from asapc.errors import InputError
 from asapc.formats.user_code import describe
 from asapc.terminal.printed import first_line
 
-MAX_SHARING = 16  # bytes of a checkpoint's tensors, which may share memory, for each of its file
+MAX_SHARING = 16  # bytes of tensors, which may share memory, per byte of a checkpoint
 SHOWN = 4  # names listed in a message before "and n more"
 
 
@@ -102,7 +102,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> None
 
 
 def take_weights(skeleton: nn.Module, state: dict[str, Tensor], place: str) -> None:
-    """Make state the weights of a model without memory, as they lie in the file: no second copy.
+    """Make state the weights of a model without memory, without copying them.
 
     Raises InputError as load_weights.
     """
@@ -137,12 +137,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _check_unpacked(path: Path) -> None:
-    """torch.save compresses nothing, so what is larger unpacked was made to fill the memory."""
+    """torch.save does not compress, so a file that unpacks to more was made to fill the memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
-        return  # of the older format, or damaged, which the reader says better
+        return  # of the older format, or damaged, which the reader reports better
     if unpacked > path.stat().st_size:
         raise InputError(
             f"{path} must hold as much as it unpacks to",
@@ -227,7 +227,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where its entries lie, on the meta device too."""
+    """Identifies the tensor's memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 

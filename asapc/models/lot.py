@@ -39,7 +39,7 @@ class LOTAttention(Heads):
 
     n_iters: half-steps of each loop; the first of Gamma1 closes queries, the first of Gamma2 pivots.
     kernel_size: of a depthwise convolution of the values over tokens, 0 for none.  cls: how the first
-    token gathers from all others, which leave it out.  Source: LOTFormer, Eqs. 1-4, 4.2, 4.3.
+    token gathers from all others, which ignore it.  Source: LOTFormer, Eqs. 1-4, 4.2, 4.3.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LOTAttention(Heads):
 
 
 class LOTEncoderLayer(EncoderLayer):
-    """Without maps: there are none."""
+    """A layer that returns no map, since there is none."""
 
     def forward(self, x: Tensor, padded: Tensor) -> Tensor:  # type: ignore[override]
         return self.updated(x, self.mha(x, padded))

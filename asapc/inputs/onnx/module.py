@@ -1,7 +1,7 @@
 """An ONNX model as a torch module that evaluates its nodes, so that torch.export can trace it.
 
-Nodes run inside modules named after the scopes they were exported from: a captured graph then knows the
-scope of every operator, as it does for a model written in PyTorch, and the ONNX value behind it.
+Nodes run inside modules named after the scopes they were exported from. A captured graph then knows the
+scope of every operator, as for a model written in PyTorch, and the ONNX value it computes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Values = MutableMapping[str, Any]
 
 
 class Scope(nn.Module):
-    """A module of the exported model: its caller decides what runs in it."""
+    """A module of the exported model; the caller decides what runs in it."""
 
     def forward(self, work: Callable[[], None]) -> None:
         work()
 
 
 class OnnxModule(nn.Module):
-    """forward(*inputs), named as the graph's inputs are, gives its outputs; a single one by itself.
+    """forward(*inputs) takes the graph's inputs by name and returns its outputs; a single one as it is.
 
-    inputs: as the file declares them.  names: those of forward's arguments, in the same order.
+    inputs: as the file declares them.  names: of forward's arguments, in the same order.
     weights: the ONNX name of every parameter and buffer.  tensors: see Reader.  Made by onnx_module.
     trusted: the values may take any memory, see asapc.inputs.onnx.growth.
     """
@@ -124,7 +124,7 @@ class OnnxModule(nn.Module):
             result = node.function(*values, **node.attributes, **bodies)
         except InputError:
             raise
-        except Exception as error:  # torch raises many types; which node it was says more than any
+        except Exception as error:  # torch raises many types, and the node says more than any of them
             raise RuntimeError(f"{node}: {first_line(error)}") from error
         results = result if isinstance(result, tuple) else (result,)
         if len(results) < len(node.outputs):
@@ -152,8 +152,8 @@ class OnnxModule(nn.Module):
             env[name] = value
 
     def _hold(self, name: str, tensor: Tensor, initializer: bool) -> None:
-        """A parameter if it may be a trained weight; another constant is a buffer, and so is a mask:
-        -inf where something is hidden and one value elsewhere."""
+        """Register a parameter if it may be a trained weight, and a buffer otherwise, as for a mask: -inf
+        where something is hidden, and one value elsewhere."""
         key = f"w_{identifier(name)}"
         if key in self.weights:
             key = next(k for k in (f"{key}_{n}" for n in itertools.count(2)) if k not in self.weights)
@@ -167,7 +167,7 @@ class OnnxModule(nn.Module):
         self._keys.append(key)
 
     def _scope(self, path: str) -> Callable[[Callable[[], None]], None]:
-        """The module of that path, whose parts get a _ where they are attributes of any module."""
+        """The module of that path; parts that are attributes of every module get a trailing _."""
         if not path:
             return lambda work: work()
         parent: nn.Module = self
@@ -182,7 +182,7 @@ class OnnxModule(nn.Module):
 def onnx_module(
     graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
 ) -> OnnxModule:
-    """An OnnxModule of a new class, whose forward has the arguments of this graph in its signature."""
+    """An OnnxModule of a new class, whose forward has this graph's arguments in its signature."""
     names: list[str] = []
     for value in inputs:
         name = identifier(value.name)
@@ -203,8 +203,8 @@ def onnx_module(
 def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
     """The node of a captured graph that computes each ONNX value: inputs, weights, outputs of nodes.
 
-    Values that are shapes, that are inside of loops and branches, or that nothing uses have none. A
-    value that is another one unchanged has that one's node.
+    Shapes, values inside loops and branches, and values that nothing uses have none. A value that equals
+    another one has that one's node.
     """
     nodes: dict[str, FxNode] = {}
     for node in graph.graph.nodes:
@@ -216,7 +216,7 @@ def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
 
 
 def _tag(name: str, value: Any) -> None:
-    """While tracing: note in the graph that is made which ONNX value this is."""
+    """While tracing, note in the new graph which ONNX value this is."""
     mode = get_proxy_mode()
     if mode is None or not isinstance(value, Tensor):
         return
