@@ -351,7 +351,7 @@ def _taken_up(
             else:
                 finished[p.key] = fit
     fitted = _fitted_together(pending, finished)
-    progress.note(_told(taken, others, len(fitted), len(fits)))
+    progress.note(_resumed_text(taken, others, len(fitted), len(fits)))
     return fitted
 
 
@@ -388,7 +388,7 @@ def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySite
     return fit if (fit.convention, fit.plan, fit.settings) == wanted else None
 
 
-def _told(taken: int, others: int, fitted: int, fits: int) -> str:
+def _resumed_text(taken: int, others: int, fitted: int, fits: int) -> str:
     """Say in a sentence what is kept of an earlier run: its examples and its fits."""
     parts = []
     if taken:

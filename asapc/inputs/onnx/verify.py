@@ -76,7 +76,7 @@ def verify(
         try:
             ours = run_program(program, feeds)
         except InputError as error:
-            progress.note(f"{_told(sizes)}: not run, PyTorch says {error.got}")
+            progress.note(f"{_sizes_text(sizes)}: not run, PyTorch says {error.got}")
             skipped.append(sizes)
             continue
         try:
@@ -84,14 +84,14 @@ def verify(
         except InputError as error:
             raise VerificationError(
                 f"{path.name}: runs wherever the compiled program does",
-                got=f"at {_told(sizes)}: {error.got}",
+                got=f"at {_sizes_text(sizes)}: {error.got}",
             ) from error
         if not difference <= tolerance:
             values = _values(program, feeds, known)
             where = first_difference(path, values, feeds, tolerance)
             raise VerificationError(
                 f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
-                got=f"{difference:.2g} at {_told(sizes)}; {where}",
+                got=f"{difference:.2g} at {_sizes_text(sizes)}; {where}",
                 help="keep the PyTorch artefact, or allow more with --tolerance",
             )
         largest = max(largest, difference)
@@ -277,5 +277,5 @@ def _resized(tensor: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]
     return tensor
 
 
-def _told(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "the only shape"
