@@ -91,9 +91,9 @@ class _Piece:
     def __len__(self) -> int:
         return self.target.shape[0]
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
-        names = ("q", "k", "v", "keep", "bias")
-        return {"target": self.target, **{name: getattr(self.tensors, name) for name in names}}
+    def all_tensors(self) -> dict[str, Tensor]:
+        inputs = {name: x for name, x in vars(self.tensors).items() if isinstance(x, Tensor)}
+        return {"target": self.target, **inputs}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Piece:

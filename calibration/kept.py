@@ -17,7 +17,7 @@ class Piece(Protocol):
 
     def __len__(self) -> int: ...
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """All it consists of, by name."""
         ...
 
@@ -43,7 +43,7 @@ class Kept(Generic[P]):
         return sum(map(len, self.pieces))
 
     def add(self, piece: P) -> None:
-        size = sum(x.numel() * x.element_size() for x in piece.all_tensors().values() if x is not None)
+        size = sum(x.nbytes for x in piece.all_tensors().values())
         self.full = self.full or bool(self.pieces and self.bytes + size > self.limit)
         if not self.full:
             self.pieces.append(piece)
@@ -54,9 +54,8 @@ class Kept(Generic[P]):
 
     def part(self) -> Part:
         """For another process; see take_turns."""
-        named = ((str(i), piece.all_tensors()) for i, piece in enumerate(self.pieces))
-        there = ((i, {name: x for name, x in all_.items() if x is not None}) for i, all_ in named)
-        return together(there), {"ends": self.ends, "full": self.full}
+        tensors = together((str(i), piece.all_tensors()) for i, piece in enumerate(self.pieces))
+        return tensors, {"ends": self.ends, "full": self.full}
 
     def take_turns(self, parts: Sequence[Part], made: Callable[[Mapping[str, Tensor]], P]) -> None:
         """Hold what one process would have kept, had the batches not been shared out.

@@ -52,8 +52,9 @@ class KlPiece:
     def __len__(self) -> int:
         return len(self.columns)
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
-        return {"columns": self.columns, "mass": self.mass, **vars(self.clouds)}
+    def all_tensors(self) -> dict[str, Tensor]:
+        clouds = {name: x for name, x in vars(self.clouds).items() if x is not None}
+        return {"columns": self.columns, "mass": self.mass, **clouds}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> KlPiece:

@@ -159,7 +159,7 @@ def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
                 f"{path}: {name} must be a dense tensor",
                 got=f"{tensor.layout} on {tensor.device}" + " quantized" * tensor.is_quantized,
             )
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     size = path.stat().st_size
     if total > MAX_SHARING * size + (1 << 20):
         raise InputError(

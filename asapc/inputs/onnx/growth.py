@@ -25,7 +25,7 @@ SHARE = 64  # a larger one may take so many times what its weights and inputs ta
 
 def allowed_bytes(held: Iterable[Tensor]) -> int:
     """For a model with these weights and inputs."""
-    return max(LEAST, SHARE * sum(tensor.numel() * tensor.element_size() for tensor in held))
+    return max(LEAST, SHARE * sum(tensor.nbytes for tensor in held))
 
 
 class Guard(TorchDispatchMode):
@@ -79,5 +79,4 @@ def _bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             result = func(*args, **kwargs)
         except Exception:  # the call itself will report what is wrong with it
             return 0
-    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
