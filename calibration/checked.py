@@ -1,7 +1,7 @@
-"""What the tensors of a fit read from a file must be before anything runs with it.
+"""Checks on the tensors of a fit that was read from a file, before anything runs with them.
 
-Others may have written the file: every tensor has the dtype and the shape that its feature or operator
-gives it, and finite numbers.  Raises InputError: the rule, and what arrived.
+Somebody else may have written the file, so every tensor must have the dtype and shape that its feature or
+operator calls for, and finite numbers.  Raises InputError with the rule and what arrived.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 from asapc.errors import InputError
 from asapc.features import Feature, total_width
 from asapc.features.predictor import Amortised
+from asapc.inputs.weights import layout_of
 from asapc.ir import Distilled
 from asapc.operators.catalogue import OPERATORS
 
 Shape = Sequence[int | None]  # None: any number from 1 on
 
-# A distilled operator's tensors and their axes: H heads, D of a head, E of its values, n pivots or
-# slices, as many in all of them, w the width of a convolution, which a hybrid operator may have.
+# A distilled operator's tensors and their axes: H heads, D the size of a head, E of its values, n pivots
+# or slices (the same number in all of them), w the width of a hybrid operator's convolution.
 AXES: Mapping[str, Mapping[str, str]] = {
     "lot": {"pivots": "HnD", "pivot_mass": "Hn"},
     "esp_hard": {"slices": "HnD", "inverse_temperature": "H"},
@@ -34,24 +35,24 @@ _NOT_NEGATIVE = ("pivot_mass", "inverse_temperature", "head_multiplier")
 def tensor_of(
     tensors: Mapping[str, Tensor], name: str, shape: Shape, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The tensor of that name, which is there and what it must be."""
+    """The tensor of that name, checked."""
     return check_tensor(name, tensors.get(name), shape, dtype)
 
 
 def check_tensor(
     name: str, tensor: Tensor | None, shape: Shape, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """InputError for no tensor, another dtype or shape, and for a NaN or an infinity."""
+    """Raise InputError if the tensor is missing, has another dtype or shape, or holds NaN or infinity."""
     if tensor is None:
         raise InputError(f"{name} must be there", got="no such tensor")
-    found = tuple(tensor.shape)
-    fits = len(found) == len(shape) and all(
-        size >= 1 if wanted is None else size == wanted for size, wanted in zip(found, shape, strict=True)
+    fits = tensor.dim() == len(shape) and all(
+        size >= 1 if wanted is None else size == wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
     )
     if not fits or tensor.dtype != dtype:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(
-            f"{name} must be {_word(dtype)} [{sizes}]", got=f"{_word(tensor.dtype)} {[*found]}"
+            f"{name} must be {str(dtype).removeprefix('torch.')} [{sizes}]", got=layout_of(tensor)
         )
     if dtype.is_floating_point and not bool(tensor.isfinite().all()):
         raise InputError(f"{name} must hold finite numbers", got="nan or inf")
@@ -77,8 +78,10 @@ def check_fit(
     name: str, fit: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None, **sizes: int,
 ) -> None:  # fmt: skip
-    """InputError where the tensors do not fit each other, or a site of so many heads of that size, with
-    values of another.  sizes: of a distilled operator's other axes, n and w, where they are known."""
+    """Raise InputError where the tensors do not fit each other, or a site of these sizes.
+
+    sizes: of a distilled operator's other axes, n and w, where they are known.
+    """
     if isinstance(fit, Distilled):
         known = {"n": None, "w": None, "H": heads, "D": head_dim, "E": value_dim, **sizes}
         _check_distilled(f"{name}.{fit.operator}", fit, known)
@@ -115,6 +118,3 @@ def _check_distilled(name: str, distilled: Distilled, sizes: dict[str, int | Non
             raise InputError(f"{name}.{key} must not be negative", got=f"{float(tensor.min()):g}")
         sizes = {**sizes, **dict(zip(names, tensor.shape, strict=True))}
 
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

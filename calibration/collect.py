@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from asapc.calibration.checked import parameters_of, tensor_of
 from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece, fit_kl
-from asapc.calibration.least_squares import Fit, NormalEquations
-from asapc.calibration.stored import FitQuality, SiteCalibration
+from asapc.calibration.least_squares import DualFit, NormalEquations
+from asapc.calibration.stored import SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
-from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of, shown_queries
+from asapc.features.clouds import Clouds, PredictedSide, clouds_of, shown_queries
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
@@ -41,7 +42,7 @@ class SiteStatistics:
         self.convention = convention
         self.plan = plan
         self.recipe = recipe
-        self.duals = [_DualStatistics(name, convention, plan, side, recipe) for side in plan.sides()]
+        self.duals = [_DualStatistics(self, side) for side in plan.sides()]
         self.examples = 0
         self.seconds = 0.0
         self._intercepts: list[Tensor] = []  # [B, H] each; only where no c-transform finds it
@@ -55,7 +56,7 @@ class SiteStatistics:
                 dual.prepare(sample)
 
     def prepare_as(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take slices and pivots that another process has made, as state() gives them."""
+        """Take over slices and pivots that another process has made, in the form of state()."""
         for dual in self.duals:
             dual.parameters = parameters_of(tensors, dual.side, dual.features)
 
@@ -71,7 +72,7 @@ class SiteStatistics:
         self.examples += teacher.tensors.q.shape[0]
 
     def keep_at_most(self, size: int) -> None:
-        """Bytes of activations for a KL fit, of all duals; examples beyond them only enter its start."""
+        """Limit the bytes of activations for KL fits, of all duals; further examples enter a start."""
         for dual in self.duals:
             dual.kept.limit = min(KL_BYTES, size // len(self.duals))
 
@@ -81,35 +82,30 @@ class SiteStatistics:
             dual.kept.end_batch()
 
     def part(self) -> Part:
-        """All that was collected, for another process; gather takes it."""
+        """Everything collected, for another process to gather."""
         tensors, facts = self.state()
         kept = {dual.side: dual.kept.part() for dual in self.duals}
         return (
             {**tensors, **together((f"kept {side}", part) for side, (part, _) in kept.items())},
-            {**facts, "kept": {side: its for side, (_, its) in kept.items()}},
+            {**facts, "kept": {side: ends for side, (_, ends) in kept.items()}},
         )
 
     def gather(self, parts: Sequence[Part]) -> None:
-        """Hold what one process would have collected from batches that were dealt to several in turn.
+        """Hold what one process would have collected, had the batches not been shared out.
 
-        parts: theirs, in the order of ranks.
+        parts: one for each process, in the order of ranks.
         """
         self.examples, self.seconds, self._intercepts = 0, 0.0, []
         for dual in self.duals:
             dual.equations = None
-            its = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
-                   for tensors, facts in parts]  # fmt: skip
-            dual.kept.take_turns(its, KlPiece.of)
+            kept = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
+                    for tensors, facts in parts]  # fmt: skip
+            dual.kept.take_turns(kept, KlPiece.of)
         for tensors, facts in parts:
             self.restore(tensors, facts)
 
-    @property
-    def additive(self) -> bool:
-        """Whether state() is all there is: a KL fit keeps activations too."""
-        return self.recipe.fit == "ls"
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What was collected, for a file, where it is additive; restore is the inverse."""
+        """What was collected, except for the activations of a KL fit; restore is the inverse."""
         tensors: dict[str, Tensor] = {}
         for dual in self.duals:
             for index, parameter in enumerate(dual.parameters or ()):
@@ -128,22 +124,22 @@ class SiteStatistics:
     ) -> None:  # fmt: skip
         """Add what state() gave.  heads, head_dim: the site's, where they are known.
 
-        Raises InputError or KeyError where something is missing or not what such a site has: nothing is
-        changed then.
+        Raises InputError or KeyError if something is missing or does not fit such a site; nothing changes
+        then.
         """
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        found = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
+        restored = [(dual, *dual.restored(tensors, heads, head_dim)) for dual in self.duals if examples]
         intercepts = []
-        if self.plan.side == "both" and found:
+        if self.plan.side == "both" and restored:
             intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
         self.examples += examples
         self.seconds += seconds
         self._intercepts += intercepts
-        for dual, parameters, equations in found:
+        for dual, parameters, equations in restored:
             dual.parameters = parameters
-            dual.equations = equations if dual.equations is None else dual.equations.merge(equations)
+            dual.equations = equations if dual.equations is None else dual.equations + equations
 
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""
@@ -165,24 +161,15 @@ class SiteStatistics:
         )
 
 
-@dataclass(frozen=True)
-class DualFit:
-    coefficients: Tensor  # [1|H, F] float64
-    quality: FitQuality
-
-
 class _DualStatistics:
-    """One predicted dual: its parameters (made from the first batch), normal equations, KL pieces."""
+    """One predicted dual of a site: its parameters (made from the first batch), normal equations, KL
+    pieces."""
 
-    def __init__(
-        self, name: str, convention: Convention, plan: TransformPlan, side: PredictedSide, recipe: Recipe
-    ) -> None:
-        self.name = name
-        self.convention = convention
+    def __init__(self, site: SiteStatistics, side: PredictedSide) -> None:
+        self.name, self.convention, self.recipe = site.name, site.convention, site.recipe
         self.side = side
-        self.features = recipe.parsed_features()
-        self.recipe = recipe
-        self.budget: Budget = plan.budget(convention, side)
+        self.features = site.recipe.parsed_features()
+        self.budget = site.plan.budget(site.convention, side)
         self.parameters: tuple[Tensor | None, ...] | None = None
         self.equations: NormalEquations | None = None
         self.kept = Kept[KlPiece](KL_BYTES)
@@ -235,8 +222,8 @@ class _DualStatistics:
         parameters = parameters_of(tensors, self.side, self.features, heads, head_dim)
         groups = heads if self.recipe.coefficients == "per_head" else 1
         columns = total_width(self.features, head_dim, None)
-        found = {name.removeprefix(f"{self.side}."): tensor for name, tensor in tensors.items()}
-        return parameters, NormalEquations.from_tensors(found, groups, columns)
+        of_side = {name.removeprefix(f"{self.side}."): tensor for name, tensor in tensors.items()}
+        return parameters, NormalEquations.from_tensors(of_side, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None
@@ -261,10 +248,10 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
     for what, wrong in bad.items():
         if bool(wrong.any()):
             example = int(wrong.flatten(1).any(1).nonzero()[0])
-            told = f"{numbers[example]} (counted from 0)" if numbers else f"{example} of a batch"
+            which = f"{numbers[example]} (counted from 0)" if numbers else f"{example} of a batch"
             raise InputError(
                 f"{name}: {what} must be finite",
-                got=f"nan or inf in example {told}",
+                got=f"nan or inf in example {which}",
                 help="look for broken weights, or inputs unlike the training data",
             )
 
@@ -272,7 +259,7 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
 def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
     """Examples with an active key and query, a few at a time so that their score matrices stay in cache.
 
-    every: those without one, too.
+    every: include those without.
     """
     batch, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
@@ -281,7 +268,7 @@ def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
 
 
 def active_examples(tensors: SiteTensors) -> Tensor:
-    """[b], those in which a query and a key carry mass."""
+    """The examples [b] in which a query and a key carry mass."""
     index = torch.arange(tensors.q.shape[0], device=tensors.q.device)
     active = torch.ones_like(index, dtype=torch.bool)
     for keep in (tensors.keep, shown_queries(tensors.bias)):
@@ -311,25 +298,21 @@ def finish(statistics: Mapping[str, SiteStatistics]) -> dict[str, SiteCalibratio
         for dual in site.duals:
             if dual.recipe.coefficients == "shared":
                 shared.setdefault(dual.side, []).append(dual)
-    common: dict[PredictedSide, DualFit] = {}
+    solve = functools.cache(lambda *duals: _solve(duals))
     done = {}
     for name, site in statistics.items():
         start = time.perf_counter()
-        fits = []
-        for dual in site.duals:
-            if dual.recipe.coefficients != "shared":
-                fits.append(_solve([dual]))
-                continue
-            if dual.side not in common:
-                common[dual.side] = _solve(shared[dual.side])
-            fits.append(common[dual.side])
+        fits = [
+            solve(*(shared[dual.side] if dual.recipe.coefficients == "shared" else [dual]))
+            for dual in site.duals
+        ]
         site.seconds += time.perf_counter() - start
         done[name] = site.calibration(fits)
     return done
 
 
 def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
-    """One fit for the statistics of one dual, or of several that share their coefficients."""
+    """One fit of one dual, or of several that share their coefficients."""
     recipe, name = duals[0].recipe, duals[0].name
     merged: NormalEquations | None = None
     for dual in duals:
@@ -345,22 +328,16 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
                 got=f"{merged.features} at {name}, {equations.features} at {dual.name}",
                 help="use `coefficients: pooled`",
             )
-        merged = equations.copy() if merged is None else merged.merge(equations)
+        merged = equations if merged is None else merged + equations
     assert merged is not None
     try:
         fit = merged.solve(recipe.ridge, direct=recipe.ridge_mode == "direct")
     except InputError as error:
         raise InputError(f"{name}: {error.rule}", got=error.got, help=error.help) from None
-    if recipe.fit == "ls":
-        return DualFit(fit.coefficients, FitQuality("ls", fit.r2, _finite(fit.condition_number)))
-    return _refine_kl(duals, merged, fit)
+    return fit if recipe.fit == "ls" else _refine_kl(duals, merged, fit)
 
 
-def _finite(numbers: Sequence[float]) -> tuple[float | None, ...]:
-    return tuple(x if math.isfinite(x) else None for x in numbers)
-
-
-def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
+def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: DualFit) -> DualFit:
     recipe = duals[0].recipe
     pieces = [piece for dual in duals for piece in dual.kept.pieces]
     # A map weighs its mass, 1, in this objective; in the least squares it weighs its rows.
@@ -368,15 +345,11 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
     direct = recipe.ridge_mode == "direct"
     penalty = recipe.ridge if direct else recipe.ridge * maps / equations.groups
     kl = fit_kl(pieces, groups=equations.groups, penalty=penalty, start=start.coefficients)
-    quality = FitQuality(
-        "kl",
-        equations.r2(kl.coefficients),
-        _finite(start.condition_number),
-        iterations=kl.iterations,
-        gradient_norm=kl.gradient_norm,
-        converged=kl.converged,
+    quality = replace(
+        start.quality, fit="kl", r2=equations.r2(kl.coefficients), iterations=kl.iterations,
+        gradient_norm=kl.gradient_norm, converged=kl.converged,
         kl_examples=sum(dual.kept.examples for dual in duals),
-    )
+    )  # fmt: skip
     return DualFit(kl.coefficients, quality)
 
 

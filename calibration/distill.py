@@ -1,8 +1,8 @@
 """Distillation: another operator's parameters, fitted per head to the outputs A v of a loop or a softmax.
 
-No labels: the target is the teacher's map, applied to the site's values, and what is minimised is the
-squared error of a head's output relative to its norm, mean over examples. Heads do not meet, so each
-has its own best step.
+No labels are needed: the target is the teacher's map applied to the site's values. What is minimised is
+the squared error of a head's output relative to its norm, averaged over examples. Heads are independent,
+so each keeps its own best step.
 
 lot       Pivots start as k-means centres of a head's queries and keys, their masses equal; Adam
           follows the gradient. Only z / epsilon enters a score, so pivots carry their epsilon. Both
@@ -16,15 +16,15 @@ esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along 
           best of a few. Ties share mass, and unequal numbers meet by the monotone coupling: both
           marginals are uniform, as the teacher's are.
 fitted_sinkhorn
-          One number a head, the multiplier of its scores: the best of a few, then a golden section. The
-          loop ends on the teacher's side.
+          One number a head, the multiplier of its scores: the best of a few, then of its neighbours at
+          ever smaller distances. The loop ends on the teacher's side.
 
-The first two do not know a score bias: what it does to the teacher's outputs stays in the error.
+The first two ignore a score bias: what it does to the teacher's outputs stays in the error.
 
-Of a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
-other tokens. Then a depthwise convolution on the values is fitted to what it leaves of a head's outputs,
-by least squares in closed form; a head has zeros where that does not lower the held-out error, and
-there is none where that is every head.
+In a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
+other tokens. Then a depthwise convolution on the values is fitted to the residual of a head's outputs, by
+least squares in closed form. Heads whose held-out error it does not lower get zeros; if that is every
+head, there is no convolution.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -58,23 +57,23 @@ from asapc.processes import Part
 from asapc.program.apply import apply_distilled, apply_lossless
 from asapc.program.calls import times_share
 
-KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
+KEPT_BYTES = 2**28  # activations kept per site; further examples are ignored
 HELD_OUT_BYTES = 2**25
-ROUNDING = 1e-6  # of an output factor that was found by experiment
+ROUNDING = 1e-6  # of an output factor that was measured
 SAMPLE_POINTS = 8192  # of a head, for k-means and principal directions
 
 MINIBATCH = 8  # examples; fewer where their scores against the pivots are more than MINIBATCH_SCORES
 MINIBATCH_SCORES = 2**22
 STEPS = 200
-CHECK_EVERY = 25  # steps between looks at the held-out examples
-PATIENCE = 4  # looks without a better head before the fit stops
+CHECK_EVERY = 25  # steps between checks on the held-out examples
+PATIENCE = 4  # checks without a better head before the fit stops
 LEARNING_RATE = 0.1  # in units of the first pivots' spread
 
 SLICE_EXAMPLES = 64  # the products of candidates are summed over
 SLICE_ROWS = 64  # queries of an example
 CANDIDATES = 256  # directions a head chooses from, at least twice its slices
 MULTIPLIERS = tuple(2 ** (step / 2) for step in range(-6, 7))  # of a fitted loop's scores
-SECTIONS = 9  # of the interval around the best of them, which is then 1 % wide
+HALVINGS = 6  # of the distance to the neighbours of the best of them, which is then half a per cent
 
 RIDGE = 1e-4  # of a convolution's normal equations, times their mean diagonal
 
@@ -83,7 +82,8 @@ INVERSE_TEMPERATURES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # over the norm of 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A few examples: what the site sees, 0 in padded keys, and the teacher's output [B, H, N, E]."""
+    """A few examples: the site's inputs, with zeros for padded keys, and the teacher's output
+    [B, H, N, E]."""
 
     tensors: SiteTensors
     target: Tensor
@@ -91,17 +91,15 @@ class _Piece:
     def __len__(self) -> int:
         return self.target.shape[0]
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
-        t = self.tensors
-        named = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias}
-        return {**named, "target": self.target}
+    def all_tensors(self) -> dict[str, Tensor]:
+        inputs = {name: x for name, x in vars(self.tensors).items() if isinstance(x, Tensor)}
+        return {"target": self.target, **inputs}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Piece:
         """Inverse of all_tensors."""
-        q, k, v, keep, bias = (tensors.get(name) for name in ("q", "k", "v", "keep", "bias"))
-        assert q is not None and k is not None
-        return cls(SiteTensors(q, k, keep, bias, None, v), tensors["target"])
+        others = {name: tensor for name, tensor in tensors.items() if name != "target"}
+        return cls(SiteTensors(**others), tensors["target"])  # type: ignore[arg-type]
 
     def error(self, student: Distilled) -> Tensor:
         """|student - target|^2 / |target|^2 of every head and example: [B, H]."""
@@ -129,7 +127,7 @@ class Distiller:
         self._kept, self._held_out = Kept[_Piece](KEPT_BYTES), Kept[_Piece](HELD_OUT_BYTES)
 
     def keep_at_most(self, size: int) -> None:
-        """Bytes of activations, an eighth of them to stop by."""
+        """Limit the bytes of activations, an eighth of which decide when to stop."""
         self._kept.limit = min(KEPT_BYTES, size * 7 // 8)
         self._held_out.limit = min(HELD_OUT_BYTES, size // 8)
 
@@ -144,7 +142,7 @@ class Distiller:
         self._add(self._kept, teacher.tensors)
 
     def hold_out(self, tensors: SiteTensors) -> None:
-        """Add one batch to stop by. Without any, a tenth of what was added is held out."""
+        """Add one batch that decides when to stop. Without any, a tenth of what was added is held out."""
         check_finite(self.name, tensors)
         for piece in pieces(tensors):
             self._add(self._held_out, piece)
@@ -170,8 +168,8 @@ class Distiller:
 
     def _minibatch(self, t: SiteTensors) -> int:
         _, heads, queries, _ = t.q.shape
-        met = t.k.shape[2] if self.recipe.operator == "fitted_sinkhorn" else self.recipe.pivots
-        scores = heads * (queries + t.k.shape[2]) * met
+        partners = t.k.shape[2] if self.recipe.operator == "fitted_sinkhorn" else self.recipe.pivots
+        scores = heads * (queries + t.k.shape[2]) * partners
         return min(MINIBATCH, max(1, MINIBATCH_SCORES // scores))
 
     def _piece(self, t: SiteTensors) -> _Piece:
@@ -184,21 +182,21 @@ class Distiller:
         v = t.k if t.v is None else t.v  # the keys stand in where the map itself is returned
         q, k, v = (x.detach().float() for x in (t.q, t.k, v))
         bias = None if t.bias is None else t.bias.float()
-        seen = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
+        inputs = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
         with torch.no_grad():
-            target = apply_lossless(self.convention, seen, seen.v)
+            target = apply_lossless(self.convention, inputs, inputs.v)
         if not bool(target.isfinite().all()):
             raise InputError(
                 f"{self.name}: the teacher's outputs must be finite",
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys, values and score bias",
             )
-        known = seen.bias if self.recipe.operator == "fitted_sinkhorn" else None
-        piece = _Piece(SiteTensors(seen.q, seen.k, seen.keep, known, None, seen.v), target)
+        known = inputs.bias if self.recipe.operator == "fitted_sinkhorn" else None
+        piece = _Piece(SiteTensors(inputs.q, inputs.k, inputs.keep, known, None, inputs.v), target)
         return self._others(piece) if self.recipe.beside() else piece
 
     def _others(self, piece: _Piece) -> _Piece:
-        """The rows of all tokens but the summary tokens, and what is seen of those tokens."""
+        """Without the summary tokens: the rows of the others, and what those see of each other."""
         t, count, what = piece.tensors, self.recipe.summary_tokens, asked(self.recipe.fit_settings())
         queries, keys = t.q.shape[2], t.k.shape[2]
         if queries != keys:
@@ -224,8 +222,8 @@ class Distiller:
         q, k, v = (None if x is None else x[:, :, count:] for x in (t.q, t.k, t.v))
         assert q is not None and k is not None
         keep = None if t.keep is None else t.keep[:, count:]
-        seen = SiteTensors(q, k, keep, without_first(t.bias, count), None, v)
-        return _Piece(seen, piece.target[:, :, count:])
+        inputs = SiteTensors(q, k, keep, without_first(t.bias, count), None, v)
+        return _Piece(inputs, piece.target[:, :, count:])
 
     def calibration(self) -> SiteDistillation:
         """The fit.  Raises InputError without examples, and where the operator cannot have the mass
@@ -268,19 +266,18 @@ class Distiller:
 
     def _beside_softmax(self, fit: _Fit, train: Sequence[_Piece], held_out: Sequence[_Piece]) -> _Fit:
         """The hybrid form of the fit, with a convolution where the recipe asks for one."""
-        hybrid = hybrid_of(fit.distilled, 0, self.convention.score_multiplier, None)
+        multiplier, errors, kernel = self.convention.score_multiplier, fit.errors, None
         if self.recipe.depthwise:
             kernel = fit_depthwise(train, fit.distilled, self.recipe.depthwise)
-            errors = _mean_errors(_with(hybrid, depthwise=kernel), held_out)
-            better = errors < fit.errors  # [H]
-            if bool(better.any()):
-                hybrid = _with(hybrid, depthwise=torch.where(better[:, None, None], kernel, 0.0))
-            fit = replace(fit, errors=torch.minimum(errors, fit.errors))
-        hybrid = _with(hybrid, summary_tokens=self.recipe.summary_tokens)
-        return replace(fit, distilled=hybrid)
+            convolved = _mean_errors(hybrid_of(fit.distilled, 0, multiplier, kernel), held_out)
+            better = convolved < errors  # [H]
+            kernel = torch.where(better[:, None, None], kernel, 0.0) if bool(better.any()) else None
+            errors = torch.minimum(convolved, errors)
+        hybrid = hybrid_of(fit.distilled, self.recipe.summary_tokens, multiplier, kernel)
+        return _Fit(hybrid, errors, fit.steps)
 
     def _parts(self) -> tuple[list[_Piece], list[_Piece]]:
-        """To fit on, and to stop by; the same where there is but one piece."""
+        """The pieces to fit on and those that decide when to stop; the same if there is but one."""
         kept = self._kept.pieces
         if self._held_out.pieces:
             return kept, self._held_out.pieces
@@ -303,10 +300,6 @@ class _Fit:
     steps: tuple[int, ...]
 
 
-def _with(fitted: Distilled, **settings: Any) -> Distilled:
-    return replace(fitted, settings={**fitted.settings, **settings})
-
-
 def fit_lot(
     train: Sequence[_Piece],
     held_out: Sequence[_Piece],
@@ -315,7 +308,8 @@ def fit_lot(
     seed: int,
     steps: int = STEPS,
 ) -> _Fit:
-    """Pivots and masses by Adam, a cosine schedule, the best look at the held-out examples kept."""
+    """Pivots and masses by Adam with a cosine schedule; each head keeps what did best on the held-out
+    examples."""
     random = np.random.default_rng(seed)
     device = train[0].target.device
     pivots = moved(kmeans(_tokens(train, random), count, random).float(), device)
@@ -354,34 +348,20 @@ def fit_lot(
 def fit_loop(train: Sequence[_Piece], held_out: Sequence[_Piece], make: Maker) -> _Fit:
     """The multiplier of each head's scores, by which a loop comes closest.
 
-    The best of MULTIPLIERS, then a golden section of the logarithm between its neighbours; what is kept
-    is the best that was tried: where 1 is exact, as for a softmax layer's own half-step, it is 1.
+    The best of MULTIPLIERS, then of the two beside it, at a distance that is halved every time: where 1
+    is exact, as for a softmax layer's own half-step, it stays 1.
     """
     heads = train[0].target.shape[1]
-    best = torch.zeros(heads, dtype=torch.float64)  # the logarithms that were best so far, [H]
+    best = torch.ones(heads, dtype=torch.float64)
     least = torch.full_like(best, math.inf)
-
-    def error(logs: Tensor) -> Tensor:
-        nonlocal best, least
-        errors = _mean_errors(make(logs.exp().float()), train)
-        best, least = torch.where(errors < least, logs, best), torch.minimum(errors, least)
-        return errors
-
-    grid = torch.tensor(MULTIPLIERS, dtype=torch.float64).log()
-    nearest = torch.stack([error(level.expand(heads)) for level in grid]).argmin(0)  # [H]
-    low, high = (grid[(nearest + side).clamp(0, len(grid) - 1)] for side in (-1, 1))
-    share = (math.sqrt(5) - 1) / 2
-    left, right = high - share * (high - low), low + share * (high - low)
-    at_left, at_right = error(left), error(right)
-    for _ in range(SECTIONS):
-        lower = at_left <= at_right  # [H]: where the minimum lies left of `right`
-        low, high = torch.where(lower, low, left), torch.where(lower, right, high)
-        fresh = torch.where(lower, high - share * (high - low), low + share * (high - low))
-        seen = error(fresh)
-        left, right = torch.where(lower, fresh, right), torch.where(lower, left, fresh)
-        at_left, at_right = torch.where(lower, seen, at_right), torch.where(lower, at_left, seen)
-    final = make(best.exp().float())
-    return _Fit(final, _mean_errors(final, held_out), (SECTIONS,) * heads)
+    distance = MULTIPLIERS[1] / MULTIPLIERS[0]
+    for halving in range(HALVINGS + 1):
+        around = [distance ** (side / 2**halving) for side in (-1, 1)]
+        for tried in [best * factor for factor in (around if halving else MULTIPLIERS)]:
+            errors = _mean_errors(make(tried.float()), train)
+            best, least = torch.where(errors < least, tried, best), torch.minimum(errors, least)
+    final = make(best.float())
+    return _Fit(final, _mean_errors(final, held_out), (HALVINGS,) * heads)
 
 
 def fit_depthwise(pieces: Sequence[_Piece], fitted: Distilled, width: int) -> Tensor:
@@ -502,9 +482,9 @@ def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> 
     table = matching.table(t.v)
     result = t.v.new_zeros(())
     for index, keys in enumerate(matching.keys):
-        met = table[keys[..., rows]]
+        values = table[keys[..., rows]]
         share = None if matching.shares is None else matching.shares[index][..., rows, None]
-        result = result + (met if share is None else met * share)
+        result = result + (values if share is None else values * share)
     single = make(slices, slices.new_zeros(len(slices)))
     result = result * single.settings["output_factor"]
     return (times_share(result, t.keep) if single.share else result)[0]

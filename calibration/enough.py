@@ -61,14 +61,14 @@ class Shortage:
 
 def shortages(fits: Fits, chosen: Sequence[AnySiteCalibration] | None = None) -> list[Shortage]:
     """Those of all fits, or only of the `chosen` ones; sites that lack the same share one entry."""
-    found: dict[tuple[Literal["examples", "rows"], int, int], dict[str, None]] = {}
+    sites_by_lack: dict[tuple[Literal["examples", "rows"], int, int], dict[str, None]] = {}
     for name, site_fits in fits.items():
         for fit in site_fits:
             if chosen is not None and not any(fit is other for other in chosen):
                 continue
             for lack in _lacks(fit, fits):
-                found.setdefault(lack, {})[name] = None
-    return [Shortage(tuple(sites), *lack) for lack, sites in found.items()]
+                sites_by_lack.setdefault(lack, {})[name] = None
+    return [Shortage(tuple(sites), *lack) for lack, sites in sites_by_lack.items()]
 
 
 def _lacks(fit: AnySiteCalibration, fits: Fits) -> Iterator[tuple[Literal["examples", "rows"], int, int]]:

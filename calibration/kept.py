@@ -1,10 +1,10 @@
-"""Activations that a fit keeps: pieces of batches, in their order, up to a number of bytes."""
+"""The activations a fit keeps: pieces of batches, in order, up to a number of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,7 @@ class Piece(Protocol):
 
     def __len__(self) -> int: ...
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """All it consists of, by name."""
         ...
 
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Piece)
 
 @dataclass
 class Kept(Generic[P]):
-    """limit: bytes; the first piece is kept however large it is.  full: something was passed over.
+    """limit: bytes; the first piece is kept however large it is.  full: some piece was not kept.
 
     ends: how many pieces there were after each batch.
     """
@@ -43,7 +43,7 @@ class Kept(Generic[P]):
         return sum(map(len, self.pieces))
 
     def add(self, piece: P) -> None:
-        size = sum(x.numel() * x.element_size() for x in piece.all_tensors().values() if x is not None)
+        size = sum(x.nbytes for x in piece.all_tensors().values())
         self.full = self.full or bool(self.pieces and self.bytes + size > self.limit)
         if not self.full:
             self.pieces.append(piece)
@@ -54,24 +54,23 @@ class Kept(Generic[P]):
 
     def part(self) -> Part:
         """For another process; see take_turns."""
-        named = ((str(i), piece.all_tensors()) for i, piece in enumerate(self.pieces))
-        there = ((i, {name: x for name, x in all_.items() if x is not None}) for i, all_ in named)
-        return together(there), {"ends": self.ends, "full": self.full}
+        tensors = together((str(i), piece.all_tensors()) for i, piece in enumerate(self.pieces))
+        return tensors, {"ends": self.ends, "full": self.full}
 
     def take_turns(self, parts: Sequence[Part], made: Callable[[Mapping[str, Tensor]], P]) -> None:
-        """Hold what one process would have kept of all batches, which were dealt to several in turn.
+        """Hold what one process would have kept, had the batches not been shared out.
 
-        parts: theirs, in the order of ranks.  made: a piece of its tensors.
+        parts: one for each process, in the order of ranks.  made: makes a piece of its tensors.
         """
-        batches: list[list[list[Mapping[str, Tensor]]]] = []
+        batches: list[list[list[Mapping[str, Tensor]]]] = []  # of each process
         for tensors, facts in parts:
             ends: list[Any] = [0, *facts["ends"]]
             batches.append([[apart(tensors, str(i)) for i in range(*both)] for both in pairwise(ends)])
         self.pieces, self.ends, self.bytes = [], [], 0
         self.full = False
-        for turn in range(max(map(len, batches))):
-            for own in batches:
-                for piece in own[turn] if turn < len(own) else ():
+        for turn in zip_longest(*batches, fillvalue=()):
+            for pieces in turn:
+                for piece in pieces:
                     self.add(made(piece))
                 self.end_batch()
         self.full = self.full or any(facts["full"] for _, facts in parts)

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from asapc.features.clouds import Clouds
 
-# Score entries evaluated at once: 8 MB of float64, so that a tile stays in cache.
-_TILE = 2**20
 # Directions in which X varies this little (relative variance, columns scaled alike) are rounding of X.
 _RANK = 1e-12
 # Gradient per map in the metric: its square is about twice the nats per map still to be gained.
@@ -38,7 +36,8 @@ _Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class KlPiece:
-    """Examples to fit on, at one site.
+    """Examples to fit on, at one site: in each, points x and points y carry mass; no more of them than
+    collect.pieces takes at once, so that their scores stay in cache.
 
     columns X: [B, H, N, F], centred over the points x with mass, 0 on the others.
     clouds: where the scores come from; x is the predicted side.
@@ -53,8 +52,9 @@ class KlPiece:
     def __len__(self) -> int:
         return len(self.columns)
 
-    def all_tensors(self) -> dict[str, Tensor | None]:
-        return {"columns": self.columns, "mass": self.mass, **vars(self.clouds)}
+    def all_tensors(self) -> dict[str, Tensor]:
+        clouds = {name: x for name, x in vars(self.clouds).items() if x is not None}
+        return {"columns": self.columns, "mass": self.mass, **clouds}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> KlPiece:
@@ -86,10 +86,10 @@ def fit_kl(
     penalty: lambda, as J states it. Each map weighs its mass, at most 1, where in a sum of squares it
     weighs its number of rows: the lambda of a least-squares fit, divided by that number, shrinks alike.
     start: [groups, F], for instance the least-squares fit.
-    Examples without a y or without an x that carries mass are passed over.  Coefficients are moved
-    only where X varies, so that at lambda = 0 linearly dependent columns stay finite and, from a
-    least-norm start, least-norm.  At lambda = 0 the infimum may lie at infinity (a point of no mass
-    in the teacher); the result is then the last finite iterate.  Never NaN, never worse than `start`.
+    Coefficients are moved only where X varies, so that at lambda = 0 linearly dependent columns stay
+    finite and, from a least-norm start, least-norm.  At lambda = 0 the infimum may lie at infinity (a
+    point of no mass in the teacher); the result is then the last finite iterate.  Never NaN, never worse
+    than `start`.
     """
     with torch.no_grad():
         ends = [
@@ -118,7 +118,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some examples of a piece in float64, the massless parts taken out.
+    """A piece in float64, the massless parts taken out.
 
     columns: [b, h, N, F]; mass: [b, h, N]; offset: [b, h, N], what u adds to X omega (-inf on massless
     x); transposed scores S': [b, h, M, N]; nu: [b, 1|h, M].
@@ -152,15 +152,13 @@ class KlObjective:
         self.pieces = pieces
         self.penalty = penalty
         self.head = head
-        self.rows = 0
-        self.maps = 0
+        self.rows = self.maps = 0
         for piece in pieces:
-            heads = piece.columns.shape[1] if head is None else 1
-            used = _used(piece)
+            examples, heads, points, _ = piece.columns.shape
+            heads = heads if head is None else 1
             keep = piece.clouds.x_keep
-            points = len(used) * piece.columns.shape[2] if keep is None else int(keep[used].sum())
-            self.rows += heads * points
-            self.maps += heads * len(used)
+            self.rows += heads * (examples * points if keep is None else int(keep.sum()))
+            self.maps += heads * examples
 
     def evaluate(self, omega: Tensor) -> Evaluation:
         """J and its gradient at omega [F]."""
@@ -186,63 +184,46 @@ class KlObjective:
         sum_j nu_j Cov_{i ~ P(.|j)}(x_i) + lambda I.
         """
         gram = self.penalty * torch.eye(features, dtype=torch.float64)
-        for tile in self._tiles(scores=False):
+        for tile in self._tiles():
             kept = tile.offset.isfinite()
             per_point = tile.nu.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
             weighted = tile.columns * per_point[..., None]
             gram = gram + weighted.flatten(0, -2).T @ tile.columns.flatten(0, -2)
         return gram
 
-    def _tiles(self, scores: bool = True) -> Iterator[_Tile]:
-        for piece in self.pieces:
-            _, heads, points, _ = piece.columns.shape
-            used = _used(piece)
-            entries = (heads if self.head is None else 1) * points * piece.clouds.y.shape[2]
-            size = max(1, _TILE // max(1, entries))
-            for index in used.split(size):
-                if len(index):
-                    yield self._tile(piece, index, scores)
-
-    def _tile(self, piece: KlPiece, index: Tensor, scores: bool) -> _Tile:
-        clouds = piece.clouds
-        head = slice(None) if self.head is None else slice(self.head, self.head + 1)
-
-        def take(tensor: Tensor, keep: Tensor | None) -> Tensor:
-            part = tensor[index][:, head].detach().to("cpu", torch.float64)
-            if keep is None:
-                return part
-            keep = keep[index][:, None].cpu()
-            return part.masked_fill(~(keep[..., None] if part.dim() == 4 else keep), 0.0)
-
-        x, y = take(clouds.x, clouds.x_keep), take(clouds.y, clouds.y_keep)
-        offset = -x.square().sum(-1) / 2
-        if clouds.x_keep is not None:
-            offset = offset.masked_fill(~clouds.x_keep[index][:, None].cpu(), -math.inf)
-        # M counts padding, as in asapc.operators.c_transforms.log_marginals.
-        nu = torch.full((len(index), 1, y.shape[2]), 1 / y.shape[2], dtype=torch.float64)
-        if clouds.y_keep is not None:
-            nu = nu.masked_fill(~clouds.y_keep[index][:, None].cpu(), 0.0)
-        table = y[..., :0]
-        if scores:
-            table = y @ x.transpose(-1, -2)
-            if clouds.bias is not None:
-                full = clouds.bias.expand(*piece.columns.shape[:3], y.shape[2])
-                table = table + take(full, None).transpose(-1, -2)
-                # A bias of -inf can keep every x with mass from some y, which then takes no mass.
-                reached = (table + offset[..., None, :]).amax(-1).isneginf().logical_not()
-                nu = torch.where(reached, nu, 0.0)
-        columns, mass = take(piece.columns, clouds.x_keep), take(piece.mass, clouds.x_keep)
-        return _Tile(columns, mass, offset, table, nu)
+    def _tiles(self) -> Iterator[_Tile]:
+        heads = slice(None) if self.head is None else slice(self.head, self.head + 1)
+        return (_tile(piece, heads) for piece in self.pieces)
 
 
-def _used(piece: KlPiece) -> Tensor:
-    """The examples in which some x and some y carry mass."""
-    batch, _, points, _ = piece.columns.shape
-    used = torch.full((batch,), points > 0 and piece.clouds.y.shape[2] > 0)
-    for keep in (piece.clouds.x_keep, piece.clouds.y_keep):
-        if keep is not None:
-            used &= keep.any(-1).cpu()
-    return used.nonzero()[:, 0]
+def _tile(piece: KlPiece, heads: slice) -> _Tile:
+    clouds = piece.clouds
+    x_keep, y_keep = (
+        None if keep is None else keep[:, None].cpu() for keep in (clouds.x_keep, clouds.y_keep)
+    )
+
+    def take(tensor: Tensor, keep: Tensor | None) -> Tensor:
+        part = tensor[:, heads].detach().to("cpu", torch.float64)
+        if keep is None:
+            return part
+        return part.masked_fill(~(keep[..., None] if part.dim() == 4 else keep), 0.0)
+
+    x, y = take(clouds.x, x_keep), take(clouds.y, y_keep)
+    offset = -x.square().sum(-1) / 2
+    if x_keep is not None:
+        offset = offset.masked_fill(~x_keep, -math.inf)
+    # M counts padding, as in asapc.operators.c_transforms.log_marginals.
+    nu = torch.full((len(y), 1, y.shape[2]), 1 / y.shape[2], dtype=torch.float64)
+    if y_keep is not None:
+        nu = nu.masked_fill(~y_keep, 0.0)
+    scores = y @ x.transpose(-1, -2)
+    if clouds.bias is not None:
+        full = clouds.bias.expand(*piece.columns.shape[:3], y.shape[2])
+        scores = scores + take(full, None).transpose(-1, -2)
+        # A bias of -inf can keep every x with mass from some y, which then takes no mass.
+        reached = (scores + offset[..., None, :]).amax(-1).isneginf().logical_not()
+        nu = torch.where(reached, nu, 0.0)
+    return _Tile(take(piece.columns, x_keep), take(piece.mass, x_keep), offset, scores, nu)
 
 
 def _metric_basis(metric: Tensor) -> Tensor:
@@ -281,8 +262,8 @@ class _Scaled:
 
     def per_map(self, z: _Vector) -> tuple[float, _Vector]:
         """J and its gradient."""
-        found = self.at(z)
-        return found.value / self.maps, (self.basis.T @ found.gradient / self.maps).numpy()
+        there = self.at(z)
+        return there.value / self.maps, (self.basis.T @ there.gradient / self.maps).numpy()
 
     def tolerance(self, evaluation: Evaluation) -> float:
         # A gradient this small predicts a decrease below the rounding of J, which no step can verify.

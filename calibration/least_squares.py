@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.checked import check_tensor, tensor_of
+from asapc.calibration.stored import FitQuality
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 
@@ -24,17 +25,11 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Coefficients [1|H, F] float64; per head group R^2 and the condition number of X'X + lambda I.
-
-    tokens: regression rows of each group.  A target without variance has r2 = 1: zero is exact.
-    condition_number is inf where ridge = 0 meets linearly dependent features.
-    """
+class DualFit:
+    """The fit of one dual, or of several that share their coefficients [1|H, F], float64."""
 
     coefficients: Tensor
-    r2: tuple[float, ...]
-    condition_number: tuple[float, ...]
-    tokens: int
+    quality: FitQuality
 
 
 class NormalEquations:
@@ -74,20 +69,16 @@ class NormalEquations:
         count = x.shape[0] * x.shape[2] if points is None else points
         self.tokens += count * (heads // self.groups)
 
-    def copy(self) -> NormalEquations:
-        return NormalEquations.from_tensors(self.to_tensors())
-
-    def merge(self, other: NormalEquations) -> NormalEquations:
-        """Add the statistics of another part of the data; returns self."""
+    def __add__(self, other: NormalEquations) -> NormalEquations:
+        """The statistics of two parts of the data together."""
         if self.gram.shape != other.gram.shape:
-            raise ValueError(f"cannot merge {other.gram.shape} into {self.gram.shape}")
-        self.gram += other.gram
-        self.moment += other.moment
-        self.energy += other.energy
-        self.tokens += other.tokens
-        return self
+            raise ValueError(f"cannot add {other.gram.shape} to {self.gram.shape}")
+        total = NormalEquations(self.features, self.groups)
+        total.gram, total.moment = self.gram + other.gram, self.moment + other.moment
+        total.energy, total.tokens = self.energy + other.energy, self.tokens + other.tokens
+        return total
 
-    def solve(self, ridge: float, *, direct: bool = False) -> Fit:
+    def solve(self, ridge: float, *, direct: bool = False) -> DualFit:
         """Coefficients at lambda = tokens * ridge; the least-norm ones where X'X is singular.
 
         direct: lambda = ridge.  Raises InputError on fewer regression rows than coefficients.
@@ -105,8 +96,9 @@ class NormalEquations:
         inverse = torch.where(shifted > noise, 1 / shifted, 0.0)
         projected = (vectors.transpose(1, 2) @ self.moment[..., None])[..., 0]
         coefficients = (vectors @ (inverse * projected)[..., None])[..., 0]
-        condition = torch.where(smallest > noise, largest / smallest, math.inf)[:, 0]
-        return Fit(coefficients, self.r2(coefficients), tuple(condition.tolist()), self.tokens)
+        condition = torch.where(smallest > noise, largest / smallest, math.inf)[:, 0].tolist()
+        conditions = tuple(x if math.isfinite(x) else None for x in condition)
+        return DualFit(coefficients, FitQuality("ls", self.r2(coefficients), conditions))
 
     def r2(self, coefficients: Tensor) -> tuple[float, ...]:
         """R^2 of the predictions X omega, per group; 1 where the target does not vary."""

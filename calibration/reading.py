@@ -1,9 +1,8 @@
 """What a run has read so far, as a digest: two runs have the same one only after the same batches.
 
-What was collected from the first batches of a run is good for another run that would collect the same
-from its own first batches: those examples in those batches, and the sample that slices and pivots are
-made from. Later examples may differ. That is how a calibration goes on once the fault that ended it is
-mended.
+What one run collected from its first batches can be used by another whose first batches, and whose sample
+for slices and pivots, are the same. Later examples may differ: that is how a calibration continues after
+the example that ended it was fixed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Examples:
-    """What one pass reads, each part as often as it is called for.
+    """What one pass reads; each part can be read any number of times.
 
-    sample:   what slices and pivots are made from, whatever the size of a batch.
+    sample:   what slices and pivots are made from, whatever the batch size.
     batches:  to fit on.
-    held_out: to stop distillation by, where anything is distilled.
-    count:    how many batches there are to fit on; None where that is not known.
-    behind:   what the layers that this pass runs behind were fitted on, as a digest.
+    held_out: decide when distillation stops, if anything is distilled.
+    count:    how many batches there are to fit on, None if unknown.
+    behind:   a digest of what the layers in front of this pass were fitted on.
     """
 
     sample: Batches
@@ -66,7 +65,7 @@ class Reading:
         self._sha256.update(f"{entry}\n".encode(errors="backslashreplace"))
 
     def then(self) -> Reading:
-        """One that goes on from here with batches of another kind; this one stays where it is."""
+        """A reading that continues from here with batches of another kind; this one does not change."""
         reading = Reading()
         reading._sha256 = self._sha256.copy()
         reading._sha256.update(b"\n")

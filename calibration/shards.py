@@ -1,10 +1,9 @@
-"""Parts of a long computation, each kept as soon as it is done, so that a killed run can go on.
+"""Parts of a long computation, each saved as soon as it is done, so that a killed run can resume.
 
 shards.json          format_version, fingerprint: what the parts were computed from; null: they say it
 NAME-X.safetensors   one part: its tensors; in the header its key, its facts (JSON) and a checksum
 
-A part is there whole or not at all: what is torn or altered is removed and counts as absent. Nothing
-is unpickled.
+A part is either whole or absent: one that is torn or altered is removed. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, 
 from asapc.formats.json_text import parse_json, read_json
 from asapc.inputs.weights import fingerprint as tensor_digest
 from asapc.processes import Part
+from asapc.terminal.printed import reason
 
 FORMAT_VERSION = 1
 _INDEX = "shards.json"
@@ -53,10 +52,10 @@ class Shards:
         return cls(final.parent / f".{final.name}.shards", fingerprint)
 
     def open(self) -> Shards:
-        """Make the folder, or go on with what an earlier run left in it; returns self.
+        """Make the folder, or continue with what an earlier run left in it; returns self.
 
-        Raises InputError if that run computed something else (naming what differs), if another one
-        has the folder open, or if it cannot be written or is not one of these.
+        Raises InputError if that run computed something else (naming what differs), if another run has
+        the folder open, or if the folder cannot be written or holds other things.
         """
         self._refuse_link()
         try:
@@ -65,10 +64,8 @@ class Shards:
             flush(self.folder.parent)
             self._lock = lock_folder(self.folder)
         except OSError as error:
-            raise InputError(
-                f"{self.folder}: must be a folder that can be written",
-                got=error.strerror or str(error),
-            ) from error
+            rule = f"{self.folder}: must be a folder that can be written"
+            raise InputError(rule, got=reason(error)) from error
         if self._lock is None:
             raise InputError(
                 f"{self.folder}: one run at a time may write there",
@@ -91,13 +88,11 @@ class Shards:
     def __enter__(self) -> Shards:
         return self if self._lock is not None else self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Keep one part; on disk when this returns. facts: what JSON can hold.
+        """Save one part; it is on disk when this returns. facts: what JSON can hold.
 
         Raises InputError if it cannot be written.
         """
@@ -111,21 +106,21 @@ class Shards:
 
     def get(self, key: str) -> Part | None:
         """The tensors and facts of one part; None where there is none, or a damaged one."""
-        found = self._read(self._path(key))
-        return None if found is None else found[1]
+        part = self._read(self._path(key))
+        return None if part is None else part[1]
 
     def drop(self, key: str) -> None:
         """Forget one part."""
         self._path(key).unlink(missing_ok=True)
 
     def release(self, name: str) -> None:
-        """Let the next run differ in this. It has to find out itself which parts are good for it."""
+        """Let the next run differ in this; it must find out itself which parts it can use."""
         self._write_index({**self.fingerprint, name: None})
 
     def keys(self) -> list[str]:
-        """Of every part that is whole, sorted. Reads and checks them all."""
+        """The sorted keys of all whole parts. Reads and checks every part."""
         paths = sorted(self.folder.glob("*.safetensors"))
-        return sorted(found[0] for found in map(self._read, paths) if found is not None)
+        return sorted(part[0] for part in map(self._read, paths) if part is not None)
 
     def discard(self) -> None:
         """Remove the folder and every part, whatever they were computed from."""
@@ -134,14 +129,12 @@ class Shards:
         if not self.folder.is_dir():
             return
         self._require_own()
-        # under a leftover's name first: half of the parts without their index would be nobody's
+        # under a leftover's name first: no run would clean up some of the parts without their index
         gone = self.folder.parent / f".{self.folder.name}.{os.urandom(4).hex()}.partial"
         try:
             os.rename(self.folder, gone)
         except OSError as error:
-            raise InputError(
-                f"{self.folder}: cannot be removed", got=error.strerror or str(error)
-            ) from error
+            raise InputError(f"{self.folder}: cannot be removed", got=reason(error)) from error
         shutil.rmtree(gone, ignore_errors=True)
 
     def _check(self) -> None:
@@ -179,7 +172,7 @@ class Shards:
         replace_file(self.folder / _INDEX, json.dumps(document, indent=2) + "\n")
 
     def _refuse_link(self) -> None:
-        """Raises InputError where another folder, to which a link leads, would be filled and removed."""
+        """Raises InputError for a link: the folder it leads to would be filled and removed."""
         if self.folder.is_symlink():
             raise InputError(
                 f"{self.folder}: must be a folder, or not exist", got="a link", help="remove the link"
@@ -200,7 +193,7 @@ class Shards:
         return self.folder / f"{readable}-{unique}.safetensors"
 
     def _read(self, path: Path) -> tuple[str, Part] | None:
-        """Its key, tensors and facts; None, and the file is gone, where they are not what was put."""
+        """Its key, tensors and facts. A file that does not hold what was put is removed: None."""
         if not path.is_file():
             return None
         try:
@@ -214,7 +207,7 @@ class Shards:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(f"{path}: cannot be read", got=error.strerror or str(error)) from error
+            raise InputError(f"{path}: cannot be read", got=reason(error)) from error
         except (SafetensorError, KeyError, ValueError, RuntimeError):
             path.unlink(missing_ok=True)
             return None
@@ -222,7 +215,7 @@ class Shards:
 
 
 def code_digest() -> str:
-    """Of asapc's source and torch's version: other code may compute other parts."""
+    """A digest of asapc's source and torch's version: other code may compute other parts."""
     digest = hashlib.sha256(torch.__version__.encode())
     for package in ("asapc", "asapc.calibration", "asapc.passes"):
         spec = find_spec(package)

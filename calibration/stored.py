@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -176,7 +177,8 @@ class Calibration(Record):
 
 def save_calibration(folder: str | Path, calibration: Calibration) -> None:
     """Write the folder whole or not at all. Raises InputError if it cannot be written."""
-    tensors = {_HASHES: torch.tensor([_signed(h) for h in calibration.seen_hashes]).long()}
+    hashes = np.array(calibration.seen_hashes, np.uint64)
+    tensors = {_HASHES: torch.from_numpy(hashes.view(np.int64))}
     sites = {}
     for name, fits in calibration.sites.items():
         for index, fit in enumerate(fits):
@@ -223,8 +225,8 @@ def _load(place: Path) -> Calibration:
             name: _fits(name, fits, tensors, seconds.get(name, ()))
             for name, fits in document["sites"].items()
         }
-        hashes = tuple(h & (2**64 - 1) for h in _hashes(tensors))
-        return Calibration.from_json(document, _JSON, sites=sites, seen_hashes=hashes)
+        hashes = _hashes(tensors).numpy().view(np.uint64).tolist()
+        return Calibration.from_json(document, _JSON, sites=sites, seen_hashes=tuple(hashes))
     except InputError as error:
         raise InputError(
             f"{place}: damaged calibration folder: {error.rule}",
@@ -235,10 +237,10 @@ def _load(place: Path) -> Calibration:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 
-def _hashes(tensors: Mapping[str, Tensor]) -> list[int]:
+def _hashes(tensors: Mapping[str, Tensor]) -> Tensor:
     stored = tensors.get(_HASHES)
     count = stored.numel() if stored is not None and stored.dim() == 1 else None
-    return tensor_of(tensors, _HASHES, (count,), torch.int64).tolist()
+    return tensor_of(tensors, _HASHES, (count,), torch.int64)
 
 
 def _fits(
@@ -270,12 +272,12 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 
 
 def fit_part(name: str, site: AnySiteCalibration) -> Part:
-    """All of a fit: its tensors, and its document with how long it took."""
+    """A whole fit: its tensors, and its document with how long it took."""
     return fit_tensors(name, site), {**fit_document(site), "seconds": site.fit_seconds}
 
 
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
-    """The rest of a fit, except how long it took: JSON types."""
+    """The rest of a fit in JSON types, except how long it took."""
     facts = {**site.to_json(), "settings": dict(sorted(site.settings.items()))}
     if isinstance(site, SiteDistillation):
         arguments = sorted(site.distilled.settings.items())
@@ -296,8 +298,8 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
 def fit_from(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AnySiteCalibration:
     """Inverse of fit_part.
 
-    Only numbers are taken from the file; what is computed with them follows from the convention, the plan
-    and the recipe's settings, and the file must say the same.  Raises KeyError, TypeError, ValueError or
+    Only numbers are read from the file. What is computed with them follows from the convention, the plan
+    and the recipe's settings, which the file must agree with.  Raises KeyError, TypeError, ValueError or
     InputError where it does not.
     """
     seconds = float(data["seconds"])
@@ -305,23 +307,23 @@ def fit_from(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         raise ValueError(f"{name}: the seconds of a fit must be finite")
     convention = Convention.from_json(data["convention"], f"{name}: convention")
     settings = Recipe.from_dict(data["settings"], where=f"{name}: settings").fit_settings()
-    found: AnySiteCalibration
+    fit: AnySiteCalibration
     if settings["operator"] == "asap":
         amortised = _amortised(name, convention, settings, data["plan"], tensors)
         quality = tuple(FitQuality.from_json(dual, f"{name}: duals") for dual in data["duals"])
-        found = SiteCalibration.from_json(
+        fit = SiteCalibration.from_json(
             data, name, amortised=amortised, quality=quality, fit_seconds=seconds
         )
     else:
         distilled = student_of(name, convention, settings, tensors)
-        found = SiteDistillation.from_json(data, name, distilled=distilled, fit_seconds=seconds)
-    for key, value in fit_document(found).items():
+        fit = SiteDistillation.from_json(data, name, distilled=distilled, fit_seconds=seconds)
+    for key, value in fit_document(fit).items():
         if _canonical(data.get(key)) != _canonical(value):
             raise InputError(
                 f"{name}: {key} must be what the fit's convention, plan and settings make it",
                 got=short(data.get(key)),
             )
-    return found
+    return fit
 
 
 def _canonical(value: Any) -> str:
@@ -374,14 +376,8 @@ def _broken(folder: Path, reason: str) -> InputError:
     )
 
 
-def _signed(value: int) -> int:
-    """A 64-bit hash as the int64 with the same bits."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
-
-
 def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
-    """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
+    """What the manifest and the report say about a fit; every value is None if nothing was fitted."""
     names = ("side", "c_transforms", "rescaled", "aim", "points", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
              "fit_rel_l2")  # fmt: skip
@@ -391,19 +387,18 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     if isinstance(fitted, SiteDistillation):
         distilled = fitted.distilled
         settings = distilled.settings
-        told = {name: settings[name] for name in ("coupling", "ties") if name in settings}
+        facts = {name: settings[name] for name in ("coupling", "ties") if name in settings}
         if settings.get("summary_tokens"):
-            told["summary_tokens"] = settings["summary_tokens"]
+            facts["summary_tokens"] = settings["summary_tokens"]
         if settings.get("depthwise") is not None:
-            told["depthwise"] = settings["depthwise"].shape[2]
-        return nothing | told | {
+            facts["depthwise"] = settings["depthwise"].shape[2]
+        return nothing | facts | {
             "fit": "distilled",
             OPERATORS[distilled.operator].size: fitted.count,
             "fit_rel_l2": max(fitted.errors),
             "examples": fitted.examples,
         }
-    conditions = [c for quality in fitted.quality for c in quality.condition_number]
-    finite = [c for c in conditions if c is not None and math.isfinite(c)]
+    conditions = [c for quality in fitted.quality for c in quality.condition_number if c is not None]
     converged = [c for quality in fitted.quality for c in quality.converged]
     plan = fitted.amortised.plan
     return nothing | {
@@ -416,7 +411,7 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
         "fit": fitted.quality[0].fit,
         "coefficients": fitted.sharing,
         "r2": min(r2 for quality in fitted.quality for r2 in quality.r2),
-        "condition_number": max(finite) if finite else None,
+        "condition_number": max(conditions, default=None),
         "fit_converged": all(converged) if converged else None,
         "kl_examples": fitted.quality[0].kl_examples,
         "examples": fitted.examples,

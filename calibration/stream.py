@@ -1,13 +1,13 @@
 """Stream: batches through a teacher into every candidate of every site, and out come the fits.
 
-The teacher's duals on a batch are computed once for all candidates of a site. What was collected is put
-aside now and then, and every finished fit at once, so that a killed run goes on where it was: a site
-that has taken in n batches passes over the first n. Collectors that keep activations (KL fits and
-distillation) are not put aside: they see the data again, and only their fits, the long part, are kept.
+The teacher's duals on a batch are computed once for all candidates of a site. What was collected is saved
+now and then, and every finished fit at once, so that a killed run resumes where it was: a site that has
+taken in n batches skips the first n. Collectors that keep activations (KL fits and distillation) are not
+saved: they read the data again, and only their fits, which take longest, are kept.
 
-Whatever is put aside says what was read for it (calibration.reading). After a run that a faulty example
-ended, the next one may come with other data, in which that example is mended: it goes on with what its
-own first batches would lead to, and drops the rest.
+Whatever is saved records what was read for it (calibration.reading). After a run that a faulty example
+ended, the next one may come with data in which that example was fixed: it keeps whatever its own first
+batches would lead to, and drops the rest.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from asapc.memory import give_back
 from asapc.processes import ALONE, Processes, apart, together
 from asapc.terminal.progress import Progress
 
-ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
-ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
-SAMPLE_BYTES = 1 << 28  # queries and keys of all sites that slices and pivots are made from
+ASIDE_EVERY = 15.0  # seconds between two times that statistics are saved
+ASIDE_SHARE = 0.05  # the most of a run's time that saving may take
+SAMPLE_BYTES = 1 << 28  # queries and keys, of all sites, that slices and pivots are made from
 _KEPT = "finished work is kept: {mend}run the same command to resume"
 
 Collector = SiteStatistics | Distiller
@@ -49,10 +49,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass
 class Pending:
-    """One candidate of one site on its way.
+    """One candidate of one site that is being fitted.
 
-    site: its place among the sites of the model.  done: the batches it has taken in.
-    heads, head_dim: of the site, by which what an earlier run left is checked.
+    site: its place among the sites of the model.  done: the number of batches it has taken in.
+    heads, head_dim: of the site, to check what an earlier run left.
     """
 
     site: int
@@ -77,11 +77,11 @@ def stream(
     label: str,
     processes: Processes = ALONE,
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
-    """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
+    """The fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
-    observe: what every site sees on a batch.  aside: where unfinished work is kept.  label: of the
+    observe: what every site sees on a batch.  aside: where unfinished work is saved.  label: of the
     progress bar.
-    processes: among which `examples` are dealt out; all of them come to the same, which the first makes.
+    processes: share `examples` out; the first makes the fits, and all of them return the same.
     """
     waiting: list[Pending] = []
     seen: list[int] = []
@@ -118,7 +118,7 @@ def stream(
         seen = _gathered(waiting, seen, processes)
         if not seen:
             return {}, []
-    except (InputError, KeyboardInterrupt) as error:  # what came before an example need not be done again
+    except (InputError, KeyboardInterrupt) as error:  # what came before it need not be repeated
         if not torn:
             _put_aside(waiting, aside, number, len(seen), reading)
         if aside is not None and aside.keys() and processes.alone:
@@ -133,7 +133,7 @@ def stream(
 
 @contextlib.contextmanager
 def _interrupted_afterwards() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block, or at once if pressed twice."""
+    """Delay Ctrl-C to the end of the block, unless it is pressed twice."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,32 +156,32 @@ def _interrupted_afterwards() -> Iterator[None]:
 def _shared(
     fitted: Mapping[str, AnySiteCalibration], processes: Processes
 ) -> dict[str, AnySiteCalibration]:
-    """The first process's fits, in all of them."""
+    """Give the first process's fits to all processes."""
     if processes.alone:
         return dict(fitted)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for key, fit in fitted.items():
-        own, facts[key] = fit_part(key, fit)
-        tensors |= own
+        of_fit, facts[key] = fit_part(key, fit)
+        tensors |= of_fit
     tensors, facts = processes.from_first((tensors, facts))
-    return {key: fit_from(key, its, tensors) for key, its in facts.items()}
+    return {key: fit_from(key, document, tensors) for key, document in facts.items()}
 
 
-def _gathered(pending: Sequence[Pending], seen: list[int], processes: Processes) -> list[int]:
-    """The examples of all processes, and in the first one what all of them have collected."""
+def _gathered(pending: Sequence[Pending], hashes_here: list[int], processes: Processes) -> list[int]:
+    """Return the examples of all processes; the first one also gathers what all have collected."""
     if processes.alone:
-        return seen
+        return hashes_here
     for p in pending:
         parts = list(processes.gathered(p.collector.part()))
         if parts:
             p.collector.gather(parts)
-    parts = processes.exchanged(({}, seen))
+    parts = processes.exchanged(({}, hashes_here))
     return [content for _, hashes in parts for content in hashes]
 
 
 def _check(pending: Sequence[Pending], tensors: Sequence[SiteTensors], batch: Batch) -> None:
-    """Before any site takes the batch in: all of them do, or none."""
+    """Check a batch before any site takes it in, so that either all do or none."""
     for site, name in {p.site: p.name for p in pending}.items():
         check_finite(name, tensors[site], batch.numbers)
 
@@ -202,10 +202,8 @@ def _prepare(
     progress: Progress,
     processes: Processes,
 ) -> None:
-    """Slices and pivots of every candidate, from the examples of the sample that have one shape, as many
-    as SAMPLE_BYTES hold.
-
-    Every process makes those of its share of the sites."""
+    """Make slices and pivots of every candidate from the sample's first examples of one shape, as many as
+    SAMPLE_BYTES hold.  Every process makes those of its share of the sites."""
     ready = all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending)
     if processes.least(ready):
         return
@@ -216,7 +214,7 @@ def _prepare(
             tensors = observe(batch)
             if seen and _layout(tensors) != _layout(seen[0]):
                 break
-            seen.append([replace(t, bias=None, v=None) for t in tensors])  # what is large and has no part
+            seen.append([_without_large(t) for t in tensors])
             size = sum(t.q.nbytes + t.k.nbytes for t in tensors)
             held += size
             if held + size > SAMPLE_BYTES:
@@ -233,10 +231,10 @@ def _prepare(
 
 
 def _exchange_parameters(pending: Sequence[Pending], processes: Processes) -> None:
-    """Slices and pivots, so that every process has all."""
-    own = {p.key: p.collector.state()[0] for p in processes.share(pending)
+    """Exchange slices and pivots, so that every process has all of them."""
+    prepared = {p.key: p.collector.state()[0] for p in processes.share(pending)
            if isinstance(p.collector, SiteStatistics)}  # fmt: skip
-    parts = processes.exchanged((together(own.items()), list(own)))
+    parts = processes.exchanged((together(prepared.items()), list(prepared)))
     made = {key: apart(tensors, key) for tensors, keys in parts for key in keys}
     for p in pending:
         if isinstance(p.collector, SiteStatistics):
@@ -252,13 +250,18 @@ def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
         values = [getattr(part, name) for part in parts]
         return None if values[0] is None else torch.cat(values)
 
-    first = parts[0].bias  # of queries alone, of which it hides some; features need no other
-    bias = join("bias") if first is not None and first.shape[1:] == (1, first.shape[-2], 1) else None
-    return SiteTensors(join("q"), join("k"), join("keep"), bias, join("query_keep"), join("v"))
+    return SiteTensors(*(join(name) for name in ("q", "k", "keep", "bias", "query_keep")))
+
+
+def _without_large(t: SiteTensors) -> SiteTensors:
+    """Without values, and without a bias except one that hides queries: features need no other."""
+    hides = t.bias is not None and t.bias.shape[1:] == (1, t.q.shape[2], 1)
+    bias = t.bias.expand(len(t.q), -1, -1, -1) if t.bias is not None and hides else None
+    return replace(t, bias=bias, v=None)
 
 
 def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
-    """One batch into every candidate, site by site: the loop in float64 is what takes the time."""
+    """Feed one batch to every candidate, site by site: the loop in float64 takes most of the time."""
     for site in dict.fromkeys(p.site for p in pending):
         candidates = [p for p in pending if p.site == site]
         check_finite(candidates[0].name, tensors[site])
@@ -279,7 +282,7 @@ def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
 
 @contextlib.contextmanager
 def _timed(*collectors: Collector) -> Iterator[None]:
-    """Add the time of what is done to that of the fits that it is done for, in equal parts."""
+    """Add the time that the block takes to its collectors, in equal parts."""
     start = time.perf_counter()
     yield
     for collector in collectors:
@@ -310,7 +313,7 @@ def _keep(key: str, fit: AnySiteCalibration, aside: Shards | None, reading: Read
 
 
 def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """The same candidate at every site: these may share their coefficients."""
+    """Group the same candidate of all sites: these may share their coefficients."""
     groups: dict[str, list[Pending]] = {}
     for p in pending:
         groups.setdefault(p.collector.recipe.label(), []).append(p)
@@ -320,7 +323,7 @@ def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
 def _taken_up(
     pending: Sequence[Pending], examples: Examples, aside: Shards | None, progress: Progress
 ) -> dict[str, AnySiteCalibration]:
-    """Fits of an earlier run that this data would lead to; what it collected likewise is restored."""
+    """Return the fits of an earlier run that this data would lead to too; restore what it collected."""
     if aside is None:
         return {}
     fits = {p.key: part for p in pending if (part := aside.get(_fit(p.key))) is not None}
@@ -330,8 +333,8 @@ def _taken_up(
     whole = examples.whole() if fits else ""
     most = max((_count(facts, "done") for _, facts in begun.values()), default=0)
     digests = dict(enumerate(examples.digests(most)))
-    found = {}
-    taken, others = 0, 0  # examples that the data still begins with, or does not
+    finished = {}
+    taken, others = 0, 0  # examples that the data still begins with, and that it no longer does
     for p in pending:
         if p.key in begun:
             tensors, facts = begun[p.key]
@@ -346,9 +349,9 @@ def _taken_up(
             if fit is None:
                 aside.drop(_fit(p.key))
             else:
-                found[p.key] = fit
-    fitted = _fitted_together(pending, found)
-    progress.note(_told(taken, others, len(fitted), len(fits)))
+                finished[p.key] = fit
+    fitted = _fitted_together(pending, finished)
+    progress.note(_resumed_text(taken, others, len(fitted), len(fits)))
     return fitted
 
 
@@ -358,7 +361,7 @@ _BROKEN = (  # of a part
 
 
 def _count(facts: Mapping[str, Any], name: str) -> int:
-    """0 for what is not a count: such a part is none that was put aside."""
+    """The count of that name; 0 for anything else, which no run of ours has saved."""
     value = facts.get(name)
     return value if type(value) is int and 0 < value < 2**63 else 0
 
@@ -380,31 +383,31 @@ def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySite
         check_fit(p.key, fit.replacement, p.heads, p.head_dim)
     except _BROKEN:
         return None
-    own = p.collector
-    wanted = (own.convention, own.plan, own.recipe.fit_settings())
+    collector = p.collector
+    wanted = (collector.convention, collector.plan, collector.recipe.fit_settings())
     return fit if (fit.convention, fit.plan, fit.settings) == wanted else None
 
 
-def _told(taken: int, others: int, fitted: int, fits: int) -> str:
-    """In a sentence, what is kept of an earlier run: its examples and its fits."""
-    told = []
+def _resumed_text(taken: int, others: int, fitted: int, fits: int) -> str:
+    """Say in a sentence what is kept of an earlier run: its examples and its fits."""
+    parts = []
     if taken:
-        told.append(f"resuming after the first {taken} examples")
+        parts.append(f"resuming after the first {taken} examples")
     if others:
         begun = "" if taken else "starting again: "
-        told.append(f"{begun}some of the {others} examples read by an earlier run have changed")
+        parts.append(f"{begun}some of the {others} examples read by an earlier run have changed")
     if fits:
-        told.append(f"{fitted} of {fits} finished fits are kept")
-    return "; ".join(told)
+        parts.append(f"{fitted} of {fits} finished fits are kept")
+    return "; ".join(parts)
 
 
 def _fitted_together(
-    pending: Sequence[Pending], found: Mapping[str, AnySiteCalibration]
+    pending: Sequence[Pending], finished: Mapping[str, AnySiteCalibration]
 ) -> dict[str, AnySiteCalibration]:
-    """Those that share coefficients count only together."""
+    """Leave out fits that share coefficients with one that is missing."""
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
-        kept = {p.key: found[p.key] for p in group if p.key in found}
+        kept = {p.key: finished[p.key] for p in group if p.key in finished}
         if len(kept) == len(group) or group[0].collector.recipe.coefficients != "shared":
             fitted |= kept
     return fitted
@@ -413,12 +416,13 @@ def _fitted_together(
 def _put_aside(
     pending: Sequence[Pending], aside: Shards | None, batches: int, examples: int, reading: Reading
 ) -> None:
-    """What was collected from so many batches; where it is of more, that was put aside before."""
+    """Save what was collected from so many batches; statistics of more batches were saved before."""
     if aside is None:
         return
     for p in pending:
-        if isinstance(p.collector, SiteStatistics) and p.collector.additive and p.done == batches > 0:
-            tensors, facts = p.collector.state()
+        site = p.collector  # a KL fit keeps activations too, and is not saved
+        if isinstance(site, SiteStatistics) and site.recipe.fit == "ls" and p.done == batches > 0:
+            tensors, facts = site.state()
             read = {"done": batches, "taken": examples, "read": reading.digest}
             aside.put(_statistics(p.key), tensors, {**facts, **read})
 

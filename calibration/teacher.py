@@ -1,11 +1,11 @@
-"""The duals a fit aims at: the teacher's, a few half-steps before its end."""
+"""The duals that a fit aims at: the teacher's own, a few half-steps before its end."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from asapc.features.clouds import Points, PredictedSide, clouds_of
+from asapc.features.clouds import Clouds, Points, PredictedSide, clouds_of
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
 
@@ -43,24 +43,14 @@ class TeacherDuals:
     def target(self, half_steps: int, side: PredictedSide, points: Points = "all") -> Tensor:
         """The dual of `side` in cost coordinates, centred over its points with mass, 0 elsewhere."""
         dual = self.after(half_steps)[0 if side == "source" else 1]
-        clouds = clouds_of(self._wide(), self.convention.score_multiplier, side, points)
-        if clouds.x_keep is not None:
-            dual = dual.masked_fill(~clouds.x_keep[:, None, :], 0.0)
+        clouds = self._clouds(side, points)
         return clouds.centre(dual + clouds.cost_offset())
 
     def intercept(self, half_steps: int) -> Tensor:
         """mean f + mean g over points with mass in cost coordinates, which centring drops: [B, H]."""
-        total = self.scores.new_zeros(self.scores.shape[:2])
-        for index, side in enumerate(("source", "target")):
-            clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)  # type: ignore[arg-type]
-            dual = self.after(half_steps)[index] + clouds.cost_offset()
-            keep = clouds.x_keep
-            if keep is None:
-                total = total + dual.mean(-1)
-            else:
-                count = keep.sum(-1).clamp(min=1)[:, None]
-                total = total + dual.masked_fill(~keep[:, None, :], 0.0).sum(-1) / count
-        return total
+        f, g = self.after(half_steps)
+        x, y = self._clouds("source"), self._clouds("target")
+        return (x.mean(f + x.cost_offset()) + y.mean(g + y.cost_offset()))[..., 0]
 
     def mass(self, half_steps: int, side: PredictedSide) -> Tensor:
         """Mass of each point of `side` once the other side is closed next: [B, H, N or M]."""
@@ -71,9 +61,10 @@ class TeacherDuals:
         plan = torch.exp(self.scores + f[..., :, None] + g[..., None, :])
         return plan.sum(-1 if side == "source" else -2)
 
-    def _wide(self) -> SiteTensors:
+    def _clouds(self, side: PredictedSide, points: Points = "all") -> Clouds:
         t = self.tensors
-        return SiteTensors(t.q.double(), t.k.double(), t.keep, t.bias)
+        wide = SiteTensors(t.q.double(), t.k.double(), t.keep, t.bias)
+        return clouds_of(wide, self.convention.score_multiplier, side, points)
 
 
 def _log_history(
@@ -121,6 +112,6 @@ def _linear_history(
     all_f, all_g = torch.stack([f for f, _ in duals]), torch.stack([g for _, g in duals])
     if keep is not None:
         all_g.masked_fill_(~keep[:, None, :], 0.0)
-    # NaN is not below the limit either: what went wrong on the way is seen here.
+    # NaN is not below the limit either, so this also catches whatever went wrong on the way.
     within = all((x.abs() < _LINEAR_DUAL_LIMIT).all() for x in (all_f, all_g))
     return duals if within else None

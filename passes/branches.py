@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from asapc.passes.cut import ancestors, depends_on_data, reaches
 from asapc.passes.observe import STOP, builtin_replaced
 from asapc.passes.products import NORMALISERS
+from asapc.terminal.printed import first_line
 
 Place = tuple[str, int]
 """File and line."""
@@ -396,11 +397,6 @@ def spoken(node: Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:

@@ -45,7 +45,6 @@ from asapc.passes.branches import (
     Trace,
     asking_for_types,
     check_branches,
-    first_line,
     plain_types,
     quiet_torch,
     reason_of,
@@ -72,6 +71,7 @@ from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_s
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import LOUD, Observed, emptied, is_the_same_traced, observed, others_for, untraced
+from asapc.terminal.printed import first_line
 
 ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
 

@@ -55,12 +55,12 @@ def analysed_once() -> Iterator[None]:
 
 def _origin(teacher: Teacher) -> list[Any] | None:
     """What else makes a teacher, since equal weights may be another model's; None where no file does."""
-    place = Path(teacher.source.rpartition(":")[0] if teacher.factory else teacher.source)
+    place = Path(teacher.source.rpartition(":")[0] or teacher.source)  # of a factory, its file
     if not place.exists():
         return None
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
     stats = [(path.name, path.stat()) for path in files if path.is_file()]
     return [
-        teacher.source, teacher.factory, teacher.program is None, teacher.onnx, type(teacher.model),
+        teacher.source, teacher.program is None, teacher.onnx, type(teacher.model),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     ]  # fmt: skip

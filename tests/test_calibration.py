@@ -13,7 +13,7 @@ import pytest
 import torch
 from collected import site_tensors, take
 
-from asapc.calibration import collect
+from asapc.calibration import collect, stream
 from asapc.calibration.collect import finish
 from asapc.calibration.least_squares import NormalEquations
 from asapc.calibration.stored import Calibration, load_calibration, save_calibration
@@ -26,8 +26,10 @@ from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, sinkhorn_attention
+from asapc.processes import ALONE
 from asapc.program.apply import apply_replacement, predict
 from asapc.stages.calibrate import site_collector
+from asapc.terminal.progress import make_progress
 
 
 def convention(half_steps=10, first_side="row", **rest):
@@ -212,7 +214,21 @@ def test_shared_coefficients_are_those_of_all_rows_of_all_sites(kind):
         equations.add(rows[None], targets[None, ..., 0])
     pooled = equations.solve(1e-2)
     torch.testing.assert_close(coefficients_of(first).double(), pooled.coefficients, atol=1e-5, rtol=1e-5)
-    assert first.quality[0].r2 == pytest.approx(pooled.r2, abs=1e-5)
+    assert first.quality[0].r2 == pytest.approx(pooled.quality.r2, abs=1e-5)
+
+
+def test_hidden_queries_do_not_enter_pivots():
+    """The keys' dual has its pivots from the queries that carry mass, whatever the others hold."""
+    pivots, quiet = [], make_progress(quiet=True)
+    for noise in (0.0, 50.0):
+        tensors = site_tensors(hidden=True)
+        moved = torch.where(tensors.bias.isneginf(), tensors.q + noise, tensors.q)
+        seen = dataclasses.replace(tensors, q=moved)
+        own = site_collector("a", convention(), Recipe(features=("coarse:3",)))
+        pending = [stream.Pending(0, "a", 0, own)]
+        stream._prepare(pending, [None], lambda batch, seen=seen: [seen], quiet, ALONE)
+        pivots.append(own.duals[0].parameters[0])
+    assert torch.equal(*pivots)
 
 
 def test_sites_with_different_columns_cannot_share():

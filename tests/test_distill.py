@@ -30,7 +30,7 @@ from asapc.calibration.stored import (
     load_calibration,
     save_calibration,
 )
-from asapc.calibration.students import esp_maker, lot_maker
+from asapc.calibration.students import maker_of
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
@@ -78,7 +78,7 @@ def test_a_lot_layer_is_found_again() -> None:
         return lot(t.q, t.k, t.v, t.keep, None, None, truth, mass, *settings)
 
     own = pieces(teacher, 8, batch=8)
-    make = lot_maker("layer", UNMASKED, True)
+    make = maker_of("layer", UNMASKED, {"operator": "lot"}, True)
     # Two pivots more than it has: no head is caught in a minimum of its own.
     start = fit_lot(own[:-1], own[-1:], make, 5, 0, steps=0)
     fit = fit_lot(own[:-1], own[-1:], make, 5, 0)
@@ -111,7 +111,7 @@ def test_more_pivots_than_points() -> None:
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
 @pytest.mark.parametrize("convention", KINDS, ids=lambda c: f"{c.last_side}-{c.output_factor}-{c.mask}")
 def test_the_map_has_the_teachers_mass(operator: str, convention: Convention) -> None:
-    make = (lot_maker if operator == "lot" else esp_maker)("layer", convention, True)
+    make = maker_of("layer", convention, {"operator": operator}, True)
     t = site(masked=convention.mask == "key")
     points = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     own = make(points, torch.full((2, 3), 1 / 3) if operator == "lot" else torch.ones(2))
@@ -123,13 +123,12 @@ def test_the_map_has_the_teachers_mass(operator: str, convention: Convention) ->
 
 @pytest.mark.parametrize("operator", ["lot", "esp_hard"])
 def test_a_mass_it_cannot_have_is_refused(operator: str) -> None:
-    make = lot_maker if operator == "lot" else esp_maker
     for factor in (OutputFactor(keys=1), OutputFactor(active=1)):
         convention = Convention(8, "row", 0.5, factor, "key")
         if operator == "lot" and factor.active:
             continue  # lot counts active keys itself
         with pytest.raises(InputError, match=f"layer: {operator} must be able to give its rows"):
-            make("layer", convention, False)
+            maker_of("layer", convention, {"operator": operator}, False)
 
 
 # What is kept

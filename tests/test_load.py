@@ -111,7 +111,7 @@ def test_a_built_in_folder(tmp_path, name):
     folder = built_in(tmp_path / "teacher", name)
     teacher = load_teacher(str(folder))
     assert isinstance(teacher.model, ARCHITECTURES[name]) and not teacher.model.training
-    assert teacher.builtin and teacher.factory is None and teacher.program is None
+    assert teacher.builtin and teacher.program is None
     assert teacher.source == str(folder) and len(teacher.fingerprint) == 64
     assert load_teacher(str(folder)).fingerprint == teacher.fingerprint
     inputs = example_inputs(teacher)

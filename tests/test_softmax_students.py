@@ -22,7 +22,7 @@ from asapc.calibration import distill
 from asapc.calibration.checked import check_fit
 from asapc.calibration.distill import Distiller, fit_depthwise, fit_loop
 from asapc.calibration.stored import fit_document, fit_from, fit_part, load_calibration
-from asapc.calibration.students import hybrid_of, loop_maker
+from asapc.calibration.students import Maker, hybrid_of, maker_of
 from asapc.cli import app
 from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
@@ -173,6 +173,11 @@ def pieces(count: int, target: Any) -> list[distill._Piece]:
     return found
 
 
+def loop_maker(half_steps: int) -> Maker:
+    settings = {"operator": "fitted_sinkhorn", "half_steps": half_steps}
+    return maker_of("site", SOFTMAX, settings, True)
+
+
 def test_a_planted_multiplier_is_found():
     own = torch.tensor([0.6, 2.5])
 
@@ -180,10 +185,10 @@ def test_a_planted_multiplier_is_found():
         return ops.fitted_sinkhorn(t.q, t.k, t.v, t.keep, None, own, 0.5, 3, True, ROWS)
 
     given = pieces(24, target)
-    fit = fit_loop(given, given, loop_maker(SOFTMAX, 3))
+    fit = fit_loop(given, given, loop_maker(3))
     torch.testing.assert_close(fit.distilled.settings["head_multiplier"], own, rtol=0.02, atol=0)
     assert fit.errors.sqrt().max() < 0.02
-    same = fit_loop(pieces(24, softmax), given, loop_maker(SOFTMAX, 1))
+    same = fit_loop(pieces(24, softmax), given, loop_maker(1))
     assert same.distilled.settings["head_multiplier"].tolist() == [1, 1]  # the layer itself
 
 

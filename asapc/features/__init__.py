@@ -1,8 +1,8 @@
-"""What a dual is predicted from, one family per file but for the plainest; FAMILIES is the list.
+"""What a dual is predicted from, one family per file except for the simplest; FAMILIES lists them.
 
-A recipe names features as `family`, `family:count` or `family:count:kind`. A feature has at most
-one parameter, a tensor made once from calibration activations (slices, pivots); from then on it maps
-a site's clouds to columns X, and a dual is predicted as centre(X omega).
+A recipe names features as `family`, `family:count` or `family:count:kind`. A feature has at most one
+parameter, a tensor made once from calibration activations (slices, pivots). It maps a site's clouds to
+columns X, and a dual is predicted as centre(X omega).
 """
 
 from __future__ import annotations
@@ -112,18 +112,12 @@ class Feature:
         """Whether every head has a parameter of its own, along the first axis."""
         return self.has_parameter and self.parameter_shape(-1, None)[0] == -1
 
-    def width(self, clouds: Clouds) -> int:
-        """Number of columns F."""
-        width = self.columns_of(clouds.x.shape[3], clouds.x.shape[2])
-        assert width is not None
-        return width
-
-    def columns_of(self, dim: Size, tokens: Size) -> Size:
-        """Number of columns F for so many tokens of that size, None where it depends on what is None."""
+    def width(self, dim: Size, tokens: Size) -> Size:
+        """Number of columns F; None if it depends on a size that is None."""
         return FAMILIES[self.family].width(dim, tokens, self.count)
 
     def parameter_for(self, clouds: Clouds, parameter: Tensor | None) -> Tensor | None:
-        """The parameter that these clouds see: the fitted one, unless it is derived from themselves."""
+        """The parameter for these clouds: the fitted one, unless it is derived from the clouds."""
         derived = FAMILIES[self.family].derived
         return parameter if derived is None else derived(clouds, self.count)
 
@@ -135,18 +129,18 @@ CLUSTERED = ("coarse", "farthest")  # families that run the loop on clusters aro
 
 
 def total_width(features: Sequence[Feature], dim: Size, tokens: Size) -> Size:
-    """Number of columns of all features, None where it is not known."""
-    widths = [feature.columns_of(dim, tokens) for feature in features]
+    """Number of columns of all features, None if unknown."""
+    widths = [feature.width(dim, tokens) for feature in features]
     return None if None in widths else sum(width or 0 for width in widths)
 
 
 def feature_list(
     features: str, parameters: Sequence[Tensor]
 ) -> tuple[list[Feature], list[Tensor | None]]:
-    """Recipe entries separated by spaces, and their parameters with None where there is none."""
+    """The parsed recipe entries, and a parameter or None for each.  features: separated by spaces."""
     parsed = [Feature.parse(text) for text in features.split()]
-    given = iter(parameters)
-    return parsed, [next(given) if feature.has_parameter else None for feature in parsed]
+    remaining = iter(parameters)
+    return parsed, [next(remaining) if feature.has_parameter else None for feature in parsed]
 
 
 def feature_columns(

@@ -1,7 +1,7 @@
 """What a dual is predicted from: the two point clouds of a site, seen from the predicted side.
 
-Every feature family is written once, for the dual of the points x against the points y. The source
-side predicts the queries' dual (x: queries, y: keys), the key side the keys' (x: keys, y: queries).
+Every feature family is written once, for the dual of the points x against the points y. The source side
+predicts the queries' dual (x: queries, y: keys), the target side the keys' (x: keys, y: queries).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Clouds:
 
     x: [B, H, N, D], whose dual is predicted; y: [B, H, M, D], the other side's points.
     x_keep: [B, N] bool, the points that carry mass, or None for all; y_keep: [B, M] likewise. On the
-    source side every query carries mass, padded ones too, unless the loop hides them or active points
-    alone are asked for.
-    x_real: [B, N] bool, the points that are no padding, or None if that is unknown or all are.
+    source side every query carries mass, including padded ones, unless the loop hides them or only active
+    points are requested.
+    x_real: [B, N] bool, the points that are not padding, or None if that is unknown or there is none.
     bias: broadcastable to [B, H, N, M], added to x . y, or None.
     """
 
@@ -50,20 +50,27 @@ class Clouds:
 
     def centre(self, values: Tensor) -> Tensor:
         """values [B, H, N] or [B, H, N, F] minus their mean over the points with mass, 0 elsewhere."""
-        axis = 2
-        if self.x_keep is None:
-            return values - values.mean(axis, keepdim=True)
-        keep = self.x_keep[:, None, :]
-        if values.dim() == 4:
-            keep = keep[..., None]
-        count = keep.sum(axis, keepdim=True).clamp(min=1)
-        values = values.masked_fill(~keep, 0.0)
-        return (values - values.sum(axis, keepdim=True) / count).masked_fill(~keep, 0.0)
+        keep = self._keep_of(values)
+        centred = values - self.mean(values)
+        return centred if keep is None else centred.masked_fill(~keep, 0.0)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over the points with mass, [B, H, 1] or [B, H, 1, F]; 0 where there are none."""
+        keep = self._keep_of(values)
+        if keep is None:
+            return values.mean(2, keepdim=True)
+        count = keep.sum(2, keepdim=True).clamp(min=1)
+        return values.masked_fill(~keep, 0.0).sum(2, keepdim=True) / count
+
+    def _keep_of(self, values: Tensor) -> Tensor | None:
+        """x_keep with an axis for each that the values have."""
+        keep = None if self.x_keep is None else self.x_keep[:, None, :]
+        return keep if keep is None or values.dim() == 3 else keep[..., None]
 
 
 def shown_queries(bias: Tensor | None) -> Tensor | None:
-    """[B or 1, N or 1], the queries that a bias [B or 1, H or 1, N or 1, M or 1] leaves a score; None
-    without one, or of one that is the same in every example."""
+    """[B or 1, N or 1], the queries that keep a score under a bias [B or 1, H or 1, N or 1, M or 1]; None
+    without a bias, or if it is the same in every example."""
     return None if bias is None or bias.dim() < 4 else (bias > -math.inf).any(3).any(1)
 
 
@@ -72,16 +79,16 @@ def clouds_of(
 ) -> Clouds:
     """A site's clouds from `side`; half precision becomes float32.
 
-    Queries that a bias of one number each hides carry no mass. Without one, and with as many queries as
-    keys, the key mask also tells the padded queries (self-attention).
-    points: "active" leaves those out, where it tells them.
+    Queries hidden by a bias of one number per query carry no mass. Without such a bias, and with as many
+    queries as keys, the key mask also shows which queries are padded (self-attention).
+    points: "active" leaves those out, if they are known.
     """
     root = math.sqrt(abs(score_multiplier))
     q = _widened_times(tensors.q, root if score_multiplier >= 0 else -root)
     k = _widened_times(tensors.k, root)
     keep, bias = tensors.keep, tensors.bias
     shown = shown_queries(bias) if bias is not None and bias.shape[-3::2] == (1, 1) else None
-    if keep is not None:  # a masked key may hold anything, even nan
+    if keep is not None:  # a masked key may hold anything, even NaN
         k = k.masked_fill(~keep[:, None, :, None], 0.0)
     if shown is not None:
         shown = shown.expand(q.shape[0], q.shape[2])
@@ -110,12 +117,16 @@ def clouds_from(
     q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float, side: str
 ) -> Clouds:
     """Clouds of an operator call.  side: source, target, or active: the source's active points."""
-    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, *_side_and_points(side))
+    if side not in ("source", "active", "target"):
+        raise ValueError(f"side must be source, active or target, got {side!r}")
+    points: Points = "active" if side == "active" else "all"
+    predicted: PredictedSide = "target" if side == "target" else "source"
+    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, predicted, points)
 
 
 def active_share(clouds: Clouds) -> Tensor:
-    """The mass of a y in balance, in attention units: n / N of the points x, over n / M of the points y:
-    [B, H, M]."""
+    """The balanced mass of each y in attention units, the share n / N of the points x with mass over that
+    of the points y: [B, H, M]."""
     share = clouds.y.new_ones(clouds.y.shape[:3])
     if clouds.x_keep is not None:
         share = share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
@@ -134,9 +145,3 @@ def _widened_times(tensor: Tensor, factor: float) -> Tensor:
     if tensor.dtype in WIDE:
         return tensor * factor
     return tensor * tensor.new_full((1,), factor, dtype=torch.float32)
-
-
-def _side_and_points(side: str) -> tuple[PredictedSide, Points]:
-    if side not in ("source", "active", "target"):
-        raise ValueError(f"side must be source, active or target, got {side!r}")
-    return "target" if side == "target" else "source", "active" if side == "active" else "all"

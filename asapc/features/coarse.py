@@ -1,13 +1,13 @@
 """Coarse: the teacher's own finite loop on a small problem, R clusters in place of the points y.
 
-Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of
-n_c points with mean m_c and variance s_c (per dimension, the mean over dimensions) stands for n_c
-equal points, whose score with x_i is, to second order,
+Every y with mass joins its nearest pivot, or is shared by equally near ones. A cluster c of n_c points
+with mean m_c and variance s_c (per dimension, averaged over dimensions) stands for n_c equal points,
+whose score with x_i is, to second order,
 
     S_ic = x_i . m_c + |x_i|^2 s_c / 2.
 
-One variance a dimension gains nothing (within 0.001 of the attention error on the AG News teacher)
-and would cost as much as the rest again.
+A variance for each dimension gains nothing (within 0.001 of the attention error on the AG News teacher)
+and would double the cost.
 
 From u = v = 0 the teacher's half-steps up to the predicted dual are run on the N x R problem,
 
@@ -15,8 +15,8 @@ From u = v = 0 the teacher's half-steps up to the predicted dual are run on the 
 
 and the column is the last u plus |x|^2 / 2. Uniform masses only shift u and v, so they are left out.
 The finite budget matters: a padded batch has one slow mode, padded against real queries, that the
-teacher leaves unconverged. Cost O((N + M) R D + T N R) a head, a fraction of one c-transform for N >> R.
-A score bias is not seen by the clusters.
+teacher leaves unconverged. The clusters ignore a score bias. Cost O((N + M) R D + T N R) per head, for
+N >> R a fraction of one c-transform.
 
 What gained nothing beside it, in a prototype on an IMDb teacher (queries' dual, one c-transform, 128
 examples to fit on), where `coarse:32 gaussian` is at 0.0207, and with `raw` at 0.0172: a loop on a kernel
@@ -43,7 +43,7 @@ ITERATIONS = 20  # of Lloyd's
 def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
     """Pivots [H, R, D] float32: k-means of the points y of each head.  kind: unused, there is one.
 
-    With fewer distinct points than pivots, the surplus ones repeat the first.
+    With fewer distinct points than pivots, the surplus pivots repeat the first.
     """
     points = sample.y.transpose(0, 1).cpu()
     points = points.flatten(1, 2) if sample.y_keep is None else points[:, sample.y_keep.cpu()]
@@ -53,11 +53,10 @@ def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
 
 
 def kmeans(points: Tensor, count: int, generator: np.random.Generator) -> Tensor:
-    """`count` centres of the points of each head: [H, count, D] of float64 [H, n, D].
+    """`count` centres of the points of each head: [H, count, D] from float64 [H, n, D].
 
-    The distinct points and copies of the first where these are fewer, 0 where there are none.
-
-    k-means++ and Lloyd's iteration on all heads at once: a large model has hundreds.
+    If there are fewer distinct points, these and copies of the first; 0 if there are none.
+    k-means++ and Lloyd's iteration run on all heads at once: a large model has hundreds.
     """
     heads, size, dim = points.shape
     if size == 0:
@@ -98,9 +97,9 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
 def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
     """Predicted masses of the points y in the plan that the budget ends on, 1 on average: [B, H, M].
 
-    The last half-step closes x, so a cluster c of y
-    has the mass r_c = exp(v_c - v'_c), where v' is what one more half-step would make of v. The
-    clusters' total mass is that of the points x, which a column step has just made exact.
+    The last half-step closes x, so a cluster c of y has the mass r_c = exp(v_c - v'_c), where v' is v
+    after one more half-step. The clusters' total mass is that of the points x, which a column step has
+    just made exact.
     """
     problem = coarse_problem(clouds, pivots)
     u, v = coarse_duals(problem, clouds.x_keep, budget)

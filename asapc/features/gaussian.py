@@ -28,15 +28,15 @@ MatrixOf = Callable[[Tensor, Tensor], Tensor]  # two covariances to A
 JITTER = 1e-6  # share of the trace added to Sy, which may be singular
 PARTS = 16  # of a cloud on a GPU
 STEPS = 30  # Newton-Schulz steps at most; scaled ones take 7 to 12
-BLIND_STEPS = {torch.float32: 14, torch.float64: 18}  # always taken where values are not looked at
+BLIND_STEPS = {torch.float32: 16, torch.float64: 18}  # always taken where values are not looked at
 CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y - I
 
 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     """|x|^2 / 2, beta(x), active: [B, H, N, 3]."""
     beta = brenier_potential(clouds)[..., None]
-    given = clouds, parameter, budget
-    return torch.cat([points.norm(*given), beta, points.active(*given)], -1)
+    arguments = clouds, parameter, budget
+    return torch.cat([points.norm(*arguments), beta, points.active(*arguments)], -1)
 
 
 def weighted(clouds: Clouds, beta: Tensor, weights: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def moments(points: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _gram(shifted: Tensor) -> Tensor:
-    """x' x [B, H, D, D] of points [B, H, N, D]; on a GPU, of which a product would use one processor a
+    """x' x [B, H, D, D] of points [B, H, N, D]; on a GPU, where one product would use one processor per
     head, as the sum of PARTS products."""
     if not shifted.is_cuda:
         return shifted.transpose(-1, -2) @ shifted
@@ -86,14 +86,14 @@ def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
     tiny = torch.finfo(spread_y.dtype).tiny ** 0.5
     trace = spread_y.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     factor, _ = torch.linalg.cholesky_ex(spread_y + (JITTER * trace + tiny) * eye)
-    root = square_root(factor.transpose(-1, -2) @ spread_x @ factor + eye / 4, floor=0.25)
+    root, _ = square_roots(factor.transpose(-1, -2) @ spread_x @ factor + eye / 4, floor=0.25)
     inner, _ = torch.linalg.cholesky_ex(root + eye / 2)
     half = torch.linalg.solve_triangular(inner, factor.transpose(-1, -2), upper=False)
     return half.transpose(-1, -2) @ half
 
 
-def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
-    """Square root of symmetric positive definite matrices [..., D, D] with eigenvalues >= floor.
+def square_roots(matrix: Tensor, floor: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and its inverse of symmetric matrices [..., D, D] with eigenvalues >= floor > 0.
 
     Coupled Newton-Schulz steps, products only; where they have not converged, eigenvectors decide.
     With t the eigenvalues of Z Y in [low, 1], a step maps t to t (3 - t)^2 / 4; scaling t by mu
@@ -101,11 +101,12 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
     Source: Higham, Functions of Matrices (2008), Eq. 6.35; the scaling is ours.
     """
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    norm = matrix.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    norm = matrix.square().sum((-2, -1), keepdim=True).sqrt()
+    norm = norm.clamp(min=torch.finfo(matrix.dtype).tiny)
     y, z = matrix / norm, eye.expand_as(matrix)
-    low = (floor / norm).detach() if floor > 0 else torch.ones_like(norm)  # 1: no scaling
+    low = (floor / norm).detach()
     tolerance = CONVERGED[matrix.dtype]
-    # A traced graph cannot look at its values, and a GPU is not waited for: as many steps as converge.
+    # A traced graph cannot look at its values, and nobody waits for a GPU: enough steps to converge.
     traced = torch.compiler.is_compiling()
     blind = traced or matrix.is_cuda
     error = torch.full_like(norm, torch.inf)
@@ -114,14 +115,17 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
         error = (product - eye).abs().amax((-2, -1), keepdim=True)
         done = error <= tolerance
         if not blind and bool(done.all()):
-            return y * norm.sqrt()
+            break
         scale, low = newton_schulz_scale(low)
         step = (3 * eye - scale * product) / 2 * scale.sqrt()
-        if not traced:  # a matrix takes as many steps as it needs, whatever is beside it in the batch
+        if not traced:  # each matrix takes the steps it needs, whatever else is in the batch
             step = torch.where(done, eye, step)
         y, z = y @ step, step @ z
-    root = y * norm.sqrt()
-    return root if blind else torch.where(error <= tolerance, root, _eigen_root(matrix))
+    roots = y * norm.sqrt(), z / norm.sqrt()
+    if blind or bool((error <= tolerance).all()):
+        return roots
+    first, second = zip(roots, _eigen_roots(matrix), strict=True)
+    return torch.where(error <= tolerance, *first), torch.where(error <= tolerance, *second)
 
 
 def newton_schulz_scale(low: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,9 +138,11 @@ def newton_schulz_scale(low: Tensor) -> tuple[Tensor, Tensor]:
     return scale, at_most_one.clamp(max=1.0)
 
 
-def _eigen_root(matrix: Tensor) -> Tensor:
+def _eigen_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # eigh would raise
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     values, vectors = torch.linalg.eigh(torch.where(broken, eye, matrix))
-    root = (vectors * values.clamp(min=0.0).sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
-    return root.masked_fill(broken, torch.nan)
+    scale = values.clamp(min=torch.finfo(values.dtype).tiny).sqrt()[..., None, :]
+    roots = ((vectors * x) @ vectors.transpose(-1, -2) for x in (scale, 1 / scale))
+    root, inverse = (x.masked_fill(broken, torch.nan) for x in roots)
+    return root, inverse

@@ -21,7 +21,7 @@ class DualPredictor:
     """side's dual as centre(X omega) - |x|^2 / 2; see features.predict_dual.
 
     parameters: one entry per feature; coefficients omega: [1|H, F] float32.
-    points: "active" leaves padded queries out of the features, where the key mask tells them; their
+    points: "active" leaves padded queries out of the features, if the key mask shows them; their
     potential is that of a mean point, 0.
     """
 
@@ -33,7 +33,7 @@ class DualPredictor:
     points: Points = "all"
 
     def arguments(self, score_multiplier: float, mass: bool = False) -> dict[str, Any]:
-        """What torch.ops.asapc.dual, or dual_and_row_mass, takes besides q, k, keep and bias, by name."""
+        """The arguments of torch.ops.asapc.dual, or dual_and_row_mass, except q, k, keep and bias."""
         leaves_out = self.side == "source" and self.points == "active"
         return {
             "parameters": [parameter for parameter in self.parameters if parameter is not None],
@@ -52,9 +52,9 @@ class TransformPlan:
 
     c_transforms: half-steps after the prediction; 0 predicts both duals and closes neither.
     rescaled: the c-transform ends on rows, the teacher on columns: rows get their predicted mass.
-    half_steps: of the teacher up to the predicted dual, which is what the fit aims at.
-    aim: "aligned", that dual from which the c-transforms are the teacher's own last half-steps; or
-    "last", its last one of that side, f^(T), from which they go on beyond the teacher.
+    half_steps: of the teacher up to the predicted dual, which the fit aims at.
+    aim: "aligned", the dual from which the c-transforms are the teacher's own last half-steps; or "last",
+    its last dual of that side, f^(T), from which they continue beyond the teacher.
     """
 
     side: RecipeSide
@@ -84,9 +84,9 @@ def transform_plan(
     update the predicted dual before them. The one exception is a single c-transform from the keys' dual
     of a column-ending teacher: it ends on rows, and rescaling them restores the teacher's plan.
 
-    aim: with "last" the exact dual reproduces the teacher under one c-transform alone (ASAP-0 on a
-    column-ending teacher), more of them go on towards the fixed point, and a single one from the queries'
-    dual of a row-ending teacher ends on columns.  Source: ASAP, Section 4.1, Eqs. 16 and 18.
+    aim: with "last", the exact dual reproduces the teacher only under one c-transform (ASAP-0 on a
+    column-ending teacher); more of them continue towards the fixed point, and a single one from the
+    queries' dual of a row-ending teacher ends on columns.  Source: ASAP, Section 4.1, Eqs. 16 and 18.
     """
     steps = convention.half_steps
     if side == "both":
@@ -108,7 +108,7 @@ def transform_plan(
 
 @dataclass(frozen=True)
 class Amortised:
-    """What replaces the loop at one site: predicted duals, then the plan's c-transforms.
+    """The replacement of the loop at one site: predicted duals, then the plan's c-transforms.
 
     predictors: one per side of the plan.  intercept: [1|H], the mean of f + g where both duals are
     predicted (a c-transform would find it), else None.
@@ -119,7 +119,7 @@ class Amortised:
     intercept: Tensor | None = None
 
     def settings(self, source: Any, key: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Of torch.ops.asapc.asap, by name.  source, key: duals.  loop: the site's settings."""
+        """Settings of torch.ops.asapc.asap by name.  source, key: duals.  loop: the site's settings."""
         return {
             "source_dual": source, "target_dual": key, "score_multiplier": loop["score_multiplier"],
             "c_transforms": self.plan.c_transforms, "output_factor": loop["output_factor"],

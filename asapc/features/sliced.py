@@ -9,8 +9,8 @@ points y of equal mass on either side, b_(r) is the y of rank ceil(r n_y / n_x),
 first r of the x give mass to: the r-th y itself where n_x = n_y. Equal projections get equal
 potentials, so the order among ties has no effect. Without any y with mass, all y count as 0.
 
-Exact: with g = min_i (C_ij - f_i), mean f + mean g is the transport cost. Any slope between this y and
-the first that the next x gives mass to serves; an interpolated quantile is mostly none of them.
+This is exact: with g = min_i (C_ij - f_i), mean f + mean g is the transport cost. Any slope between this
+y and the first that the next x gives mass to would do; an interpolated quantile mostly lies outside.
 
 Columns [B, H, N, L]. Cost O((N + M) L (D + log N + log M)) a head.
 Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the general case is ours.
@@ -52,7 +52,7 @@ def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _drop_massless(ordered: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
-    """0 in place of the points without mass, which are behind the first `count` sorted ones."""
+    """Set points without mass, which come after the first `count` sorted ones, to 0."""
     if keep is None:
         return ordered
     return ordered.masked_fill(torch.arange(ordered.shape[-1], device=ordered.device) >= count, 0.0)
@@ -69,8 +69,8 @@ def potentials(
 ) -> Tensor:
     """The same in the layout it is sorted in: [B, H, L, N].
 
-    Both sorts run along the last dimension, may treat ties as they like and overwrite their input;
-    sort_values gives no order.
+    Both sorts run along the last dimension, and may order ties freely and overwrite their input;
+    sort_values returns no order.
     """
     a, n_x = _project(clouds.x, clouds.x_keep, theta)
     b, n_y = _project(clouds.y, clouds.y_keep, theta)

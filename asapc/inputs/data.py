@@ -31,7 +31,7 @@ from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.user_code import UserCode
 from asapc.inputs.paths import check_data, identifier, is_array_file
-from asapc.inputs.weights import fingerprint, read_safetensors
+from asapc.inputs.weights import fingerprint, layout_of, read_safetensors
 from asapc.terminal.printed import reason
 
 Split = Literal["calibration", "selection", "gate"]
@@ -53,14 +53,15 @@ def split_of(hash: int) -> Split:
     return "selection" if remainder < 85 else "gate"
 
 
-GATE_SHARE = 0.15  # of many examples, see split_of
+GATE_SHARE = 0.15  # see split_of
 
 
 def empty_split(source: DataSource, split: Split) -> InputError:
-    """What is said of data without an example in one of its splits."""
-    met = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]
-    examples = f"none of {len(met)}" if source.examples == len(met) else f"none of the first {len(met)}"
-    kinds = "" if len({*met}) == len(met) else f", {len({*met})} of them different"
+    """The error for data of which a split has no example."""
+    hashes = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]
+    read, different = len(hashes), len({*hashes})
+    examples = f"none of {read}" if source.examples == read else f"none of the first {read}"
+    kinds = "" if different == read else f", {different} of them different"
     return InputError(
         f"{source.source}: the {split} split needs examples",
         got=f"{examples}{kinds}",
@@ -73,8 +74,8 @@ def require_splits(source: DataSource) -> None:
     """Raises InputError for data of which a split has no example."""
     missing: list[Split] = [*get_args(Split)]
     for batch in source.batches(_PIECE):
-        met = {split_of(content) for content in batch.hashes}
-        missing = [split for split in missing if split not in met]
+        present = {split_of(content) for content in batch.hashes}
+        missing = [split for split in missing if split not in present]
         if not missing:
             return
     raise empty_split(source, missing[0])
@@ -85,8 +86,8 @@ class Batch:
     """One call of the model: forward(*args, **kwargs), for accuracy `labels` [B], `hashes` B long.
 
     Tensors are [B, ...]; anything else in args or kwargs is passed on as it is.
-    numbers: of the examples in the data, counted from 0; none where that is not known.
-    teacher: its class scores [B, classes], where training compares with them.
+    numbers: of the examples in the data, counted from 0; empty if unknown.
+    teacher: its class scores [B, classes], if training compares with them.
     """
 
     args: tuple[Any, ...]
@@ -100,12 +101,12 @@ class Batch:
         return len(self.hashes)
 
     def on(self, device: torch.device) -> Batch:
-        """With args and kwargs on the device; labels stay, what they are compared with comes to them."""
+        """With args and kwargs on the device; labels stay on the CPU, where they are compared."""
         return replace(self, args=moved(self.args, device), kwargs=moved(self.kwargs, device))
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are; the CPU where it has none."""
+        """Where its tensors are; the CPU if it has none."""
         return next((tensor.device for tensor in self.tensors()), CPU)
 
     @property
@@ -146,9 +147,9 @@ class DataSource(ABC):
 
     def on(self, device: torch.device) -> Self:
         """The same data, in batches on the device."""
-        there = copy.copy(self)
-        there.device = device
-        return there
+        elsewhere = copy.copy(self)
+        elsewhere.device = device
+        return elsewhere
 
     @abstractmethod
     def _batches(self) -> Iterator[Batch]:
@@ -190,7 +191,7 @@ class DataSource(ABC):
     def count(
         self, batch_size: int, *, select: Select | None = None, limit: int | None = None
     ) -> int | None:
-        """How many batches batches() yields, None where that shows only as they are read."""
+        """How many batches batches() yields; None if only reading them shows it."""
         return None
 
     def gather(self, *, select: Select | None = None, limit: int | None = None) -> list[Batch]:
@@ -226,11 +227,11 @@ class HeldData(DataSource):
 
 
 def _of_arrays(source: str, arrays: Mapping[str, Any], signature: Signature, own: bool) -> HeldData:
-    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
+    """own: nobody else holds the arrays, so they are copied only for another dtype or layout."""
     if not arrays:
         raise _empty(source)
-    given = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
-    whole = _batch(given, signature, source, 0, own)
+    converted = {name: x if isinstance(x, Tensor) else np.asarray(x) for name, x in arrays.items()}
+    whole = _batch(converted, signature, source, 0, own)
     inputs = dict(signature.names(whole.args, whole.kwargs))
     labels = {} if whole.labels is None else {"labels": whole.labels}
     return HeldData(source, [whole], fingerprint(inputs | labels))
@@ -247,7 +248,7 @@ def _of_batches(given: Iterable[object], signature: Signature) -> HeldData:
 
 
 def _piece(size: int, examples: int) -> int:
-    """How many of so many examples, of so many bytes together, to look at at once."""
+    """How many examples to look at at once, of so many that take `size` bytes together."""
     return max(1, min(_PIECE, _PIECE_BYTES * examples // max(1, size)))
 
 
@@ -276,20 +277,20 @@ class CallableData(DataSource):
             )
         iterator = iter(yielded)
         end = object()
-        seen = 0
+        count = 0
         for number in itertools.count():
             item = self._code.run(lambda: next(iterator, end), "yield batches")
             if item is end:
                 break
-            batch = _batch(item, self._signature, f"{self.source}, batch {number}", seen)
-            seen += len(batch)
+            batch = _batch(item, self._signature, f"{self.source}, batch {number}", count)
+            count += len(batch)
             yield batch
-        if seen == 0:
+        if count == 0:
             raise _empty(self.source)
 
 
 def _batch(item: object, signature: Signature, place: str, first: int, own: bool = False) -> Batch:
-    """What was yielded or given.  first: number of examples before it.  own: see _of_arrays."""
+    """A batch from the user, checked.  first: number of examples before it.  own: see _of_arrays."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     labels = None
@@ -330,8 +331,8 @@ def data_of(
     given: str | DataSource | Mapping[str, Any] | Iterable[object],
     model_signature: inspect.Signature | None,
 ) -> DataSource:
-    """What Python code may give for DATA: that, arrays by the names of forward's arguments and
-    `labels`, one array for the first argument, or batches (tensor, tuple or mapping each), which are
+    """DATA, or what Python code may give instead: arrays by the names of forward's arguments and
+    `labels`, one array for the first argument, or batches (a tensor, tuple or mapping each), which are
     read once and held.
 
     Raises InputError as open_data.
@@ -374,10 +375,10 @@ class Signature:
 
     def __init__(self, signature: inspect.Signature | None) -> None:
         either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        given = signature or inspect.signature(lambda *args, **kwargs: None)
+        declared = signature or inspect.signature(lambda *args, **kwargs: None)
         parameters = [
             p.replace(kind=either) if p.kind is inspect.Parameter.POSITIONAL_ONLY else p
-            for p in given.parameters.values() if p.name != "self"
+            for p in declared.parameters.values() if p.name != "self"
         ]  # fmt: skip
         self._signature = inspect.Signature(parameters)
         self.arguments = tuple(p.name for p in parameters if p.kind in (either, only))
@@ -388,13 +389,13 @@ class Signature:
         return self.arguments[0] if self.arguments else "NAME"
 
     def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """By forward's names where Python cannot use theirs: input_1 for an ONNX graph's input.1."""
-        found = {}
+        """The arrays under forward's names where theirs are not Python: input_1 for ONNX's input.1."""
+        by_argument = {}
         for name, array in arrays.items():
             argument = identifier(name)
             taken = name in self.arguments or argument in arrays or argument not in self.arguments
-            found[name if taken else argument] = array
-        return found
+            by_argument[name if taken else argument] = array
+        return by_argument
 
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str
@@ -461,7 +462,7 @@ def _check_unpacked(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> np.ndarray[Any, Any]:
-    """One array, whose declared shape must be the size of what follows it."""
+    """One array, whose declared shape must match the bytes that follow."""
     with archive.open(info) as content:
         version = np.lib.format.read_magic(content)
         if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which numbers do not have
@@ -478,7 +479,7 @@ def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> np
         stored = info.file_size - content.tell()
         if min(shape, default=0) < 0 or declared != stored:
             raise ValueError(f"an array of {declared} bytes declared, {stored} stored")
-    with archive.open(info) as content:  # read piece by piece: it is never there twice
+    with archive.open(info) as content:  # read piece by piece, so never in memory twice
         return np.lib.format.read_array(content, allow_pickle=False)
 
 
@@ -537,7 +538,7 @@ def _first_bad(tensor: Tensor) -> int | None:
     if not tensor.numel():  # a file may promise 10^12 examples of no number each
         return None
     first = 0
-    for piece in tensor.split(_piece(tensor.nbytes, len(tensor))):  # what is compared takes memory too
+    for piece in tensor.split(_piece(tensor.nbytes, len(tensor))):  # comparing takes memory too
         bad = ~torch.isfinite(piece)
         if bad.any():
             return first + int(bad.reshape(len(bad), -1).any(dim=1).nonzero()[0])
@@ -551,7 +552,7 @@ def _labels(value: object, place: str) -> Tensor:
     if not integer or tensor.dim() != 1:
         raise InputError(
             f"{place}: labels must hold one class number (an integer) per example",
-            got=f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+            got=layout_of(tensor),
         )
     return tensor.long()
 
@@ -626,9 +627,9 @@ def own(batch: Batch) -> Batch:
 
 
 def output_of(model: Callable[..., Any], batch: Batch) -> Any:
-    """What a model gives, which may write into the tensors, lists and dicts that it is given."""
-    given = own(batch)
-    return model(*given.args, **given.kwargs)
+    """Run a model on copies of the arguments, since it may write into them."""
+    copied = own(batch)
+    return model(*copied.args, **copied.kwargs)
 
 
 def _layout(batch: Batch) -> Any:
@@ -655,9 +656,9 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def recorded_data(record: str, folder: str | Path, command: str) -> str:
-    """DATA that `folder` names: a file may be read again, code is never run on its word.
+    """DATA as recorded in `folder`: a file is read again, but code only runs if the user names it.
 
-    record: see formats.places.  Raises InputError where a file is not there, and for anything else.
+    record: see formats.places.  Raises InputError for a missing file, and for anything but a file.
     """
     data = places.found(record, folder)
     if not is_array_file(data):

@@ -1,4 +1,4 @@
-"""What is wrong with an example: which one, and where in it, instead of what a kernel says."""
+"""Which example is wrong, and where in it, instead of what a kernel says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import InputError
-from asapc.inputs.data import Batch, rows
+from asapc.inputs.data import Batch, Signature, rows
+from asapc.terminal.printed import first_line
 
 RULE = "the model must run on the given data"
 HELP = "check the names, shapes and dtypes of the data against the model's forward"
@@ -20,9 +21,9 @@ HELP = "check the names, shapes and dtypes of the data against the model's forwa
 def data_fault(
     error: Exception, batch: Batch, run: Callable[[Batch], Any], names: Sequence[str] = ()
 ) -> InputError | None:
-    """The error as one of the data, None where no single example is to blame.
+    """The error as a fault of the data, or None if no single example is to blame.
 
-    An example is to blame if a batch of nothing else fails where a batch of another does not; an index
+    An example is to blame if a batch of it alone fails and a batch of some other does not. An index
     beyond its table is the data's fault even if every example has one.  names: of positional arguments.
     """
     size = len(batch)
@@ -35,19 +36,19 @@ def data_fault(
     place = "an example" if number is None else f"example {number} (counted from 0)"
     others = rows(batch, working) if working else None
     entry = _entry(rows(batch, [bad] * size), others, run, names)
-    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    told = "" if entry is None else f": {entry}"
+    place += "" if entry is None else f": {entry}"
     return InputError(
-        RULE, got=f"{type(error).__name__} in {place}{told} ({line})", help="fix or remove that example"
+        RULE, got=f"{type(error).__name__} in {place} ({first_line(error)})",
+        help="fix or remove that example",
     )
 
 
 def device_fault(error: Exception) -> InputError | None:
-    """What only a GPU says: that its memory is full, or that a kernel met an index beyond its table,
-    after which no kernel of the process runs, so that the example cannot be looked for."""
+    """Faults of a GPU: its memory is full, or a kernel met an index beyond its table. After that no
+    kernel runs in this process, so the example cannot be searched for."""
     if isinstance(error, torch.OutOfMemoryError):
         return InputError(
-            "a batch must fit into the GPU's memory", got=str(error).splitlines()[0][:200],
+            "a batch must fit into the GPU's memory", got=first_line(error, 200),
             help="set a smaller batch_size in the recipe, or use --device cpu",
         )  # fmt: skip
     if "device-side assert" in str(error):
@@ -58,11 +59,9 @@ def device_fault(error: Exception) -> InputError | None:
     return None
 
 
-def argument_names(module: nn.Module) -> list[str]:
-    """Of forward's positional arguments, as far as it says them."""
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is named and p.name != "self"]
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of forward's positional arguments, as far as it declares them."""
+    return Signature(inspect.signature(module.forward)).positional
 
 
 def check_labels(labels: Tensor, classes: int, numbers: Sequence[int] = (), place: str = "data") -> None:
@@ -89,13 +88,12 @@ def _runs(run: Callable[[Batch], Any], batch: Batch) -> bool:
 def _entry(
     bad: Batch, working: Batch | None, run: Callable[[Batch], Any], names: Sequence[str]
 ) -> str | None:
-    """"input_ids[5] = 99999": the integer without whose excess the batch runs.
+    """"input_ids[5] = 99999": the integer that is out of range, if the batch runs with it in range.
 
-    bad: of one example, repeated.  Excess is what lies outside of the working examples' values, or, where
-    there are none, everything but 0.
+    bad: one example, repeated.  The range is that of the working examples, or just 0 if there are none.
     """
-    given: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
-    for key, value in given:
+    arguments: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
+    for key, value in arguments:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
             continue
         low, high = 0, 0

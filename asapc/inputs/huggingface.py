@@ -1,13 +1,13 @@
 """A folder of Hugging Face transformers: config.json with `model_type`, weights in safetensors files.
 
 The class is the one of the installed transformers that config.json names under `architectures`; code in
-the folder runs with remote_code alone. transformers is given the checked weights and the configuration,
-not the folder: pickles, adapters and whatever else lies there are not read. Layers of an older name are
-renamed as from_pretrained does it. Nothing is downloaded: a configuration may name kernels and backbones
-of a hub, which are code of others.
+the folder only runs with remote_code. transformers gets the checked weights and the configuration, not
+the folder: pickles, adapters and whatever else lies there are not read. Layers with older names are
+renamed as in from_pretrained. Nothing is downloaded: a configuration may name kernels and backbones on
+a hub, which are other people's code.
 
-The function behind an attention of one's own (transformers.AttentionInterface) is no part of a
-checkpoint. It is registered by the user's code, named as `attention`: "file.py:function".
+The function behind a custom attention (transformers.AttentionInterface) is not part of a checkpoint. The
+user's code registers it, named as `attention`: "file.py:function".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 from asapc.formats.user_code import UserCode, describe
-from asapc.inputs.weights import read_safetensors
+from asapc.inputs.weights import listed, read_safetensors
 from asapc.terminal.hints import install_line
 
 ATTENTION = "attention"  # the one argument in --kwargs
@@ -93,7 +93,7 @@ _OWN_ATTENTION = (
 
 
 def _named(config: Mapping[str, Any]) -> str | None:
-    """The registered attention that a configuration asks for; some versions of transformers write it."""
+    """The registered attention that a configuration names, which some versions of transformers write."""
     from transformers import AttentionInterface
 
     for key in ("attn_implementation", "_attn_implementation"):
@@ -112,7 +112,7 @@ def _without_kernels(config: Any) -> Any:
 
 
 def _registered(spec: Any) -> str | None:
-    """The name under which the user's attention function is registered, with additive masks."""
+    """Register the user's attention function, with additive masks, and return its name."""
     if spec is None:
         return None
     if not isinstance(spec, str):
@@ -138,10 +138,10 @@ def _class_of(
     if remote_code and isinstance(config.get("auto_map"), dict):
         return _remote(folder, config)
     for name in names:
-        found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
-            settings: Any = found.config_class  # type: ignore[attr-defined]
-            return found, settings.from_dict(dict(config))
+        model_class: Any = getattr(transformers, name, None) if name.isidentifier() else None
+        if inspect.isclass(model_class) and issubclass(model_class, transformers.PreTrainedModel):
+            settings: Any = model_class.config_class  # type: ignore[attr-defined]
+            return model_class, settings.from_dict(dict(config))
     if "auto_map" in config:
         raise InputError(
             f"{folder}: its model is code in the folder, which runs only if you trust it",
@@ -204,25 +204,22 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
-    """Every weight of the model is in the files, in its shape; a warning for others in the files."""
-
-    def listed(key: str) -> str:
-        names = sorted(map(str, loading.get(key) or ()))
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-    for key, what in (("missing_keys", "the files lack"), ("mismatched_keys", "of another shape are")):
-        if loading.get(key):
+    """Raise unless the files hold every weight of the model in its shape; warn about other weights."""
+    kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
+    missing, other, unexpected = (listed(sorted(map(str, loading.get(kind) or ()))) for kind in kinds)
+    for names, what in ((missing, "the files lack"), (other, "of another shape are")):
+        if names:
             raise InputError(
-                f"{folder}: weights and model must agree", got=f"{what} {listed(key)}",
+                f"{folder}: weights and model must agree", got=f"{what} {names}",
                 help="config.json must name the class that was trained under architectures",
             )  # fmt: skip
-    if loading.get("unexpected_keys"):
-        warnings.warn(f"{folder}: the model does not have {listed('unexpected_keys')}", stacklevel=2)
+    if unexpected:
+        warnings.warn(f"{folder}: the model does not have {unexpected}", stacklevel=2)
 
 
 @contextlib.contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """Nothing is downloaded; what transformers logs about loading is said by _check_loading."""
+    """Download nothing, and silence what transformers logs on loading: _check_loading reports it."""
     from huggingface_hub import constants
     from transformers.utils import logging as bars
 

@@ -117,23 +117,21 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return parsed
 
 
-def _module_teacher(
-    model: nn.Module, source: str, factory: str | None = None, builtin: bool = False
-) -> Teacher:
+def _module_teacher(model: nn.Module, source: str, builtin: bool = False) -> Teacher:
     model = uncompiled(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     check_finite(state, {name for name, _ in model.named_parameters()}, source)
-    return Teacher(model.eval(), None, source, fingerprint(state), builtin, factory)
+    return Teacher(model.eval(), None, source, fingerprint(state), builtin)
 
 
 def _factory_teacher(spec: str, weights: str | None, kwargs: str | Mapping[str, Any] | None) -> Teacher:
-    # weights are read first: a wrong path is found before a large model is built
+    # read the weights first, to find a wrong path before a large model is built
     state = None if weights is None else read_state_dict(weights)
     model = build_factory(spec, kwargs)
     if state is None:
-        return _module_teacher(model, f"{spec} with the weights it built (no --weights)", spec)
+        return _module_teacher(model, f"{spec} with the weights it built (no --weights)")
     load_weights(model, state, f"{weights} and {spec}")
-    return _module_teacher(model, f"{spec} with {weights}", spec)
+    return _module_teacher(model, f"{spec} with {weights}")
 
 
 def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote_code: bool) -> Teacher:
@@ -163,7 +161,7 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
     state = read_safetensors(weights_path)
     _check_loops(config, len(state), config_path)
     try:
-        with torch.device("meta"):  # sizes without memory: the weights show which are real
+        with torch.device("meta"):  # without memory: only the weights show which sizes are real
             model = ARCHITECTURES[name](**config)
         take_weights(model, state, str(folder))
     except InputError:
@@ -176,7 +174,7 @@ def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote
 
 
 def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:
-    """Arguments of other types may build a model that fails only when it is run."""
+    """Arguments of the wrong type may build a model that fails only when it runs."""
     hints: dict[str, Any] = {}
     for kind in reversed(architecture.__mro__):
         hints |= get_type_hints(kind.__init__)  # type: ignore[misc]
@@ -194,7 +192,7 @@ def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place
 
 
 def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:
-    """Numbers that no weight's shape confirms, and that are counted up to."""
+    """Check numbers that the model counts up to and that no weight's shape confirms."""
     for name, most in (("depth", tensors), ("n_layers", tensors), ("max_iter", MAX_LOOP),
                        ("n_iters", MAX_LOOP)):  # fmt: skip
         value = config.get(name, 0)

@@ -1,7 +1,7 @@
-"""What MODEL, DATA and folders name, as far as a path shows it.
+"""Checks of MODEL, DATA and folders, as far as a path shows what they are.
 
-torch takes seconds to import, and a mistyped path should not: this module needs nothing but the disk, and
-commands ask it before they import what reads the files.
+torch takes seconds to import, and a mistyped path should be reported at once: this module needs nothing
+but the disk, and commands call it before they import what reads the files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHECK = "check the path"
 
 
 def check_model(model: str, weights: str | None = None) -> None:
-    """Raises InputError where MODEL is neither a factory nor of a kind that can be loaded, or where it or
-    its weights are not there."""
+    """Raises InputError where MODEL is neither a factory nor a file that can be loaded, or where it or
+    its weights are missing."""
     check_text(model, "the name of a model")
     path = Path(model)
     if path.is_dir():
@@ -95,7 +95,7 @@ def is_array_file(spec: str) -> bool:
 
 
 def identifier(name: str) -> str:
-    """The name with everything replaced that Python, or a path of modules, would take for syntax."""
+    """The name as a Python identifier."""
     plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
     return plain if re.match(r"[A-Za-z_]", plain) else f"_{plain}"
 
@@ -113,7 +113,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_code(spec: str) -> None:
-    """Of file.py:name, the file; what is in a module of Python's path shows when it is imported."""
+    """Check the file of file.py:name; a module on Python's path is checked when it is imported."""
     location = spec.rpartition(":")[0]
     if location.endswith(".py") and not Path(location).is_file():
         raise InputError(f"{location}: no such file", help="check the path before the colon")

@@ -1,4 +1,4 @@
-"""What the nodes of a serialised program call: checked before torch reads any of it.
+"""Checks of what the nodes of a serialised program call, before torch reads any of it.
 
 Each node is a mapping of torch.export's schema: {"target": "torch.ops.aten.add.Tensor", "inputs":
 [{"name": "self", "arg": {"as_tensor": {"name": "x"}}}, ...], "outputs": [...]}.
@@ -22,8 +22,8 @@ _NUMBERS = re.compile(
 )
 _NUMBER_KINDS = {"as_int", "as_ints", "as_float", "as_bool", "as_sym_int", "as_sym_ints", "as_sym_float",
                  "as_sym_bool"}  # fmt: skip
-SIZE_BITS = 64  # of a size of a tensor, and of any number that is no product of others
-MAX_BITS = 1024  # of a number that nodes work out: Python's have no end
+SIZE_BITS = 64  # of a tensor's size, and of any number that is not a product
+MAX_BITS = 1024  # of a number that nodes compute: Python's integers have no limit
 _MAX_POWER = 64
 _DEVICES = {"cpu", "cuda"}
 _STRIDED = 7  # of torch._export.serde.schema.Layout; others have kernels that check less
@@ -47,10 +47,10 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
     graph = module.get("graph") if isinstance(module, dict) else None
     if not isinstance(graph, dict):
         raise ValueError("no graph")
-    seen: set[int] = set()
-    _check_graph(graph, trust, SIZE_BITS, seen, 0)
+    checked: set[int] = set()
+    _check_graph(graph, trust, SIZE_BITS, checked, 0)
     for _, key, value in walk(model):
-        if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in seen):
+        if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in checked):
             raise UnsafeError("a graph that nothing calls")
         if key == "as_layout" and value != _STRIDED:
             raise UnsafeError(f"a layout that is not strided ({str(value)[:40]})")
@@ -62,12 +62,12 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
             raise UnsafeError(f"a number of {value.bit_length()} bits ({key})")
 
 
-def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[int], depth: int) -> int:
-    """The most bits that a number of the graph has.
+def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, checked: set[int], depth: int) -> int:
+    """The most bits that any number of the graph may have.
 
-    given: bits of the numbers that it is called with.  seen: ids of the graphs that were checked.
+    given: bits of the numbers it is called with.  seen: ids of the graphs that were checked.
     """
-    seen.add(id(graph))
+    checked.add(id(graph))
     if depth > _DEEPEST:
         raise UnsafeError(f"graphs nested more than {_DEEPEST} deep")
     bits: dict[str, int] = {}
@@ -76,7 +76,7 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
         if not isinstance(node, dict) or not isinstance(node.get("target"), str):
             raise ValueError("a node without a target")
         inputs = [entry for entry in _list(node, "inputs") if isinstance(entry, dict)]
-        node_bits = _check_node(node["target"], inputs, bits, trust, most, seen, depth)
+        node_bits = _check_node(node["target"], inputs, bits, trust, most, checked, depth)
         most = max(most, node_bits)
         for output in _list(node, "outputs"):
             for name in _names(output):
@@ -86,9 +86,9 @@ def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[in
 
 def _check_node(
     target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, int], trust: bool, most: int,
-    seen: set[int], depth: int,
+    checked: set[int], depth: int,
 ) -> int:  # fmt: skip
-    """Bits of what the node gives, where that is a number."""
+    """The bits of the node's result, if that is a number."""
     operator = _OPERATOR.fullmatch(target)
     if operator is not None:
         _check_operator(operator[1], inputs, trust)
@@ -98,7 +98,7 @@ def _check_node(
             argument = entry.get("arg")
             inner = argument.get("as_graph") if isinstance(argument, dict) else None
             if isinstance(inner, dict) and isinstance(inner.get("graph"), dict):
-                most = max(most, _check_graph(inner["graph"], trust, most, seen, depth + 1))
+                most = max(most, _check_graph(inner["graph"], trust, most, checked, depth + 1))
         return most
     if target == _GETITEM:
         return SIZE_BITS
@@ -120,7 +120,7 @@ def _check_operator(full: str, inputs: Sequence[Mapping[str, Any]], trust: bool)
 
 
 def _constant(argument: Any) -> Any:
-    """Of {"as_floats": [0.5]} the list; COMPUTED for what is no constant."""
+    """The list of {"as_floats": [0.5]}; COMPUTED for anything that is not a constant."""
     if not isinstance(argument, dict) or len(argument) != 1:
         return COMPUTED
     ((kind, value),) = argument.items()
@@ -131,7 +131,7 @@ def _constant(argument: Any) -> Any:
 
 
 def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, int], most: int) -> int:
-    """What Python may make of numbers: a bound on the bits of the result."""
+    """A bound on the bits of what Python computes from numbers."""
     sizes: list[int] = []
     values: list[Any] = []
     for entry in inputs:
@@ -164,14 +164,14 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
 
 
 def _names(item: Any) -> Iterator[str]:
-    """Those of values, in an argument or an output."""
+    """The names of values in an argument or an output."""
     for _, key, value in walk(item):
         if key in ("name", "as_name") and isinstance(value, str):
             yield value
 
 
 def walk(document: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(the mapping it is in, its key, it) of every value; values in lists are under the list's key."""
+    """(its mapping, its key, the value) of every value; values in lists are under the list's key."""
     stack: list[tuple[Any, str, Any]] = [({}, "", document)]
     while stack:
         owner, key, item = stack.pop()

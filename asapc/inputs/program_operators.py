@@ -1,14 +1,14 @@
 """The operators that a program from a file may call, and why each is there.
 
 torch's dispatcher has thousands of operators. Some write outside their tensors at an index that the
-file chooses (`max_pool2d_with_indices_backward`), some map files or print. A program that is
-read runs these alone: what models of attention are made of, forward operators whose indices ATen checks
-on every device that asapc runs on, and asapc's own. `benchmarks/fuzz.py --target operators` calls all of
-them with hostile arguments.
+file chooses (`max_pool2d_with_indices_backward`), some map files or print. A program from a file may only
+run these: what attention models are made of, forward operators whose indices ATen checks on every device
+that asapc runs on, and asapc's own. `benchmarks/fuzz.py --target operators` calls all of them with
+hostile arguments.
 
-Of a name, every overload is allowed that writes into nothing but its first argument, and that only where
-the name says so (`add_`); `out=` forms, dimension names and generators are not. What an index or a factor
-could do is checked by `refused_call` where ATen does not.
+An overload is allowed if it writes into nothing, or into its first argument alone where the name says so
+(`add_`); `out=` forms, dimension names and generators are not. Where ATen does not check what an index or
+a factor could do, `refused_call` does.
 """
 
 from __future__ import annotations
@@ -115,35 +115,35 @@ def allowed_operators() -> frozenset[str]:
         for kind, names in GROUPS.items() for name in names.split()
         for ending in (("", "_") if kind in IN_PLACE else ("",))
     ]  # fmt: skip
-    found = {
+    listed = {
         f"aten.{name}.{overload or 'default'}"
         for name in spellings for overload in _overloads().get(f"aten::{name}", ())
         if _writes_as_named(name, overload)
     }  # fmt: skip
-    return frozenset(found - NOT_ALLOWED | REPLACED | {f"asapc.{name}.default" for name in OWN})
+    return frozenset(listed - NOT_ALLOWED | REPLACED | {f"asapc.{name}.default" for name in OWN})
 
 
 @functools.cache
 def _overloads() -> Mapping[str, tuple[str, ...]]:
-    """Those of every operator of the dispatcher, "" the one without a name."""
+    """The overloads of every operator of the dispatcher, "" for the one without a name."""
     import asapc.kernels.library  # noqa: F401  registers its own
 
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for text in torch._C._dispatch_get_all_op_names():
         name, _, overload = text.partition(".")
-        found.setdefault(name, []).append(overload)
-    return {name: tuple(sorted(overloads)) for name, overloads in found.items()}
+        by_name.setdefault(name, []).append(overload)
+    return {name: tuple(sorted(overloads)) for name, overloads in by_name.items()}
 
 
 def is_operator(full: str) -> bool:
-    """Whether the dispatcher has it, and a file may name it at all, allowed or not."""
+    """Whether the dispatcher has it and a file may name it at all, allowed or not."""
     library, name, overload = full.split(".")
     known = _overloads().get(f"{library}::{name}", ())
     return ("" if overload == "default" else overload) in known and name not in NEVER
 
 
 def unlisted(graph: torch.nn.Module) -> set[str]:
-    """The operators that a graph and those inside of it call and that a file may not."""
+    """The operators that a graph and its subgraphs call but that a file may not."""
     targets = {
         node.target
         for module in graph.modules() if isinstance(module, GraphModule)
@@ -175,13 +175,13 @@ def refused_call(full: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _rounding(arguments: Mapping[str, Any]) -> str | None:
-    """The smallest integer divided by -1, cut off, ends the process (SIGFPE)."""
+    """The smallest integer divided by -1 and truncated ends the process (SIGFPE)."""
     mode = arguments.get("rounding_mode")
     return None if mode in (None, "floor") else f"rounding_mode={mode!r}"
 
 
 def _factors(arguments: Mapping[str, Any]) -> str | None:
-    """A factor near 0, or none at all, makes an index that no integer holds."""
+    """A factor near 0, or one that is computed, may make an index that fits into no integer."""
     for name, value in arguments.items():
         if not name.startswith("scale"):
             continue
@@ -193,7 +193,7 @@ def _factors(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
-    """What no Stabiliser is."""
+    """Settings that no Stabiliser has."""
     names = ("form", "kind", "constant", "start", "shares", "start_share")
     try:
         Stabiliser.of(*(arguments[name] for name in names))
@@ -203,7 +203,7 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _plan(arguments: Mapping[str, Any]) -> str | None:
-    """The same of an operator that may have none; dampings that are none."""
+    """The same for an operator that may have none; invalid dampings."""
     arguments = DEFAULTS | dict(arguments)
     damping = arguments["damping"]
     if damping is not None and not is_damping(damping):
@@ -223,7 +223,7 @@ def _plan(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _coupling(arguments: Mapping[str, Any]) -> str | None:
-    """A coupling or a rule for ties that there is not."""
+    """An unknown coupling or rule for ties."""
     for name, kind in (("coupling", Coupling), ("ties", Ties)):
         if name in arguments and arguments[name] not in get_args(kind):
             return f"{name}={arguments[name]!r}"
@@ -239,9 +239,9 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
 def replace_unchecked(exported: ExportedProgram) -> None:
     """_native_batch_norm_legit_no_training(x, ...)[0]  ->  batch_norm(x, ...), in place.
 
-    The first is what torch's decompositions leave of the second; it reads statistics of fewer channels
-    than x has beyond their end, where the second says so.  Raises ValueError where its other results,
-    which the second does not give, are used.
+    torch's decompositions make the first of the second. It reads beyond the end of statistics with fewer
+    channels than x, where the second raises.  Raises ValueError if its other results, which the second
+    does not give, are used.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, GraphModule):
@@ -251,8 +251,8 @@ def replace_unchecked(exported: ExportedProgram) -> None:
 def _replace_unchecked(module: GraphModule) -> None:
     graph = module.graph
     target = torch.ops.aten._native_batch_norm_legit_no_training.default
-    found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
-    for node in found:
+    norms = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
+    for node in norms:
         for user in [user for user in node.users if not user.users]:  # torch writes all three
             graph.erase_node(user)
         users = [*node.users]
@@ -269,5 +269,5 @@ def _replace_unchecked(module: GraphModule) -> None:
             user.replace_all_uses_with(new)
             graph.erase_node(user)
         graph.erase_node(node)
-    if found:
+    if norms:
         module.recompile()

@@ -1,8 +1,8 @@
 """Exported programs on disk: a checked reader, and a writer that leaves weights and traces out.
 
-torch.export.load is meant for files one trusts. It unpickles parts of the archive, imports modules and
-evaluates expressions that it names, allocates what it declares, and the names of nodes, arguments and
-modules become Python source. So a program is taken apart first and only what is known to be harmless
+torch.export.load is meant for trusted files. It unpickles parts of the archive, imports modules and
+evaluates expressions that it names, allocates what it declares, and turns the names of nodes, arguments
+and modules into Python source. So a program is taken apart first, and only what is known to be harmless
 goes into a new archive, which torch reads:
 
     members       those torch.export.save writes, stored, each once; example inputs are dropped
@@ -12,9 +12,9 @@ goes into a new archive, which torch reads:
     expressions   sizes that are quickly worked out (sizes.py)
     containers    tuples, lists and dicts
 
-Reading is safe for any file. Running a program computes what it says: its operators are no threat to
-files or to the memory of others, but they may ask for much memory or time. trust=True is for a file of
-one's own: it lifts the list of operators and the checks of their arguments, and nothing else.
+Reading is safe for any file. A program that runs computes what it says: its operators are no threat to
+files or to other processes, but may take much memory or time. trust=True is for your own files: it lifts
+the list of operators and the checks of their arguments, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from asapc.formats.json_text import parse_json
 from asapc.formats.sizes import SYMBOL, is_size_expression
 from asapc.inputs.program_calls import UnlistedCallError, UnsafeError, check_calls, walk
 from asapc.inputs.program_operators import replace_unchecked
+from asapc.terminal.printed import first_line, reason
 
 _MODEL = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
@@ -95,8 +96,8 @@ def load_program(
 
     weights: replaces the state dict of a program written by save_program; every name is needed.
     trust: operators that are not on the list may be called.
-    sizes: of every value. Without them, those of the inputs alone are read, which is several times as
-    fast and enough for a program that is only run; other values keep their dtype and device.
+    sizes: read those of every value. Those of the inputs alone are several times as fast to read, and
+    enough for a program that is only run; other values keep their dtype and device.
     Raises InputError for a missing, truncated or unsafe file, or for missing weights.
     """
     path = Path(path)
@@ -105,9 +106,7 @@ def load_program(
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(
-            f"{path}: must be a readable .pt2 file", got=error.strerror or str(error)
-        ) from error
+        raise InputError(f"{path}: must be a readable .pt2 file", got=reason(error)) from error
     try:
         harmless = _rebuilt(content, trust, sizes)
     except UnlistedCallError as operator:
@@ -123,7 +122,7 @@ def load_program(
             help="write it again with torch.export.save(program, path), or give the model as "
             "file.py:factory with --weights instead",
         ) from None
-    except (  # the last three: of values that have another type than the schema says, or no end
+    except (  # the last three: values of another type than the schema says, or without end
         zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError, LookupError,
         TypeError, AttributeError, ArithmeticError,
     ) as error:  # fmt: skip
@@ -140,10 +139,9 @@ def load_program(
             if not trust:
                 replace_unchecked(exported)
     except Exception as error:  # the reader raises many types for a damaged or newer program
-        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(
             f"{path}: must be a program this version of torch can read",
-            got=line,
+            got=first_line(error, 200),
             help="export it again with the installed torch",
         ) from error
     finally:
@@ -158,13 +156,15 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     missing = sorted(set(declared) - set(weights))
     if missing:
         raise InputError(f"{path}: every weight must be in model.safetensors", got=missing[:4])
-    for name, expected in _declared(exported):
-        found = weights.get(name)
-        if found is not None and (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            raise InputError(
-                f"{path}: {name} must be {expected.dtype} {[*expected.shape]} in model.safetensors",
-                got=f"{found.dtype} {[*found.shape]}",
-            )
+    placeholders = (node for node in exported.graph.nodes if node.op == "placeholder")
+    values = {node.name: node.meta.get("val") for node in placeholders}
+    for spec in exported.graph_signature.input_specs:
+        expected, weight = values.get(getattr(spec.arg, "name", "")), weights.get(spec.target or "")
+        if not isinstance(expected, Tensor) or weight is None:
+            continue
+        if (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+            what, other = (f"{x.dtype} {[*x.shape]}" for x in (expected, weight))
+            raise InputError(f"{path}: {spec.target} must be {what} in model.safetensors", got=other)
     exported._state_dict = {
         name: nn.Parameter(weights[name], requires_grad=weights[name].is_floating_point())
         if isinstance(tensor, nn.Parameter)
@@ -173,18 +173,8 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     }
 
 
-def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
-    """Name of every weight with what stands for it in the graph."""
-    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    values = {node.name: node.meta.get("val") for node in inputs}
-    for spec in exported.graph_signature.input_specs:
-        value = values.get(getattr(spec.arg, "name", ""))
-        if spec.target is not None and isinstance(value, Tensor):
-            yield spec.target, value
-
-
 def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
-    """The archive again, of its harmless parts alone: no reader can find others in it."""
+    """A new archive of the harmless parts alone, so that no reader can find others in it."""
     members = _members(content)
     for name, pattern in _CONFIGS.items():
         config = _config(name, parse_json(members[name]), pattern, members)
@@ -233,7 +223,7 @@ def _members(content: bytes) -> dict[str, bytes]:
 
 
 def _config(name: str, document: Any, pattern: re.Pattern[str], members: Mapping[str, bytes]) -> Any:
-    """Where tensors lie in the archive and their shapes, checked against what lies there."""
+    """Where tensors lie in the archive and their shapes, checked against what is there."""
     if not _is_mapping(document, "config"):
         raise ValueError(f"{name} lists no tensors")
     for tensor, entry in document["config"].items():
@@ -258,17 +248,17 @@ def _is_mapping(value: Any, key: str) -> bool:
 
 def _integers(values: Any) -> list[int]:
     """Of [{"as_int": 3}, ...].  Raises ValueError for anything else."""
-    found = []
+    numbers = []
     for item in values if isinstance(values, list) else [None]:
         number = item.get("as_int") if isinstance(item, dict) else None
         if type(number) is not int:
             raise ValueError("a size, a stride or an offset is no number")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def _strip(model: dict[str, Any]) -> None:
-    """Take out what asapc has no use for and torch would interpret."""
+    """Remove what torch would interpret and asapc does not need."""
     model["guards_code"] = []
     for _, _, item in walk(model):
         metadata = item.get("metadata") if isinstance(item, dict) else None
@@ -279,10 +269,10 @@ def _strip(model: dict[str, Any]) -> None:
 
 
 def _forget_sizes(graph: dict[str, Any]) -> None:
-    """Values that are computed are numbers for torch's reader: it parses every size as an expression."""
-    given = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
+    """Declare computed values without sizes: torch's reader parses every size as an expression."""
+    inputs = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
     for name, meta in graph["tensor_values"].items():
-        if name not in given:
+        if name not in inputs:
             meta["sizes"], meta["strides"] = [], []
 
 
@@ -307,7 +297,7 @@ def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
-    """A tree of tuples, lists and dicts: others import what they name."""
+    """Whether this is a tree of tuples, lists and dicts: other containers import what they name."""
     try:
         protocol, top = parse_json(text)
         stack = [top]
@@ -327,7 +317,7 @@ def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
     return bool(protocol == 1)
 
 
-# By the key of a string, whether it is what stands there; elsewhere only a name is.
+# For each key, whether a string may stand there; under all other keys only a name may.
 _HARMLESS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(("as_string", "as_strings"), lambda text: True),  # quoted wherever they go
     "nn_module_stack": lambda text: True,  # printable, and only shown

@@ -1,4 +1,4 @@
-"""How a model that the user names is read, and where it runs: the options that commands share.
+"""How the user's model is read and where it runs: the options that commands share.
 
 torch takes seconds to import, so what needs it is imported where it is used.
 """
@@ -44,7 +44,7 @@ class Reading:
         )  # fmt: skip
 
     def place(self) -> torch.device:
-        """The device. From here on the process uses so many threads."""
+        """The device; also sets the number of threads of the process."""
         import torch
 
         from asapc.device import chosen_device
@@ -54,7 +54,7 @@ class Reading:
         return chosen_device(self.device)
 
     def options(self) -> dict[str, Any]:
-        """For the line of a command that reads the same model."""
+        """For the command line of another command that reads the same model."""
         return {key: value for key, value in asdict(self).items() if key not in ("device", "threads")}
 
 

@@ -84,7 +84,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 
 
 def beside(settings: Mapping[str, Any]) -> dict[str, int]:
-    """What a distilled operator is to keep beside it, by key: a hybrid one, if any.
+    """The settings that make a distilled operator a hybrid one, by key; empty for a plain one.
 
     settings: of a recipe, or of a fit, see Recipe.fit_settings.
     """
@@ -155,12 +155,14 @@ class Recipe:
     def for_site(self, name: str) -> Recipe:
         """This recipe with the overrides of every pattern that matches `name`, in file order."""
         resolved = replace(self, sites={})
-        for pattern, overrides in self.sites.items():
-            if fnmatchcase(name, pattern):
-                resolved = replace(resolved, **overrides)
+        for overrides in self._overrides(name):
+            resolved = replace(resolved, **overrides)
         if not resolved.candidates:
             resolved.check_side(f"recipe: {name}")
         return resolved
+
+    def _overrides(self, name: str) -> list[Mapping[str, Any]]:
+        return [overrides for pattern, overrides in self.sites.items() if fnmatchcase(name, pattern)]
 
     def alternatives(self) -> list[Recipe]:
         """Of a site's own recipe: one with a named operator for each candidate, itself if one is named.
@@ -176,7 +178,7 @@ class Recipe:
         return list({recipe.label(): recipe for recipe in named}.values())
 
     def label(self) -> str:
-        """A candidate in a few words that tell it from every other: "asap key 1 coarse:32"."""
+        """A short, unique name of a candidate: "asap key 1 coarse:32"."""
         if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
             words = [self.operator, str(getattr(self, size))]
             words += [f"{key} {value}" for key, value in self.beside().items()]
@@ -197,17 +199,14 @@ class Recipe:
         return beside(vars(self))
 
     def fit_settings(self) -> dict[str, Any]:
-        """Everything a candidate's fit depends on but the convention and the plan: plain types."""
+        """Everything a candidate's fit depends on except the convention and the plan, in plain types."""
         return {key: plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
 
     def site_budget(self, name: str) -> Mapping[str, float]:
-        """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
-        budget = None
-        for pattern, overrides in self.sites.items():
-            if "budget" in overrides and fnmatchcase(name, pattern):
-                budget = overrides["budget"]
-        if budget is not None:
-            return dict(budget)
+        """Limits with only this site replaced: its own, else the attention error of the whole budget."""
+        budgets = [overrides["budget"] for overrides in self._overrides(name) if "budget" in overrides]
+        if budgets:
+            return dict(budgets[-1])
         return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
 
     def check_side(self, where: str) -> None:
@@ -220,9 +219,9 @@ class Recipe:
             )
 
     def _check_used(self, place: Place) -> None:
-        """InputError where nothing that may be tried anywhere knows a key of hybrid operators."""
-        own = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
-        outer = [own, *self.sites.values()]
+        """InputError for a key of hybrid operators if none of them may be tried anywhere."""
+        keys_here = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
+        outer = [keys_here, *self.sites.values()]
         blocks = [*outer, *self.candidates, *(x for o in outer for x in o.get("candidates", ()))]
         if any(block.get("operator") in HYBRIDS for block in blocks):
             return
@@ -269,8 +268,8 @@ class Recipe:
         Raises InputError naming the key and what is allowed.
         """
         place = Place(where) if isinstance(where, str) else where
-        found = parse(data, types or TYPES, place, _COMPOUND, source=source)
-        recipe = cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
+        values = parse(data, types or TYPES, place, _COMPOUND, source=source)
+        recipe = cls(**{"from_" if key == "from" else key: value for key, value in values.items()})
         recipe._check_used(place)
         return recipe
 
@@ -278,7 +277,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
 
 
-# Of the keys in a file: of fields, but where _COMPOUND has a parser, what the schema says of them.
+# The types of the keys in a file: those of the fields or, where _COMPOUND has a parser, of the schema.
 _KEYS: dict[str, Any] = {
     key.rstrip("_"): kind for key, kind in get_type_hints(Recipe, include_extras=True).items()
 } | {"operator": Literal.__getitem__(OPERATOR_NAMES), "features": list_of(str, 1)}
@@ -321,25 +320,25 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
         raise InputError(
             f"{place} must be a list such as [{{side: target, c_transforms: [1, 3]}}]", got=repr(value)
         )
-    found: list[dict[str, Any]] = []
+    candidates: list[dict[str, Any]] = []
     for number, block in enumerate(value, 1):
         block_place = place.at("", label=f"entry {number}")
         if not isinstance(block, Mapping) or not block:
             rule = f"{block_place} must be a mapping such as {{c_transforms: 1}}"
             raise InputError(rule, got=repr(block))
         for combination in combinations(block, str(block_place)):
-            found.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
-            if found[-1].get("operator") == "auto":
+            candidates.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
+            if candidates[-1].get("operator") == "auto":
                 named = block_place.line_of("operator", block)
                 raise InputError(f"{named}: operator must be a named one", got="auto")
-            if len(found) > MAX_CANDIDATES:
+            if len(candidates) > MAX_CANDIDATES:
                 raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
-    return tuple(found)
+    return tuple(candidates)
 
 
 def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Every combination of the values in a block: a list of values multiplies, `features` is a list
-    itself.  Raises InputError for an empty list."""
+    """Every combination of the values in a block: lists of values multiply, except that `features` is a
+    list itself.  Raises InputError for an empty list."""
     choices = []
     for key, value in block.items():
         if not isinstance(value, list | tuple):
@@ -383,7 +382,7 @@ def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
     return parsed
 
 
-# Keys whose values need more than their type: spellings, sums, a candidate for each combination.
+# Keys whose values need more than a type: other spellings, a candidate for each combination.
 _COMPOUND: Mapping[str, Compound] = {
     "features": _features,
     "candidates": _candidates,

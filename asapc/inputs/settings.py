@@ -1,11 +1,11 @@
-"""Typed settings of a user's file: each value held against a type, and errors that say where it stands.
+"""Typed settings from a user's file: each value is checked by a type, and errors say where it stands.
 
     CTransforms = Annotated[int, Strict(), Interval(ge=0, le=50)]
     parse({"c_transforms": 51}, {"c_transforms": CTransforms}, Place("recipe r.yaml"))
     -> recipe r.yaml, line 4: c_transforms must be an integer from 0 to 50, got 51
 
-The types are the single description: values are checked by them (pydantic), messages word them, and
-the published JSON Schema, which editors use for completion, is made of them.
+The types are the only description: pydantic checks values by them, messages put them into words, and the
+published JSON Schema, which editors use for completion, is made from them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asapc.formats.yaml_file import Located
 Compound = Callable[[Any, "Place"], Any]
 
 
-# YAML 1.1 reads 1e-3 as text. A validator in front comes last: what stands before it is in the schema.
+# YAML 1.1 reads 1e-3 as text. This stands last and runs first: the schema is made of what is before it.
 FROM_TEXT = BeforeValidator(lambda value: float(value) if isinstance(value, str) else value)
 Finite = Annotated[float, Strict(), AllowInfNan(False), FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), FROM_TEXT]
@@ -111,7 +111,7 @@ def parse(
 
 
 def checked(value: Any, kind: Any, place: Place) -> Any:
-    """The value as a type has it.  Raises InputError that words the type."""
+    """The value, converted to a type.  Raises InputError with the type in words."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError:
@@ -131,8 +131,8 @@ def worded(kind: Any) -> str:
     bounds: dict[str, Any] = {}
     for limit in kind.__metadata__:
         if isinstance(limit, Ge | Gt | Le | Interval):
-            found = {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
-            bounds |= {name: x for name, x in found.items() if x is not None}
+            limits = {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
+            bounds |= {name: x for name, x in limits.items() if x is not None}
     if base is bool:
         return "true or false"
     if get_origin(base) is list:

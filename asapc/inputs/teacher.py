@@ -20,7 +20,6 @@ class Teacher:
     source:      where it came from, in words, for reports.
     fingerprint: sha256 over the sorted state-dict names, dtypes, shapes and bytes.
     builtin:     one of asapc.models.ARCHITECTURES, so example_inputs knows its inputs.
-    factory:     "pkg.module:factory" or "file.py:factory", None otherwise.
     onnx:        the .onnx file that `model` evaluates, None otherwise.
     """
 
@@ -29,12 +28,11 @@ class Teacher:
     source: str
     fingerprint: str
     builtin: bool = False
-    factory: str | None = None
     onnx: Path | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the model here, and have its buffers afterwards as they were: code may count its calls."""
+        """Restore the model's buffers afterwards: its code may count calls in them."""
         before = [
             (module, name, tensor, None if tensor.is_inference() else (tensor.clone(), tensor._version))
             for module in ([] if self.model is None else self.model.modules())
@@ -51,10 +49,7 @@ class Teacher:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module in what torch.compile(module) returns, which does not call it by its name.
-
-    Compiled modules inside another are called by name, and stay.
-    """
+    """The module inside what torch.compile(module) returns. Compiled modules inside another one stay."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without which nothing was compiled
     if frames is None or not isinstance(model, frames.OptimizedModule):
         return model

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
+from asapc.terminal.printed import first_line
 
-MAX_SHARING = 16  # bytes of a checkpoint's tensors, which may share memory, for each of its file
+MAX_SHARING = 16  # bytes of tensors, which may share memory, per byte of a checkpoint
 SHOWN = 4  # names listed in a message before "and n more"
 
 
@@ -101,7 +102,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> None
 
 
 def take_weights(skeleton: nn.Module, state: dict[str, Tensor], place: str) -> None:
-    """Make state the weights of a model without memory, as they lie in the file: no second copy.
+    """Make state the weights of a model without memory, without copying them.
 
     Raises InputError as load_weights.
     """
@@ -136,12 +137,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _check_unpacked(path: Path) -> None:
-    """torch.save compresses nothing, so what is larger unpacked was made to fill the memory."""
+    """torch.save does not compress, so a file that unpacks to more was made to fill the memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
-        return  # of the older format, or damaged, which the reader says better
+        return  # of the older format, or damaged, which the reader reports better
     if unpacked > path.stat().st_size:
         raise InputError(
             f"{path} must hold as much as it unpacks to",
@@ -158,7 +159,7 @@ def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
                 f"{path}: {name} must be a dense tensor",
                 got=f"{tensor.layout} on {tensor.device}" + " quantized" * tensor.is_quantized,
             )
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     size = path.stat().st_size
     if total > MAX_SHARING * size + (1 << 20):
         raise InputError(
@@ -169,10 +170,9 @@ def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _broken_checkpoint(path: Path, error: Exception) -> InputError:
-    first_line = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return InputError(
         f"{path}: not a PyTorch checkpoint, or a truncated one",
-        got=f"{path.stat().st_size} bytes ({first_line})",
+        got=f"{path.stat().st_size} bytes ({first_line(error, 120)})",
         help="copy or download it again and compare sizes",
     )
 
@@ -187,7 +187,7 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
             return {str(name): tensor for name, tensor in loaded.items()}
     got = f"a {type(loaded).__name__}"
     if isinstance(loaded, Mapping):
-        got += f" with {_listed(str(key) for key in loaded)}" if loaded else ", empty"
+        got += f" with {listed(str(key) for key in loaded)}" if loaded else ", empty"
     raise InputError(
         f"{path} must hold tensors by name, itself or under state_dict",
         got=got,
@@ -206,17 +206,17 @@ def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str,
     missing = [name for name, t in expected.items() if name not in state and _memory(t) not in present]
     unexpected = [name for name in state if name not in expected]
     mismatched = [
-        f"{name} ({_layout(state[name])} in the weights, {_layout(tensor)} in the model)"
+        f"{name} ({layout_of(state[name])} in the weights, {layout_of(tensor)} in the model)"
         for name, tensor in expected.items() if name in state and _kind(state[name]) != _kind(tensor)
     ]  # fmt: skip
     problems = {
         "missing from the weights:": missing, "not in the model:": unexpected,
         "of another shape or type:": mismatched,
     }  # fmt: skip
-    told = "; ".join(f"{what} {_listed(names)}" for what, names in problems.items() if names)
-    if told:
+    differences = [f"{what} {listed(names)}" for what, names in problems.items() if names]
+    if differences:
         raise InputError(
-            f"{place}: weights and model must agree in names and shapes", got=told,
+            f"{place}: weights and model must agree in names and shapes", got="; ".join(differences),
             help="check the architecture's arguments (config.json or --kwargs) against the weights",
         )  # fmt: skip
     return state
@@ -227,15 +227,17 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where its entries lie, on the meta device too."""
+    """Identifies the tensor's memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
-def _layout(tensor: Tensor) -> str:
+def layout_of(tensor: Tensor) -> str:
+    """ "float32 [2, 3]" """
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
     names = list(names)
     shown = ", ".join(names[:SHOWN])
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -69,7 +69,8 @@ class Backend:
         contributions, used = list[Tensor](), 0
         mass: Tensor | None = None
         for feature, parameter in zip(*feature_list(features, parameters), strict=True):
-            width = feature.width(clouds)
+            width = feature.width(clouds.x.shape[3], clouds.x.shape[2])
+            assert width is not None
             weights = coefficients[:, used : used + width].to(clouds.x.dtype)
             used += width
             fast = self.contributions.get(feature.family)

@@ -7,7 +7,7 @@ finite loops in the log domain, both plans formed, then the values. Padded token
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class LOTAttention(Heads):
 
     n_iters: half-steps of each loop; the first of Gamma1 closes queries, the first of Gamma2 pivots.
     kernel_size: of a depthwise convolution of the values over tokens, 0 for none.  cls: how the first
-    token gathers from all others, which leave it out.  Source: LOTFormer, Eqs. 1-4, 4.2, 4.3.
+    token gathers from all others, which ignore it.  Source: LOTFormer, Eqs. 1-4, 4.2, 4.3.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LOTAttention(Heads):
 
 
 class LOTEncoderLayer(EncoderLayer):
-    """Without maps: there are none."""
+    """A layer that returns no map, since there is none."""
 
     def forward(self, x: Tensor, padded: Tensor) -> Tensor:  # type: ignore[override]
         return self.updated(x, self.mha(x, padded))
@@ -104,7 +104,7 @@ class LOTFormerText(TokenClassifier):
     """Text classifier over padded token ids.  A text of nothing but padding counts as it is.
 
     n_pivots: R.  n_iters: half-steps of each loop.  eps: epsilon.  The rest as in TokenClassifier.
-     kernel_size: of the convolution of values, odd, 0 for none.  cls: "none" pools the
+    kernel_size: of the convolution of values, odd, 0 for none.  cls: "none" pools the
     maximum over tokens; "softmax" and "polarised" classify a learnt first token that gathers from all
     by softmax, of logits raised to cls_power where polarised.
     Raises ValueError when cls is unknown, too.
@@ -112,32 +112,25 @@ class LOTFormerText(TokenClassifier):
 
     def __init__(
         self,
-        vocab_size: int,
-        seq_len: int,
-        d_model: int = 512,
-        n_layers: int = 6,
-        n_heads: int = 8,
-        d_ff: int = 2048,
-        pad_id: int = 0,
-        num_classes: int = 2,
-        dropout: float = 0.0,
+        *,
         n_pivots: int = 32,
         n_iters: int = 5,
         eps: float = 1.0,
         kernel_size: int = 0,
         cls: Cls = "none",
         cls_power: float = 2.0,
+        **text: Any,
     ) -> None:
-        super().__init__(vocab_size, seq_len, d_model, n_heads, pad_id)
         if cls not in ("none", "softmax", "polarised"):
             raise ValueError(f'cls must be "none", "softmax" or "polarised", got {cls!r}')
-        self.cls_token = nn.Parameter(torch.randn(d_model)) if cls != "none" else None
-        layers = []
-        for _ in range(n_layers):
+
+        def layer(d_model: int, n_heads: int, d_ff: int, dropout: float) -> nn.Module:
             mha = LOTAttention(d_model, n_heads, n_pivots, n_iters, eps, kernel_size, cls, cls_power)
-            layers.append(LOTEncoderLayer(mha, d_model, d_ff, dropout))
-        self.layers = nn.ModuleList(layers)
-        self.linear = nn.Linear(d_model, num_classes)
+            return LOTEncoderLayer(mha, d_model, d_ff, dropout)
+
+        super().__init__(layer, **text)
+        width = self.embedding.embedding_dim
+        self.cls_token = nn.Parameter(torch.randn(width)) if cls != "none" else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs: [B, N] token ids.  Returns probabilities [B, classes]."""

@@ -6,6 +6,9 @@ State-dict names and the forward pass equal those of the released Sinkformers co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -90,14 +93,27 @@ class EncoderLayer(nn.Module):
 
 
 class TokenClassifier(nn.Module):
-    """What text classifiers over padded token ids share: the embedding, and positions from 1, as row 0 of
-    their table belongs to padding.
+    """What text classifiers over padded token ids share: the embedding, positions from 1, as row 0 of
+    their table belongs to padding, layers, and a head.
 
-    seq_len: longest input.  pad_id: the padding token.
-    Raises ValueError when n_heads does not divide d_model.
+    layer: makes one, of d_model, n_heads, d_ff and dropout.  seq_len: longest input.  pad_id: the
+    padding token.  Raises ValueError when n_heads does not divide d_model.
     """
 
-    def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_heads: int, pad_id: int) -> None:
+    def __init__(
+        self,
+        layer: Callable[[int, int, int, float], nn.Module],
+        *,
+        vocab_size: int,
+        seq_len: int,
+        d_model: int = 512,
+        n_layers: int = 6,
+        n_heads: int = 8,
+        d_ff: int = 2048,
+        pad_id: int = 0,
+        num_classes: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         if d_model % n_heads:
             raise ValueError(f"n_heads must divide d_model, got {n_heads} and {d_model}")
@@ -108,6 +124,8 @@ class TokenClassifier(nn.Module):
         self.pos_embedding = nn.Embedding.from_pretrained(
             sinusoid_table(seq_len + 1, d_model), freeze=True
         )
+        self.layers = nn.ModuleList(layer(d_model, n_heads, d_ff, dropout) for _ in range(n_layers))
+        self.linear = nn.Linear(d_model, num_classes)
 
     def embedded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, N, d_model] with their positions, and which are padded [B, N], of ids [B, N]."""
@@ -132,26 +150,12 @@ class SinkformerText(TokenClassifier):
     max_iter: half-steps T, rows first.  eps: epsilon.  The rest as in TokenClassifier.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        seq_len: int,
-        d_model: int = 512,
-        n_layers: int = 6,
-        n_heads: int = 8,
-        d_ff: int = 2048,
-        pad_id: int = 0,
-        num_classes: int = 2,
-        dropout: float = 0.0,
-        max_iter: int = 1,
-        eps: float = 1.0,
-    ) -> None:
-        super().__init__(vocab_size, seq_len, d_model, n_heads, pad_id)
-        self.layers = nn.ModuleList(
-            EncoderLayer(MultiHeadAttention(d_model, n_heads, max_iter, eps), d_model, d_ff, dropout)
-            for _ in range(n_layers)
-        )
-        self.linear = nn.Linear(d_model, num_classes)
+    def __init__(self, *, max_iter: int = 1, eps: float = 1.0, **text: Any) -> None:
+        def layer(d_model: int, n_heads: int, d_ff: int, dropout: float) -> nn.Module:
+            mha = MultiHeadAttention(d_model, n_heads, max_iter, eps)
+            return EncoderLayer(mha, d_model, d_ff, dropout)
+
+        super().__init__(layer, **text)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """inputs: [B, N] token ids.  Returns probabilities [B, classes] and the attention maps."""

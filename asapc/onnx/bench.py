@@ -50,8 +50,8 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
     sessions["compiled"], megabytes["compiled"] = compiled, _bytes(model) / 1e6
     calls = {}
     for name, session in sessions.items():
-        given = dict(zip((value.name for value in session.get_inputs()), tensors, strict=True))
-        calls[name] = partial(run, session, given)
+        inputs = dict(zip((value.name for value in session.get_inputs()), tensors, strict=True))
+        calls[name] = partial(run, session, inputs)
     progress.note("timing ONNX Runtime")
     timed = ratios(interleaved_times(calls, repeats))
     del timed["confidence"]

@@ -1,10 +1,10 @@
-"""An ONNX teacher's file with its attention replaced: everything else stays as it is in the file.
+"""An ONNX teacher's file with its attention replaced; everything else in the file stays as it is.
 
 before: the file's nodes, and a compiled program that was captured from them
 after:  what is new in the program, translated (asapc.onnx.functions), between the values it reads and
-        the values it replaces; what nothing uses any more is removed
+        the values it replaces; unused nodes are removed
 
-A node of the program is new where a pass has inserted it: captured ones carry the value they had.
+A node of the program is new if a pass has inserted it; captured ones carry the value they had.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asapc.terminal.printed import reason
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring new nodes. inputs: what they read of the captured ones; outputs: what those read."""
+    """Neighbouring new nodes. inputs: captured nodes that they read; outputs: those that others read."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
@@ -48,8 +48,8 @@ def edited_model(
 
     module: the import of the file that `captured` was traced from; `compiled` is what passes made of it.
     opset: None for that of the file.
-    Raises InputError where the file has no value at a place that would have to be cut, or cannot be
-    converted to the opset.
+    Raises InputError if the file has no value where it would have to be cut, or cannot be converted to
+    the opset.
     """
     names: dict[str, list[str]] = {}
     for name, node in value_nodes(captured, module).items():
@@ -101,7 +101,7 @@ def _tell_shapes(graph: onnx_ir.Graph, nodes: Mapping[str, Node]) -> None:
 
 
 def of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
-    """In the wanted opset, or in one that functions are written in."""
+    """The model in the wanted opset, or in one that functions can be written in."""
     version = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     target = wanted or max(version, OPSETS[0])
     if version == target:
@@ -140,7 +140,7 @@ def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Par
 
 
 def _add_missing(nodes: set[Node], has_value: Callable[[Node], bool]) -> None:
-    """Take in what is read and is no tensor of the file: sizes, and steps inside of one ONNX operator."""
+    """Add what they read that is not a tensor of the file: sizes, and steps inside one ONNX operator."""
     waiting = list(nodes)
     while waiting:
         for read in waiting.pop().all_input_nodes:
@@ -163,21 +163,21 @@ def _exported(compiled: GraphModule, part: Part) -> ExportedProgram:
 
 
 def _replaced(captured: GraphModule, compiled: GraphModule) -> dict[Node, list[Node]]:
-    """By new node, what its users read in its place when the graph was captured."""
+    """For each new node, what its users read in its place when the graph was captured."""
     before = {node.name: node for node in captured.graph.nodes}
-    found: dict[Node, list[Node]] = {}
+    replaced: dict[Node, list[Node]] = {}
     for node in compiled.graph.nodes:
         if _is_new(node) or node.op in ("placeholder", "get_attr"):
             continue
         arguments, old = (pytree.tree_leaves((n.args, n.kwargs)) for n in (node, before[node.name]))
         for now, then in zip(arguments, old, strict=True):
-            if isinstance(now, Node) and _is_new(now) and then not in found.setdefault(now, []):
-                found[now].append(then)
-    return found
+            if isinstance(now, Node) and _is_new(now) and then not in replaced.setdefault(now, []):
+                replaced[now].append(then)
+    return replaced
 
 
 def _move(piece: onnx_ir.Graph, graph: onnx_ir.Graph, prefix: str) -> None:
-    """Nodes and weights of `piece` into `graph`, under names that nothing there has."""
+    """Move nodes and weights of `piece` into `graph`, under names that are free there."""
     nodes: Sequence[onnx_ir.Node] = list(piece)
     for name, value in list(piece.initializers.items()):
         del piece.initializers[name]
@@ -193,7 +193,7 @@ def _move(piece: onnx_ir.Graph, graph: onnx_ir.Graph, prefix: str) -> None:
 
 
 def _redirect(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value) -> None:
-    """Whatever reads `old` reads `new`, which takes its name where the graph puts it out."""
+    """Make whatever reads `old` read `new`, which also takes its name if the graph returns it."""
     put_out = any(output is old for output in graph.outputs)
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     if put_out:

@@ -1,4 +1,4 @@
-"""A compiled program as OUT/model.onnx, put there only after it was run and compared.
+"""A compiled program as OUT/model.onnx, written only after it was run and compared.
 
     translate   the program by torch's exporter, its asapc calls as calls of model-local functions
     check       onnx.checker with shape inference; weights beyond 2 GB go into model.onnx.data
@@ -126,7 +126,7 @@ def place(
     float16: bool,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Check and verify the model aside; then it becomes OUT/model.onnx, with OUT/onnx.json.
+    """Check and verify the model in a temporary place, then make it OUT/model.onnx, with OUT/onnx.json.
 
     verified: asapc.inputs.onnx.verify.verify of a file, given its path, tolerance and progress.
     """
@@ -136,7 +136,7 @@ def place(
         path = Path(aside) / MODEL
         save(model, path)
         check(path)
-        found = verified(path, tolerance=tolerance, progress=progress)
+        result = verified(path, tolerance=tolerance, progress=progress)
         record = {
             "opset": model.graph.opset_imports[""],
             "float16": float16,
@@ -144,7 +144,7 @@ def place(
             "sha256": digest_of(path),
             "sizes": model.metadata_props.get("sizes", ""),
             "functions": sorted({function.name for function in model.functions.values()}),
-            **asdict(found),
+            **asdict(result),
         }
         if any((place / (MODEL + DATA)).exists() for place in (folder, path.parent)):
             (folder / MODEL).unlink(missing_ok=True)  # a kill in between leaves none, not a mixed one
@@ -201,8 +201,8 @@ def check(path: Path) -> None:
 
 
 def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
-    """Dynamic sizes are called batch, length, length_2 ... in the order of the inputs; those with limits,
-    which no runtime checks, are among the file's metadata."""
+    """Call dynamic sizes batch, length, length_2 ... in the order of the inputs. Their limits, which no
+    runtime checks, go into the file's metadata."""
     names: dict[str, str | int] = {}
     for value in model.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
@@ -232,8 +232,8 @@ def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
         ])  # fmt: skip
 
 
-# The names of a file's inputs and outputs, on which whoever runs it relies: inputs have the names of
-# forward's arguments; outputs those of a returned mapping, else `output`, or `output_0`, `output_1` ...
+# Users of a file rely on the names of its inputs and outputs: inputs are named after forward's arguments,
+# outputs after the keys of a returned mapping, otherwise `output`, or `output_0`, `output_1` ...
 # An ONNX teacher's names stay (manifest.json, `onnx`).
 
 
@@ -245,7 +245,7 @@ def input_names(exported: ExportedProgram) -> list[str]:
 
 
 def output_names(exported: ExportedProgram) -> list[str]:
-    """Raises InputError for an output that is no tensor, which ONNX has no place for."""
+    """Raises InputError for an output that is not a tensor, which ONNX has no place for."""
     spec = exported.call_spec.out_spec
     assert spec is not None
     paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
@@ -270,10 +270,10 @@ def output_names(exported: ExportedProgram) -> list[str]:
 
 
 def _rename(model: onnx_ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give the graph's inputs and outputs these names; other values that have one give way."""
-    common.OutputFixPass()(model)  # every output a separate value: no input, no other output
+    """Give the graph's inputs and outputs these names; other values that have them are renamed."""
+    common.OutputFixPass()(model)  # makes every output a separate value: no input, no other output
     ends = [*model.graph.inputs, *model.graph.outputs]
-    for number, value in enumerate(ends):  # a swap of two names goes over names that nothing has
+    for number, value in enumerate(ends):  # free names first, so that two values can swap theirs
         value.name = f"asapc_end_{number}"
     for value, name in zip(ends, (*inputs, *outputs), strict=True):
         value.name = name

@@ -25,12 +25,12 @@ from asapc.onnx.translate import cause, translate
 from asapc.operators.catalogue import OF_GRADIENTS, by_name, reference_named
 
 FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
-SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
-TENSOR = object()  # in the settings of a call, the place of a tensor
+SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: unusual ones
+TENSOR = object()  # marks the place of a tensor in the settings of a call
 
 
 class Functions:
-    """The functions of one file; calls that differ in nothing but their tensors share one."""
+    """The functions of one file; calls that differ only in their tensors share one."""
 
     def __init__(self, opset: int) -> None:
         self.opset = opset
@@ -64,9 +64,9 @@ def take_out_calls(exported: ExportedProgram, functions: Functions) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """tensors: the nodes among its arguments; settings: the others, TENSOR in their place.
+    """tensors: the nodes among its arguments; settings: all arguments, with TENSOR for each of those.
 
-    layout: dtype, stand-in shape and which sizes are fixed, of every tensor.
+    layout: dtype, stand-in shape and fixed sizes of every tensor.
     """
 
     node: Node
@@ -103,16 +103,16 @@ class _Call:
         graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)
         _without_names(graph)
-        told = ", ".join(
+        settings = ", ".join(
             f"{name}={value}" for name, value in by_name(self.node.target, self.settings).items()
             if value is not None and TENSOR not in (value if isinstance(value, tuple) else (value,))
             and name not in OF_GRADIENTS
         )  # fmt: skip
-        graph.doc_string = f"{self.name}: {told}"
+        graph.doc_string = f"{self.name}: {settings}"
         return onnx_ir.Function(DOMAIN, name, graph=graph, attributes=[])
 
     def replace(self, graph: Graph, name: str) -> None:
-        """The call by one that torch's exporter writes as a node of our domain."""
+        """Replace the call by one that torch's exporter writes as a node of our domain."""
         value = self.node.meta["val"]
         several = isinstance(value, list | tuple)
         values = list(value) if several else [value]
@@ -145,7 +145,7 @@ class _Call:
 
 
 def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of fake tensors with numbers for dynamic sizes: the same number where they are equal."""
+    """Shapes of fake tensors with numbers for dynamic sizes: equal sizes get the same number."""
     symbols: dict[Any, int] = {}
 
     def size(length: Any) -> int:
@@ -170,8 +170,8 @@ def _stand_in(limits: tuple[int, int], taken: Collection[int]) -> int:
 def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
     """module(*tensors) exported for tensors of the shapes of these fake ones.
 
-    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not,
-    InputError where torch.export does not trace it.
+    Dynamic sizes stay dynamic, and equal ones stay equal.  Raises VerificationError if one does not,
+    InputError if torch.export does not trace the module.
     """
     first: dict[Any, tuple[int, int]] = {}
     equal: list[tuple[int, int, int, int]] = []
@@ -196,9 +196,9 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
             )
     except Exception as error:  # torch.export raises many types
         raise InputError("the compiled program can be traced for ONNX", got=cause(error)) from error
-    given = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
+    captured = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
-    for value, found in zip(values, given, strict=True):
+    for value, found in zip(values, captured, strict=True):
         fixed = [int(b) for a, b in zip(value.shape, found.shape, strict=True)
                  if not isinstance(a, int) and (isinstance(b, int) or b.node.expr.is_number)]  # fmt: skip
         if fixed:
@@ -211,7 +211,7 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
 
 
 class _Alike(nn.Module):
-    """A module that is told which sizes of its arguments are the same: each has a symbol of its own."""
+    """A module with checks of which sizes of its arguments are the same: each has a separate symbol."""
 
     def __init__(self, inner: nn.Module, equal: Sequence[tuple[int, int, int, int]]) -> None:
         super().__init__()
@@ -232,11 +232,11 @@ class _Body(nn.Module):
         self.settings = settings
 
     def forward(self, *tensors: Tensor) -> Any:
-        given = iter(tensors)
+        remaining = iter(tensors)
 
         def fill(setting: Any) -> Any:
             if setting is TENSOR:
-                return next(given)
+                return next(remaining)
             return [fill(item) for item in setting] if isinstance(setting, tuple) else setting
 
         return self.twin(*(fill(setting) for setting in self.settings))
@@ -264,7 +264,7 @@ def _constants_as_nodes(graph: onnx_ir.Graph) -> None:
 
 
 def _without_names(graph: onnx_ir.Graph) -> None:
-    """Names of nodes and types within a body are a third of its size and follow from the rest."""
+    """Drop names of nodes and types, which are a third of a body's size and follow from the rest."""
     ends = {id(value) for value in [*graph.inputs, *graph.outputs]}
     for node in graph.all_nodes():
         node.name = None

@@ -1,7 +1,7 @@
 """A compiled program in float16: weights and activations halved, attention operators as they are.
 
-The operators widen half precision to float32 inside and round what they return: their loops lose
-nothing (operators.sinkhorn.widen).
+The operators compute in float32 inside and round only what they return, so their loops lose nothing
+(operators.sinkhorn.widen).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Half:
 def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
     """The program with every float32 weight, input, cast and output in float16.
 
-    Raises InputError where what comes of it cannot be traced.
+    Raises InputError if the result cannot be traced.
     """
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
               and node.name in names]  # fmt: skip
@@ -71,7 +71,7 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
 def rounding(program: GraphModule, half: Half, names: Sequence[str], batches: Sequence[Batch]) -> float:
     """What float16 costs in PyTorch: the largest difference of an output, as verify measures it.
 
-    Raises InputError where PyTorch does not run it, or where float16 is out of range.
+    Raises InputError if PyTorch cannot run it, or if values exceed float16's range.
     """
     feeds = joined(batches, names)
     halved = {n: t.half() if t.is_floating_point() else t for n, t in feeds.items()}

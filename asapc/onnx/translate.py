@@ -1,4 +1,4 @@
-"""ATen to ONNX by torch's exporter, without the traces it leaves in the file."""
+"""ATen to ONNX by torch's exporter, without the metadata that it leaves in the file."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 
 def _stride(x: Any, dim: int) -> Any:
-    """By which torch may name a size in the body of a loop; what a loop is given is contiguous."""
+    """torch may name a size in the body of a loop by a stride; the inputs of a loop are contiguous."""
     return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
 
 
 def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
-    """|x_i - y_j|_p [.., N, M] one coordinate at a time, which keeps the digits of small ones."""
+    """|x_i - y_j|_p [.., N, M] by differences of coordinates, which keep small distances exact."""
     rows, columns = (op.Constant(value_ints=[axis]) for axis in (-2, -3))
     apart = op.Sub(op.Unsqueeze(x, rows), op.Unsqueeze(y, columns))
     last = op.Constant(value_ints=[-1])
@@ -102,7 +102,7 @@ def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any
 
 
 def cause(error: BaseException) -> str:
-    """The innermost error on one line: the outer ones tell what to report to PyTorch."""
+    """The innermost error on one line; the outer ones say how to report it to PyTorch."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {reason(error)}"

@@ -1,17 +1,17 @@
-"""Twins of the operators, made of what ONNX has and in the order that ONNX Runtime is fast at.
+"""Twins of the operators, built from what ONNX has and in the order that ONNX Runtime runs fastest.
 
-Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
-they run in PyTorch, where tests hold them against operators/. What has no twin is traced from its
-reference: pivots, bands and soft sliced plans.
+Traced by torch.export, they become the bodies of the functions in a file (asapc.onnx.functions). They
+also run in PyTorch, where tests compare them with operators/. Operators without a twin (pivots, bands and
+soft sliced plans) are traced from their references.
 
-A loop takes its first two half-steps in the log domain, as the meaning does. The plan is closed on one
-side then, so that no later factor is further from 1 than the number of rows or columns: what is left are
-products with a kernel, where the log domain takes an exponential of every entry at every step. Factors
-of many steps multiply, and an entry too small for the kernel may become the whole row, so every
-KERNEL_STEPS it is formed anew.
+A loop takes its first two half-steps in the log domain, like the reference. After that the plan is
+closed on one side, so that no later factor is further from 1 than the number of rows or columns: what is
+left are products with a kernel, where the log domain needs an exponential of every entry at every step.
+Factors of many steps multiply, and an entry too small for the kernel may become the whole row, so the
+kernel is formed anew every KERNEL_STEPS.
 
-Sizes are read from shapes and nothing branches on a value but exact sorting, on whether tokens tie: one
-body serves every batch and length.
+Sizes are read from shapes, and only exact sorting branches on a value (whether tokens tie), so one body
+serves every batch and length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from asapc.operators.sinkhorn import (
 
 LOG_STEPS = 2
 KERNEL_STEPS = 9  # half-steps from one kernel: N to that power stays in float32's range to N = 2048
-ROOT_STEPS = 16  # of the scaled Newton-Schulz iteration, enough for condition numbers of 1e6
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _kernel(scores: Tensor, f: Tensor, g: Tensor) -> Tensor:
 
 
 def _scaling(mass: Tensor, total: Tensor) -> Tensor:
-    """mass / total; finite where there is no total, for there is nothing to scale."""
+    """mass / total; finite where the total is 0, where there is nothing to scale."""
     return mass / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
@@ -114,7 +113,7 @@ Twin = Callable[[SimpleNamespace], Tensor]
 
 
 def _called_as(name: str, compute: Twin) -> Callable[..., Tensor]:
-    """A function with the arguments of the reference of that name, which `compute` has by their names."""
+    """A function with the arguments of the reference of that name, passed to `compute` by name."""
     signature = inspect.signature(reference_named(name))
 
     def call(*given: Any, **by_name: Any) -> Tensor:
@@ -149,8 +148,7 @@ def _applied(a: SimpleNamespace, loop: Loop, keep: Tensor | None) -> Tensor:
 def _from_duals(
     a: SimpleNamespace, duals: Sequence[Tensor | None], half_steps: int, first_side: Side
 ) -> Tensor:
-    """What a loop from these duals gives, 0 where there is none. The mask has one key opened where none
-    was active."""
+    """The result of a loop from these duals, or from 0. One key is opened where none was active."""
     duals = [None if dual is None else asap_meaning.open_dual(dual, a.keep) for dual in duals]
     q, opened, bias = open_empty(a.q, a.keep, a.bias)
     scores = score_matrix(widen(q), widen(a.k), opened, widen(bias), a.score_multiplier)
@@ -179,30 +177,26 @@ fitted_sinkhorn, fitted_sinkhorn_attention = _both("fitted_sinkhorn", _fitted_si
 
 
 def _plan(a: SimpleNamespace) -> Tensor:
-    """Loops whose masses are given, which may be tiny, stay in the log domain: the reference has them."""
-    given = (a.constant, a.damping, a.log_mu, a.log_nu)
+    """Loops with given masses, which may be tiny, stay in the log domain, as in the reference."""
+    settings = (a.constant, a.damping, a.log_mu, a.log_nu)
     ending = Ending.of(vars(a))
-    if ending is not None:
-        return _ended_plan(a, ending)
-    if a.form != "plan" or a.log or any(setting is not None for setting in given):
+    if ending is None and (a.form != "plan" or a.log or any(x is not None for x in settings)):
         return plan_meaning.plan(**vars(a))
-    scores = widen(a.scores)
-    if a.is_kernel:
-        scores = plan_meaning.logs_of(scores)
+    scores = plan_meaning.logs_of(widen(a.scores)) if a.is_kernel else widen(a.scores)
     s = plan_meaning.scaled(scores, a.score_multiplier, a.by_head)
+    factor = s.new_ones(()) * factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    if ending is not None:
+        return _ended_plan(a, s, ending, factor)
     top = s.amax(-1 if a.rows_first else -2, keepdim=True)
     s = s - torch.where(top == -math.inf, 0.0, top)
     marginals = log_marginals(s.shape[-2], s.shape[-1], None, s)
     side: Side = "row" if a.rows_first else "column"
     loop = run_loop(s, *initial_duals(s, None), *marginals, a.half_steps, side)
-    factor = factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
     return (loop.plan() * factor).to(a.scores.dtype)
 
 
-def _ended_plan(a: SimpleNamespace, ending: Ending) -> Tensor:
-    """Of a loop that ends by the data: one of the plans after every half-step."""
-    given = plan_meaning.logs_of(widen(a.scores)) if a.is_kernel else widen(a.scores)
-    s = plan_meaning.scaled(given, a.score_multiplier, a.by_head)
+def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -> Tensor:
+    """The plan of a loop over scores s that ends by the data: one of those after every half-step."""
     masses = widen(a.log_mu), widen(a.log_nu)
     steps = plan_meaning.duals(s, *masses, a.half_steps, a.rows_first, a.damping)
     all_f, all_g = zip(*steps, strict=True)
@@ -211,8 +205,7 @@ def _ended_plan(a: SimpleNamespace, ending: Ending) -> Tensor:
         due = ending.change(all_f[step - 1], all_f[step]) <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)
     f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
-    logs, factor = s + f[..., None] + g[..., None, :], s.new_ones(())
-    factor = factor * factor_value(a.output_factor, s.shape[-2], s.shape[-1], None)
+    logs = s + f[..., None] + g[..., None, :]
     return (logs + factor.log() if a.log else logs.exp() * factor).to(a.scores.dtype)
 
 
@@ -221,8 +214,7 @@ plan = _called_as("plan", _plan)
 
 def _asap(a: SimpleNamespace) -> Tensor:
     """One c-transform of the keys' dual is softmax attention, in the one pattern that runtimes have a
-    kernel for. The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is
-    made.
+    kernel for. The dual is one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
     """
     if a.v is None or a.c_transforms != 1 or a.target_dual is None:
         duals = (a.source_dual, a.target_dual)
@@ -254,7 +246,7 @@ asap, asap_attention = _both("asap", _asap)
 
 
 def _esp_hard(a: SimpleNamespace) -> Tensor:
-    """Keys are gathered; where tokens tie the plans are formed, which takes twenty times as long."""
+    """Keys are gathered; only where tokens tie are plans formed, which takes twenty times as long."""
     clouds = ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
     if a.coupling == "monotone" and not clouds.one_to_one():
         return reference_named("esp_hard")(**vars(a))
@@ -266,15 +258,15 @@ def _esp_hard(a: SimpleNamespace) -> Tensor:
         ordered = x.gather(-1, orders[-1])
         same = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] > -math.inf)
         tied.append(same.sum() > 0)
-    given = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
-    tensors = (*given.values(), *orders)
+    named = {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
+    tensors = (*named.values(), *orders)
 
     def gathered(*tensors: Tensor) -> Tensor:
-        parts = vars(a) | dict(zip(given, tensors, strict=False))
+        parts = vars(a) | dict(zip(named, tensors, strict=False))
         return _gathered(SimpleNamespace(**parts), *tensors[-2:]).flatten()
 
     def formed(*tensors: Tensor) -> Tensor:
-        return reference_named("esp_hard")(**vars(a) | dict(zip(given, tensors, strict=False))).flatten()
+        return reference_named("esp_hard")(**vars(a) | dict(zip(named, tensors, strict=False))).flatten()
 
     if a.ties == "shared" and torch.compiler.is_exporting():
         cond: Any = torch.ops.higher_order.cond  # torch.cond compiles first, and fixes its sizes
@@ -295,8 +287,8 @@ def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
     table: Tensor = clean_values(widen(a.v), a.keep).flatten(0, 2)
     moved: Any = 0.0
     for index, rows in enumerate(pairs.keys):
-        found = table.index_select(0, rows.flatten()).view(*rows.shape, a.v.shape[3])
-        moved = moved + (found if pairs.shares is None else found * pairs.shares[index][..., None])
+        values = table.index_select(0, rows.flatten()).view(*rows.shape, a.v.shape[3])
+        moved = moved + (values if pairs.shares is None else values * pairs.shares[index][..., None])
     mixed = (weights.to(moved.dtype)[..., None, :] @ moved.flatten(3)).view(*a.q.shape[:3], -1)
     factor = with_lengths(a.output_factor, a.q, a.k, a.query_power, a.key_power)
     return ranks.close(mixed, a.keep, a.query_keep, factor).to(a.v.dtype)
@@ -305,7 +297,7 @@ def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
 esp_hard = _called_as("esp_hard", _esp_hard)
 
 
-# Predicted duals: each family's contribution, where its meaning does not translate well
+# Predicted duals: the contribution of each family whose reference does not translate well
 
 
 def _coarse(
@@ -319,7 +311,7 @@ def _coarse(
     scores, counts = problem.scores, problem.counts
     mass = scores.new_full((), scores.shape[2])
     rows = opened_keys(clouds.x_keep)
-    if rows is not None:  # what a masked row of scores then gives, no one reads
+    if rows is not None:  # nobody reads what a masked row of scores then gives
         mass = rows.sum(-1)[:, None, None].to(scores.dtype)
         scores = scores.masked_fill(~rows[:, None, :, None], -math.inf)
     active = counts.sum(-1, keepdim=True)
@@ -356,30 +348,14 @@ def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
     tiny = torch.finfo(spread_y.dtype).tiny ** 0.5
     trace = (spread_y * eye).sum((-2, -1), keepdim=True)
     floor = gaussian.JITTER * trace + tiny
-    root_y, _ = square_roots(spread_y + floor * eye, floor)
-    root, inverse = square_roots(root_y @ spread_x @ root_y + eye / 4, torch.full_like(trace, 0.25))
+    root_y, _ = gaussian.square_roots(spread_y + floor * eye, floor)
+    root, inverse = gaussian.square_roots(root_y @ spread_x @ root_y + eye / 4, 0.25)
     # (W + I/2)^-1 by Newton's iteration from a good start: W^-1 bounds it from above by at most 2.
     middle = root + eye / 2
     solved = inverse / 1.5
     for _ in range(SOLVE_STEPS):
         solved = solved @ (2 * eye - middle @ solved)
     return root_y @ solved @ root_y
-
-
-def square_roots(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root of positive definite [B, H, D, D] and its inverse.  floor: of eigenvalues [B, H, 1, 1].
-
-    Source: Higham, Functions of Matrices (2008), Eq. 6.35, scaled as in features.gaussian.
-    """
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    norm = matrix.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=torch.finfo(matrix.dtype).tiny)
-    y, z = matrix / norm, eye.expand_as(matrix)
-    low = floor / norm
-    for _ in range(ROOT_STEPS):
-        scale, low = gaussian.newton_schulz_scale(low)
-        step = (3 * eye - scale * (z @ y)) / 2 * scale.sqrt()
-        y, z = y @ step, step @ z
-    return y * norm.sqrt(), z / norm.sqrt()
 
 
 SOLVE_STEPS = 6  # from an error of at most 1/3 in W^-1 (W + I/2) / 1.5 - I, squared each time

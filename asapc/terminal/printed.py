@@ -36,6 +36,12 @@ def reason(error: BaseException, most: int = 300) -> str:
     return clipped(line, most)
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of what an error says that is not blank; its type if it is mute."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:most] if lines else type(error).__name__
+
+
 def short(value: object) -> str:
     """A value for a message, however long or deep it is."""
     return clipped(_BRIEF.repr(value), 100)

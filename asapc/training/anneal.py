@@ -1,9 +1,9 @@
-"""Annealing: soft sorts are cooled down while a model trains, until exact sorts can take their place.
+"""Annealing: soft sorts are cooled down while a model trains, until exact sorts can replace them.
 
     t_0 = the site's own temperature,  t_(s+1) = max(gamma t_s, 1e-6)
 
-A soft sort at a low temperature is nearly a permutation, so that what was learnt at the end of the
-schedule also holds for the permutation.
+A soft sort at a low temperature is nearly a permutation, so what was learnt at the end of the schedule
+also holds for the permutation.
 Source: ESPFormer (exponential schedule); ASAP, Appendix C.5 (what happens without one).
 """
 
@@ -26,9 +26,9 @@ LOWEST = 1e-6  # squared units of the projections, as every temperature
 
 
 def schedule(start: float, gamma: float, steps: int) -> list[float]:
-    """The temperature of every training step; the stages share the steps evenly, the last ends at LOWEST.
+    """The temperature of every training step; stages take equally many steps, and the last is at LOWEST.
 
-    Where there are fewer steps than stages, the first stages are left out. A start below LOWEST stays.
+    With fewer steps than stages, the first stages are left out. A start below LOWEST stays.
     """
     lowest = min(start, LOWEST)
     stages = math.ceil(math.log(lowest / start) / math.log(gamma) - 1e-9) if lowest < start else 0
@@ -56,7 +56,7 @@ class Annealing:
         self._now = [list(starts) for starts in self.starts]
 
     def step(self, number: int) -> None:
-        """Cool to the temperatures of a training step, from 0."""
+        """Cool to the temperatures of a training step, counted from 0."""
         for index, plans in enumerate(self._plans):
             now = [plan[number] for plan in plans]
             if now != self._now[index]:
@@ -68,7 +68,7 @@ class Annealing:
         return Runner(model, hardened(self.programs, Hardened(), soft_sites(self.programs)))
 
     def harden(self) -> None:
-        """Exact sorts, in place: what the end of the schedule stands for."""
+        """Put exact sorts in place, which the end of the schedule stands for."""
         for graph in self.graphs:
             harden(graph)
 

@@ -1,7 +1,7 @@
 """What a refresh trains, read off the compiled graphs.
 
-The coefficients of every predicted dual (a token bias is among them), the layer norms, the projection
-each attention output meets, and the head.
+These are the coefficients of every predicted dual (including a token bias), the layer norms, the
+projection of each attention output, and the head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AFFINE = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A tensor that is trained: its compiled program by number, its name there and for reports."""
+    """A tensor that is trained.  program: the number of its compiled program.  label: for reports."""
 
     program: int
     name: str
@@ -45,8 +45,8 @@ def choose_parameters(
 ) -> list[tuple[int, str]]:
     """(program, name) of what is trained, in the order of the state dicts.
 
-    leaf: where the class scores are among the outputs of a whole-model program; a program of one
-    module has no head. patterns: replace the choice; each must match a name.
+    leaf: where the class scores are among the outputs of a whole-model program; a program of one module
+    has no head. patterns: choose by name instead; each must match one.
     """
     available = [
         (index, name)
@@ -70,14 +70,14 @@ def choose_parameters(
             for index, program in enumerate(programs)
             for name in trainable(program.graph, leaf if program.name == "" else None)
         }
-    found = [pair for pair in available if pair in chosen]
-    if not found:
+    ordered = [pair for pair in available if pair in chosen]
+    if not ordered:
         raise InputError(
             "refresh: the model must have something to train",
             got="no coefficients, layer norms, projections or head",
             help="name parameters with --parameters",
         )
-    return found
+    return ordered
 
 
 def label_of(program: Program, name: str) -> str:
@@ -102,12 +102,12 @@ def trainable(graph: GraphModule, leaf: int | None) -> set[str]:
 
 
 def coefficients(graph: GraphModule) -> list[set[str]]:
-    """For each operator call in order, the names of the coefficients its duals are predicted by, and of
-    what an operator that was fitted otherwise has trained."""
-    found = []
+    """For each operator call in order, the names of the coefficients that predict its duals, and of the
+    trained tensors of operators that were fitted otherwise."""
+    names_of_calls = []
     for operands in operator_calls(graph):
-        own = map(operands.settings.get, operands.operator.trained)
-        names = {str(node.target) for node in own if isinstance(node, Node)}
+        trained = map(operands.settings.get, operands.operator.trained)
+        names = {str(node.target) for node in trained if isinstance(node, Node)}
         for dual in map(operands.settings.get, DUAL_SETTINGS):
             while isinstance(dual, Node) and dual.target not in DUALS:
                 dual = dual.args[0]  # an intercept that is added, or one of two outputs
@@ -115,34 +115,34 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
                 fitted = by_name(dual.target, dual.args)["coefficients"]
                 if isinstance(fitted, Node):
                     names.add(str(fitted.target))
-        found.append(names)
-    return found
+        names_of_calls.append(names)
+    return names_of_calls
 
 
 Constants = dict[Node, frozenset[str] | None]
 
 
 def constant_sources(graph: Graph) -> Constants:
-    """The attributes a node is computed from, None where it also depends on the model's inputs.
+    """The attributes that each node is computed from; None if it also depends on the model's inputs.
 
-    A weight may be transposed, cast or normalised before it is used: it is still a weight.
+    A weight that is transposed, cast or normalised before it is used is still a weight.
     """
-    found: Constants = {}
+    attributes: Constants = {}
     for node in graph.nodes:
-        sources = [found[source] for source in node.all_input_nodes]
+        sources = [attributes[source] for source in node.all_input_nodes]
         if node.op == "get_attr":
-            found[node] = frozenset({str(node.target)})
+            attributes[node] = frozenset({str(node.target)})
         elif node.op == "placeholder" or None in sources:
-            found[node] = None
+            attributes[node] = None
         else:
-            found[node] = frozenset().union(*(s for s in sources if s is not None))
-    return found
+            attributes[node] = frozenset().union(*(s for s in sources if s is not None))
+    return attributes
 
 
 def projection(call: Node, constants: Constants) -> set[str]:
-    """The first affine map on each way from an attention output.
+    """The first affine map on each path from an attention output.
 
-    A way ends at a residual sum or a norm: what comes after them is no projection of this output.
+    A path ends at a residual sum or a norm: what follows is not a projection of this output.
     """
 
     def further(node: Node) -> list[Node]:
@@ -156,7 +156,7 @@ def projection(call: Node, constants: Constants) -> set[str]:
 
 
 def head(output: Node, constants: Constants) -> set[str]:
-    """The last affine map on each way to an output."""
+    """The last affine map on each path to an output."""
     return _first_affine(
         [output],
         lambda node: _data(node, constants),
@@ -171,7 +171,7 @@ def _first_affine(
     ends: Callable[[Node], bool],
     constants: Constants,
 ) -> set[str]:
-    """Weights of the first affine maps on the ways that begin at these nodes."""
+    """Weights of the first affine maps on the paths that begin at these nodes."""
     names: set[str] = set()
     stack, seen = [*nodes], {*nodes}
     while stack:
@@ -195,7 +195,7 @@ def _weights_read(node: Node, constants: Constants) -> set[str]:
 
 
 def _affine(node: Node, constants: Constants) -> set[str]:
-    """Weights and biases of x -> x W + b; empty for a node that is none, a product of data too."""
+    """Weights and biases of x -> x W + b; empty for other nodes, including products of data."""
     if node.target not in AFFINE or not _data(node, constants):
         return set()
     names = _weights_read(node, constants)
@@ -208,9 +208,9 @@ def _affine(node: Node, constants: Constants) -> set[str]:
 def freed_parameters(
     programs: Sequence[Program], model: nn.Module | None, names: Sequence[tuple[int, str]]
 ) -> list[Trained]:
-    """The named tensors as separate parameters, everything else frozen.
+    """Make the named tensors separate parameters and freeze everything else.
 
-    Their memory was shared with the teacher's and lossless programs, which must not be trained.
+    They shared memory with the teacher's and lossless programs, which must not be trained.
     """
     for module in (*(program.graph for program in programs), *([model] if model else [])):
         module.requires_grad_(False)
@@ -226,7 +226,7 @@ def freed_parameters(
 
 
 def parameters_of(programs: Sequence[Program]) -> list[tuple[int, str]]:
-    """(program, name) of every floating parameter; buffers are none, nor are a site's constants."""
+    """(program, name) of every floating-point parameter; buffers and a site's constants are none."""
     return [
         (index, name)
         for index, program in enumerate(programs)

@@ -1,11 +1,11 @@
 """Refresh: a short training of a compiled model after its loops were replaced.
 
 Gradients flow through the c-transforms into the fitted coefficients and the layers around them. What is
-trained is read off the graph (asapc.training.parameters). All else stays as it was.
+trained is read off the graph (asapc.training.parameters). Everything else stays as it was.
 Source: ASAP, Appendix E.4 (five supervised epochs at learning rate 2e-4).
 
-With annealing, soft sorts are cooled down meanwhile and become exact (asapc.training.anneal). Then
-everything is trained that a gradient reaches, as it is the queries and keys that have to move apart.
+With annealing, soft sorts are cooled down meanwhile and become exact (asapc.training.anneal). Then every
+tensor that a gradient reaches is trained, as it is the queries and keys that have to move apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,41 +52,13 @@ _SINCE = "; coefficients trained since"
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What write_refreshed needs. weights: by (number of the program, name); edit: of the graphs."""
+    """What write_refreshed needs. weights: by (number of the program, name); edit: changes a graph."""
 
     manifest: dict[str, Any]
     weights: dict[tuple[int, str], Tensor]
     seen_hashes: frozenset[int]
     example: Batch
     edit: Callable[[GraphModule], None] | None = None
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The training loss; leaf is where the class scores are among the model's outputs.
-
-    probabilities: the model returns those instead of logits.
-    """
-
-    mode: Literal["labels", "distil"]
-    leaf: int
-    probabilities: bool
-
-    def scores(self, output: Any) -> Tensor:
-        return pytree.tree_leaves(output)[self.leaf]
-
-    def log(self, scores: Tensor) -> Tensor:
-        return log_probabilities(scores, self.probabilities)
-
-    def loss(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Mean over examples: -log q[label], or sum_c p_c (log p_c - log q_c)."""
-        log_q = self.log(scores)
-        if self.mode == "labels":
-            assert batch.labels is not None
-            return torch.nn.functional.nll_loss(log_q, batch.labels.to(log_q.device))
-        assert batch.teacher is not None
-        log_p = self.log(moved(batch.teacher, scores.device))
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
 def train(
@@ -99,10 +71,9 @@ def train(
 ) -> Refreshed:
     """Train on the calibration split; keep the epoch with the lowest loss on the selection split.
 
-    model: the model around captured modules, whose own weights stay as they are. The gate split is
-    not read. Trains the artefact's compiled programs in place. An annealed model is measured with its
-    sorts exact throughout, as it will run.  processes: have the same weights all the while, and share
-    the examples of every step.
+    model: the model around captured modules, whose own weights do not change. The gate split is not
+    read. Trains the artefact's compiled programs in place. An annealed model is always measured with
+    exact sorts, as it will run.  processes: keep the same weights, and share the examples of every step.
     """
     programs = artifact.programs["graph"]
     teacher = Runner(model, artifact.programs["teacher"])
@@ -113,11 +84,11 @@ def train(
     selection = _examples(source, "selection", settings)
     example = rows(selection[0], range(min(len(selection[0]), settings.batch_size)))
     leaf = scores_leaf(teacher(example))
-    trainer = Trainer(Objective(settings.mode, leaf, False), settings, progress, processes)
+    trainer = Trainer(leaf, False, settings, progress, processes)
 
     measured = trainer.with_teacher(teacher, selection, "teacher, selection")
     probabilities = all(are_probabilities(x.teacher) for x in measured if x.teacher is not None)
-    trainer = replace(trainer, objective=Objective(settings.mode, leaf, probabilities))
+    trainer = replace(trainer, probabilities=probabilities)
     outputs = "probabilities" if probabilities else "logits"
     progress.note(f"the model returns {outputs}")
     if settings.mode == "distil":
@@ -171,8 +142,8 @@ def train(
 def _tail_entry(
     most: int | None, tolerance: float, passed: Sequence[Tensor], progress: Progress
 ) -> dict[str, Any]:
-    """most, tolerance: see checked_tail.  passed: half-steps that gradients passed through, a tensor for
-    each loop and batch."""
+    """most, tolerance: see checked_tail.  passed: the half-steps that gradients passed through, one
+    tensor for each loop and batch."""
     every = torch.cat([depth.flatten().cpu() for depth in passed]).double()
     least, middle, greatest = (float(find(every)) for find in (torch.min, torch.median, torch.max))
     progress.note(
@@ -186,7 +157,7 @@ def _tail_entry(
 
 
 def _annealed_entry(annealing: Annealing, measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """measured: soft sorts, and exact ones before and after."""
+    """measured: metrics of soft sorts, and of exact ones before and after."""
     changes = {
         name: {
             "accuracy": metrics.get("accuracy"),
@@ -199,7 +170,7 @@ def _annealed_entry(annealing: Annealing, measured: Mapping[str, Mapping[str, fl
 
 
 def put_weights(programs: Sequence[Program], weights: Mapping[tuple[int, str], Tensor]) -> None:
-    """Trained weights into the programs, which may have been trained as copies on another device."""
+    """Put trained weights into the programs, which may have been trained as copies on another device."""
     with torch.no_grad():
         for (number, name), tensor in weights.items():
             operator.attrgetter(name)(programs[number].graph).copy_(tensor)
@@ -219,15 +190,36 @@ class Best:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What all steps of a training share."""
+    """What all steps of a training share.
 
-    objective: Objective
+    leaf: where the class scores are among the model's outputs.  probabilities: the model returns those
+    instead of logits.
+    """
+
+    leaf: int
+    probabilities: bool
     settings: RefreshSettings
     progress: Progress
     processes: Processes = ALONE
 
+    def scores(self, runner: Runner, batch: Batch) -> Tensor:
+        return pytree.tree_leaves(runner(batch))[self.leaf]
+
+    def log(self, scores: Tensor) -> Tensor:
+        return log_probabilities(scores, self.probabilities)
+
+    def loss(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Mean over examples: -log q[label], or sum_c p_c (log p_c - log q_c)."""
+        log_q = self.log(scores)
+        if self.settings.labels:
+            assert batch.labels is not None
+            return torch.nn.functional.nll_loss(log_q, batch.labels.to(log_q.device))
+        assert batch.teacher is not None
+        log_p = self.log(moved(batch.teacher, scores.device))
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
     def with_teacher(self, teacher: Runner, batches: Sequence[Batch], label: str) -> list[Batch]:
-        """The examples with the teacher's class scores, which are needed in every epoch."""
+        """The examples with the teacher's class scores, which every epoch needs."""
         pieces = list(_slices(batches, self.settings.batch_size))
         scores = list(self._scores(teacher, self.progress.track(pieces, label)))
         split = iter(torch.cat([found for _, found in scores]).split([len(batch) for batch in batches]))
@@ -237,10 +229,10 @@ class Trainer:
         """The class scores of every batch, on the CPU; the processes share the batches."""
 
         def scored(batch: Batch) -> Part:
-            return {"scores": moved(self.objective.scores(runner(batch)), CPU)}, None
+            return {"scores": moved(self.scores(runner, batch), CPU)}, None
 
-        for batch, (found, _) in self.processes.dealt(batches, scored):
-            yield batch, found["scores"]
+        for batch, (part, _) in self.processes.dealt(batches, scored):
+            yield batch, part["scores"]
 
     def evaluate(self, runner: Runner, batches: Sequence[Batch]) -> dict[str, float]:
         """Loss, agreement with the teacher's predictions and, where there are labels, accuracy."""
@@ -248,10 +240,10 @@ class Trainer:
         total = 0.0
         with torch.no_grad():
             for batch, scores in self._scores(runner, _slices(batches, self.settings.batch_size)):
-                total += float(self.objective.loss(scores, batch)) * len(batch)
+                total += float(self.loss(scores, batch)) * len(batch)
                 count += len(batch)
                 assert batch.teacher is not None
-                predicted, exact = (self.objective.log(x).argmax(-1) for x in (scores, batch.teacher))
+                predicted, exact = (self.log(x).argmax(-1) for x in (scores, batch.teacher))
                 agreed += int((predicted == exact).sum())
                 if batch.labels is not None:
                     labelled += len(batch)
@@ -260,11 +252,11 @@ class Trainer:
         return {**metrics, "accuracy": right / labelled} if labelled else metrics
 
     def with_gradient(self, runner: Runner, batch: Batch, trained: Sequence[Trained]) -> list[Trained]:
-        """Those that a gradient of the loss on these examples reaches; the others stay as they are."""
-        scores = self.objective.scores(runner(batch))
+        """Those that a gradient of the loss on these examples reaches; the others are not trained."""
+        scores = self.scores(runner, batch)
         if not scores.requires_grad:
             return list(trained)  # fit says so
-        self.objective.loss(scores, batch).backward()
+        self.loss(scores, batch).backward()
         kept = [parameter for parameter in trained if parameter.tensor.grad is not None]
         for parameter in trained:
             parameter.tensor.requires_grad_(parameter.tensor.grad is not None)
@@ -281,9 +273,9 @@ class Trainer:
     ) -> tuple[dict[str, float], Best]:
         """(metrics before, best epoch); leaves the best epoch's weights in place.
 
-        With annealing all metrics are those of exact sorts, and these are in place afterwards: gradients
-        of the coldest sorts are mostly zero or huge, and a warmer epoch's weights may sort best.
-        Raises InputError where the loss or a weight stops being finite.
+        With annealing, all metrics are those of exact sorts, which are in place afterwards: gradients of
+        the coldest sorts are mostly zero or huge, and a warmer epoch's weights may sort best.
+        Raises InputError if the loss or a weight stops being finite.
         """
         settings, tensors = self.settings, [parameter.tensor for parameter in trained]
         optimiser = torch.optim.Adam(tensors, lr=settings.learning_rate)
@@ -319,13 +311,13 @@ class Trainer:
         return before, best
 
     def _gradient(self, runner: Runner, batch: Batch, trained: Sequence[Trained]) -> float:
-        """The loss on a batch, whose gradient is left in the tensors; every process takes its share."""
+        """The loss on a batch; its gradient is left in the tensors. Every process takes its share."""
         tensors = [parameter.tensor for parameter in trained]
         share = list(self.processes.share(range(len(batch))))
         loss = torch.zeros(())
         if share:
-            own = batch if self.processes.alone else rows(batch, share)
-            scores = self.objective.scores(runner(own))
+            mine = batch if self.processes.alone else rows(batch, share)
+            scores = self.scores(runner, mine)
             if not scores.requires_grad:
                 labels = ", ".join(parameter.label for parameter in trained)
                 raise InputError(
@@ -333,15 +325,15 @@ class Trainer:
                     got=f"no gradient through {labels}"[:300],
                     help="the model may compute them outside of torch, or without gradients",
                 )
-            loss = self.objective.loss(scores, own) * (len(share) / len(batch))
+            loss = self.loss(scores, mine) * (len(share) / len(batch))
             loss.backward()
         if self.processes.alone:
             return float(loss.detach())
         reached = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
         own_part = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
         total, reached, *summed = self.processes.summed([loss, reached, *own_part])
-        for tensor, gradient, there in zip(tensors, summed, reached.tolist(), strict=True):
-            tensor.grad = gradient if there else None
+        for tensor, gradient, is_reached in zip(tensors, summed, reached.tolist(), strict=True):
+            tensor.grad = gradient if is_reached else None
         return float(total)
 
     def _require_finite(self, loss: float, tensors: Sequence[Tensor], when: str) -> None:
@@ -391,10 +383,10 @@ def _line(metrics: dict[str, float]) -> str:
 
 
 def _examples(source: DataSource, split: Split, settings: RefreshSettings) -> list[Batch]:
-    found = source.gather(select=lambda content: split_of(content) == split, limit=settings.examples)
-    if not found:
+    batches = source.gather(select=lambda content: split_of(content) == split, limit=settings.examples)
+    if not batches:
         raise empty_split(source, split)
-    return found
+    return batches
 
 
 def _check_labels(batches: Sequence[Batch], measured: Sequence[Batch], place: str) -> None:
@@ -419,7 +411,7 @@ def _steps(batches: Sequence[Batch], batch_size: int) -> int:
 
 
 def _manifest(artifact: Artifact, entry: dict[str, Any], trained: set[tuple[int, str]]) -> dict[str, Any]:
-    """The manifest with the refresh; what the fit of changed coefficients showed no longer holds."""
+    """The manifest with the refresh; metrics of fits whose coefficients changed no longer hold."""
     manifest = dict(artifact.manifest)
     earlier = manifest.pop("refresh", None)
     if earlier is not None:

@@ -1,4 +1,4 @@
-"""What a refresh is asked for.  Nothing here needs torch, which takes seconds to import."""
+"""The settings of a refresh.  Nothing here needs torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
 
 @dataclass(frozen=True)
 class RefreshSettings:
-    """tail, tolerance: of the loops that are left, see training.tails.  parameters: patterns of names,
-    instead of those read off the graph.  examples: at most, of each split, None for all."""
+    """tail, tolerance: of the remaining loops, see training.tails.  parameters: patterns of names,
+    instead of those read off the graph.  examples: at most, of each split; None for all."""
 
     labels: bool = option(False, "Train on the labels in DATA (cross entropy).")
     distil: bool = option(False, "Train on the teacher's predictions (KL, no labels).")
@@ -42,7 +42,7 @@ class RefreshSettings:
         return "labels" if self.labels else "distil"
 
     def check(self) -> None:
-        """Raises InputError for an objective, a learning rate or a tail that is none."""
+        """Raises InputError for an invalid objective, learning rate or tail."""
         if self.labels == self.distil:
             raise InputError(
                 "refresh: exactly one of --labels and --distil must be given",

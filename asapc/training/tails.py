@@ -1,9 +1,10 @@
-"""Tails: gradients through the last half-steps of the finite loops alone.
+"""Tails: gradients through only the last half-steps of the finite loops.
 
-Back-propagation through a loop of T half-steps costs as much as the loop again, and most of what it finds
-in the first half-steps is nothing: a half-step's adjoint contracts. A tail of R half-steps leaves out the
-T - R before it; a certified tail is as long as its tolerance needs, for every batch and head anew, and
-the whole loop where scores are so sharp that nothing fades.  See kernels.loop.Tail for what is certified.
+Back-propagation through a loop of T half-steps costs as much as the loop again, and little gradient
+reaches the first half-steps, since a half-step's adjoint contracts. A tail of R half-steps leaves out the
+T - R before it. A certified tail is as long as its tolerance requires, separately for every batch and
+head, and is the whole loop if scores are too sharp for anything to fade.  See kernels.loop.Tail for what
+is certified.
 Source: block-wise paper, Propositions 1, 5 and 6, Corollary 2.
 """
 
@@ -71,8 +72,8 @@ def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:
         calls = [node for node in graph.graph.nodes if node.target in TAILED]
         for node in calls:
             arguments: dict[str, Any] = {**by_name(node.target, node.args), **node.kwargs}
-            given = dict(zip(OF_GRADIENTS, (most, tolerance), strict=True))
-            node.args = ordered(node.target, arguments | given)
+            tail = dict(zip(OF_GRADIENTS, (most, tolerance), strict=True))
+            node.args = ordered(node.target, arguments | tail)
             node.kwargs = {}
         if calls:
             graph.recompile()

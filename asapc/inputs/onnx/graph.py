@@ -1,4 +1,4 @@
-"""An ONNX graph as nodes that are ready to run: read once, with everything checked that can be.
+"""An ONNX graph as nodes that are ready to run: read once, and checked as far as possible.
 
 before: onnx.GraphProto without model-local functions
 after:  Graph(inputs, constants, nodes, outputs), subgraphs inside; tensors in a separate list
@@ -29,10 +29,10 @@ NO_MODULE = "_empty_nn_module_stack"  # what torch's exporter writes for a node 
 
 @dataclass(frozen=True)
 class Node:
-    """One node.  function(*values of inputs, **attributes) gives its outputs; subgraphs come besides.
+    """One node.  function(*values of inputs, **attributes, **subgraphs) gives its outputs.
 
     scope: dotted name of the module that it was exported from, or its own name.
-    drops: values that nothing after it needs.  Its repr is what it computes, whatever it is called.
+    drops: values that nothing after it needs.  The repr says what it computes, not what it is called.
     """
 
     name: str = field(repr=False)
@@ -72,7 +72,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Filled:
-    """A constant of one number everywhere: no weight, but something an exporter has worked out."""
+    """A constant of one repeated number: not a weight, but something an exporter has folded."""
 
     shape: tuple[int, ...]
     number: Any
@@ -260,7 +260,7 @@ def read_inputs(proto: onnx.GraphProto, path: Path) -> list[Input]:
 def scope_of(node: onnx.NodeProto) -> str:
     """The dotted name of the module that a node comes from, "" for the model itself.
 
-    torch's exporters say it in metadata ("pkg.torch.onnx.name_scopes") or in the node's name
+    torch's exporters write it into metadata ("pkg.torch.onnx.name_scopes") or the node's name
     ("/encoder/layers.0/attn/MatMul"); any other node is its own scope.
     """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
@@ -312,31 +312,31 @@ def _with_drops(nodes: list[Node], droppable: set[str]) -> tuple[Node, ...]:
 
 
 def take_apart(nodes: Sequence[Node]) -> list[Node]:
-    """Transposes that an exporter has fused, taken apart again where one is the other of another.
+    """Take fused transposes apart again where one is the transpose of another.
 
     before: q = Transpose(x, [0, 2, 1, 3]), t = Transpose(x, [0, 2, 3, 1])
     after:  q = Transpose(x, [0, 2, 1, 3]), t = Transpose(q, [0, 1, 3, 2])
 
-    The model had t = q^T. Where t alone enters a sort, and q alone a distance, nothing but x, which is
-    not yet in heads, would be what both are computed from.  The nodes come in an order in which they can
-    still run; every value keeps its name and meaning.
+    The model had t = q^T. Where only t is sorted and only q enters a distance, they would share nothing
+    but x, which is not split into heads yet.  The nodes stay in an order in which they can run, and
+    every value keeps its name and meaning.
     """
     first: dict[tuple[str, tuple[int, ...]], Node] = {}
     for node in nodes:
         order = _order(node)
         if order is not None and node.inputs[0] is not None:
             first.setdefault((node.inputs[0], order), node)
-    straight: dict[str, Node] = {}  # by the output of the one that is its transpose
+    straight: dict[str, Node] = {}  # by the output of its transpose
     for (source, order), node in first.items():
         partner = first.get((source, (*order[:-2], order[-1], order[-2])))
         if partner is not None and order[-1] != len(order) - 1 == order[-2]:
             straight[node.outputs[0]] = partner
     result: list[Node] = []
-    there: set[str] = set()
+    placed: set[str] = set()
 
     def append(node: Node) -> None:
-        if not (node.outputs and node.outputs[0] in there):
-            there.update(node.outputs)
+        if not (node.outputs and node.outputs[0] in placed):
+            placed.update(node.outputs)
             result.append(node)
 
     for node in nodes:

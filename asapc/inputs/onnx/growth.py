@@ -1,7 +1,7 @@
-"""How much memory the values of an ONNX model may take while it is run.
+"""A limit on the memory that the values of an ONNX model take while it runs.
 
 A few bytes of a file can ask for any amount: a value joined to itself forty times, a column added to a
-row. So the first run of a model at any sizes is guarded: the sizes of every result are worked out without
+row. So the first run of a model at any sizes is guarded: the size of every result is computed without
 memory (on torch's meta device) and added up before the operator runs.
 """
 
@@ -20,12 +20,12 @@ from asapc.errors import InputError
 from asapc.memory import format_size
 
 LEAST = 1 << 30  # bytes that any model may take
-SHARE = 64  # of a larger one: so many times what its weights and inputs take
+SHARE = 64  # a larger one may take so many times what its weights and inputs take
 
 
 def allowed_bytes(held: Iterable[Tensor]) -> int:
     """For a model with these weights and inputs."""
-    return max(LEAST, SHARE * sum(tensor.numel() * tensor.element_size() for tensor in held))
+    return max(LEAST, SHARE * sum(tensor.nbytes for tensor in held))
 
 
 class Guard(TorchDispatchMode):
@@ -66,7 +66,7 @@ class Guard(TorchDispatchMode):
 
 
 def _bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of a result, 0 where its size depends on values: that of a choice from its inputs, at most."""
+    """Bytes of a result; 0 if its size depends on values, which is at most that of its inputs."""
     with torch._C._DisableTorchDispatch():
         args, kwargs = pytree.tree_map_only(
             Tensor,
@@ -77,7 +77,6 @@ def _bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             kwargs["device"] = "meta"
         try:
             result = func(*args, **kwargs)
-        except Exception:  # what is wrong with the call, the call itself says
+        except Exception:  # the call itself will report what is wrong with it
             return 0
-    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))

@@ -1,10 +1,9 @@
 """Host values: ONNX integers that are shapes in the making, kept as Python numbers.
 
-A graph computes shapes with the operators it computes tensors with. What comes out of `Shape` stays an
-int or SymInt, or a list of them, through such operators, so that a dynamic size remains a symbol under
-torch.export; an operator on tensors turns it into an int64 tensor, where it was an int32 too, or into a
-bool. A `Real` is a float that is not in a tensor yet: a constant that scales something, or a size cast to
-float.
+A graph computes shapes with the same operators as tensors. The result of `Shape` stays an int or SymInt,
+or a list of them, through such operators, so that a dynamic size remains a symbol under torch.export.
+Only an operator on tensors turns it into a tensor of int64, even if it was int32, or of bool. A `Real` is
+a float that is not in a tensor yet: a constant that scales something, or a size cast to float.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Real:
 
 
 def is_host(value: Any) -> bool:
-    """An integer or bool (0-d), a list of them (1-d), or None for an input that is left out."""
+    """Whether this is an integer or bool (0-d), a list of them (1-d), or None for an omitted input."""
     return not isinstance(value, (Tensor, Real))
 
 
@@ -80,7 +79,7 @@ def constant_of(tensor: Tensor) -> Any:
 
 
 def shortest(number: float) -> float:
-    """The decimal that somebody wrote down: 0.1 for the float32 0.10000000149, to which it rounds."""
+    """The shortest decimal that rounds to this float32: 0.1 for 0.10000000149."""
     return float(str(np.float32(number)))
 
 
@@ -100,9 +99,9 @@ def ints(value: Any, what: str) -> list[Any]:
 
 
 def decided(condition: Any) -> Any:
-    """True or False, or the condition itself where that depends on a size that is still open.
+    """True or False, or the condition itself if it depends on a dynamic size.
 
-    bool() of such a condition would make a trace that holds for the sizes of the example alone.
+    bool() of such a condition would make a trace that holds only for the sizes of the example.
     """
     if not isinstance(condition, torch.SymBool):
         return bool(condition)
@@ -112,7 +111,7 @@ def decided(condition: Any) -> Any:
 
 
 def known(condition: Any, what: str) -> bool:
-    """The condition as a bool.  Raises ValueError where it depends on data or on an open size."""
+    """The condition as a bool.  Raises ValueError if it depends on data or on a dynamic size."""
     value = decided(ints(condition, what)[0])
     if isinstance(value, torch.SymBool):
         raise ValueError(
@@ -127,7 +126,7 @@ def chosen(flag: Any, a: Any, b: Any) -> Any:
 
 
 def checked_numbers(count: int) -> int:
-    """How many numbers a host value is about to have.  Raises ValueError if that is no shape's."""
+    """How many numbers a host value is about to have.  Raises ValueError if no shape has so many."""
     if count > MOST_NUMBERS:
         raise ValueError(f"{count} numbers, more than {MOST_NUMBERS}, are no shape")
     return count
@@ -154,11 +153,10 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_host(host: Callable[..., Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An operator whose inputs that are annotated as tensors become tensors; the others are shapes, axes
-    and the like.
+    """Decorate an operator: inputs annotated as tensors become tensors; others are shapes, axes and such.
 
-    host: its form for host values, taken where every input is one.  NotImplemented from that form leaves
-    the work to the decorated function.
+    host: its form for host values, used if every input is one.  If it returns NotImplemented, the
+    decorated function runs.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,8 +169,8 @@ def on_host(host: Callable[..., Any] | None) -> Callable[[Callable[..., Any]], C
             if host is not None and all(is_host(value) for value in values):
                 result = host(*values, **attributes)
             if result is NotImplemented:
-                given = (tensor_of(x) if i in tensors else x for i, x in enumerate(values))
-                return function(*given, **attributes)
+                converted = (tensor_of(x) if i in tensors else x for i, x in enumerate(values))
+                return function(*converted, **attributes)
             for number in result if isinstance(result, list) else [result]:
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
                     raise ValueError(f"a shape of a number of {number.bit_length()} bits")
@@ -184,13 +182,13 @@ def on_host(host: Callable[..., Any] | None) -> Callable[[Callable[..., Any]], C
 
 
 def truncated_division(a: Any, b: Any) -> Any:
-    """a / b towards zero; sizes, which are symbols, are not negative."""
+    """a / b rounded towards zero, for numbers and symbolic sizes, which are not negative."""
     quotient = abs(a) // abs(b)
     return quotient if (a >= 0) == (b >= 0) else -quotient
 
 
 def numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """function of two numbers, as a reduction of a list along its one axis."""
+    """Make a reduction of a list along its one axis from a function of two numbers."""
 
     def reduce(value: Any, axes: Any = None, *, keepdims: int = 1, **rest: Any) -> Any:
         if not isinstance(value, list) or not value or rest.get("noop_with_empty_axes"):

@@ -1,4 +1,4 @@
-"""An .onnx file as a teacher. Files are untrusted: nothing runs, and every size is checked before use."""
+"""An .onnx file as a teacher. Files are not trusted: nothing in them runs, and all sizes are checked."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from asapc.inputs.weights import check_finite, fingerprint
 READ_OPSETS = range(11, 24)
 MAX_BYTES = 2**31 - 1  # of a protobuf
 MAX_NODES = 200_000  # after functions are inlined
-MOST_INLINED = 1 << 26  # bytes that any model's functions may add; of a larger one
-MAX_COPIES = 8  # times its own size
+MOST_INLINED = 1 << 26  # bytes that any model's functions may add
+MAX_COPIES = 8  # times its own size, which a larger model's functions may add
 MAX_CALLS = 64  # of functions in functions
 EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
 
@@ -57,14 +57,14 @@ def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     module.trusted = trust
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
     check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
-    # of what the model computes: not of where it lies, nor of where its tensors do
+    # a digest of what the model computes, not of where the file or its tensors are
     tensors = {str(key): tensor for key, (_, tensor, _) in enumerate(reader.tensors)}
     digest = hashlib.sha256(repr((reader.opset, inputs, graph, fingerprint(tensors))).encode())
     return Teacher(module, None, str(path), digest.hexdigest(), onnx=path)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The file of an onnx_teacher, functions written out, external weights read in."""
+    """The file of an onnx_teacher with functions inlined and external weights loaded."""
     model = _parsed(path)
     onnx.load_external_data_for_model(model, str(path.parent))
     return _inlined(model, path) if model.functions else model
@@ -113,7 +113,7 @@ def _opset(model: onnx.ModelProto, path: Path) -> int:
 
 
 def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those of subgraphs too."""
+    """Every node, including those of subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -122,7 +122,7 @@ def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodePro
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor that is stored, those of subgraphs too."""
+    """Every stored tensor, including those of subgraphs."""
     yield from graph.initializer
     for node in _nodes(graph):
         for attribute in node.attribute:
@@ -132,20 +132,20 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without local functions.  Raises InputError where they call each other in circles,
-    too deeply, or would become absurdly many nodes or bytes."""
+    """The model without local functions.  Raises InputError where they call each other in circles or too
+    deeply, or would make too many nodes or bytes."""
     def key(item: Any, name: str) -> tuple[str, str, str]:
         return item.domain, name, item.overload
 
-    bodies = {key(own, own.name): own for own in model.functions}
+    bodies = {key(function, function.name): function for function in model.functions}
     sizes: dict[Any, tuple[int, int]] = {}  # nodes and bytes of a function, with those that it calls
 
     def size(nodes: list[onnx.NodeProto]) -> tuple[int, int]:
         called = [sizes.get(key(node, node.op_type), (0, 0)) for node in nodes]
         return len(nodes) + sum(count for count, _ in called), sum(added for _, added in called)
 
-    waiting = {name: list(_nodes(own)) for name, own in bodies.items()}
-    for _ in range(MAX_CALLS):  # each time those that call nothing that is not known
+    waiting = {name: list(_nodes(function)) for name, function in bodies.items()}
+    for _ in range(MAX_CALLS):  # each time those that call only functions of known size
         ready = [name for name, nodes in waiting.items()
                  if not any(key(node, node.op_type) in waiting for node in nodes)]  # fmt: skip
         for name in ready:

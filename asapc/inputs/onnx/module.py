@@ -1,7 +1,7 @@
 """An ONNX model as a torch module that evaluates its nodes, so that torch.export can trace it.
 
-Nodes run inside modules named after the scopes they were exported from: a captured graph then knows the
-scope of every operator, as it does for a model written in PyTorch, and the ONNX value behind it.
+Nodes run inside modules named after the scopes they were exported from. A captured graph then knows the
+scope of every operator, as for a model written in PyTorch, and the ONNX value it computes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from asapc.inputs.onnx.graph import Filled, Graph, Held, Input, Node
 from asapc.inputs.onnx.growth import Guard, allowed_bytes
 from asapc.inputs.onnx.host import tensor_of
 from asapc.inputs.paths import identifier
+from asapc.terminal.printed import first_line
 
 MAX_NESTING = 64  # of modules in modules
 MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
@@ -36,16 +37,16 @@ Values = MutableMapping[str, Any]
 
 
 class Scope(nn.Module):
-    """A module of the exported model: its caller decides what runs in it."""
+    """A module of the exported model; the caller decides what runs in it."""
 
     def forward(self, work: Callable[[], None]) -> None:
         work()
 
 
 class OnnxModule(nn.Module):
-    """forward(*inputs), named as the graph's inputs are, gives its outputs; a single one by itself.
+    """forward(*inputs) takes the graph's inputs by name and returns its outputs; a single one as it is.
 
-    inputs: as the file declares them.  names: those of forward's arguments, in the same order.
+    inputs: as the file declares them.  names: of forward's arguments, in the same order.
     weights: the ONNX name of every parameter and buffer.  tensors: see Reader.  Made by onnx_module.
     trusted: the values may take any memory, see asapc.inputs.onnx.growth.
     """
@@ -85,17 +86,17 @@ class OnnxModule(nn.Module):
         if shapes in self._guarded:
             return self._values(inputs, wanted)
         with Guard(allowed_bytes([*self.parameters(), *self.buffers(), *inputs])):
-            found = self._values(inputs, wanted)
+            results = self._values(inputs, wanted)
         self._guarded.add(shapes)
-        return found
+        return results
 
     def _values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
         self._steps = 0
         env: Values = {}
         kept: dict[str, Any] = dict.fromkeys(wanted)
-        for value, given in zip(self.inputs, inputs, strict=True):
-            _check_shape(value, given)
-            env[value.name] = given if given.dtype == value.dtype else given.to(value.dtype)
+        for value, tensor in zip(self.inputs, inputs, strict=True):
+            _check_shape(value, tensor)
+            env[value.name] = tensor if tensor.dtype == value.dtype else tensor.to(value.dtype)
             _tag(value.name, env[value.name])
         self._enter(self.graph, env)
         kept.update({name: env[name] for name in wanted if name in env})
@@ -123,9 +124,8 @@ class OnnxModule(nn.Module):
             result = node.function(*values, **node.attributes, **bodies)
         except InputError:
             raise
-        except Exception as error:  # torch raises many types; which node it was says more than any
-            line = next((line for line in str(error).splitlines() if line.strip()), "")
-            raise RuntimeError(f"{node}: {line or type(error).__name__}") from error
+        except Exception as error:  # torch raises many types, and the node says more than any of them
+            raise RuntimeError(f"{node}: {first_line(error)}") from error
         results = result if isinstance(result, tuple) else (result,)
         if len(results) < len(node.outputs):
             raise RuntimeError(f"{node}: its outputs after the first {len(results)} are not supported")
@@ -152,8 +152,8 @@ class OnnxModule(nn.Module):
             env[name] = value
 
     def _hold(self, name: str, tensor: Tensor, initializer: bool) -> None:
-        """A parameter if it may be a trained weight; another constant is a buffer, and so is a mask:
-        -inf where something is hidden and one value elsewhere."""
+        """Register a parameter if it may be a trained weight, and a buffer otherwise, as for a mask: -inf
+        where something is hidden, and one value elsewhere."""
         key = f"w_{identifier(name)}"
         if key in self.weights:
             key = next(k for k in (f"{key}_{n}" for n in itertools.count(2)) if k not in self.weights)
@@ -167,7 +167,7 @@ class OnnxModule(nn.Module):
         self._keys.append(key)
 
     def _scope(self, path: str) -> Callable[[Callable[[], None]], None]:
-        """The module of that path, whose parts get a _ where they are attributes of any module."""
+        """The module of that path; parts that are attributes of every module get a trailing _."""
         if not path:
             return lambda work: work()
         parent: nn.Module = self
@@ -182,7 +182,7 @@ class OnnxModule(nn.Module):
 def onnx_module(
     graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
 ) -> OnnxModule:
-    """An OnnxModule of a new class, whose forward has the arguments of this graph in its signature."""
+    """An OnnxModule of a new class, whose forward has this graph's arguments in its signature."""
     names: list[str] = []
     for value in inputs:
         name = identifier(value.name)
@@ -203,20 +203,20 @@ def onnx_module(
 def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
     """The node of a captured graph that computes each ONNX value: inputs, weights, outputs of nodes.
 
-    Values that are shapes, that are inside of loops and branches, or that nothing uses have none. A
-    value that is another one unchanged has that one's node.
+    Shapes, values inside loops and branches, and values that nothing uses have none. A value that equals
+    another one has that one's node.
     """
-    found: dict[str, FxNode] = {}
+    nodes: dict[str, FxNode] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr" and str(node.target) in module.weights:
-            found.setdefault(module.weights[str(node.target)], node)
+            nodes.setdefault(module.weights[str(node.target)], node)
         for name in (node.meta.get("custom") or {}).get(VALUES, ()):
-            found[name] = node
-    return found
+            nodes[name] = node
+    return nodes
 
 
 def _tag(name: str, value: Any) -> None:
-    """While tracing: note in the graph that is made which ONNX value this is."""
+    """While tracing, note in the new graph which ONNX value this is."""
     mode = get_proxy_mode()
     if mode is None or not isinstance(value, Tensor):
         return
@@ -227,15 +227,14 @@ def _tag(name: str, value: Any) -> None:
         meta["custom"] = {**custom, VALUES: (*custom.get(VALUES, ()), name)}
 
 
-def _check_shape(value: Input, given: Tensor) -> None:
+def _check_shape(value: Input, tensor: Tensor) -> None:
     if value.shape is None:
         return
-    fits = given.dim() == len(value.shape) and all(
-        size is None or int(length) == size for length, size in zip(given.shape, value.shape, strict=True)
-    )
+    sizes = zip(value.shape, tensor.shape, strict=True)
+    fits = tensor.dim() == len(value.shape) and all(n is None or int(given) == n for n, given in sizes)
     if not fits:
         declared = ["any" if size is None else size for size in value.shape]
         raise ValueError(
-            f"{value.name} must be of shape {declared}, as the file says, not {[*given.shape]}; "
+            f"{value.name} must be of shape {declared}, as the file says, not {[*tensor.shape]}; "
             "export the model with a dynamic batch to run it on several examples"
         )

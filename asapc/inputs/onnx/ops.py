@@ -66,7 +66,7 @@ def _binary(function: Callable[..., Any], host: Callable[..., Any]) -> Callable[
 
 
 def _comparison(name: str) -> Callable[..., Any]:
-    """Of sizes it is a plain bool if it comes out the same for all of them."""
+    """A comparison; of sizes it is a plain bool if the result is the same for all of them."""
     compare = getattr(operator, name)
     return _binary(getattr(torch, name), lambda a, b: decided(compare(a, b)))
 
@@ -80,7 +80,7 @@ def _variadic(function: Callable[..., Any], host: Callable[..., Any]) -> Callabl
 
 
 def _divide(a: Tensor, b: Any) -> Tensor:
-    """Of integers towards zero: torch's truncating division of the least one by -1 ends the process."""
+    """Integers round to zero: torch's truncating division of the least one by -1 ends the process."""
     if a.is_floating_point():
         return torch.div(a, b)
     return torch.floor_divide(a - torch.fmod(a, b), b)
@@ -157,7 +157,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() > 1 and b.dim() == 2:
-        return F.linear(a, b.t())  # a layer, where the usual product would be one of two batches
+        return F.linear(a, b.t())  # a layer, not a product of two batches
     return torch.matmul(a, b)
 
 
@@ -212,7 +212,7 @@ def _prod(x: Tensor, dims: list[int], keep: bool) -> Tensor:
 
 
 def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Tensor]:
-    """amax or amin; over no entries at all, the least or greatest number there is."""
+    """amax or amin; `empty` where there are no entries."""
 
     def reduce(x: Tensor, dims: list[int], keep: bool) -> Tensor:
         if not dims:
@@ -284,7 +284,7 @@ def attention(
     is_causal: int = 0, kv_num_heads: int = 0, q_num_heads: int = 0, scale: float | None = None,
     softcap: float = 0.0, softmax_precision: int = 0, qk_matmul_output_mode: int = 0, outputs: int,
 ) -> Tensor:  # fmt: skip
-    """Rows only, so never compiled: enough of it to carry the layers around it."""
+    """Softmax attention is never compiled: this covers enough for the layers around it."""
     if softcap or outputs > 1:
         raise ValueError("Attention with a soft cap, a cache or its scores as output is not supported")
     flat = q.dim() == 3
@@ -307,8 +307,8 @@ def attention(
 
 
 def loop(trips: Any, condition: Any, *carried: Any, body: Body) -> tuple[Any, ...]:
-    """Unrolled. A condition that depends on data stops a run early, and a trace not at all: under
-    torch.export the comparison below is answered as every comparison with NaN (passes/capture.py)."""
+    """Unrolled. A condition that depends on data ends a run early but never a trace: under torch.export,
+    the comparison below is answered like any comparison with NaN (passes/capture.py)."""
     count = MAX_TRIPS + 1 if trips is None else ints(trips, "the trip count of Loop")[0]
     values, scanned, trip = list(carried), [], 0
     go_on = True if condition is None else condition

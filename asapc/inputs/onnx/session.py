@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
+from asapc.inputs.onnx.host import DTYPES
 from asapc.inputs.onnx.settings import require_extra
+from asapc.inputs.onnx.tensors import type_name
 from asapc.terminal.printed import reason
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-NUMPY = {
-    "tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16,
-    "tensor(int64)": torch.int64, "tensor(int32)": torch.int32, "tensor(int16)": torch.int16,
-    "tensor(int8)": torch.int8, "tensor(uint8)": torch.uint8, "tensor(bool)": torch.bool,
-}  # fmt: skip
+TYPES = {f"tensor({type_name(number).lower()})": dtype for number, dtype in DTYPES.items()}
 ONLY_FATAL = 4  # of its log, which tells what is raised anyway
 
 
@@ -69,7 +67,7 @@ def run(session: InferenceSession, inputs: Mapping[str, Tensor]) -> list[Tensor]
     arrays = {}
     for declared in session.get_inputs():
         tensor = inputs[declared.name].detach().cpu()
-        arrays[declared.name] = tensor.to(NUMPY.get(declared.type, tensor.dtype)).numpy()
+        arrays[declared.name] = tensor.to(TYPES.get(declared.type, tensor.dtype)).numpy()
     try:
         outputs = session.run(None, arrays)
     except Exception as error:  # it has its own types, one for each status

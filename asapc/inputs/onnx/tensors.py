@@ -15,7 +15,7 @@ from asapc.errors import InputError
 from asapc.formats.user_code import describe
 from asapc.inputs.onnx.host import DTYPES
 
-MOST_STORED = 1 << 40  # entries, those of empty axes counted as one: beyond that sizes overflow
+MOST_STORED = 1 << 40  # entries, counting empty axes as one; beyond that, sizes overflow
 MAX_RANK = 64
 
 
@@ -54,9 +54,9 @@ def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
 
 
 def check_external(protos: Iterable[onnx.TensorProto], path: Path) -> None:
-    """Raises InputError where tensors would take more memory than the files that they lie in.
+    """Raises InputError where tensors would take more memory than the files that hold them.
 
-    What else is wrong with one of them is for read_tensor to say.
+    read_tensor reports everything else that is wrong with one of them.
     """
     wanted, stored = 0, {}
     for proto in protos:
@@ -65,13 +65,13 @@ def check_external(protos: Iterable[onnx.TensorProto], path: Path) -> None:
         location = next((entry.value for entry in proto.external_data if entry.key == "location"), "")
         file = _beside(location, path.parent.resolve())
         try:
-            found = None if file is None else file.stat()
+            status = None if file is None else file.stat()
         except OSError:
             continue
         size = torch.empty((), dtype=DTYPES[proto.data_type]).element_size()
         size *= math.prod(max(n, 0) for n in proto.dims)
-        if found is not None and size <= found.st_size:
-            stored[found.st_dev, found.st_ino] = found.st_size
+        if status is not None and size <= status.st_size:
+            stored[status.st_dev, status.st_ino] = status.st_size
             wanted += size
     if wanted > sum(stored.values()):
         raise InputError(
@@ -88,7 +88,7 @@ def type_name(number: int) -> str:
 
 
 def _typed(proto: onnx.TensorProto, place: str, count: int) -> bytes:
-    """What is not raw: a number for each entry, in a field of its type."""
+    """Data that is not raw: a number for each entry, in a field of its type."""
     try:
         return numpy_helper.to_array(proto).tobytes()
     except (ValueError, TypeError, OverflowError) as error:
@@ -112,7 +112,7 @@ def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> byt
     try:
         stored = file.stat().st_size if file.is_file() else None
         content = _part(file, offset, size) if stored and length == size else b""
-    except OSError as error:  # a name that is too long, a file that may not be read
+    except OSError as error:  # the name is too long, or reading is not permitted
         raise InputError(f"{place}: its data could not be read", got=describe(error)) from error
     if stored is None:
         raise InputError(
@@ -137,7 +137,7 @@ def _part(file: Path, offset: int, size: int) -> bytes:
 
 
 def _beside(location: str, folder: Path) -> Path | None:
-    """The file in the folder, or None for a place outside of it."""
+    """The file in the folder, or None if it lies elsewhere."""
     relative = Path(location)
     inside = location and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in location or "\\" in location or not _within(folder / relative, folder):

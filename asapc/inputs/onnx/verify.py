@@ -1,7 +1,7 @@
-"""A written file against the program it was written from, or read into: ONNX Runtime and PyTorch.
+"""Comparison of an ONNX file under ONNX Runtime with the program it was written from or read into.
 
-A written file is run at many shapes: real examples are taken at several batch sizes; where the length is
-dynamic they are also cut, and repeated to lengths that no example has.
+A written file is run at many shapes: on real examples at several batch sizes, which are also cut, or
+repeated to lengths that no example has, if the length is dynamic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asapc.terminal.progress import Progress
 SHAPES = 20  # tried at most
 BATCH = "batch"
 LONGER = 1.25
-FLOOR = 1e-3  # an output that is smaller is compared as if its largest entry were this
+FLOOR = 1e-3  # the least largest entry of an output that differences are relative to
 
 Sizes = dict[str, int]
 
@@ -38,7 +38,7 @@ Sizes = dict[str, int]
 class Verified:
     """largest: difference of an output relative to max(FLOOR, its largest entry), over all shapes.
 
-    shapes: the sizes that were run; skipped: sizes that the compiled program itself does not accept.
+    shapes: the sizes that were run; skipped: sizes that the compiled program does not accept itself.
     """
 
     tolerance: float
@@ -76,7 +76,7 @@ def verify(
         try:
             ours = run_program(program, feeds)
         except InputError as error:
-            progress.note(f"{_told(sizes)}: not run, PyTorch says {error.got}")
+            progress.note(f"{_sizes_text(sizes)}: not run, PyTorch says {error.got}")
             skipped.append(sizes)
             continue
         try:
@@ -84,14 +84,14 @@ def verify(
         except InputError as error:
             raise VerificationError(
                 f"{path.name}: runs wherever the compiled program does",
-                got=f"at {_told(sizes)}: {error.got}",
+                got=f"at {_sizes_text(sizes)}: {error.got}",
             ) from error
         if not difference <= tolerance:
             values = _values(program, feeds, known)
             where = first_difference(path, values, feeds, tolerance)
             raise VerificationError(
                 f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
-                got=f"{difference:.2g} at {_told(sizes)}; {where}",
+                got=f"{difference:.2g} at {_sizes_text(sizes)}; {where}",
                 help="keep the PyTorch artefact, or allow more with --tolerance",
             )
         largest = max(largest, difference)
@@ -141,7 +141,7 @@ def first_difference(
     path: Path, values: Mapping[str, Tensor], feeds: Mapping[str, Tensor], tolerance: float,
     nodes: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """In words, the first value of the file, in its order, that differs from that in `values`.
+    """Say which value of the file, in its order, is the first to differ from that in `values`.
 
     nodes: what to call the values, if not by their names.
     """
@@ -188,7 +188,7 @@ def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tenso
 
 
 def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Largest over all outputs; infinite where shapes or integers differ, NaN where only one holds it."""
+    """Largest over all outputs; infinite if shapes or integers differ, NaN if only one holds it."""
     if len(ours) != len(theirs):
         return math.inf
     worst = 0.0
@@ -210,7 +210,7 @@ def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
-    """Raises InputError for sizes that the trace does not hold for, as of a branch on a length."""
+    """Raises InputError for sizes that the trace does not cover, such as after a branch on a length."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     for place, tensor in zip(places, feeds.values(), strict=True):
         for size, length in zip(place.meta["val"].shape, tensor.shape, strict=True):
@@ -223,7 +223,7 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
 
 
 def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
-    """The inputs of the first batches, as many as share their shapes, by name."""
+    """The inputs by name, of all batches that have the shapes of the first."""
     rows = [batch.tensors() for batch in batches]
     if not rows:
         raise InputError(
@@ -237,8 +237,8 @@ def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _named(shape: Sequence[int | str | None]) -> list[int | str]:
-    """The axes of an input. A first one that is dynamic counts examples, whatever it is called; others
-    without a name are left as they are, for nothing tells which of them go together."""
+    """The axes of an input. If the first one is dynamic, it counts examples, whatever its name. Others
+    without a name keep their sizes, since nothing says which of them belong together."""
     named: list[int | str] = [-1 if size is None else size for size in shape]
     if shape and not isinstance(shape[0], int):
         named[0] = BATCH
@@ -248,7 +248,7 @@ def _named(shape: Sequence[int | str | None]) -> list[int | str]:
 def _sizes(
     inputs: Mapping[str, Tensor], axes: Mapping[str, Sequence[int | str]]
 ) -> Iterator[dict[str, int]]:
-    """Values of the file's dynamic sizes by their names, as the examples have them first."""
+    """Values of the file's dynamic sizes by their names, beginning with those of the examples."""
     known: dict[str, int] = {}
     for name, tensor in inputs.items():
         for size, length in zip(axes[name], tensor.shape, strict=True):
@@ -277,5 +277,5 @@ def _resized(tensor: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]
     return tensor
 
 
-def _told(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "the only shape"

@@ -84,7 +84,7 @@ def _inverse(b_a, DEEP: tl.constexpr):
 
 @triton.jit
 def _root(b_a, b_eye, norm, STEPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Square root of a matrix with eigenvalues in [1/4, norm]: see features.gaussian.square_root."""
+    """Square root of a matrix with eigenvalues in [1/4, norm]: see features.gaussian.square_roots."""
     b_y = b_a / norm
     b_z = b_eye
     low = tl.maximum(0.25 / norm, 1e-7)
