@@ -30,7 +30,7 @@ class Summary:
         if self.measured is not None:
             return self.measured
         # By name: reports are made of models, and are in a layer above them.
-        return pkgutil.resolve_name("asapc.report.notebook:model_html")(
+        return pkgutil.resolve_name("asapc.report.html:model_html")(
             self.title, self.lines, self.folder
         )
 

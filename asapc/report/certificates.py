@@ -137,9 +137,10 @@ class Block:
         for step in range(c_transforms):
             f, g = duals[-1]
             if step % 2 == 0:
-                duals.append(Duals(f, close_columns(self.scores, f, log_nu)))
+                g = close_columns(self.scores, f, log_nu)
             else:
-                duals.append(Duals(close_rows(self.scores, g, log_mu), g))
+                f = close_rows(self.scores, g, log_mu)
+            duals.append(Duals(f, g))
         return duals
 
     def log_plan(self, duals: Duals) -> Tensor:
@@ -223,8 +224,8 @@ def spread_of(values: Tensor, active: Tensor | None = None) -> Tensor:
 
 def largest(values: Tensor) -> float:
     """0 for no values; a NaN is infinite."""
-    found = float(values.max()) if values.numel() else 0.0
-    return math.inf if math.isnan(found) else found
+    most = float(values.max()) if values.numel() else 0.0
+    return math.inf if math.isnan(most) else most
 
 
 @dataclass
@@ -323,14 +324,13 @@ class SiteCertificates:
         for rows, queries, keys in blocks:
             block = Block(teacher.scores[rows][..., queries, :][..., keys], log_mu, log_nu)
             self._loop(block, g[rows][..., keys], before[rows][..., keys])
-            if duals is not None:
-                points = keys if self._flipped else queries
-                dual, true = (dual[rows][..., points] for dual in duals)
-                v = None if t.v is None else t.v.double()[rows][..., keys, :]
-                end = None
-                if ends is not None:
-                    end = Duals(ends[0][rows][..., queries], ends[1][rows][..., keys])
-                self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
+            if duals is None:
+                continue
+            points = keys if self._flipped else queries
+            dual, true = (dual[rows][..., points] for dual in duals)
+            v = None if t.v is None else t.v.double()[rows][..., keys, :]
+            end = None if ends is None else Duals(ends[0][rows][..., queries], ends[1][rows][..., keys])
+            self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
 
     @property
     def _flipped(self) -> bool:
@@ -465,10 +465,8 @@ class SiteCertificates:
 
         Two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
         """
-        free, name, log_mass = (-2, "column", block.log_nu)
-        if last_is_column:
-            free, name, log_mass = (-1, "row", block.log_mu)
-        error, others = ((x.exp().sum(free) - math.exp(log_mass)).abs().sum(-1) for x in (plan, exact))
+        free, name, mass = (-1, "row", block.log_mu) if last_is_column else (-2, "column", block.log_nu)
+        error, others = ((x.exp().sum(free) - math.exp(mass)).abs().sum(-1) for x in (plan, exact))
         divergence = (plan.exp() * (plan - exact)).sum((-2, -1)).clamp(min=0.0)
         rounding = ROUNDING * (1 + largest(block.scores.abs()))
         bound = others + torch.sqrt(2 * (divergence + rounding))
@@ -477,13 +475,11 @@ class SiteCertificates:
     def _divergence(self, block: Block, dual: Tensor, true: Tensor) -> None:
         """Proposition B.10 on the plans of one c-transform."""
         of = tilt(block.scores, true, dual, block.log_nu)
-        worse = torch.maximum(of.reverse, of.forward)
+        kl = torch.maximum(of.reverse, of.forward)
         cases = (of.sharpness, of.residual, of.reverse, of.trivial)
         self._tilts.append(tuple(x.flatten() for x in cases))
-        for name, bound, equation in (
-            ("variance", of.variance_bound, "B.53"), ("density", of.density_bound, "B.54"),
-        ):  # fmt: skip
-            self._check(f"kl_{name}_bound", PAPER, f"B.10, Eq. {equation}").add(bound, worse, of.trivial)
+        self._check("kl_variance_bound", PAPER, "B.10, Eq. B.53").add(of.variance_bound, kl, of.trivial)
+        self._check("kl_density_bound", PAPER, "B.10, Eq. B.54").add(of.density_bound, kl, of.trivial)
 
     def _extend(self, metric: str, bound: Tensor) -> None:
         self._largest[metric] = max(self._largest.get(metric, 0.0), largest(bound))

@@ -155,7 +155,7 @@ def _lengths(report: Report, site: SiteReport) -> Figure | None:
 
 
 def _candidates(report: Report, site: SiteReport) -> Figure | None:
-    trail = report.selection or Trail()
+    trail = report.trail
     tried = trail.of(site.name)
     points = _points(tried, trail)
     if len(points) < 2:

@@ -21,7 +21,6 @@ from asapc.report.document import (
     GateReport,
     Report,
     SiteReport,
-    Trail,
     Tried,
     TriedSite,
     equally_fast,
@@ -263,7 +262,7 @@ def headline(report: Report) -> str:
 
 def layers_table(report: Report) -> list[Table]:
     """Each layer by its errors and by its speed, as selection timed it; the worst first."""
-    trail, columns = report.selection or Trail(), dict[str, Column]()
+    trail, columns = report.trail, dict[str, Column]()
     columns |= {"layer": lambda site: site.name, "operator": lambda site: site.operator}
     for key, words in ((ERROR, "attention error|"), ("output_rel_l2", "output error|")):
         columns[words] = partial(_error_of, key)
