@@ -13,7 +13,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,24 +63,20 @@ def described(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def moved(given: T, device: torch.device) -> T:
+def moved(value: T, device: torch.device) -> T:
     """A tensor, or nested data classes, tuples, lists and mappings, with the tensors on the device."""
-    return _moved(given, device)
-
-
-def _moved(given: Any, device: torch.device) -> Any:
-    if isinstance(given, Tensor):
-        return given if given.device == device else given.to(device)
-    if isinstance(given, Mapping):
-        return {name: _moved(value, device) for name, value in given.items()}
-    if isinstance(given, tuple | list):
-        items = [_moved(value, device) for value in given]
-        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
-    if is_dataclass(given) and not isinstance(given, type):
-        own = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
-        there = {name: _moved(value, device) for name, value in own.items()}
-        return replace(given, **{name: x for name, x in there.items() if x is not own[name]})
-    return given
+    there: Any = value
+    if isinstance(value, Tensor):
+        there = value.to(device)
+    elif isinstance(value, Mapping):
+        there = {name: moved(item, device) for name, item in value.items()}
+    elif isinstance(value, tuple | list):
+        items = [moved(item, device) for item in value]
+        there = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        there = replace(value, **{name: moved(part, device) for name, part in parts.items()})
+    return cast(T, there)
 
 
 @contextlib.contextmanager

@@ -262,22 +262,15 @@ class _Bench:
 
     def _site_times(self) -> dict[str, float]:
         """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
-        totals = {"usual_loop_ms": 0.0, "lossless_ms": 0.0, "softmax_ms": 0.0}
+        times = []
         for site, t in zip(self.analysis.sites, self.seen[0], strict=True):
-            convention = site.loop
-            times = interleaved_medians(
-                {
-                    "usual_loop_ms": partial(
-                        sinkhorn, t.q, t.k, t.k, t.keep, t.bias, **loop_of(convention)[1]
-                    ),
-                    "lossless_ms": partial(apply_lossless, convention, t, t.k),
-                    "softmax_ms": partial(_softmax, convention, t),
-                },
-                repeats=5,
-            )
-            for name, value in times.items():
-                totals[name] += value["median_ms"] / len(self.analysis.sites)
-        return totals
+            usual = partial(sinkhorn, t.q, t.k, t.k, t.keep, t.bias, **loop_of(site.loop)[1])
+            times.append(_medians({
+                "usual_loop_ms": usual,
+                "lossless_ms": partial(apply_lossless, site.loop, t, t.k),
+                "softmax_ms": partial(_softmax, site.loop, t),
+            }))  # fmt: skip
+        return _mean(times)
 
     def block(self, rows: Sequence[Recipe], label: str) -> list[dict[str, Any]]:
         """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
@@ -333,8 +326,7 @@ class _Bench:
                 short, short_units = (replace(x, half_steps=row.half_steps) for x in (site.loop, units))
                 calls = {"site_ms": partial(apply_lossless, short, t, t.k)}
                 maps = self._maps(units, index, partial(apply_lossless, short_units))
-            times = interleaved_medians(calls, repeats=5)
-            per_site.append({**maps, **{name: value["median_ms"] for name, value in times.items()}})
+            per_site.append(maps | _medians(calls))
         if fits:
             chosen = zip(analysis.names, fits, strict=True)
             programs = analysis.rewritten({name: fit.replacement for name, fit in chosen})
@@ -407,6 +399,11 @@ def _softmax(convention: Convention, t: SiteTensors) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         t.q, t.k, t.k, attn_mask=mask, scale=convention.score_multiplier
     )
+
+
+def _medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of a call."""
+    return {name: x["median_ms"] for name, x in interleaved_medians(calls, repeats=5).items()}
 
 
 def _mean(sites: Sequence[Mapping[str, float]]) -> dict[str, float]:

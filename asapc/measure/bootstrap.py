@@ -45,8 +45,8 @@ def mean(values: Tensor) -> Interval | None:
 
 def root_ratio(above: Tensor, below: Tensor) -> Interval | None:
     """Of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
-    found = ratio(above, below)
-    return None if found is None else (math.sqrt(max(0.0, found[0])), math.sqrt(max(0.0, found[1])))
+    ends = ratio(above, below)
+    return None if ends is None else (math.sqrt(max(0.0, ends[0])), math.sqrt(max(0.0, ends[1])))
 
 
 def ratio(above: Tensor, below: Tensor | None) -> Interval | None:

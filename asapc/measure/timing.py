@@ -126,15 +126,15 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
     """Metrics of what was timed beside the teacher, and the intervals of its ratios as `confidence`."""
     medians = {name: quartiles(times)["median_ms"] for name, times in rounds.items()}
-    told: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
+    figures: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
     confidence: dict[str, Interval] = {}
     for name in (name for name in rounds if name != "teacher"):
         key = "speedup" if name == "compiled" else f"speedup_{name}"
-        ratio = told[key] = medians["teacher"] / medians[name]
+        ratio = figures[key] = medians["teacher"] / medians[name]
         interval = ratio_interval(rounds["teacher"], rounds[name])
         if interval is not None:
             confidence[key] = (min(interval[0], ratio), max(interval[1], ratio))
-    return {**told, "confidence": confidence}
+    return {**figures, "confidence": confidence}
 
 
 def ratio_interval(above: list[float], below: list[float]) -> Interval | None:

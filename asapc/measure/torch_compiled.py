@@ -45,14 +45,14 @@ def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
     start = time.perf_counter()
     fast = torch.compile(model, dynamic=False)
 
-    def call(given: Batch) -> Any:
+    def call(batch: Batch) -> Any:
         inside = contextlib.nullcontext() if whole is not None else installed(model, runner.graphs)
         with torch.no_grad(), inside:
-            return fast(*given.args, **given.kwargs)
+            return fast(*batch.args, **batch.kwargs)
 
     try:
         # Nothing that an earlier process has compiled is found, or the time would be another.
-        with tempfile.TemporaryDirectory(prefix="asapc-") as own, patch.dict(os.environ, {CACHE: own}):
+        with tempfile.TemporaryDirectory(prefix="asapc-") as new, patch.dict(os.environ, {CACHE: new}):
             output = call(batch)
     except Exception as error:
         return TorchCompiled(None, time.perf_counter() - start, reason(error, 120))

@@ -7,7 +7,7 @@ terminal tables, and `asapc.report.html` into HTML.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,11 +59,11 @@ class Table:
 
 def listed(title: str, items: Iterable[Any], columns: Mapping[str, Column]) -> list[Table]:
     """A row for each item; no table without items.  columns: by heading."""
-    rows = tuple(tuple(_told(item, *column) for column in columns.items()) for item in items)
+    rows = tuple(tuple(_cell(item, *column) for column in columns.items()) for item in items)
     return [Table(title, tuple(columns), rows)] if rows else []
 
 
-def _told(item: Any, heading: str, column: Column) -> str:
+def _cell(item: Any, heading: str, column: Column) -> str:
     if not isinstance(column, str):
         return column(item)
     value = item.get(column)
@@ -152,12 +152,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-_LOOP = (
-    "T={half_steps}, {first_side} first, {last_side} last, scale {score_multiplier}, "
-    "factor {output_factor}"
-)
-
-
 def convention_text(convention: Result | None) -> str:
     """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
     if not convention:
@@ -171,7 +165,9 @@ def convention_text(convention: Result | None) -> str:
 
 
 def _loop(c: Result) -> list[str]:
-    parts = [_LOOP.format_map(defaultdict(lambda: "-", {key: number(x) for key, x in c.items()}))]
+    keys = ("half_steps", "first_side", "last_side", "score_multiplier", "output_factor")
+    steps, first, last, scale, factor = (number(c.get(key)) for key in keys)
+    parts = [f"T={steps}, {first} first, {last} last, scale {scale}, factor {factor}"]
     stabiliser = c.get("stabiliser")
     if stabiliser:
         sign = "+" if stabiliser.get("kind") == "add" else "at least"
@@ -180,14 +176,13 @@ def _loop(c: Result) -> list[str]:
 
 
 def _plan(c: Result) -> list[str]:
-    marginals = {"mu": c.get("source_marginal"), "nu": c.get("target_marginal")}
-    given = [
-        f"{symbol} {'given' if kind == 'input' else kind}"
-        for symbol, kind in marginals.items() if kind != "uniform"
-    ]  # fmt: skip
-    scales = [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
-    scales += [f"ends early at {number(c['ending'].get('threshold'))}"] if c.get("ending") else []
-    return [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c), *scales, *given]
+    parts = [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c)]
+    parts += [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
+    parts += [f"ends early at {number(c['ending'].get('threshold'))}"] if c.get("ending") else []
+    for symbol, side in (("mu", "source"), ("nu", "target")):
+        kind = c.get(f"{side}_marginal")
+        parts += [] if kind == "uniform" else [f"{symbol} {'given' if kind == 'input' else kind}"]
+    return parts
 
 
 def _banded(c: Result) -> list[str]:
@@ -214,9 +209,9 @@ def amortised_text(site: Result) -> str:
     tokens, width = site.get("summary_tokens"), site.get("depthwise")
     for key in SIZES:
         if site.get(key):
-            told = [f"{site[key]} {key.replace('_', '-')}"]
-            told += [counted(tokens, "summary token")] if tokens else []
-            return ", ".join(told + ([f"convolution of {width}"] if width else []))
+            parts = [f"{site[key]} {key.replace('_', '-')}"]
+            parts += [counted(tokens, "summary token")] if tokens else []
+            return ", ".join(parts + ([f"convolution of {width}"] if width else []))
     if not site.get("features"):
         return ""
     count = site.get("c_transforms")
@@ -262,10 +257,12 @@ def headline(report: Report) -> str:
 
 def layers_table(report: Report) -> list[Table]:
     """Each layer by its errors and by its speed, as selection timed it; the worst first."""
-    trail, columns = report.trail, dict[str, Column]()
-    columns |= {"layer": lambda site: site.name, "operator": lambda site: site.operator}
-    for key, words in ((ERROR, "attention error|"), ("output_rel_l2", "output error|")):
-        columns[words] = partial(_error_of, key)
+    trail = report.trail
+    columns: dict[str, Column] = {
+        "layer": lambda site: site.name, "operator": lambda site: site.operator,
+        "attention error|": partial(_error_of, ERROR),
+        "output error|": partial(_error_of, "output_rel_l2"),
+    }  # fmt: skip
     if any(changed(report, ERROR, site.name) for site in report.sites):
         columns["against the baseline|"] = lambda site: changed(report, ERROR, site.name) or "-"
     if trail.sites:
@@ -338,12 +335,12 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
 
 def _model_table(title: str, model: Result) -> Table:
     intervals = model.get("confidence")
-    rows = []
+    rows: list[Row] = []
     for key, value in model.items():
         if key not in ("confidence", "confidence_level"):
             times = "x" if key.startswith("speedup") else ""
-            row = (label(key), metric_text(key, value) + times)
-            rows.append((*row, interval_text(key, intervals) or "-") if intervals else row)
+            rows.append((label(key), metric_text(key, value) + times))
+            rows[-1] += (interval_text(key, intervals) or "-",) if intervals else ()
     heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
     return Table(title, ("", "|", heading) if intervals else ("", ""), tuple(rows))
 
