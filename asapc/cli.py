@@ -82,11 +82,10 @@ def calibrate(
     out: Annotated[str, typer.Option("--out", "-o", metavar="CALIB", help="Folder to write.")],
     recipe: RecipeFile = None,
     sequential: Annotated[
-        bool,
-        typer.Option("--sequential", help="Fit each layer with the layers before it already amortised."),
+        bool, typer.Option(help="Fit each layer with the layers before it already amortised.")
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Start over instead of resuming an interrupted run.")
+        bool, typer.Option(help="Start over instead of resuming an interrupted run.")
     ] = False,
     measured: Memory = AS_USUAL,
     reading: Reading = NO_OPTIONS,
@@ -144,18 +143,15 @@ def study(
     check_data(data)
     check_data(test)
     check_file(grid, "grid")
-    from asapc.study import load_grid
-
-    blocks = load_grid(grid)
-    place = reading.place()
-    teacher = reading.teacher(model)
+    from asapc.study import MeasuredOn, load_grid
     from asapc.study import study as run_study
 
+    blocks = load_grid(grid)
+    place, teacher = reading.place(), reading.teacher(model)
     with joined() as processes:
         result = run_study(
-            teacher, data, blocks, out, run.progress,
-            test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
-            device=place,
+            teacher, data, blocks, out, run.progress, measured=MeasuredOn(test, examples, batch_size),
+            processes=processes, device=place,
         )  # fmt: skip
     run.present(result, "study")
     run.note(f"wrote {out}: study.json, study.csv, study.md")
@@ -377,14 +373,11 @@ def bench(
     artifact: ArtifactFolder,
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show which kernel each site runs, and why.")
-    ] = False,
+    explain: Annotated[bool, typer.Option(help="Show which kernel each site runs, and why.")] = False,
     torch_compile: Annotated[
         bool,
         typer.Option(
-            "--torch-compile/--no-torch-compile",
-            help="Also time teacher and compiled model under torch.compile, which may take minutes.",
+            help="Also time teacher and compiled model under torch.compile, which may take minutes."
         ),
     ] = True,
     model: OptionalModel = None,
@@ -483,10 +476,10 @@ def _limits(gate: str | None, measured: Measured) -> list[Gate]:
     from asapc.report.gates import load_gates
 
     limits = [] if gate is None else load_gates(gate)
-    own = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
-    if own is not None and measured.metric is None:
+    users = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
+    if users is not None and measured.metric is None:
         raise InputError(
-            f"gates {gate}: {own} needs your own metric", got="no --metric",
+            f"gates {gate}: {users} needs your own metric", got="no --metric",
             help="pass --metric FILE.py:FUNCTION (a gates file cannot run code)",
         )  # fmt: skip
     return limits

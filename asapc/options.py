@@ -51,12 +51,12 @@ RecipeFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="YAML: what to try, and error limits."),
 ]
 OUTPUT: dict[str, Any] = {  # what every command takes last
-    "json": Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")],
+    "json": Annotated[bool, typer.Option(help="Print the result as JSON on stdout.")],
     "quiet": Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing on success, except the output of --json.")
     ],
     "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Print all tables of the result.")],
-    "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback on failure.")],
+    "debug": Annotated[bool, typer.Option(help="Show the traceback on failure.")],
 }
 
 
@@ -106,35 +106,40 @@ class Judged:
 def command(
     name: str | None = None, processes: bool = False, timed: bool = False
 ) -> Callable[..., Any]:
-    """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options.
+    """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options, of which
+    those that are False by default are switches.
 
     processes, timed: as session.run has them.
     """
 
     def register(body: Callable[..., int | None]) -> Callable[..., int]:
-        own = list(introspection.signature(body, eval_str=True).parameters.values())[1:]
-        bundles = {x.name: (x.default, _bundled(x.annotation)) for x in own if _bundled(x.annotation)}
+        signature = list(introspection.signature(body, eval_str=True).parameters.values())[1:]
+        bundles = {x.name: (x.default, _bundled(x.annotation)) for x in signature}
 
-        def call(**given: Any) -> int:
-            output = {key: given.pop(key) for key in OUTPUT}
+        def call(**values: Any) -> int:
+            output = {key: values.pop(key) for key in OUTPUT}
 
             def run_body(run: session.Session) -> int | None:
                 for name, (default, kinds) in bundles.items():
-                    given[name] = replace(default, **{key: given.pop(key) for key in kinds})
-                return body(run, **given)
+                    if kinds:
+                        values[name] = replace(default, **{key: values.pop(key) for key in kinds})
+                return body(run, **values)
 
             return session.run(run_body, processes=processes, timed=timed, **output)
 
         parameters = []
-        for parameter in own:
-            default, kinds = bundles.get(parameter.name, (None, {}))
+        for parameter in signature:
+            default, kinds = bundles[parameter.name]
             parameters += [_option(key, getattr(default, key), kind) for key, kind in kinds.items()]
             parameters += [] if kinds else [parameter]
         parameters += [_option(key, False, kind) for key, kind in OUTPUT.items()]
         for parameter in parameters:
-            kind, *described = get_args(parameter.annotation)
+            kind, *options = get_args(parameter.annotation)
             if kind is bool:
-                described[0].metavar = ""  # a switch takes no value, whatever typer's help shows
+                options[0].metavar = ""  # a switch takes no value, whatever typer's help shows
+            if parameter.default is False:  # what is on by default has --no-..., too
+                switch = f"--{parameter.name.replace('_', '-')}"
+                options[0].param_decls = options[0].param_decls or (switch,)
         call.__name__, call.__doc__ = body.__name__, body.__doc__
         call.__annotations__ = {x.name: x.annotation for x in parameters}
         call.__signature__ = introspection.Signature(parameters)  # type: ignore[attr-defined]
@@ -149,12 +154,11 @@ def _bundled(annotation: Any) -> dict[str, Any]:
     kind, *names = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     if not is_dataclass(kind):
         return {}
-    hints, found = get_type_hints(kind), {}
-    for each in fields(kind):
-        if not names or each.name in names:
-            switch = [f"--{each.name.replace('_', '-')}"] if hints[each.name] is bool else []
-            found[each.name] = Annotated[hints[each.name], typer.Option(*switch, **each.metadata)]
-    return found
+    hints = get_type_hints(kind)
+    return {
+        each.name: Annotated[hints[each.name], typer.Option(**each.metadata)]
+        for each in fields(kind) if not names or each.name in names
+    }  # fmt: skip
 
 
 def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:

@@ -91,12 +91,12 @@ class Decision:
 def judgement(report: Report) -> Judgement:
     """The report's own gate; where that has no limits, default ones beside its comparison with a
     baseline: to be no worse than before is not yet to be good."""
-    own = report.gate
-    compared = tuple(check for check in own.checks if check.kind == "baseline")
-    if own.verdict is not None and (not compared or any(c.kind == "limit" for c in own.checks)):
-        return Judgement(own)
+    gate = report.gate
+    compared = tuple(check for check in gate.checks if check.kind == "baseline")
+    if gate.verdict is not None and (not compared or any(c.kind == "limit" for c in gate.checks)):
+        return Judgement(gate)
     limits = default_limits(report)
-    comparison = GateReport(own.verdict, compared, own.baseline) if compared else None
+    comparison = GateReport(gate.verdict, compared, gate.baseline) if compared else None
     return Judgement(gate_result(report, limits, comparison), limits)
 
 
@@ -195,11 +195,11 @@ def _unproven(report: Report, judged: Judgement) -> str:
         return ""
     examples = finite(report.model.metric("examples")) or 0
     needed = examples_asked([Gate(metric, "min", limit, confidence=True)])
-    told = (
+    more = f"; {metric_text(metric, limit)} takes {needed}" if examples < needed else ""
+    return (
         f" But agreement on {counted(int(examples), 'example')} proves only that at least "
-        f"{metric_text(metric, ends[0])} of predictions are equal"
+        f"{metric_text(metric, ends[0])} of predictions are equal{more}."
     )
-    return told + (f"; {metric_text(metric, limit)} takes {needed}." if examples < needed else ".")
 
 
 def _under_torch_compile(report: Report) -> str:
@@ -271,16 +271,17 @@ def _kept(check: Check, lossless: Lossless) -> bool:
     Of its speed and its time what is asked of the compiled model's; what approximates nothing has no
     other error that a budget may limit.
     """
-    own = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
-    if check.kind != "plausibility" and check.scope == "model" and check.metric in own:
-        value, least = own[check.metric], check.min
+    if check.kind == "plausibility":
+        return check.passed
+    speed = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
+    if check.scope == "model" and check.metric in speed:
+        value, least = speed[check.metric], check.min
         if check.baseline is not None:
             least = check.baseline * (1 - (check.allowed or 0.0))
-        within = check.max is None or (value is not None and value <= check.max)
-        return within and value is not None and value >= (least or 0.0)
+        most = math.inf if check.max is None else check.max
+        return value is not None and (least or 0.0) <= value <= most
     metric = METRIC.get(check.metric)
-    exact = metric is not None and (metric.budget or metric.untouched is not None)
-    return check.passed or (exact and check.kind != "plausibility")
+    return check.passed or (metric is not None and (metric.budget or metric.untouched is not None))
 
 
 def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:

@@ -116,18 +116,18 @@ def _measured(
     if limit is not None:
         size = processes.least(_within(limit, models, fast, size))
     sites = models.sites(fast)
-    own = dict(processes.share(sites.items()))
-    fidelity = _Fidelity(models, own, models.audit() if processes.first else None)
+    shared = dict(processes.share(sites.items()))
+    fidelity = _Fidelity(models, shared, models.audit() if processes.first else None)
     unseen = Unseen(artifact, source)
     batches = source.batches(size, select=unseen.select, limit=measuring.examples)
     count = source.count(size, select=Unseen(artifact, source).select, limit=measuring.examples)
     batches = progress.track(batches, "measuring fidelity", count)
-    for batch, (found, _) in processes.dealt(batches, models.outputs):
-        fidelity.add(batch, found)
+    for batch, (outputs, _) in processes.dealt(batches, models.outputs):
+        fidelity.add(batch, outputs)
     if fidelity.first is None:
         raise unseen.nothing()
     with progress.phase("certificates and pictures" if not fast else "layers"):
-        results, pictures = _of_all(own, list(sites), processes)
+        results, pictures = _of_all(shared, list(sites), processes)
     timed: dict[str, Any] = {}
     if processes.first:
         with progress.phase("measuring latency"):
@@ -207,14 +207,14 @@ class _Fidelity:
         self._models, self._sites = models, sites
         self._entries = 0  # of all maps so far, also of sites that other processes compare
 
-    def add(self, batch: Batch, found: Mapping[str, Tensor]) -> None:
-        """found: see _Models.outputs."""
+    def add(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
+        """outputs: see _Models.outputs."""
         if self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES:
             lossless = _only(self._models.lossless.watch(batch, self._see))
-            self.lossless.update(found["teacher"], lossless, batch.labels)
+            self.lossless.update(outputs["teacher"], lossless, batch.labels)
             self.mapped += len(batch)
-        own = {name: values for name, values in found.items() if name.startswith("metric_")}
-        self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers, own)
+        users = {name: values for name, values in outputs.items() if name.startswith("metric_")}
+        self.outputs.update(outputs["teacher"], outputs["compiled"], batch.labels, batch.numbers, users)
         give_back()
         if self.first is None:
             self.first, classes, source = batch, self.outputs.classes, self._models.source
@@ -261,19 +261,19 @@ class _Models:
 
     def outputs(self, batch: Batch) -> Part:
         """What teacher and compiled model give, and the user's metric of both."""
-        given = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
-        found = {who: _only(output) for who, output in given.items()}
+        whole = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
+        outputs = {who: _only(output) for who, output in whole.items()}
         if self.metric is not None:
-            found |= self.metric.values(given, batch, self.artifact.signature())
-        return found, None
+            outputs |= self.metric.values(whole, batch, self.artifact.signature())
+        return outputs, None
 
 
 def _only(output: Any) -> Tensor:
     """What two models are compared by.  Raises ValueError where there is no tensor."""
-    found = comparable(output)
-    if not found:
+    tensors = comparable(output)
+    if not tensors:
         raise ValueError("the outputs must hold float tensors, at least one")
-    return moved(found[0], CPU)
+    return moved(tensors[0], CPU)
 
 
 def _within(limit: MemoryLimit, models: _Models, fast: bool, most: int) -> int:
@@ -287,15 +287,15 @@ def _within(limit: MemoryLimit, models: _Models, fast: bool, most: int) -> int:
 
 
 def _of_all(
-    own: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
+    shared: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
 ) -> tuple[list[dict[str, Any]], tuple[SitePictures, ...]]:
     """Results and pictures of the sites in this order, wherever they were measured."""
-    drawn = {n: list(map(astuple, s.pictures.pairs)) for n, s in own.items() if s.pictures is not None}
-    results = {name: site.result() for name, site in own.items()}
-    for _, (its_results, its_drawn) in processes.exchanged(({}, [results, drawn])):
-        results |= its_results
-        drawn |= its_drawn
-    pictures = (SitePictures(n, [MapPair(*pair) for pair in drawn[n]]) for n in names if n in drawn)
+    pairs = {n: list(map(astuple, s.pictures.pairs)) for n, s in shared.items() if s.pictures is not None}
+    results = {name: site.result() for name, site in shared.items()}
+    for _, (more_results, more_pairs) in processes.exchanged(({}, [results, pairs])):
+        results |= more_results
+        pairs |= more_pairs
+    pictures = (SitePictures(n, [MapPair(*pair) for pair in pairs[n]]) for n in names if n in pairs)
     return [results[name] for name in names], tuple(pictures)
 
 

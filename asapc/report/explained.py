@@ -127,5 +127,5 @@ def explain(model: nn.Module | None = None) -> Explanation:
     to_dict().
     """
     module = None if model is None else uncompiled(model)
-    seen = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]
-    return Explanation(tuple(x.facts for x in seen))
+    graphs = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]
+    return Explanation(tuple(x.facts for x in graphs))

@@ -101,19 +101,19 @@ def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
 
 def implausible(report: Report) -> list[Check]:
     """One ANOMALOUS check per measurement that no sound compilation and measurement would give."""
-    found = _not_finite(report.model, "model", [metric for metric in METRICS if metric.scope != "site"])
+    checks = _not_finite(report.model, "model", [metric for metric in METRICS if metric.scope != "site"])
     for site in report.sites:
-        found += _not_finite(site, site.name, [metric for metric in METRICS if metric.every_site])
+        checks += _not_finite(site, site.name, [metric for metric in METRICS if metric.every_site])
         if _cannot_be_equal(site) and finite(site.metric("attention_rel_l2_worst")) == 0:
             text = f"the attention of {site.name} is exactly the teacher's, although it was approximated"
-            found.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
-    found += _too_equal(report)
+            checks.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
+    checks += _too_equal(report)
     for metric in METRICS:
         value = finite(report.model.metric(metric.key)) if metric.speed else None
         if value is not None and not 0 < value <= IMPLAUSIBLE_SPEEDUP:
             text = f"{metric.key} of model is {value:.6g}: no kernel is that fast; a timing must be wrong"
-            found.append(_anomaly(metric.key, "model", text, value))
-    return found + _too_accurate(report)
+            checks.append(_anomaly(metric.key, "model", text, value))
+    return checks + _too_accurate(report)
 
 
 def gate_result(
@@ -134,15 +134,12 @@ def gate_result(
 def failure_text(gate: GateReport, most: int = 20) -> str:
     """One line for the verdict and one per check that is not accepted, the worst class first; another
     class than the verdict's is named."""
-    failed = gate.failures
     lines = [f"gate failed: {gate.verdict}"]
-    lines += [
-        f"  {'' if failure.verdict == gate.verdict else f'{failure.verdict}: '}{failure.message}"
-        for failure in failed[:most]
-    ]
-    if len(failed) > most:
-        lines.append(f"  and {len(failed) - most} more")
-    return "\n".join(lines)
+    for check in gate.failures[:most]:
+        other = "" if check.verdict == gate.verdict else f"{check.verdict}: "
+        lines.append(f"  {other}{check.message}")
+    left = len(gate.failures) - most
+    return "\n".join(lines + ([f"  and {left} more"] if left > 0 else []))
 
 
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
@@ -326,8 +323,8 @@ def _of_metrics(data: Any, place: Place, pattern: str | None) -> list[Gate]:
     readers: dict[str, Compound] = {m.key: partial(_limits, m, pattern) for m in METRICS if m.gate}
     if pattern is None:
         readers["sites"] = _of_sites
-    found = parse(data, dict.fromkeys(readers), place, readers, what="metric")
-    return [gate for gates in found.values() for gate in gates]
+    parsed = parse(data, dict.fromkeys(readers), place, readers, what="metric")
+    return [gate for gates in parsed.values() for gate in gates]
 
 
 def _of_sites(patterns: Any, place: Place) -> list[Gate]:
@@ -355,13 +352,13 @@ def _limits(metric: Metric, pattern: str | None, limits: Any, place: Place) -> l
     if not isinstance(limits, Mapping) or not {"min", "max"} & set(limits):
         rule = f"{place} must be limited by min and/or max, as in {{max: 0.05}}"
         raise InputError(rule, got=short(limits))
-    found = parse(limits, {"min": Finite, "max": Finite, "confidence": Switch}, place)
-    confidence = found.pop("confidence", False)
-    for bound, limit in found.items():
+    ends = parse(limits, {"min": Finite, "max": Finite, "confidence": Switch}, place)
+    confidence = ends.pop("confidence", False)
+    for bound, limit in ends.items():
         if metric.share and not (metric.low or 0) <= limit <= 1:
             rule = f"{place.at(bound, limits)}: a share is at most 1"
             raise InputError(rule, got=f"{limit:g}", help="write 99 % as 0.99")
-    if found.get("min", -math.inf) > found.get("max", math.inf):
+    if ends.get("min", -math.inf) > ends.get("max", math.inf):
         raise InputError(f"{place}: min must not be above max", got=short(limits))
     bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
-    return [Gate(metric.key, b, found[b], pattern, confidence) for b in bounds if b in found]
+    return [Gate(metric.key, b, ends[b], pattern, confidence) for b in bounds if b in ends]

@@ -56,20 +56,20 @@ def time_model(
         NAMES[stage]: partial(run, batch)
         for stage, run in runners.items() if twin is None or stage != "graph"
     }  # fmt: skip
-    found = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
+    built = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
     under = {f"{name}_torch_compile": partial(its.call, batch)
-             for name, its in found.items() if its.call is not None}  # fmt: skip
+             for name, its in built.items() if its.call is not None}  # fmt: skip
     for call in under.values():
         call()  # uncounted: the compilation of one model may have made another's guards fail
     rounds = interleaved_times(calls | under, repeats=repeats, warmup=warmup, enough=ENOUGH)
     if twin is not None:
         rounds["compiled"] = rounds[NAMES[twin]]
-    told = ratios(rounds)
-    if found:
-        told["torch_compile_seconds"] = found["teacher"].seconds
-        failed = [f"{name}: {its.failed}" for name, its in found.items() if its.failed]
-        told |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
-    return told
+    figures = ratios(rounds)
+    if built:
+        figures["torch_compile_seconds"] = built["teacher"].seconds
+        failed = [f"{name}: {its.failed}" for name, its in built.items() if its.failed]
+        figures |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
+    return figures
 
 
 def twin_of(artifact: Artifact) -> Stage | None:
