@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +19,12 @@ import typer
 from asapc import session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
 from asapc.inputs.onnx.settings import MODEL, OnnxSettings, is_unverified, read_record
-from asapc.inputs.paths import (
-    check_artifact,
-    check_calibration,
-    check_data,
-    check_file,
-    check_model,
-    is_array_file,
-)
+from asapc.inputs.paths import check_data, check_file, check_model, is_array_file
 from asapc.inputs.reading import NO_OPTIONS, ON_CPU, Reading
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.options import (
     ArtifactFolder,
+    CalibrationFolder,
     Data,
     Judged,
     Measured,
@@ -62,7 +57,6 @@ def inspect(run: Session, model: Model, data: OptionalData = None, reading: Read
     Exit code 3 if the model has neither.
     """
     check_model(model, reading.weights)
-    check_data(data)
     place, teacher = reading.place(), reading.teacher(model)
     from asapc import pipeline
 
@@ -92,11 +86,9 @@ def calibrate(
 ) -> None:
     """Fit each site's dual on streamed data, or distil the operator that the recipe names."""
     check_model(model, reading.weights)
-    check_data(data)
-    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
-    resolved, limit = load_recipe(recipe), measured.memory
+    resolved, limit = load_recipe(recipe), measured.max_memory
     place, teacher = reading.place(), _teacher(run, model, reading)
     from asapc import pipeline
     from asapc.calibration.stored import fit_facts
@@ -127,10 +119,14 @@ def study(
     run: Session,
     model: Model,
     data: Data,
-    grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try.")],
+    grid: Annotated[
+        str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try."),
+        partial(check_file, what="grid"),
+    ],
     out: NewFolder,
     test: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data.")
+        str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data."),
+        check_data,
     ] = None,
     examples: Annotated[
         int, typer.Option(min=1, help="Most examples to measure on.")
@@ -140,9 +136,6 @@ def study(
 ) -> None:
     """Fit and measure a grid of candidates on one model, side by side."""
     check_model(model, reading.weights)
-    check_data(data)
-    check_data(test)
-    check_file(grid, "grid")
     from asapc.study import MeasuredOn, load_grid
     from asapc.study import study as run_study
 
@@ -161,9 +154,7 @@ def study(
 def compile(
     run: Session,
     model: Model,
-    calibration: Annotated[
-        str, typer.Option(metavar="CALIB", help="Folder written by `asapc calibrate`.")
-    ],
+    calibration: CalibrationFolder,
     out: NewFolder,
     recipe: RecipeFile = None,
     data: OptionalData = None,
@@ -184,12 +175,9 @@ def compile(
             help="add --emit onnx, or drop them",
         )  # fmt: skip
     check_model(model, reading.weights)
-    check_calibration(calibration)
-    check_data(data)
-    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
-    resolved, limit = None if recipe is None else load_recipe(recipe), measured.memory
+    resolved, limit = None if recipe is None else load_recipe(recipe), measured.max_memory
     place, teacher = reading.place(), _teacher(run, model, reading)
     from asapc import pipeline
 
@@ -226,8 +214,6 @@ def whole(
     An interrupted run resumes. Output and exit codes are those of `asapc report`.
     """
     check_model(model, reading.weights)
-    check_data(data)
-    check_file(recipe, "recipe")
     check_file(judged.gate, "gates")
     from asapc.formats.atomic import check_replaceable
     from asapc.inputs.recipe import load_recipe
@@ -274,8 +260,6 @@ def export(
     is kept.
     """
     _only_onnx("--format", format)
-    check_artifact(artifact)
-    check_data(data)
     reading.place()
     from asapc import pipeline
 
@@ -300,8 +284,6 @@ def refresh(
 
     With --anneal, train everything while soft sorts become exact.
     """
-    check_artifact(artifact)
-    check_data(data)
     settings.check()
     from asapc import pipeline
 
@@ -339,8 +321,6 @@ def report(
     baseline is better) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good to
     be true); both exit 1.
     """
-    check_artifact(artifact)
-    check_data(data)
     from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import baseline, junit_text, write_report
 
@@ -384,8 +364,6 @@ def bench(
     reading: Reading = NO_OPTIONS,
 ) -> None:
     """Time the teacher, the lossless and the compiled model, as a whole and per site."""
-    check_artifact(artifact)
-    check_data(data)
     from asapc import pipeline
 
     result = pipeline.bench(

@@ -1,7 +1,8 @@
 """What commands take: arguments, options, and bundles of options, each described where it is defined.
 
 A dataclass with fields made by `hints.option` is a bundle: a command that has a parameter of it takes
-each of its fields as an option; Annotated[Bundle, "a", "b"] stands for these two alone.
+each of its fields as an option; Annotated[Bundle, "a", "b"] stands for these two alone. A function in an
+annotation checks the value before the command begins.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import inspect as introspection
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from asapc import session
+from asapc.inputs.paths import check_artifact, check_calibration, check_data, check_file
+from asapc.memory import parse_size
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.terminal.hints import option
 
@@ -37,18 +41,24 @@ app = typer.Typer(
 )
 
 _DATA = typer.Option(metavar="DATA", help="Examples to run the model on.")
-Data = Annotated[str, _DATA]
-OptionalData = Annotated[str | None, _DATA]
+Data = Annotated[str, _DATA, check_data]
+OptionalData = Annotated[str | None, _DATA, check_data]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory, .pt2 or .onnx file.")
 ]
 OptionalModel = Annotated[
     str | None, typer.Option(metavar="MODEL", help="The teacher, if OUT cannot rebuild it."),
 ]
-ArtifactFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder written by `asapc compile`.")]
+ArtifactFolder = Annotated[
+    str, typer.Argument(metavar="OUT", help="Folder written by `asapc compile`."), check_artifact
+]
+CalibrationFolder = Annotated[
+    str, typer.Option(metavar="CALIB", help="Folder written by `asapc calibrate`."), check_calibration
+]
 NewFolder = Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")]
 RecipeFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="YAML: what to try, and error limits."),
+    partial(check_file, what="recipe"),
 ]
 OUTPUT: dict[str, Any] = {  # what every command takes last
     "json": Annotated[bool, typer.Option(help="Print the result as JSON on stdout.")],
@@ -66,26 +76,21 @@ class Measured:
 
     examples: int = option(MEASURED_EXAMPLES, "Most examples to measure.", min=1)
     fast: bool = option(False, "Skip certificates and pictures of attention.")
-    max_memory: str | None = option(None, "Memory limit of the process, such as 2GiB.", metavar="SIZE")
+    max_memory: int | None = option(
+        None, "Memory limit of the process, such as 2GiB.", metavar="SIZE", parser=parse_size
+    )
     torch_compile: bool = option(False, "Also time teacher and compiled model under torch.compile.")
     metric: str | None = option(
         None, "Your own validation function, called on the outputs of both models.", metavar="FUNCTION"
     )
     lower_is_better: bool = option(False, "Smaller values of --metric are better.")
 
-    @property
-    def memory(self) -> int | None:
-        """--max-memory in bytes."""
-        from asapc.memory import parse_size
-
-        return None if self.max_memory is None else parse_size(self.max_memory)
-
     def settings(self) -> Measuring:
         from asapc.measure.own_metric import OwnMetric
         from asapc.report.evaluate import Measuring
 
-        own = None if self.metric is None else OwnMetric(self.metric, self.lower_is_better)
-        return Measuring(self.examples, self.fast, self.memory, self.torch_compile, own)
+        metric = None if self.metric is None else OwnMetric(self.metric, self.lower_is_better)
+        return Measuring(self.examples, self.fast, self.max_memory, self.torch_compile, metric)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ def command(
             output = {key: values.pop(key) for key in OUTPUT}
 
             def run_body(run: session.Session) -> int | None:
+                for parameter in signature:
+                    for check in filter(callable, getattr(parameter.annotation, "__metadata__", ())):
+                        check(values[parameter.name])
                 for name, (default, kinds) in bundles.items():
                     if kinds:
                         values[name] = replace(default, **{key: values.pop(key) for key in kinds})
