@@ -153,7 +153,7 @@ def compile(
 
 
 def _home(model: nn.Module | str) -> torch.device:
-    """Where a module's weights are, and where it is to be when it is compiled."""
+    """The device of a module's weights, where the compiled one belongs too."""
     weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in weights), CPU)
 

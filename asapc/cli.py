@@ -450,7 +450,7 @@ def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
 
 
 def _limits(gate: str | None, measured: Measured) -> list[Gate]:
-    """Of a gates file.  Raises InputError before the work where a limit needs what is not asked for."""
+    """The limits in a gates file.  Raises InputError, before the work, if one needs --metric."""
     from asapc.report.gates import load_gates
 
     limits = [] if gate is None else load_gates(gate)
@@ -467,8 +467,8 @@ def _tell_shortage(
     run: Session, limits: Sequence[Gate], budget: Mapping[str, float], data: str, teacher: Teacher,
     most: int,
 ) -> None:  # fmt: skip
-    """Warn before the work where the report will have too few examples for its limits, or, where there
-    are none, to prove the budget's share of equal predictions."""
+    """Warn before the work if the report will have too few examples for its limits or, if there are none,
+    to prove the budget's share of equal predictions."""
     from asapc.inputs.data import GATE_SHARE, open_data, split_of
     from asapc.report.gates import Gate, examples_asked
     from asapc.stages.analyse import forward_signature
@@ -493,7 +493,7 @@ def _tell_shortage(
 
 
 def _with_margins(manifest: dict[str, Any], selection: Mapping[str, Any]) -> dict[str, Any]:
-    """The reasons of a manifest, which are the same in every run, with what was timed in this one."""
+    """The manifest, whose reasons are the same in every run, with what was timed in this one."""
     from asapc.passes.select import GAINS_TOO_LITTLE
 
     sites = {site["name"]: dict(site) for site in manifest["sites"]}

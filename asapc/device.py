@@ -30,10 +30,10 @@ _NAME = re.compile(r"(cpu|cuda)(?::(\d{1,4}))?")
 
 
 def chosen_device(text: str) -> torch.device:
-    """The device of that name; "auto" takes a GPU where there is one.
+    """The device of that name; "auto" takes a GPU if there is one.
 
-    Processes that torchrun has started take one each, in turn, where it is not said which.  Raises
-    InputError for another name, and for a device that is not there.
+    Without a number, each process that torchrun has started takes the next GPU.  Raises InputError for
+    another name, and for a device that is not there.
     """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text == "auto":
@@ -81,9 +81,9 @@ def moved(value: T, device: torch.device) -> T:
 
 @contextlib.contextmanager
 def running_on(device: torch.device, modules: Iterable[nn.Module | None]) -> Iterator[None]:
-    """The modules' weights on the device for a while, the very same tensors as before afterwards.
+    """Have the modules' weights on the device for a while; afterwards they are the very same tensors.
 
-    What modules share they share there too. The devices that a captured graph names follow.
+    What modules share, they share there too. The devices that a captured graph names follow.
     """
     visit = _Visit(device)
     with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ def running_on(device: torch.device, modules: Iterable[nn.Module | None]) -> Ite
 
 
 def settle(graph: nn.Module, device: torch.device) -> None:
-    """Bring what a rewrite has put into a graph, a fit's coefficients say, to the device."""
+    """Bring what a rewrite has put into a graph, such as a fit's coefficients, to the device."""
     _Visit(device).move(graph)
 
 
@@ -118,7 +118,7 @@ class _Visit:
                 self._rename(part)
 
     def undo(self) -> None:
-        """Everything as it was; what came last is undone first."""
+        """Put everything back as it was, the last change first."""
         while self._undo:
             self._undo.pop()()
 
@@ -145,7 +145,7 @@ class _Visit:
         return known[1]
 
     def _rename(self, graph: GraphModule) -> None:
-        """The devices in the arguments of a graph's calls."""
+        """Replace the devices in the arguments of a graph's calls."""
 
         def other(value: Any) -> Any:
             return self.device if isinstance(value, torch.device) else value

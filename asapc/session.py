@@ -64,7 +64,7 @@ class Session:
     def show(
         self, result: T, brief: Callable[[T], Sequence[Table | str]], tables: Callable[[T], list[Table]]
     ) -> None:
-        """Print a command's result: JSON, what says it in brief, or all of its tables."""
+        """Print a command's result: as JSON, in brief, or in all of its tables."""
         if not self.speaks or (self.quiet and not self.json):
             return
         if self.json:
@@ -79,7 +79,7 @@ class Session:
         self.results.flush()
 
     def present(self, result: Any, kind: str) -> None:
-        """Show it as report.brief and report.tables have a result of this kind."""
+        """Show a result as report.brief and report.tables lay out this kind."""
         from asapc.report import brief, tables
 
         self.show(result, getattr(brief, f"{kind}_brief"), getattr(tables, f"{kind}_tables"))
@@ -89,7 +89,7 @@ class Session:
         self.progress.note(text)
 
     def next(self, command: str, *arguments: str, **options: str | bool | None) -> None:
-        """The command to go on with, on a line of its own that a shell runs as it is."""
+        """Suggest the next command, on a line of its own that can be pasted into a shell."""
         self.note(f"next: {command_line(command, *arguments, **options)}")
 
 
@@ -147,10 +147,10 @@ def run(
 
 
 def _choose_waiting(session: Session, timed: bool) -> None:
-    """Let threads sleep while they wait for each other: one that spins keeps its core from the one it
-    waits for.  Beside two busy processes, calibration took 578 seconds that way, and 30 this way.
+    """Let threads sleep while they wait for each other: a spinning one keeps its core from the thread it
+    waits for.  Beside two busy processes, calibration took 578 seconds with spinning threads, and 30 so.
 
-    On free cores spinning is faster, and users' own programs spin: there, models are timed so.
+    On free cores spinning is faster, and users' own programs spin, so models are timed that way there.
     OpenMP reads the variable when torch is imported.
     """
     busy = psutil.cpu_percent(0.1) if timed else 0.0

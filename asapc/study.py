@@ -277,8 +277,8 @@ class _Bench:
         return _mean(times)
 
     def block(self, rows: Sequence[Recipe], label: str) -> list[dict[str, Any]]:
-        """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
-        keeps its activations."""
+        """Fit the rows that share their examples in one pass, distil the others one by one, since each
+        keeps its activations, and measure them all."""
         together: dict[tuple[int, int], list[int]] = {}
         for place, row in enumerate(rows):  # of which every process has the same order
             if row.operator != LOOP:
@@ -317,8 +317,7 @@ class _Bench:
         return {place: [fits[p.key] for p in of_row] for place, of_row in pending.items()}
 
     def _measure(self, row: Recipe, fits: Fits) -> dict[str, Any]:
-        """What a row does at every site, and the whole model.  fits: one a site; none of a loop that is
-        cut short."""
+        """Measure a row at every site, and the whole model.  fits: of the sites, if there are any."""
         analysis, per_site = self.analysis, []
         for index, site in enumerate(analysis.sites):
             t, units = self.seen[0][index], replace(site.loop, output_factor=OutputFactor(queries=1))
@@ -343,8 +342,8 @@ class _Bench:
         return {**_facts(fits), **_mean(per_site), **{key: metrics.get(key) for key in known}}
 
     def _maps(self, units: Convention, index: int, apply: Apply) -> dict[str, float]:
-        """Attention in units where rows sum to about 1; the output error is that of A V, with the layer's
-        own values, or the keys where the model returns its maps and multiplies them with nothing."""
+        """Errors of the attention, whose rows sum to about 1, and of A V with the layer's own values, or
+        with the keys if the model returns its maps and multiplies them with nothing."""
         attention, output = AttentionFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
@@ -372,7 +371,7 @@ def _collector(site: Site, recipe: Recipe) -> Collector:
 
 
 def _facts(sites: Fits) -> dict[str, Any]:
-    """The plan, where a dual is predicted, is that of the first site."""
+    """Facts of a row's fits; the plan of a predicted dual is the first site's."""
     if not sites:
         return {}
     facts = [fit_facts(site) for site in sites]
@@ -413,7 +412,7 @@ def _medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def _mean(sites: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over sites; the worst example and head stays the worst."""
+    """The mean over sites; of worst values the worst."""
     merged = {}
     for name in sites[0]:
         values = [site[name] for site in sites]

@@ -84,7 +84,7 @@ def _timed(function: Callable[[], Any]) -> float:
 
 
 def _timed_by_events(function: Callable[[], Any]) -> float:
-    """Milliseconds between two events of the current GPU; what runs on the CPU is in between, too."""
+    """Milliseconds between two events of the current GPU, work on the CPU included."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -138,9 +138,9 @@ def ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def ratio_interval(above: list[float], below: list[float]) -> Interval | None:
-    """Of the median of above / below, round by round: order statistics, whatever the distribution.
+    """The interval of the median of above / below, round by round, by order statistics.
 
-    None where rounds of both are too few, which at 95 % are five. Two functions that are equally fast
+    None if there are too few rounds of both, at 95 % five or fewer. Two functions that are equally fast
     have an interval about 1.
     """
     ratios = sorted(a / b for a, b in zip(above, below, strict=False))

@@ -33,11 +33,11 @@ class TorchCompiled:
 
 
 def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
-    """What a runner calls, compiled for this batch's shapes and held against it on the batch.
+    """Compile what a runner calls for this batch's shapes, and compare the outputs on the batch.
 
     torch.compile fails in many ways that are no fault of the model (no C++ compiler, an operator or a
-    system it does not support): such a failure is told, and raises nothing. What was compiled before
-    stays, so that several may be timed in turns: who wants a cold start calls torch._dynamo.reset first.
+    system it does not support): such a failure is reported, and raises nothing. Earlier compilations
+    stay, so that several may be timed in turns; for a cold start, call torch._dynamo.reset first.
     """
     whole = runner.graphs.get("")
     model = whole if whole is not None else runner.model

@@ -69,7 +69,7 @@ class Baseline:
 
 
 def parse_allowance(texts: Sequence[str]) -> Allowance:
-    """["2%", "speedup=10%"]: one general limit at most, and limits of single metrics.
+    """["2%", "speedup=10%"]: at most one general limit, and limits of single metrics.
 
     Raises InputError.
     """
@@ -91,7 +91,7 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
 
 
 def read_report(path: str | Path) -> Report:
-    """A report.json, with no check but that of its types.  Raises OSError, ValueError, InputError."""
+    """Read a report.json, checking its types alone.  Raises OSError, ValueError, InputError."""
     return Report.from_json(read_json(path, MAX_BYTES, strict=True), str(path))
 
 
@@ -165,7 +165,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
 
 
 def _incomparable(metric: Metric, now: Holder, old: Holder) -> str:
-    """Why the two are not of one quantity; empty where they are."""
+    """Why the two are different quantities; empty if they are not."""
     if metric.key == "metric_drop" and isinstance(now, ModelReport) and isinstance(old, ModelReport):
         return "measured with a different --metric" if now.own_metric != old.own_metric else ""
     if not metric.of_fit:
@@ -177,7 +177,7 @@ def _incomparable(metric: Metric, now: Holder, old: Holder) -> str:
 
 
 def _other_machine(metric: Metric, report: Report, earlier: Report) -> str:
-    """Why ratios of times cannot be compared; empty where they can."""
+    """Why ratios of times cannot be compared; empty if they can."""
     if not metric.speed:
         return ""
     now, old = report.environment, earlier.environment
@@ -237,7 +237,7 @@ def _inside(value: float, ends: tuple[float, float] | None) -> bool:
 
 
 def _check_numbers(holder: Holder, where: str) -> None:
-    """What was measured is null or finite, and the ends of its interval are in order."""
+    """Check that measured values are null or finite, and the ends of intervals in order."""
     for metric in METRICS:
         value = holder.metric(metric.key)
         if value is not None and finite(value) is None:

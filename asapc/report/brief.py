@@ -39,7 +39,7 @@ WRITE_INSTEAD = "docs/recognition.md shows how to rewrite layers that are left a
 
 
 def shortened(name: str, most: int = NAME) -> str:
-    """A name without its middle, where it is longer: both ends of a dotted name tell layers apart."""
+    """A long name without its middle: both ends of a dotted name tell layers apart."""
     name = one_line(name)
     if len(name) <= most:
         return name
@@ -180,7 +180,7 @@ def report_brief(report: Report) -> list[str]:
 
 
 def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
-    """The teacher and the compiled model under torch.compile, where they were timed."""
+    """The teacher and the compiled model under torch.compile, if they were timed."""
     lines = []
     for key, what, base in (("teacher", "the teacher", "as without it"),
                             ("compiled", "the compiled model", "as the plain teacher")):  # fmt: skip
@@ -239,7 +239,7 @@ def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
 
 
 def study_brief(result: Mapping[str, Any]) -> list[str]:
-    """The rows that nothing beats in both error and time, the closest to the teacher first."""
+    """The rows that no other beats in both error and time, the closest to the teacher first."""
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     front = [row for row in rows if row.get("pareto")]
     lines = []
@@ -271,7 +271,7 @@ def _left(items: Iterable[Mapping[str, Any]]) -> list[Kind]:
 
 
 def _listed(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED) -> list[str]:
-    """Each kind with its names; those that are left alone are never crowded out.  most: lines of why."""
+    """Each kind with its names; layers left alone are never crowded out.  most: lines of a reason."""
     first = kinds[: KINDS - min(LEFT, len(left))]
     shown = [*first, *left[: KINDS - len(first)]]
     lines: list[str] = []
@@ -289,7 +289,7 @@ def _listed(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPE
 
 
 def _warned(warnings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Fits that rest on too little data, the first of them in numbers."""
+    """The number of fits on too little data, and the figures of the first."""
     if not warnings:
         return []
     first = warnings[0]

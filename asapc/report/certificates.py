@@ -262,7 +262,7 @@ class _Check:
 class SiteCertificates:
     """Streams a Sinkhorn site's activations through every bound that is proven for it.
 
-    plan: of its c-transforms, None where the loop was kept or replaced by another operator.
+    plan: of its c-transforms, None if the loop was kept or replaced by another operator.
     source, key: predict its duals in score coordinates, see program.calls.predicted_duals.
     """
 
@@ -279,7 +279,7 @@ class SiteCertificates:
                       "diameter": DIAMETER_ENTRIES}  # fmt: skip
 
     def update(self, tensors: SiteTensors) -> None:
-        """Add one batch. Examples without an active key are passed over."""
+        """Add one batch. Examples without an active key are left out."""
         with torch.no_grad():
             for piece in pieces(tensors):
                 self.add(TeacherDuals(piece, self.convention))
@@ -338,8 +338,8 @@ class SiteCertificates:
         return self.plan is not None and self.plan.side != "source"
 
     def _duals(self, teacher: TeacherDuals) -> tuple[Tensor, Tensor] | None:
-        """The dual that c-transforms start from, predicted and the teacher's; without any, nothing more
-        is proven.
+        """The dual from which c-transforms start, predicted and the teacher's; None if there is none, and
+        then nothing more is proven.
 
         dual_stability: exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c| over the points that carry
         mass. Every entry of the plan closed from f^ is within this factor of the one closed from f, after
@@ -375,7 +375,7 @@ class SiteCertificates:
             self._check("truncation_bound", BLOCKWISE, "4 and Theorem 1").add(truncated, moved)
 
     def _contraction(self, block: Block, bound: Tensor) -> Tensor:
-        """The exact one where it may be the site's largest and can be afforded, the bound elsewhere."""
+        """The exact contraction if it may be the site's largest and is affordable, else its bound."""
         entries = block.scores.numel() * min(block.scores.shape[-2:])
         settled = largest(bound) <= self._largest.get("contraction_bound", 0.0)
         if not block.positive() or settled or not self._take("diameter", entries):
@@ -488,7 +488,7 @@ class SiteCertificates:
         return self._checks.setdefault(name, _Check(name, f"{paper}, Proposition {number}"))
 
     def _take(self, budget: str, entries: int) -> bool:
-        """Whether there is some of a budget left, which may then be overdrawn once."""
+        """Whether any of a budget is left; the last one to take may overdraw it."""
         left = self._left[budget]
         self._left[budget] = left - entries
         return left > 0

@@ -121,8 +121,8 @@ def gate_result(
 ) -> GateReport:
     """The report's gate: its limits, its plausibility, and its comparison with a baseline.
 
-    The verdict is None where neither a limit nor a baseline was set: nothing was promised, and
-    nothing is accepted. Otherwise a result that is implausible fails whatever the limits are.
+    The verdict is None if neither a limit nor a baseline was set: nothing was promised, and nothing is
+    accepted. Otherwise an implausible result fails, whatever the limits are.
     """
     if not gates and comparison is None:
         return GateReport()
@@ -132,8 +132,8 @@ def gate_result(
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
-    """One line for the verdict and one per check that is not accepted, the worst class first; another
-    class than the verdict's is named."""
+    """One line for the verdict and one for each check that failed, the worst class first; a class other
+    than the verdict's is named."""
     lines = [f"gate failed: {gate.verdict}"]
     for check in gate.failures[:most]:
         other = "" if check.verdict == gate.verdict else f"{check.verdict}: "
@@ -143,7 +143,7 @@ def failure_text(gate: GateReport, most: int = 20) -> str:
 
 
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
-    """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
+    """The fewest examples n with per_example / n <= |ideal - limit|; 0 if the limit is the ideal."""
     distance = abs(ideal - limit)
     return math.ceil(per_example / distance - 1e-6) if distance else 0
 
@@ -192,7 +192,7 @@ def _verdict(
 
 
 def unmeasured(subject: str, raw: float | None, against: str) -> str:
-    """Why a value can be held against nothing; empty where it can."""
+    """Why a value cannot be compared with anything; empty if it can."""
     if raw is None:
         return f"{subject} was not measured ({against})"
     broken = finite(raw) is None
@@ -200,18 +200,18 @@ def unmeasured(subject: str, raw: float | None, against: str) -> str:
 
 
 def too_few(needed: int, *reports: Report) -> str:
-    """Why the examples of reports do not carry a limit on a share; empty where they do.
+    """Why reports have too few examples for a limit on a share; empty if they have enough.
 
-    A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
-    more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
-    on a confidence bound needs so many examples that a perfect result keeps it.
+    A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no more
+    than the ideal itself, and the fewer the examples, the easier it is to keep: 20 of 20 is no proof of
+    0.99. A limit on a confidence bound needs so many examples that a perfect result keeps it.
     """
     examples = min((finite(report.model.metric("examples")) or 0.0) for report in reports)
     return "" if examples >= needed else f"rests on {examples:g} examples; at least {needed} are needed"
 
 
 def _needed(gate: Gate) -> int:
-    """The examples without which a limit on a share cannot be judged; 0 where any number will do."""
+    """The examples needed to judge a limit on a share; 0 if any number will do."""
     metric = METRIC[gate.metric]
     if not metric.share or gate.bound != metric.bound:
         return 0
@@ -220,13 +220,13 @@ def _needed(gate: Gate) -> int:
 
 
 def examples_asked(gates: Sequence[Gate]) -> int:
-    """The examples that a report must have so that none of these limits fails for want of them."""
+    """The examples a report needs so that none of these limits fails for lack of them."""
     least = [gate.limit for gate in gates if gate.metric == "examples" and gate.bound == "min"]
     return math.ceil(max([0, *least, *map(_needed, gates)]))
 
 
 def _worst(checks: Sequence[Check]) -> Check:
-    """The one nearest to failing: one without a value before all others."""
+    """The check nearest to failing; one without a value comes first."""
 
     def badness(check: Check) -> float:
         compared = check.bound_value if check.confidence else check.value
@@ -258,8 +258,8 @@ def _without(site: SiteReport, metric: str) -> bool:
 
 
 def _cannot_be_equal(site: SiteReport) -> bool:
-    """An approximation whose results, were they bit-equal, would be a wonder: sorting softly at a
-    temperature near zero and sorting exactly may really be the same."""
+    """Whether bit-equal results would be a miracle: of an approximation, unless it sorts. A soft sort at
+    a temperature near zero may really equal an exact one."""
     sorts = site.operator.startswith("esp_") and site.teacher_operator.startswith("esp_")
     return site.approximate and not sorts
 

@@ -44,11 +44,11 @@ def time_model(
     runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7, warmup: int = 2,
     torch_compile: bool = False, twin: Stage | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians and ratios of the whole model, and the intervals of these by their names, as `confidence`.
+    """Medians and ratios of the whole model, with the intervals of the ratios as `confidence`.
 
-    twin: the stage that the compiled model is, call for call: the two are timed as one.
-    torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
-    teacher; where it fails, `torch_compile_failed` says why.
+    twin: the stage that makes the same calls as the compiled model: the two are timed as one.
+    torch_compile: time teacher and compiled model under torch.compile, too, and how long that took for
+    the teacher; if it fails, `torch_compile_failed` says why.
     """
     if torch_compile:
         torch._dynamo.reset()  # what was compiled for an earlier model is not this one's
@@ -73,7 +73,7 @@ def time_model(
 
 
 def twin_of(artifact: Artifact) -> Stage | None:
-    """The stage that the compiled model is call for call, if it is one: nothing was approximated."""
+    """The stage that makes the same calls as the compiled model, if nothing was approximated."""
     entries = artifact.manifest["sites"]
     if "refresh" in artifact.manifest or not entries:
         return None
@@ -112,7 +112,7 @@ def time_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
     return ratios(times)
 
 
-# What nothing is said of where marginals are given: sums are compared with 1.
+# These compare sums with 1, which says nothing if marginals are given.
 OF_UNIFORM_MARGINALS = ("row_err", "row_err_teacher", "col_err", "col_err_teacher")
 
 
@@ -165,7 +165,7 @@ class SiteFidelity:
                 self.certificates.update(t)
 
     def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
-        """What the compiled site makes of it, with the teacher's map."""
+        """Compare what the compiled site computes with the teacher's map."""
         compiled = self.compiled_site(t, None)
         keeps, c = (t.keep, t.query_keep), self.convention
         if isinstance(c, Convention) and c.hides_queries:

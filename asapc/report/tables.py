@@ -82,7 +82,7 @@ def _metrics(*keys: str) -> dict[str, Column]:
 
 
 def _parts(sites: Iterable[Result], part: str) -> list[dict[str, Any]]:
-    """The items that sites have under a key, each with the name of its `site`."""
+    """What sites hold under a key, each item with the name of its `site`."""
     return [{"site": site.get("name"), **item} for site in sites for item in site.get(part) or ()]
 
 
@@ -106,7 +106,7 @@ LABELS = {
 
 
 def label(key: str) -> str:
-    """What a value of the whole model is in words."""
+    """The name of a value of the whole model, in words."""
     return LABELS.get(key, key.replace("_", " "))
 
 
@@ -192,7 +192,7 @@ def _banded(c: Result) -> list[str]:
 
 
 def _settings(c: Result) -> list[str]:
-    """What is set of a kind that is not worded above."""
+    """The settings of a kind that has no wording of its own above."""
     apart = ("operator", "mask", "bias", "early_stop")
     return [str(c.get("operator")).replace("_", " ")] + [
         f"{key.replace('_', ' ')} {text_of(value)}" for key, value in c.items()
@@ -205,7 +205,7 @@ _CONVENTIONS = {"sinkhorn": _loop, "plan": _plan, "banded_sinkhorn": _banded}
 
 def amortised_text(site: Result) -> str:
     """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
-    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty where neither."""
+    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty if neither."""
     tokens, width = site.get("summary_tokens"), site.get("depthwise")
     for key in SIZES:
         if site.get(key):
@@ -220,7 +220,7 @@ def amortised_text(site: Result) -> str:
 
 
 def _choices(fitted: Result) -> list[str]:
-    """What a fit has that most have not, in a few words each."""
+    """What is unusual about a fit, in a few words each."""
     return [
         *(["rows rescaled"] if fitted.get("rescaled") else []),
         *(["from the last dual"] if fitted.get("aim") == "last" else []),
@@ -229,7 +229,7 @@ def _choices(fitted: Result) -> list[str]:
 
 
 def fit_text(site: Result) -> str:
-    """"kl per_head", and whether it converged where that can be doubted; how close a distilled one is."""
+    """"kl per_head", with a note if it did not converge; how close a distilled operator is."""
     if not site.get("fit"):
         return ""
     if site.get("fit_rel_l2") is not None:
@@ -278,7 +278,7 @@ def _error_of(metric: str, site: SiteReport) -> str:
 
 
 def changed(report: Report, metric: str, scope: str) -> str:
-    """The difference of a metric to the baseline, shares in points; empty where it was not compared."""
+    """The difference from the baseline, shares in points; empty if the metric was not compared."""
     change = report.change(metric, scope)
     if change is None:
         return ""
@@ -288,7 +288,7 @@ def changed(report: Report, metric: str, scope: str) -> str:
 
 
 def _speed_of(site: SiteReport, trail: TriedSite) -> str:
-    """Where its interval holds 1, teacher and compiled layer are equally fast."""
+    """The speed of a layer against its teacher's: equal if the interval of the ratio holds 1."""
     if site.operator == TEACHER:
         return "equal"
     shape, chosen = trail.largest_shape, trail.chosen or Tried()
@@ -301,7 +301,7 @@ def _speed_of(site: SiteReport, trail: TriedSite) -> str:
 
 
 def report_tables(report: Report) -> list[Table]:
-    """Every table of a report, see `report_sections`; of the comparison with a baseline what is worse."""
+    """Every table of a report, see `report_sections`; from the baseline only what is worse."""
     sections = report_sections(report) | {"Gate": gate_table(report.gate, every=False)}
     return [table for tables in sections.values() for table in tables]
 
@@ -431,8 +431,8 @@ def gate_table(
 ) -> list[Table]:
     """One table of checks, failures first; none if no gate was set.
 
-    A baseline compares every metric of every site: unless every, it takes one row, and one for each that
-    is worse.  every: with the messages, too.  words: in place of a class.
+    every: list every check against a baseline, which compares every metric of every site, and the
+    messages; else the baseline is one row, with one for each metric that is worse.  words: for classes.
     """
     rows = [
         (check.metric, check.scope, number(check.value), limit_text(check),
@@ -485,7 +485,7 @@ def inspect_tables(inspection: Result) -> list[Table]:
 
 
 def calibration_tables(summary: Result) -> list[Table]:
-    """The fit of every site, where any was."""
+    """The fit of every site, if there was any."""
     fits = listed(f"Calibration of {summary.get('model')}, {summary.get('order')}", summary["sites"], {
         "site": "name", "predicted": amortised_text, "fit": fit_text, "examples|": "examples",
         "tokens|": "tokens", **_metrics("r2", "condition_number"), "s|": "fit_seconds",
