@@ -70,7 +70,8 @@ class Session:
         if self.json:
             from asapc.report.text import json_text
 
-            text = json_text(result, ascii=not _takes_any(self.results))
+            encoding = getattr(self.results, "encoding", None) or "utf-8"
+            text = json_text(result, ascii=not encoding.lower().startswith("utf"))
             print(escaped(text), file=self.results)
         else:
             from asapc.report.console import print_result
@@ -132,18 +133,8 @@ def run(
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except OSError as error:
-        if error.errno not in FILE_TROUBLE:
-            return _fail(_internal(error), EXIT_INTERNAL, debug)
-        place = f"{error.filename}: " if error.filename else ""
-        return _fail(
-            f"asapc: {place}{(error.strerror or str(error)).lower()}\n"
-            f"  help: {FILE_TROUBLE[error.errno]}",
-            EXIT_BAD_INPUT,
-            debug,
-        )
     except Exception as error:
-        return _fail(_internal(error), EXIT_INTERNAL, debug)
+        return _fail(*_other(error), debug)
 
 
 def _choose_waiting(session: Session, timed: bool) -> None:
@@ -160,11 +151,16 @@ def _choose_waiting(session: Session, timed: bool) -> None:
         session.note(f"other programs keep {busy:.0f} % of the cores busy, so times will be rough")
 
 
-def _internal(error: Exception) -> str:
+def _other(error: Exception) -> tuple[str, int]:
+    """The message and exit code of an error that is not asapc's own."""
+    if isinstance(error, OSError) and error.errno in FILE_TROUBLE:
+        place = f"{error.filename}: " if error.filename else ""
+        what = (error.strerror or str(error)).lower()
+        return f"asapc: {place}{what}\n  help: {FILE_TROUBLE[error.errno]}", EXIT_BAD_INPUT
     return (
         f"asapc: internal error: {type(error).__name__}: {reason(error)}\n"
         "  help: run the same command with --debug for the traceback, and report it"
-    )
+    ), EXIT_INTERNAL
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
@@ -184,11 +180,6 @@ def _fail(message: str, code: int, debug: bool) -> int:
 def complain(message: str) -> None:
     """A message on stderr."""
     print(escaped(message), file=sys.stderr, flush=True)
-
-
-def _takes_any(stream: TextIO) -> bool:
-    """Whether its encoding has every character."""
-    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 @contextlib.contextmanager

@@ -309,12 +309,11 @@ class SiteCertificates:
         return (sharpness.amax() / 2 * residual).nan_to_num(math.inf, math.inf), divergence, trivial
 
     def add(self, teacher: TeacherDuals) -> None:
-        """Add a few examples, all of which have an active key, with the teacher's duals on them."""
+        """Add a few examples, with the teacher's duals on them."""
         t, half_steps = teacher.tensors, self.convention.half_steps
         log_mu, log_nu = (-math.log(count) for count in teacher.scores.shape[-2:])
-        g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
+        (f, g), (_, before) = (teacher.after(max(0, steps)) for steps in (half_steps, half_steps - 2))
         duals = self._duals(teacher)
-        ends = teacher.after(half_steps) if self.plan is not None and self.plan.aim == "last" else None
         every, keeps = slice(None), (shown_queries(t.bias), t.keep)
         blocks: list[tuple[slice, Any, Any]] = [(every, every, every)]
         if not all(x is None or x.all() for x in keeps):  # without padding there is one, else by example
@@ -323,14 +322,18 @@ class SiteCertificates:
             blocks = [*zip(one, *both, strict=False)]
         for rows, queries, keys in blocks:
             block = Block(teacher.scores[rows][..., queries, :][..., keys], log_mu, log_nu)
-            self._loop(block, g[rows][..., keys], before[rows][..., keys])
+            if block.scores.numel() == 0:
+                continue  # no active query, or no active key
+            end = Duals(f[rows][..., queries], g[rows][..., keys])
+            self._loop(block, end.g, before[rows][..., keys])
             if duals is None:
                 continue
             points = keys if self._flipped else queries
             dual, true = (dual[rows][..., points] for dual in duals)
             v = None if t.v is None else t.v.double()[rows][..., keys, :]
-            end = None if ends is None else Duals(ends[0][rows][..., queries], ends[1][rows][..., keys])
-            self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
+            if self._flipped:
+                block, end = block.flipped(), Duals(end.g, end.f)
+            self._closed(block, dual, true, v, end)
 
     @property
     def _flipped(self) -> bool:
@@ -382,12 +385,10 @@ class SiteCertificates:
             return bound
         return torch.minimum(bound, exact_contraction(block.scores))
 
-    def _closed(
-        self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None, end: Duals | None
-    ) -> None:
-        """The plans closed from the predicted dual of a block's rows and from the teacher's `true`.
+    def _closed(self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None, end: Duals) -> None:
+        """Compare the plans closed from the predicted dual of a block's rows and from the true one.
 
-        v: [B, H, n, E], where the values are known.  end: of the teacher, where closing `true` goes on.
+        v: [B, H, n, E], if the values are known.  end: the teacher's, beyond which closing `true` may go.
         """
         assert self.plan is not None
         # The metric is the paper's: a source dual and three c-transforms.
@@ -403,19 +404,23 @@ class SiteCertificates:
         exact = block.closed(true, self.plan.c_transforms)
         alpha = self._stability(block, closed, exact)
         self._divergence(block, dual, true)
-        last_is_column = (len(closed) % 2 == 0) != self._flipped
-        if self._flipped:
-            block = block.flipped()
-            closed, exact = ([Duals(g, f) for f, g in duals] for duals in (closed, exact))
+        columns_last = len(closed) % 2 == 0  # of the block; the other marginal is free
+        axis, mass = (-1, block.log_mu) if columns_last else (-2, block.log_nu)
+        free = "row" if columns_last != self._flipped else "column"
         plan, its = (block.log_plan(duals[-1]) for duals in (closed, exact))
-        if last_is_column and len(closed) > 2:
+        error, others = ((x.exp().sum(axis) - math.exp(mass)).abs().sum(-1) for x in (plan, its))
+        if free == "row" and len(closed) > 2:
             # B.7: a row c-transform, then a column c-transform, whatever came before. Rows of two plans
             # of mass at most 1 are never further apart than 2.
-            error = (plan.exp().sum(-1) - math.exp(block.log_mu)).abs().sum(-1)
-            bound = row_error_bound(closed[-1].g, closed[-2].g)
-            self._check("row_bound", PAPER, "B.7").add(bound, error, 2.0)
-        self._output(plan, its, its if end is None else block.log_plan(end), alpha, v)
-        self._marginal_error(block, plan, its, last_is_column)
+            after, before = (duals.g if columns_last else duals.f for duals in closed[:-3:-1])
+            self._check("row_bound", PAPER, "B.7").add(row_error_bound(after, before), error, 2.0)
+        plans = (plan, its, block.log_plan(end) if self.plan.aim == "last" else its)
+        self._output(*(x.mT for x in plans) if self._flipped else plans, alpha, v)
+        # B.15: two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
+        divergence = (plan.exp() * (plan - its)).sum((-2, -1)).clamp(min=0.0)
+        rounding = ROUNDING * (1 + largest(block.scores.abs()))
+        bound = others + torch.sqrt(2 * (divergence + rounding))
+        self._check(f"{free}_error_kl_bound", PAPER, "B.15, Eq. B.92").add(bound, error, 2.0)
 
     def _stability(self, block: Block, closed: list[Duals], exact: list[Duals]) -> Tensor:
         """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual,
@@ -459,18 +464,6 @@ class SiteCertificates:
         trivial = (plan.sum(-1) + teacher.sum(-1)).amax(-1)
         self._check("output_bound", PAPER, "B.16, Eq. B.97").add(bound, measured, trivial)
         self._extend("output_bound", bound)
-
-    def _marginal_error(self, block: Block, plan: Tensor, exact: Tensor, last_is_column: bool) -> None:
-        """Proposition B.15 on the final log plans, which share the marginal that was closed last.
-
-        Two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
-        """
-        free, name, mass = (-1, "row", block.log_mu) if last_is_column else (-2, "column", block.log_nu)
-        error, others = ((x.exp().sum(free) - math.exp(mass)).abs().sum(-1) for x in (plan, exact))
-        divergence = (plan.exp() * (plan - exact)).sum((-2, -1)).clamp(min=0.0)
-        rounding = ROUNDING * (1 + largest(block.scores.abs()))
-        bound = others + torch.sqrt(2 * (divergence + rounding))
-        self._check(f"{name}_error_kl_bound", PAPER, "B.15, Eq. B.92").add(bound, error, 2.0)
 
     def _divergence(self, block: Block, dual: Tensor, true: Tensor) -> None:
         """Proposition B.10 on the plans of one c-transform."""
