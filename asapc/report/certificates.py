@@ -414,8 +414,8 @@ class SiteCertificates:
             # of mass at most 1 are never further apart than 2.
             after, before = (duals.g if columns_last else duals.f for duals in closed[:-3:-1])
             self._check("row_bound", PAPER, "B.7").add(row_error_bound(after, before), error, 2.0)
-        plans = (plan, its, block.log_plan(end) if self.plan.aim == "last" else its)
-        self._output(*(x.mT for x in plans) if self._flipped else plans, alpha, v)
+        plans = [plan, its, block.log_plan(end) if self.plan.aim == "last" else its]
+        self._output([x.mT for x in plans] if self._flipped else plans, alpha, v)
         # B.15: two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
         divergence = (plan.exp() * (plan - its)).sum((-2, -1)).clamp(min=0.0)
         rounding = ROUNDING * (1 + largest(block.scores.abs()))
@@ -444,16 +444,14 @@ class SiteCertificates:
         self._check("dual_stability", PAPER, number).add(torch.exp(2 * alpha), ratio, trivial)
         return alpha
 
-    def _output(
-        self, plan: Tensor, closed: Tensor, teacher: Tensor, alpha: Tensor, v: Tensor | None
-    ) -> None:
+    def _output(self, log_plans: list[Tensor], alpha: Tensor, v: Tensor | None) -> None:
         """Proposition B.16, Eq. B.97: (exp(2 alpha) - 1) r_i >= |y^_i - y_i| / max_j |v_j|, with r_i the
         rows of the plan closed from the teacher's dual; the rows' gaps in L1 where values are not known.
 
-        plan, closed, teacher: log plans from the predicted dual, from the teacher's and of the teacher
-        itself, whose distance from `closed` is added.
+        log_plans: from the predicted dual, from the teacher's and of the teacher itself, whose distance
+        from the second one is added.
         """
-        plan, closed, teacher = (x.exp() * plan.shape[-2] for x in (plan, closed, teacher))
+        plan, closed, teacher = (x.exp() * x.shape[-2] for x in log_plans)
         bound = torch.expm1(2 * alpha) * closed.sum(-1).amax(-1)
         bound = bound + (closed - teacher).abs().sum(-1).amax(-1)
         measured = (plan - teacher).abs().sum(-1).amax(-1)

@@ -78,5 +78,5 @@ def _pair(
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1)).clamp(min=1e-300)
     error = torch.nan_to_num(difference / norm, nan=torch.inf)  # a broken head is the one to show
     head = int(error.argmax())
-    maps = (pooled(x[head]).cpu().tolist() for x in (exact, approx))
-    return MapPair(example, head, exact.shape[-1], *maps, error=float(error[head]))
+    first, second = (pooled(x[head]).cpu().tolist() for x in (exact, approx))
+    return MapPair(example, head, exact.shape[-1], first, second, float(error[head]))
