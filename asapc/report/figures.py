@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib
+import matplotlib.style
 import torch
 from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
@@ -103,10 +103,7 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
 
 def style() -> Any:
     """A context for drawing: matplotlib as it ships, whatever the user's matplotlibrc says, and STYLE."""
-    # Choosing a backend would import one; none is needed. Any: releases type the keys differently.
-    shipped: Any = matplotlib.rcParamsDefault
-    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")}
-    return matplotlib.rc_context(options | STYLE)
+    return matplotlib.style.context(["default", STYLE])
 
 
 def data_uri(figure: Figure) -> Markup:
