@@ -134,7 +134,8 @@ def compile(
     >>> logits.shape
     torch.Size([5, 3])
     """
-    home = _home(model)
+    weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
+    home = next((tensor.device for tensor in weights), CPU)  # where the compiled model belongs, too
     there = home if isinstance(model, nn.Module) else chosen_device("auto")
     place = there if device is None else chosen_device(device)
     generators = [there] if there.type == "cuda" and torch.cuda.is_initialized() else []
@@ -150,12 +151,6 @@ def compile(
         compiled = _compiled(model, data, parsed, limits, out, measuring, place, progress)
     compiled.model.to(home)
     return compiled
-
-
-def _home(model: nn.Module | str) -> torch.device:
-    """The device of a module's weights, where the compiled one belongs too."""
-    weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
-    return next((tensor.device for tensor in weights), CPU)
 
 
 def _compiled(

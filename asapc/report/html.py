@@ -23,7 +23,7 @@ from asapc.report.advice import LOSSLESS_PYTHON, LOSSLESS_RECIPE, advise, decide
 from asapc.report.baseline import read_report
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
-from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
+from asapc.report.tables import TONES, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
 
 ADVICE = 5
@@ -76,7 +76,11 @@ def page(report: Report) -> dict[str, Any]:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
     for heading, tables in report_sections(report).items():
         sections[heading] = sections.get(heading, []) + tables
-    sections["What the figures mean"] = _explained(report)
+    measured = {key for site in report.sites for key in site.metrics}
+    sections["What the figures mean"] = listed(
+        "Metrics of a layer", [metric for metric in METRICS if metric.key in measured],
+        {"metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc},
+    )  # fmt: skip
     tone = "good" if decision.action in ("ship", "lossless") else "odd"
     if verdict is not None and (verdict != "ACCEPT" or judged.defaults is None):
         tone = TONES[verdict]
@@ -96,14 +100,6 @@ def page(report: Report) -> dict[str, Any]:
         "layers": [(site.name, layer_pictures(report, site)) for site in report.worst_first[:PICTURED]],
         "sections": {heading: tables for heading, tables in sections.items() if tables},
     }  # fmt: skip
-
-
-def _explained(report: Report) -> list[Table]:
-    """What each metric of a layer is."""
-    measured = {key for site in report.sites for key in site.metrics}
-    return listed("Metrics of a layer", [metric for metric in METRICS if metric.key in measured], {
-        "metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc,
-    })  # fmt: skip
 
 
 def report_html(report: Report, title: str = "") -> str:

@@ -352,14 +352,10 @@ def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
     return listed("Fidelity to the teacher, per site", rows, columns)
 
 
-def _outcome(certificate: Result) -> str:
-    vacuous = "vacuous" if certificate.get("vacuous") else "holds"
-    return vacuous if certificate.get("holds") else "violated"
-
-
 _certificates = partial(listed, "Certificates", columns={
     "site": "site", "certificate": "name", "bound|": "bound", "measured|": "measured",
-    "holds": _outcome, "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
+    "holds": lambda x: ("vacuous" if x.get("vacuous") else "holds") if x.get("holds") else "violated",
+    "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
 })  # fmt: skip
 _lengths = partial(listed, "By length of the example, per site", columns={
     "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
