@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,11 @@ from asapc.passes.first_call import held_apart
 from asapc.program.summary import Summary, shown_by
 from asapc.report import document, markdown, write_report
 from asapc.report.evaluate import Measuring
-from asapc.report.gates import parse_gates
+from asapc.report.gates import Gate, parse_gates
 from asapc.report.tables import headline
 from asapc.stages.analyse import analysed_once, forward_signature
 from asapc.terminal.notebook import progress_here
+from asapc.terminal.progress import Progress
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +134,8 @@ def compile(
     >>> logits.shape
     torch.Size([5, 3])
     """
-    home = _home(model)
+    weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
+    home = next((tensor.device for tensor in weights), CPU)  # where the compiled model belongs, too
     there = home if isinstance(model, nn.Module) else chosen_device("auto")
     place = there if device is None else chosen_device(device)
     generators = [there] if there.type == "cuda" and torch.cuda.is_initialized() else []
@@ -141,38 +143,30 @@ def compile(
         running_on(CPU, [model if isinstance(model, nn.Module) else None]),
         torch.random.fork_rng(devices=generators),
     ):
-        measuring = Measuring(examples, metric=metric)
-        compiled = _compiled(model, data, budget, recipe, gates, out, measuring, place, quiet)
+        parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
+        if budget is not None:
+            parsed = Recipe.from_dict({**parsed.to_dict(), "budget": dict(budget)})
+        limits = [] if gates is None else parse_gates(gates)
+        measuring, progress = Measuring(examples, metric=metric), progress_here(quiet=quiet)
+        compiled = _compiled(model, data, parsed, limits, out, measuring, place, progress)
     compiled.model.to(home)
     return compiled
-
-
-def _home(model: nn.Module | str) -> torch.device:
-    """Where a module's weights are, and where it is to be when it is compiled."""
-    weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
-    return next((tensor.device for tensor in weights), CPU)
 
 
 def _compiled(
     model: nn.Module | str,
     data: str | DataSource | Mapping[str, Any] | Iterable[object],
-    budget: Mapping[str, float] | None,
-    recipe: Recipe | Mapping[str, Any] | None,
-    gates: Mapping[str, Any] | None,
+    recipe: Recipe,
+    limits: Sequence[Gate],
     out: str | Path | None,
     measuring: Measuring,
     device: torch.device,
-    quiet: bool,
+    progress: Progress,
 ) -> Compiled:
-    progress = progress_here(quiet=quiet)
     teacher = _teacher(model)
     untouched = uncompiled(model) if isinstance(model, nn.Module) else teacher.model
     source = data_of(data, forward_signature(teacher))
     require_splits(source)  # before the work, not after it
-    parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
-    if budget is not None:
-        parsed = Recipe.from_dict({**parsed.to_dict(), "budget": dict(budget)})
-    limits = [] if gates is None else parse_gates(gates)
     with ExitStack() as stack:
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asapc-")))
@@ -181,9 +175,9 @@ def _compiled(
             artifact = Path(out)
             calibration = artifact.with_name(f"{artifact.name}.calibration")
         analyse = analysed_once()
-        pipeline.calibrate(teacher, source, calibration, parsed, progress, analyse=analyse, device=device)
+        pipeline.calibrate(teacher, source, calibration, recipe, progress, analyse=analyse, device=device)
         written = pipeline.compile(
-            teacher, calibration, artifact, parsed, source, progress, analyse=analyse, device=device
+            teacher, calibration, artifact, recipe, source, progress, analyse=analyse, device=device
         )
         manifest = written.manifest
         for warning in manifest["warnings"]:

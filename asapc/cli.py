@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +19,12 @@ import typer
 from asapc import session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
 from asapc.inputs.onnx.settings import MODEL, OnnxSettings, is_unverified, read_record
-from asapc.inputs.paths import (
-    check_artifact,
-    check_calibration,
-    check_data,
-    check_file,
-    check_model,
-    is_array_file,
-)
+from asapc.inputs.paths import check_data, check_file, check_model, is_array_file
 from asapc.inputs.reading import NO_OPTIONS, ON_CPU, Reading
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.options import (
     ArtifactFolder,
+    CalibrationFolder,
     Data,
     Judged,
     Measured,
@@ -62,7 +57,6 @@ def inspect(run: Session, model: Model, data: OptionalData = None, reading: Read
     Exit code 3 if the model has neither.
     """
     check_model(model, reading.weights)
-    check_data(data)
     place, teacher = reading.place(), reading.teacher(model)
     from asapc import pipeline
 
@@ -82,22 +76,19 @@ def calibrate(
     out: Annotated[str, typer.Option("--out", "-o", metavar="CALIB", help="Folder to write.")],
     recipe: RecipeFile = None,
     sequential: Annotated[
-        bool,
-        typer.Option("--sequential", help="Fit each layer with the layers before it already amortised."),
+        bool, typer.Option(help="Fit each layer with the layers before it already amortised.")
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Start over instead of resuming an interrupted run.")
+        bool, typer.Option(help="Start over instead of resuming an interrupted run.")
     ] = False,
     measured: Memory = AS_USUAL,
     reading: Reading = NO_OPTIONS,
 ) -> None:
     """Fit each site's dual on streamed data, or distil the operator that the recipe names."""
     check_model(model, reading.weights)
-    check_data(data)
-    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
-    resolved, limit = load_recipe(recipe), measured.memory
+    resolved, limit = load_recipe(recipe), measured.max_memory
     place, teacher = reading.place(), _teacher(run, model, reading)
     from asapc import pipeline
     from asapc.calibration.stored import fit_facts
@@ -128,10 +119,14 @@ def study(
     run: Session,
     model: Model,
     data: Data,
-    grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try.")],
+    grid: Annotated[
+        str, typer.Option(metavar="GRID", help="YAML: blocks of recipe keys to try."),
+        partial(check_file, what="grid"),
+    ],
     out: NewFolder,
     test: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data.")
+        str | None, typer.Option(metavar="DATA", help="Data to measure on. Default: a part of --data."),
+        check_data,
     ] = None,
     examples: Annotated[
         int, typer.Option(min=1, help="Most examples to measure on.")
@@ -141,21 +136,15 @@ def study(
 ) -> None:
     """Fit and measure a grid of candidates on one model, side by side."""
     check_model(model, reading.weights)
-    check_data(data)
-    check_data(test)
-    check_file(grid, "grid")
-    from asapc.study import load_grid
-
-    blocks = load_grid(grid)
-    place = reading.place()
-    teacher = reading.teacher(model)
+    from asapc.study import MeasuredOn, load_grid
     from asapc.study import study as run_study
 
+    blocks = load_grid(grid)
+    place, teacher = reading.place(), reading.teacher(model)
     with joined() as processes:
         result = run_study(
-            teacher, data, blocks, out, run.progress,
-            test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
-            device=place,
+            teacher, data, blocks, out, run.progress, measured=MeasuredOn(test, examples, batch_size),
+            processes=processes, device=place,
         )  # fmt: skip
     run.present(result, "study")
     run.note(f"wrote {out}: study.json, study.csv, study.md")
@@ -165,9 +154,7 @@ def study(
 def compile(
     run: Session,
     model: Model,
-    calibration: Annotated[
-        str, typer.Option(metavar="CALIB", help="Folder written by `asapc calibrate`.")
-    ],
+    calibration: CalibrationFolder,
     out: NewFolder,
     recipe: RecipeFile = None,
     data: OptionalData = None,
@@ -188,12 +175,9 @@ def compile(
             help="add --emit onnx, or drop them",
         )  # fmt: skip
     check_model(model, reading.weights)
-    check_calibration(calibration)
-    check_data(data)
-    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
-    resolved, limit = None if recipe is None else load_recipe(recipe), measured.memory
+    resolved, limit = None if recipe is None else load_recipe(recipe), measured.max_memory
     place, teacher = reading.place(), _teacher(run, model, reading)
     from asapc import pipeline
 
@@ -230,8 +214,6 @@ def whole(
     An interrupted run resumes. Output and exit codes are those of `asapc report`.
     """
     check_model(model, reading.weights)
-    check_data(data)
-    check_file(recipe, "recipe")
     check_file(judged.gate, "gates")
     from asapc.formats.atomic import check_replaceable
     from asapc.inputs.recipe import load_recipe
@@ -278,8 +260,6 @@ def export(
     is kept.
     """
     _only_onnx("--format", format)
-    check_artifact(artifact)
-    check_data(data)
     reading.place()
     from asapc import pipeline
 
@@ -304,8 +284,6 @@ def refresh(
 
     With --anneal, train everything while soft sorts become exact.
     """
-    check_artifact(artifact)
-    check_data(data)
     settings.check()
     from asapc import pipeline
 
@@ -343,8 +321,6 @@ def report(
     baseline is better) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good to
     be true); both exit 1.
     """
-    check_artifact(artifact)
-    check_data(data)
     from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import baseline, junit_text, write_report
 
@@ -377,22 +353,17 @@ def bench(
     artifact: ArtifactFolder,
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show which kernel each site runs, and why.")
-    ] = False,
+    explain: Annotated[bool, typer.Option(help="Show which kernel each site runs, and why.")] = False,
     torch_compile: Annotated[
         bool,
         typer.Option(
-            "--torch-compile/--no-torch-compile",
-            help="Also time teacher and compiled model under torch.compile, which may take minutes.",
+            help="Also time teacher and compiled model under torch.compile, which may take minutes."
         ),
     ] = True,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
 ) -> None:
     """Time the teacher, the lossless and the compiled model, as a whole and per site."""
-    check_artifact(artifact)
-    check_data(data)
     from asapc import pipeline
 
     result = pipeline.bench(
@@ -479,14 +450,14 @@ def _teacher(run: Session, model: str, reading: Reading) -> Teacher:
 
 
 def _limits(gate: str | None, measured: Measured) -> list[Gate]:
-    """Of a gates file.  Raises InputError before the work where a limit needs what is not asked for."""
+    """The limits in a gates file.  Raises InputError, before the work, if one needs --metric."""
     from asapc.report.gates import load_gates
 
     limits = [] if gate is None else load_gates(gate)
-    own = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
-    if own is not None and measured.metric is None:
+    users = next((limit.metric for limit in limits if limit.metric.startswith("metric_")), None)
+    if users is not None and measured.metric is None:
         raise InputError(
-            f"gates {gate}: {own} needs your own metric", got="no --metric",
+            f"gates {gate}: {users} needs your own metric", got="no --metric",
             help="pass --metric FILE.py:FUNCTION (a gates file cannot run code)",
         )  # fmt: skip
     return limits
@@ -496,8 +467,8 @@ def _tell_shortage(
     run: Session, limits: Sequence[Gate], budget: Mapping[str, float], data: str, teacher: Teacher,
     most: int,
 ) -> None:  # fmt: skip
-    """Warn before the work where the report will have too few examples for its limits, or, where there
-    are none, to prove the budget's share of equal predictions."""
+    """Warn before the work if the report will have too few examples for its limits or, if there are none,
+    to prove the budget's share of equal predictions."""
     from asapc.inputs.data import GATE_SHARE, open_data, split_of
     from asapc.report.gates import Gate, examples_asked
     from asapc.stages.analyse import forward_signature
@@ -522,7 +493,7 @@ def _tell_shortage(
 
 
 def _with_margins(manifest: dict[str, Any], selection: Mapping[str, Any]) -> dict[str, Any]:
-    """The reasons of a manifest, which are the same in every run, with what was timed in this one."""
+    """The manifest, whose reasons are the same in every run, with what was timed in this one."""
     from asapc.passes.select import GAINS_TOO_LITTLE
 
     sites = {site["name"]: dict(site) for site in manifest["sites"]}

@@ -132,7 +132,7 @@ def side_by_side(
 
 
 def to_ship(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """The model that is to be shipped, and why: the lossless one, unless asap is clearly faster."""
+    """The model to ship, and why: the lossless one, unless asap is clearly faster."""
     by_model = {row["model"]: row for row in rows}
     lossless, asap = by_model["lossless"], by_model["asap"]
     ratio = lossless["latency_ms"] / asap["latency_ms"]

@@ -13,7 +13,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ _NAME = re.compile(r"(cpu|cuda)(?::(\d{1,4}))?")
 
 
 def chosen_device(text: str) -> torch.device:
-    """The device of that name; "auto" takes a GPU where there is one.
+    """The device of that name; "auto" takes a GPU if there is one.
 
-    Processes that torchrun has started take one each, in turn, where it is not said which.  Raises
-    InputError for another name, and for a device that is not there.
+    Without a number, each process that torchrun has started takes the next GPU.  Raises InputError for
+    another name, and for a device that is not there.
     """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text == "auto":
@@ -63,31 +63,27 @@ def described(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def moved(given: T, device: torch.device) -> T:
+def moved(value: T, device: torch.device) -> T:
     """A tensor, or nested data classes, tuples, lists and mappings, with the tensors on the device."""
-    return _moved(given, device)
-
-
-def _moved(given: Any, device: torch.device) -> Any:
-    if isinstance(given, Tensor):
-        return given if given.device == device else given.to(device)
-    if isinstance(given, Mapping):
-        return {name: _moved(value, device) for name, value in given.items()}
-    if isinstance(given, tuple | list):
-        items = [_moved(value, device) for value in given]
-        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
-    if is_dataclass(given) and not isinstance(given, type):
-        own = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
-        there = {name: _moved(value, device) for name, value in own.items()}
-        return replace(given, **{name: x for name, x in there.items() if x is not own[name]})
-    return given
+    there: Any = value
+    if isinstance(value, Tensor):
+        there = value.to(device)
+    elif isinstance(value, Mapping):
+        there = {name: moved(item, device) for name, item in value.items()}
+    elif isinstance(value, tuple | list):
+        items = [moved(item, device) for item in value]
+        there = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        there = replace(value, **{name: moved(part, device) for name, part in parts.items()})
+    return cast(T, there)
 
 
 @contextlib.contextmanager
 def running_on(device: torch.device, modules: Iterable[nn.Module | None]) -> Iterator[None]:
-    """The modules' weights on the device for a while, the very same tensors as before afterwards.
+    """Have the modules' weights on the device for a while; afterwards they are the very same tensors.
 
-    What modules share they share there too. The devices that a captured graph names follow.
+    What modules share, they share there too. The devices that a captured graph names follow.
     """
     visit = _Visit(device)
     with contextlib.ExitStack() as stack:
@@ -101,7 +97,7 @@ def running_on(device: torch.device, modules: Iterable[nn.Module | None]) -> Ite
 
 
 def settle(graph: nn.Module, device: torch.device) -> None:
-    """Bring what a rewrite has put into a graph, a fit's coefficients say, to the device."""
+    """Bring what a rewrite has put into a graph, such as a fit's coefficients, to the device."""
     _Visit(device).move(graph)
 
 
@@ -122,7 +118,7 @@ class _Visit:
                 self._rename(part)
 
     def undo(self) -> None:
-        """Everything as it was; what came last is undone first."""
+        """Put everything back as it was, the last change first."""
         while self._undo:
             self._undo.pop()()
 
@@ -149,7 +145,7 @@ class _Visit:
         return known[1]
 
     def _rename(self, graph: GraphModule) -> None:
-        """The devices in the arguments of a graph's calls."""
+        """Replace the devices in the arguments of a graph's calls."""
 
         def other(value: Any) -> Any:
             return self.device if isinstance(value, torch.device) else value

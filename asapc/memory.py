@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """In the unit that leaves at least one digit before the point."""
+    """The size in the largest unit that leaves a digit before the point."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= UNITS[unit.upper()]:
             return f"{size / UNITS[unit.upper()]:.4g} {unit}"
@@ -50,7 +50,7 @@ def current() -> int:
 
 
 def peak() -> int:
-    """The most it has been, in bytes, since it began or forget_peak: psutil cannot tell."""
+    """The most it has been, in bytes, since it began or since forget_peak; psutil does not know it."""
     status = Path("/proc/self/status")
     if status.exists():  # what getrusage says of a process counts the one that it was forked from
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
@@ -98,7 +98,7 @@ class MemoryLimit:
         return self._highest
 
     def told(self, size: int) -> str:
-        """How much of what is allowed was taken.  size: of the batches."""
+        """How much of the limit was used, in words.  size: of the batches."""
         most = self.peak()
         kept = "" if most <= self.limit else " (more than allowed: later batches were larger)"
         return (
@@ -147,7 +147,7 @@ class MemoryLimit:
 
 
 def forget_peak() -> bool:
-    """Let peak() begin anew; False where the system cannot, and it stays what it was."""
+    """Let peak() begin anew; False if the system cannot, and then it stays what it was."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

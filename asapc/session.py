@@ -64,13 +64,14 @@ class Session:
     def show(
         self, result: T, brief: Callable[[T], Sequence[Table | str]], tables: Callable[[T], list[Table]]
     ) -> None:
-        """Print a command's result: JSON, what says it in brief, or all of its tables."""
+        """Print a command's result: as JSON, in brief, or in all of its tables."""
         if not self.speaks or (self.quiet and not self.json):
             return
         if self.json:
             from asapc.report.text import json_text
 
-            text = json_text(result, ascii=not _takes_any(self.results))
+            encoding = getattr(self.results, "encoding", None) or "utf-8"
+            text = json_text(result, ascii=not encoding.lower().startswith("utf"))
             print(escaped(text), file=self.results)
         else:
             from asapc.report.console import print_result
@@ -79,7 +80,7 @@ class Session:
         self.results.flush()
 
     def present(self, result: Any, kind: str) -> None:
-        """Show it as report.brief and report.tables have a result of this kind."""
+        """Show a result as report.brief and report.tables lay out this kind."""
         from asapc.report import brief, tables
 
         self.show(result, getattr(brief, f"{kind}_brief"), getattr(tables, f"{kind}_tables"))
@@ -89,7 +90,7 @@ class Session:
         self.progress.note(text)
 
     def next(self, command: str, *arguments: str, **options: str | bool | None) -> None:
-        """The command to go on with, on a line of its own that a shell runs as it is."""
+        """Suggest the next command, on a line of its own that can be pasted into a shell."""
         self.note(f"next: {command_line(command, *arguments, **options)}")
 
 
@@ -132,25 +133,15 @@ def run(
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except OSError as error:
-        if error.errno not in FILE_TROUBLE:
-            return _fail(_internal(error), EXIT_INTERNAL, debug)
-        place = f"{error.filename}: " if error.filename else ""
-        return _fail(
-            f"asapc: {place}{(error.strerror or str(error)).lower()}\n"
-            f"  help: {FILE_TROUBLE[error.errno]}",
-            EXIT_BAD_INPUT,
-            debug,
-        )
     except Exception as error:
-        return _fail(_internal(error), EXIT_INTERNAL, debug)
+        return _fail(*_other(error), debug)
 
 
 def _choose_waiting(session: Session, timed: bool) -> None:
-    """Let threads sleep while they wait for each other: one that spins keeps its core from the one it
-    waits for.  Beside two busy processes, calibration took 578 seconds that way, and 30 this way.
+    """Let threads sleep while they wait for each other: a spinning one keeps its core from the thread it
+    waits for.  Beside two busy processes, calibration took 578 seconds with spinning threads, and 30 so.
 
-    On free cores spinning is faster, and users' own programs spin: there, models are timed so.
+    On free cores spinning is faster, and users' own programs spin, so models are timed that way there.
     OpenMP reads the variable when torch is imported.
     """
     busy = psutil.cpu_percent(0.1) if timed else 0.0
@@ -160,11 +151,16 @@ def _choose_waiting(session: Session, timed: bool) -> None:
         session.note(f"other programs keep {busy:.0f} % of the cores busy, so times will be rough")
 
 
-def _internal(error: Exception) -> str:
+def _other(error: Exception) -> tuple[str, int]:
+    """The message and exit code of an error that is not asapc's own."""
+    if isinstance(error, OSError) and error.errno in FILE_TROUBLE:
+        place = f"{error.filename}: " if error.filename else ""
+        what = (error.strerror or str(error)).lower()
+        return f"asapc: {place}{what}\n  help: {FILE_TROUBLE[error.errno]}", EXIT_BAD_INPUT
     return (
         f"asapc: internal error: {type(error).__name__}: {reason(error)}\n"
         "  help: run the same command with --debug for the traceback, and report it"
-    )
+    ), EXIT_INTERNAL
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
@@ -184,11 +180,6 @@ def _fail(message: str, code: int, debug: bool) -> int:
 def complain(message: str) -> None:
     """A message on stderr."""
     print(escaped(message), file=sys.stderr, flush=True)
-
-
-def _takes_any(stream: TextIO) -> bool:
-    """Whether its encoding has every character."""
-    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 @contextlib.contextmanager

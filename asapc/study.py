@@ -75,6 +75,16 @@ Fits = Sequence[AnySiteCalibration]
 Apply = Callable[[SiteTensors, Tensor | None], Tensor]
 
 
+@dataclass(frozen=True)
+class MeasuredOn:
+    """What rows are measured on.  data: None for the part of the fits' data that calibration never sees.
+    examples: at most.  batch_size: of the fits, too."""
+
+    data: str | None = None
+    examples: int = MEASURED_EXAMPLES
+    batch_size: int = 32
+
+
 def described(row: Recipe) -> dict[str, Any]:
     """What a row tries, by column."""
     if row.operator == LOOP:
@@ -90,10 +100,10 @@ def described(row: Recipe) -> dict[str, Any]:
 def load_grid(path: str | Path) -> list[list[Recipe]]:
     """The rows of every block of a grid file.  Raises InputError naming the block, the line, the key."""
     document, place = read_yaml_mapping(path, "grid"), Place(f"grid {path}")
-    found = parse(document, {"blocks": list[Any]}, place, {"blocks": _blocks})
-    if not found:
+    grid = parse(document, {"blocks": list[Any]}, place, {"blocks": _blocks})
+    if not grid:
         raise InputError(f"{place}: needs `blocks`, a list with at least one entry")
-    return found["blocks"]
+    return grid["blocks"]
 
 
 def _blocks(value: Any, place: Place) -> list[list[Recipe]]:
@@ -109,8 +119,10 @@ def _rows(block: Any, place: Place) -> list[Recipe]:
         where = place.at("half_steps", block)
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
-        values = [found["half_steps"] for found in combinations(block, str(place))]
-        counts = [checked(value, TYPES["half_steps"], where) for value in values]
+        counts = [
+            checked(row["half_steps"], TYPES["half_steps"], where)
+            for row in combinations(block, str(place))
+        ]
         return [Recipe(operator=LOOP, half_steps=count) for count in counts]
     rows: list[Recipe] = []
     for combination in combinations(block, str(place)):
@@ -129,19 +141,16 @@ def study(
     out: str | Path,
     progress: Progress,
     *,
-    test: str | None = None,
-    max_test_examples: int = MEASURED_EXAMPLES,
-    batch_size: int = 32,
+    measured: MeasuredOn = MeasuredOn(),
     processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Fit and measure every row; writes study.json, study.csv and study.md into `out`.
 
-    test: data to measure on; without it, the part of `data` that calibration never sees.
     processes: share the batches of the fits, and the rows; the first one writes.  device: to fit and
     measure on.
     """
-    check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
+    check_replaceable(out, [path for path in (teacher.source, data, measured.data) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
     analysis, _ = analyse_teacher(teacher, source, progress, drop_maps=True, device=device)
@@ -149,10 +158,8 @@ def study(
     require_sites(analysis, progress)
     _check_cut_short(grid, analysis)
     with analysis.running_on(device):
-        held = None if test is None else open_data(test, signature).on(device)
-        bench = _Bench(
-            analysis, source.on(device), held, max_test_examples, grid, batch_size, progress, processes
-        )
+        test = None if measured.data is None else open_data(measured.data, signature).on(device)
+        bench = _Bench(analysis, source.on(device), test, measured, grid, progress, processes)
         rows: list[dict[str, Any]] = []
         result: dict[str, Any] = {}
         for number, block in enumerate(grid, 1):
@@ -199,9 +206,8 @@ class _Bench:
     analysis: Analysis
     source: DataSource
     test: DataSource | None
-    max_test_examples: int
+    measured: MeasuredOn
     grid: Sequence[Sequence[Recipe]]
-    batch_size: int
     progress: Progress
     processes: Processes
 
@@ -219,7 +225,7 @@ class _Bench:
             "sites": [site.name for site in self.analysis.sites],
             "examples": self.examples,
             "map_examples": min(MAP_EXAMPLES, self.examples),
-            "batch": self.batch_size,
+            "batch": self.measured.batch_size,
             "output_values": "own" if all(t.v is not None for t in self.seen[0]) else "keys",
             "baseline": self.baseline,
             "environment": environment(self.source.device),
@@ -233,21 +239,19 @@ class _Bench:
         def select(content: int) -> bool:
             return split_of(content) == "gate" if self.test is None else content not in fitted
 
-        batches, outputs, seen, examples = [], [], [], 0
-        limit = self.max_test_examples
-        for batch in self.progress.track(
-            source.batches(self.batch_size, select=select, limit=limit), "teacher",
-            source.count(self.batch_size, select=select, limit=limit),
-        ):  # fmt: skip
+        batches, outputs, activations = list[Batch](), list[Any](), list[list[SiteTensors]]()
+        size, limit = self.measured.batch_size, self.measured.examples
+        count = source.count(size, select=select, limit=limit)
+        to_measure = source.batches(size, select=select, limit=limit)
+        for batch in self.progress.track(to_measure, "teacher", count):
             output, tensors = self.tap(batch)
+            if sum(map(len, batches)) < MAP_EXAMPLES:
+                activations.append(tensors)
             batches.append(batch)
             outputs.append(comparable(output))
-            if examples < MAP_EXAMPLES:
-                seen.append(tensors)
-            examples += len(batch)
         if not batches:
             raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
-        return batches, outputs, seen
+        return batches, outputs, activations
 
     def _fitted_on(self) -> set[int]:
         """Hashes of the examples that any row is fitted on, or stopped by."""
@@ -255,33 +259,26 @@ class _Bench:
         most = max((recipe.max_examples for recipe in recipes), default=0)
         held = max((r.selection_examples for r in recipes if r.operator in DISTILLED), default=0)
         batches = itertools.chain(
-            calibration_batches(self.source, self.batch_size, most) if most else (),
-            selection_batches(self.source, self.batch_size, held) if held else (),
+            calibration_batches(self.source, self.measured.batch_size, most) if most else (),
+            selection_batches(self.source, self.measured.batch_size, held) if held else (),
         )
         return {content for batch in batches for content in batch.hashes}
 
     def _site_times(self) -> dict[str, float]:
         """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
-        totals = {"usual_loop_ms": 0.0, "lossless_ms": 0.0, "softmax_ms": 0.0}
+        times = []
         for site, t in zip(self.analysis.sites, self.seen[0], strict=True):
-            convention = site.loop
-            times = interleaved_medians(
-                {
-                    "usual_loop_ms": partial(
-                        sinkhorn, t.q, t.k, t.k, t.keep, t.bias, **loop_of(convention)[1]
-                    ),
-                    "lossless_ms": partial(apply_lossless, convention, t, t.k),
-                    "softmax_ms": partial(_softmax, convention, t),
-                },
-                repeats=5,
-            )
-            for name, value in times.items():
-                totals[name] += value["median_ms"] / len(self.analysis.sites)
-        return totals
+            usual = partial(sinkhorn, t.q, t.k, t.k, t.keep, t.bias, **loop_of(site.loop)[1])
+            times.append(_medians({
+                "usual_loop_ms": usual,
+                "lossless_ms": partial(apply_lossless, site.loop, t, t.k),
+                "softmax_ms": partial(_softmax, site.loop, t),
+            }))  # fmt: skip
+        return _mean(times)
 
     def block(self, rows: Sequence[Recipe], label: str) -> list[dict[str, Any]]:
-        """Rows that are fitted on the same examples in one pass; those that are distilled alone, as each
-        keeps its activations."""
+        """Fit the rows that share their examples in one pass, distil the others one by one, since each
+        keeps its activations, and measure them all."""
         together: dict[tuple[int, int], list[int]] = {}
         for place, row in enumerate(rows):  # of which every process has the same order
             if row.operator != LOOP:
@@ -296,7 +293,7 @@ class _Bench:
             return {}, {**start, **self._measure(rows[place], fitted.get(place, ()))}
 
         tracked = self.progress.track(range(len(rows)), f"{label}: measuring")
-        return [found for _, (_, found) in self.processes.dealt(tracked, measure)]
+        return [row for _, (_, row) in self.processes.dealt(tracked, measure)]
 
     def _fit_pass(self, rows: Mapping[int, Recipe], label: str) -> dict[int, Fits]:
         """The fits of rows that are fitted on the same examples, one a site."""
@@ -309,17 +306,18 @@ class _Bench:
         shared = next(iter(rows.values()))
         fits, _ = stream(
             every,
-            examples_of_fit(self.source, shared, self.batch_size, every, processes=self.processes),
+            examples_of_fit(
+                self.source, shared, self.measured.batch_size, every, processes=self.processes
+            ),
             lambda batch: self.tap(batch)[1], None, self.progress, f"{label}: calibrating",
             self.processes,
         )  # fmt: skip
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
-        return {place: [fits[p.key] for p in own] for place, own in pending.items()}
+        return {place: [fits[p.key] for p in of_row] for place, of_row in pending.items()}
 
     def _measure(self, row: Recipe, fits: Fits) -> dict[str, Any]:
-        """What a row does at every site, and the whole model.  fits: one a site; none of a loop that is
-        cut short."""
+        """Measure a row at every site, and the whole model.  fits: of the sites, if there are any."""
         analysis, per_site = self.analysis, []
         for index, site in enumerate(analysis.sites):
             t, units = self.seen[0][index], replace(site.loop, output_factor=OutputFactor(queries=1))
@@ -333,8 +331,7 @@ class _Bench:
                 short, short_units = (replace(x, half_steps=row.half_steps) for x in (site.loop, units))
                 calls = {"site_ms": partial(apply_lossless, short, t, t.k)}
                 maps = self._maps(units, index, partial(apply_lossless, short_units))
-            times = interleaved_medians(calls, repeats=5)
-            per_site.append({**maps, **{name: value["median_ms"] for name, value in times.items()}})
+            per_site.append(maps | _medians(calls))
         if fits:
             chosen = zip(analysis.names, fits, strict=True)
             programs = analysis.rewritten({name: fit.replacement for name, fit in chosen})
@@ -345,8 +342,8 @@ class _Bench:
         return {**_facts(fits), **_mean(per_site), **{key: metrics.get(key) for key in known}}
 
     def _maps(self, units: Convention, index: int, apply: Apply) -> dict[str, float]:
-        """Attention in units where rows sum to about 1; the output error is that of A V, with the layer's
-        own values, or the keys where the model returns its maps and multiplies them with nothing."""
+        """Errors of the attention, whose rows sum to about 1, and of A V with the layer's own values, or
+        with the keys if the model returns its maps and multiplies them with nothing."""
         attention, output = AttentionFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
@@ -374,16 +371,16 @@ def _collector(site: Site, recipe: Recipe) -> Collector:
 
 
 def _facts(sites: Fits) -> dict[str, Any]:
-    """The plan, where a dual is predicted, is that of the first site."""
+    """Facts of a row's fits; the plan of a predicted dual is the first site's."""
     if not sites:
         return {}
-    found = [fit_facts(site) for site in sites]
-    r2 = [own["r2"] for own in found if own["r2"] is not None]
+    facts = [fit_facts(site) for site in sites]
+    r2 = [fit["r2"] for fit in facts if fit["r2"] is not None]
     return {
-        **{key: found[0][key] for key in ("examples", "c_transforms", "rescaled", "aim")},
+        **{key: facts[0][key] for key in ("examples", "c_transforms", "rescaled", "aim")},
         "fit_seconds": sum(site.fit_seconds for site in sites),
         "r2": min(r2, default=None),
-        "fit_converged": all(own["fit_converged"] is not False for own in found) if r2 else None,
+        "fit_converged": all(fit["fit_converged"] is not False for fit in facts) if r2 else None,
     }
 
 
@@ -409,8 +406,13 @@ def _softmax(convention: Convention, t: SiteTensors) -> Tensor:
     )
 
 
+def _medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of a call."""
+    return {name: x["median_ms"] for name, x in interleaved_medians(calls, repeats=5).items()}
+
+
 def _mean(sites: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over sites; the worst example and head stays the worst."""
+    """The mean over sites; of worst values the worst."""
     merged = {}
     for name in sites[0]:
         values = [site[name] for site in sites]

@@ -19,7 +19,7 @@ from asapc.api import Compiled, MeasuredReport
 from asapc.errors import InputError
 from asapc.program.summary import Summary, shown_by
 from asapc.report.figures import FIGURES
-from asapc.report.notebook import ROWS, model_html
+from asapc.report.html import LISTED, model_html
 from asapc.terminal.notebook import NotebookProgress, progress_here
 from asapc.terminal.progress import PlainProgress
 
@@ -55,7 +55,7 @@ def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
     assert all(attributes["scope"] in ("row", "col") for tag, attributes in reader.tags if tag == "th")
     assert "<script>alert(1)" in "".join(reader.text)
     assert not re.search("[\x1b\u202e]|https?:|url\\(", html) and len(html) < 10_000
-    document["sites"] = [{**document["sites"][0], "name": f"layers.{i}"} for i in range(ROWS + 5)]
+    document["sites"] = [{**document["sites"][0], "name": f"layers.{i}"} for i in range(LISTED + 5)]
     assert "and 5 more" in page_report.typed(document)._repr_html_()
 
 
@@ -63,7 +63,7 @@ def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
 
 
 def test_a_compiled_model_shows_the_report_beside_it_or_its_layers(tmp_path: Path) -> None:
-    lines = [f"layers.{i}: asap (target dual)" for i in range(ROWS + 2)]
+    lines = [f"layers.{i}: asap (target dual)" for i in range(LISTED + 2)]
     assert "layers.0: asap (target dual)" in model_html("a<b>", lines, str(tmp_path))
     text = shown(model_html("a<b>", lines, str(tmp_path)))
     assert "compiled model of a<b>" in text and "and 2 more" in text and "No report yet" in text

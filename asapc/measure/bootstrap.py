@@ -39,18 +39,18 @@ Values = NDArray[np.float64]
 
 
 def mean(values: Tensor) -> Interval | None:
-    """Of the mean of values [n]."""
+    """The interval of the mean of values [n]."""
     return ratio(values, None)
 
 
 def root_ratio(above: Tensor, below: Tensor) -> Interval | None:
-    """Of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
-    found = ratio(above, below)
-    return None if found is None else (math.sqrt(max(0.0, found[0])), math.sqrt(max(0.0, found[1])))
+    """That of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
+    ends = ratio(above, below)
+    return None if ends is None else (math.sqrt(max(0.0, ends[0])), math.sqrt(max(0.0, ends[1])))
 
 
 def ratio(above: Tensor, below: Tensor | None) -> Interval | None:
-    """Of sum above / sum below (below: ones where None); infinite where a value is not finite."""
+    """That of sum above / sum below (None: ones); infinite if a value is not finite."""
     numerator = above.double().numpy()
     denominator = np.ones_like(numerator) if below is None else below.double().numpy()
     if len(numerator) < 2:
@@ -71,7 +71,7 @@ def ratio(above: Tensor, below: Tensor | None) -> Interval | None:
 
 
 def share(hits: Tensor) -> Interval | None:
-    """Of the share of True in hits [n]: percentiles, widened to the Clopper-Pearson interval."""
+    """That of the share of True in hits [n]: percentiles, widened to the Clopper-Pearson interval."""
     count = len(hits)
     if count == 0:
         return None
@@ -81,7 +81,7 @@ def share(hits: Tensor) -> Interval | None:
 
 
 def difference(first: Tensor, second: Tensor) -> Interval | None:
-    """Of mean first - mean second, both bool [n] on the same examples, e.g. a drop of accuracy.
+    """That of mean first - mean second, both bool [n] on the same examples, e.g. a drop of accuracy.
 
     Percentiles, widened to the square-and-add interval of the two discordant shares (only first,
     only second) from their Clopper-Pearson limits: where no example is discordant, resampling would
@@ -108,7 +108,7 @@ def difference(first: Tensor, second: Tensor) -> Interval | None:
 
 
 def _clopper_pearson(hits: int, count: int) -> Interval:
-    """Of a share: its ends are quantiles of beta distributions."""
+    """The interval of a share, whose ends are quantiles of beta distributions."""
     low = 0.0 if hits == 0 else float(betaincinv(hits, count - hits + 1, TAILS[0]))
     high = 1.0 if hits == count else float(betaincinv(hits + 1, count - hits, TAILS[1]))
     return low, high

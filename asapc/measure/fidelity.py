@@ -136,10 +136,9 @@ class TensorFidelity:
             raise ValueError(f"outputs must have one shape: {teacher.shape}, {compiled.shape}")
         if teacher.numel() == 0:
             return
-        exact, found = teacher.detach().double(), compiled.detach().double()
-        infinite = exact.isinf() & (exact == found)  # such as the logarithms of no mass
-        exact, found = exact.masked_fill(infinite, 0.0), found.masked_fill(infinite, 0.0)
-        difference = found - exact
+        exact, approximate = teacher.detach().double(), compiled.detach().double()
+        infinite = exact.isinf() & (exact == approximate)  # such as the logarithms of no mass
+        exact, difference = (x.masked_fill(infinite, 0.0) for x in (exact, approximate - exact))
         self.count += exact.numel()
         rows = exact.shape[0] if exact.dim() else 1
         self._squared.append(difference.square().reshape(rows, -1).sum(-1).cpu())
@@ -255,48 +254,48 @@ class OutputFidelity:
         return self._tensor.confidence() | _known(**ends)
 
     def _values(self) -> dict[str, Tensor]:
-        """By name; of a metric of the user's own that is 0 or 1 everywhere, shares."""
+        """By name; the user's own metric is a share where it is 0 or 1 everywhere."""
         values = {name: torch.cat(parts) for name, parts in self._each.items()}
-        own = {name: x for name, x in values.items() if name.startswith("metric_")}
-        if all(((x == 0) | (x == 1)).all() for x in own.values()):
-            values |= {name: x.bool() for name, x in own.items()}
+        users = {name: x for name, x in values.items() if name.startswith("metric_")}
+        if all(((x == 0) | (x == 1)).all() for x in users.values()):
+            values |= {name: x.bool() for name, x in users.items()}
         return values
 
     def _drops(self, values: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """What the compiled model loses: the mean of the first less that of the second."""
-        found = {}
+        drops = {}
         for stem, turned in (("accuracy", False), ("metric", self._lower)):
             if f"{stem}_teacher" in values:
                 sides = values[f"{stem}_teacher"], values[f"{stem}_compiled"]
-                found[f"{stem}_drop"] = sides[::-1] if turned else sides
-        return found
+                drops[f"{stem}_drop"] = sides[::-1] if turned else sides
+        return drops
 
 
 LENGTH_BINS = 5
 
 
-def length_bins(lengths: Tensor, bins: int = LENGTH_BINS) -> list[tuple[dict[str, int], Tensor]]:
-    """At most `bins` ranges of lengths [n] that hold about equally many examples.
+def length_bins(lengths: Tensor) -> list[tuple[dict[str, int], Tensor]]:
+    """At most LENGTH_BINS ranges of lengths [n] that hold about equally many examples.
 
     Examples of one length stay together.  Each range is ({"low", "high", "examples"}, which [n]),
     with the smallest and largest length that occur in it.
     """
     values, counts = lengths.unique(return_counts=True)  # sorted
-    found: list[tuple[dict[str, int], Tensor]] = []
+    ranges: list[tuple[dict[str, int], Tensor]] = []
     first = taken = 0
     left = len(lengths)
     for i, count in enumerate(counts.tolist()):
         taken += count
         # A bin ends where adding the next length would carry it further from its share.
         following = int(counts[i + 1]) if i + 1 < len(counts) else 0
-        share = left / max(1, bins - len(found))
+        share = left / max(1, LENGTH_BINS - len(ranges))
         if following and taken + following / 2 < share:
             continue
         low, high = int(values[first]), int(values[i])
         named = {"low": low, "high": high, "examples": taken}
-        found.append((named, (lengths >= low) & (lengths <= high)))
+        ranges.append((named, (lengths >= low) & (lengths <= high)))
         first, left, taken = i + 1, left - taken, 0
-    return found
+    return ranges
 
 
 def _known(**intervals: bootstrap.Interval | None) -> dict[str, bootstrap.Interval]:

@@ -22,17 +22,17 @@ from asapc.inputs.data import Batch, Signature
 class OwnMetric:
     """Your own metric.
 
-    given: the function, or "file.py:function" or "pkg.module:function".  lower_is_better: its direction.
+    function: or its name, "file.py:function" or "pkg.module:function".  lower_is_better: its direction.
     name: shown in reports, with the direction.
     """
 
-    def __init__(self, given: str | Callable[..., Any], lower_is_better: bool = False) -> None:
+    def __init__(self, function: str | Callable[..., Any], lower_is_better: bool = False) -> None:
         self.lower = lower_is_better
-        if isinstance(given, str):
-            code, called = UserCode(given, "metric"), given
+        if isinstance(function, str):
+            code, called = UserCode(function, "metric"), function
             self._function, self._run = code.target, code.run
         else:
-            self._function, called = given, getattr(given, "__qualname__", repr(given))
+            self._function, called = function, getattr(function, "__qualname__", repr(function))
             self._run = lambda function, action: function()  # what it raises is the caller's own
         self.name = f"{called}, {'smaller' if lower_is_better else 'larger'} is better"
 
@@ -47,20 +47,20 @@ class OwnMetric:
         """
         there = batch.on(CPU)
         inputs = Signature(signature).names(there.args, there.kwargs)
-        given = {**dict(inputs), "labels": batch.labels, "numbers": batch.numbers}
-        found = {who: self._values(moved(output, CPU), given, batch) for who, output in outputs.items()}
-        broken = (~found["teacher"].isfinite()).nonzero().flatten().tolist()
+        facts = {**dict(inputs), "labels": batch.labels, "numbers": batch.numbers}
+        values = {who: self._values(moved(output, CPU), facts, batch) for who, output in outputs.items()}
+        broken = (~values["teacher"].isfinite()).nonzero().flatten().tolist()
         if broken:  # the compiled model's is in the report, where no limit is kept
             example = f", example {batch.numbers[broken[0]]} (counted from 0)" if batch.numbers else ""
             raise InputError(
                 f"metric {self.name}: must be finite for the teacher's outputs",
-                got=f"{found['teacher'][broken[0]]:g}{example}",
+                got=f"{values['teacher'][broken[0]]:g}{example}",
                 help="return a number for every example, such as 0 where there is nothing to count",
             )
-        return {f"metric_{who}": values for who, values in found.items()}
+        return {f"metric_{who}": of_examples for who, of_examples in values.items()}
 
-    def _values(self, output: Any, given: Mapping[str, Any], batch: Batch) -> Tensor:
-        returned = self._run(lambda: self._function(output, dict(given)), "measure a batch")
+    def _values(self, output: Any, facts: Mapping[str, Any], batch: Batch) -> Tensor:
+        returned = self._run(lambda: self._function(output, dict(facts)), "measure a batch")
         got = f"a {type(returned).__name__}"
         try:
             values = torch.as_tensor(returned).detach().to(CPU, torch.float64)

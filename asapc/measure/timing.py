@@ -84,7 +84,7 @@ def _timed(function: Callable[[], Any]) -> float:
 
 
 def _timed_by_events(function: Callable[[], Any]) -> float:
-    """Milliseconds between two events of the current GPU; what runs on the CPU is in between, too."""
+    """Milliseconds between two events of the current GPU, work on the CPU included."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -126,21 +126,21 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratios(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
     """Metrics of what was timed beside the teacher, and the intervals of its ratios as `confidence`."""
     medians = {name: quartiles(times)["median_ms"] for name, times in rounds.items()}
-    told: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
+    figures: dict[str, Any] = {f"latency_{name}_ms": median for name, median in medians.items()}
     confidence: dict[str, Interval] = {}
     for name in (name for name in rounds if name != "teacher"):
         key = "speedup" if name == "compiled" else f"speedup_{name}"
-        ratio = told[key] = medians["teacher"] / medians[name]
+        ratio = figures[key] = medians["teacher"] / medians[name]
         interval = ratio_interval(rounds["teacher"], rounds[name])
         if interval is not None:
             confidence[key] = (min(interval[0], ratio), max(interval[1], ratio))
-    return {**told, "confidence": confidence}
+    return {**figures, "confidence": confidence}
 
 
 def ratio_interval(above: list[float], below: list[float]) -> Interval | None:
-    """Of the median of above / below, round by round: order statistics, whatever the distribution.
+    """The interval of the median of above / below, round by round, by order statistics.
 
-    None where rounds of both are too few, which at 95 % are five. Two functions that are equally fast
+    None if there are too few rounds of both, at 95 % five or fewer. Two functions that are equally fast
     have an interval about 1.
     """
     ratios = sorted(a / b for a, b in zip(above, below, strict=False))

@@ -33,11 +33,11 @@ class TorchCompiled:
 
 
 def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
-    """What a runner calls, compiled for this batch's shapes and held against it on the batch.
+    """Compile what a runner calls for this batch's shapes, and compare the outputs on the batch.
 
     torch.compile fails in many ways that are no fault of the model (no C++ compiler, an operator or a
-    system it does not support): such a failure is told, and raises nothing. What was compiled before
-    stays, so that several may be timed in turns: who wants a cold start calls torch._dynamo.reset first.
+    system it does not support): such a failure is reported, and raises nothing. Earlier compilations
+    stay, so that several may be timed in turns; for a cold start, call torch._dynamo.reset first.
     """
     whole = runner.graphs.get("")
     model = whole if whole is not None else runner.model
@@ -45,14 +45,14 @@ def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
     start = time.perf_counter()
     fast = torch.compile(model, dynamic=False)
 
-    def call(given: Batch) -> Any:
+    def call(batch: Batch) -> Any:
         inside = contextlib.nullcontext() if whole is not None else installed(model, runner.graphs)
         with torch.no_grad(), inside:
-            return fast(*given.args, **given.kwargs)
+            return fast(*batch.args, **batch.kwargs)
 
     try:
         # Nothing that an earlier process has compiled is found, or the time would be another.
-        with tempfile.TemporaryDirectory(prefix="asapc-") as own, patch.dict(os.environ, {CACHE: own}):
+        with tempfile.TemporaryDirectory(prefix="asapc-") as new, patch.dict(os.environ, {CACHE: new}):
             output = call(batch)
     except Exception as error:
         return TorchCompiled(None, time.perf_counter() - start, reason(error, 120))

@@ -29,7 +29,7 @@ class Summary:
         if self.measured is not None:
             return self.measured
         # By name: reports are made from models, and are in a layer above them.
-        html = pkgutil.resolve_name("asapc.report.notebook:model_html")
+        html = pkgutil.resolve_name("asapc.report.html:model_html")
         return str(html(self.title, self.lines, self.folder))
 
 

@@ -89,23 +89,23 @@ class Decision:
 
 
 def judgement(report: Report) -> Judgement:
-    """The report's own gate; where that has no limits, default ones beside its comparison with a
-    baseline: to be no worse than before is not yet to be good."""
-    own = report.gate
-    compared = tuple(check for check in own.checks if check.kind == "baseline")
-    if own.verdict is not None and (not compared or any(c.kind == "limit" for c in own.checks)):
-        return Judgement(own)
+    """The report's own gate. If it has no limits, default ones join its comparison with a baseline: being
+    no worse than before is not yet being good."""
+    gate = report.gate
+    compared = tuple(check for check in gate.checks if check.kind == "baseline")
+    if gate.verdict is not None and (not compared or any(c.kind == "limit" for c in gate.checks)):
+        return Judgement(gate)
     limits = default_limits(report)
-    comparison = GateReport(own.verdict, compared, own.baseline) if compared else None
+    comparison = GateReport(gate.verdict, compared, gate.baseline) if compared else None
     return Judgement(gate_result(report, limits, comparison), limits)
 
 
 def default_limits(report: Report) -> tuple[Gate, ...]:
-    """What can be asked of a model without a gate file, as far as it was measured.
+    """Limits for a model without a gate file, on the metrics that were measured.
 
-    Closeness is held against the budget that the artefact was compiled with, and speed against the
-    teacher's. A model that was refreshed on labels no longer imitates its teacher: only its accuracy and
-    its speed are judged.  A null value was measured: in a file, it is a number that was not finite.
+    Errors are limited by the budget that the artefact was compiled with, and speed by the teacher's. A
+    model that was refreshed on labels no longer imitates its teacher: only its accuracy and its speed are
+    judged.  A null in a file was measured, and was not finite.
     """
     budget = _budget(report)
     if report.trained_on_labels:
@@ -122,8 +122,8 @@ def default_limits(report: Report) -> tuple[Gate, ...]:
 
 
 def _budget(report: Report) -> dict[str, float]:
-    """That the artefact was compiled with, or the default one."""
-    recorded = {  # a trail is told and never checked
+    """The budget that the artefact was compiled with, or the default one."""
+    recorded = {  # nobody has checked a trail
         key: min(value, METRIC[key].high or value)
         for key, limit in (report.selection or Trail()).budget.items()
         if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
@@ -137,9 +137,9 @@ def _budget(report: Report) -> dict[str, float]:
 def decide(report: Report) -> Decision:
     """What to do with the compiled model.
 
-    A measurement that cannot be trusted comes before everything else; then torch.compile, where it was
-    timed and gains more; then the lossless model, where it is about as fast and mends whatever failed;
-    then what failed, speed first: a model that is slower than its teacher is of no use, however close.
+    A measurement that cannot be trusted comes before everything else; then torch.compile, if it was timed
+    and gains more; then the lossless model, if it is about as fast and mends whatever failed; then what
+    failed, speed first: a model that is slower than its teacher is useless, however close it is.
     """
     judged, sites, lossless = judgement(report), report.sites, _lossless(report)
     gate = judged.gate
@@ -187,7 +187,7 @@ def decide(report: Report) -> Decision:
 
 
 def _unproven(report: Report, judged: Judgement) -> str:
-    """That an agreement within the budget rests on too few examples to prove it."""
+    """A sentence if the examples are too few to prove an agreement that is within the budget."""
     metric = "prediction_agreement"
     limit, ends = _budget(report).get(metric), report.model.interval(metric)
     of_teacher = judged.defaults is not None and not report.trained_on_labels
@@ -195,15 +195,15 @@ def _unproven(report: Report, judged: Judgement) -> str:
         return ""
     examples = finite(report.model.metric("examples")) or 0
     needed = examples_asked([Gate(metric, "min", limit, confidence=True)])
-    told = (
+    more = f"; {metric_text(metric, limit)} takes {needed}" if examples < needed else ""
+    return (
         f" But agreement on {counted(int(examples), 'example')} proves only that at least "
-        f"{metric_text(metric, ends[0])} of predictions are equal"
+        f"{metric_text(metric, ends[0])} of predictions are equal{more}."
     )
-    return told + (f"; {metric_text(metric, limit)} takes {needed}." if examples < needed else ".")
 
 
 def _under_torch_compile(report: Report) -> str:
-    """That the teacher under torch.compile is faster than all that asapc has made, where it was timed."""
+    """A sentence if the teacher under torch.compile was timed and is faster than what asapc has made."""
     keys = ("speedup", "speedup_lossless", "speedup_compiled_torch_compile")
     gained = max(positive(report.model.metric(key)) or 0.0 for key in keys)
     under = positive(report.model.metric("speedup_teacher_torch_compile"))
@@ -213,7 +213,7 @@ def _under_torch_compile(report: Report) -> str:
 
 
 def _worst_contributor(report: Report, check: Check) -> str | None:
-    """The site that makes most of the error, where a limit on the model's closeness failed."""
+    """The site that causes most of the error, if a limit on the model's error failed."""
     if check.kind != "limit" or check.metric not in BUDGET_BOUNDS:
         return None
     shares = error_shares(report)
@@ -231,11 +231,11 @@ def _message(check: Check) -> str:
 
 
 def _lossless(report: Report) -> Lossless | None:
-    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
-    where the compiled one was trained on labels since: the lossless one has the old weights.
+    """The lossless model, whatever it costs. None if nothing is approximated, if it was not timed, and if
+    the compiled model has been trained on labels: the lossless one has the old weights.
 
-    The times are the whole model's. Where the recipe named several shapes, the layers' times must agree
-    at every one of them: what is as fast on short sequences may fall behind on long ones.
+    The times are the whole model's. If the recipe named several shapes, the layers' times must agree at
+    every one of them: what is as fast on short sequences may fall behind on long ones.
     """
     model = report.model
     compiled, exact = (positive(model.metric(f"latency_{x}_ms")) for x in ("compiled", "lossless"))
@@ -253,7 +253,7 @@ def _lossless(report: Report) -> Lossless | None:
 
 
 def _falls_behind(report: Report) -> bool:
-    """Whether the layers take longer with exact operators at one of several shapes that were timed."""
+    """Whether layers with exact operators are slower at one of several shapes that were timed."""
     pairs = [_pair(report, site) for site in report.approximated]
     shapes = {shape for chosen, _ in pairs for shape in chosen.latency_ms}
 
@@ -266,25 +266,26 @@ def _falls_behind(report: Report) -> bool:
 
 
 def _kept(check: Check, lossless: Lossless) -> bool:
-    """Whether the lossless model, which is the teacher up to rounding, keeps what a check asks.
+    """Whether the lossless model, which is the teacher up to rounding, would pass a check.
 
-    Of its speed and its time what is asked of the compiled model's; what approximates nothing has no
-    other error that a budget may limit.
+    Its speed and its time are held against the compiled model's limits; what approximates nothing has no
+    error that a budget may limit.
     """
-    own = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
-    if check.kind != "plausibility" and check.scope == "model" and check.metric in own:
-        value, least = own[check.metric], check.min
+    if check.kind == "plausibility":
+        return check.passed
+    speed = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
+    if check.scope == "model" and check.metric in speed:
+        value, least = speed[check.metric], check.min
         if check.baseline is not None:
             least = check.baseline * (1 - (check.allowed or 0.0))
-        within = check.max is None or (value is not None and value <= check.max)
-        return within and value is not None and value >= (least or 0.0)
+        most = math.inf if check.max is None else check.max
+        return value is not None and (least or 0.0) <= value <= most
     metric = METRIC.get(check.metric)
-    exact = metric is not None and (metric.budget or metric.untouched is not None)
-    return check.passed or (exact and check.kind != "plausibility")
+    return check.passed or (metric is not None and (metric.budget or metric.untouched is not None))
 
 
 def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
-    """The candidate that a site became, and its exact operator; empty where the trail lacks it."""
+    """The candidate that a site became, and its exact operator; empty ones if the trail lacks them."""
     tried = (report.selection or Trail()).of(site.name)
     exact = (each for each in tried.candidates if each.operator == site.teacher_operator)
     return tried.chosen or Tried(), next(exact, Tried())
@@ -294,10 +295,8 @@ def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
 
 
 def advise(report: Report) -> list[str]:
-    """What would help: sites whose exact operator removes most of the error first.
-
-    Nothing where the whole model had better be lossless.
-    """
+    """What would help, beginning with the site whose exact operator removes most of the error; nothing if
+    the whole model had better be lossless."""
     if decide(report).action == "lossless":
         return []
     shares = error_shares(report)
@@ -306,14 +305,14 @@ def advise(report: Report) -> list[str]:
 
 
 def error_shares(report: Report) -> dict[str, float]:
-    """The part of the error that each approximated site makes, 0 to 1; empty where none is known.
+    """The part of the error that each approximated site causes, 0 to 1; empty if unknown.
 
-    By what selection measured of the whole model with that site alone replaced (output_rel_l2), where it
-    is known of all of them; by their attention errors otherwise.
+    It is that of the whole model with that site alone replaced (output_rel_l2), if selection measured it
+    for all of them, else that of their attention errors.
     """
     sites = report.approximated
     if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
-        return {}  # nothing is a part of what is not finite
+        return {}  # infinity has no parts
     alone = {site.name: finite(_pair(report, site)[0].alone.get(ALONE)) for site in sites}
     known = {name: error for name, error in alone.items() if error is not None and error >= 0}
     if len(known) < len(sites):
@@ -335,9 +334,9 @@ def _exact_there(report: Report, site: SiteReport, share: float) -> str:
 
 
 def _cost(report: Report, site: SiteReport) -> float | None:
-    """The part of the model's speed that an exact operator at this site costs, below 0 where it gains.
+    """The part of the model's speed that an exact operator at this site costs, negative if it gains.
 
-    None where it was not timed there, on the longest sequences in batches of the model's size.
+    None if it was not timed, on the longest sequences in batches of the model's size.
     """
     chosen, exact = _pair(report, site)
     shapes = [x for x in chosen.latency_ms if sizes_of(x)[:1] == [report.model.values.get("batch")]]

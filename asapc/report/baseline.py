@@ -69,11 +69,11 @@ class Baseline:
 
 
 def parse_allowance(texts: Sequence[str]) -> Allowance:
-    """["2%", "speedup=10%"]: one general limit at most, and limits of single metrics.
+    """["2%", "speedup=10%"]: at most one general limit, and limits of single metrics.
 
     Raises InputError.
     """
-    given: dict[str, float] = {}  # the general limit under no name
+    limits: dict[str, float] = {}  # the general one under no name
     compared = [metric.key for metric in METRICS if metric.compared]
     for text in texts:
         name, equals, amount = text.rpartition("=")
@@ -82,16 +82,16 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
                 f"--max-regression: {name!r} is not compared with a baseline",
                 help=f"compared are: {', '.join(compared)}",
             )
-        if name in given:
+        if name in limits:
             rule = f"{name} is given twice" if name else "only one limit can be for all metrics"
             help = None if name else "name the metric of the others: speedup=10%"
             raise InputError(f"--max-regression: {rule}", got=" and ".join(texts), help=help)
-        given[name] = _fraction(amount)
-    return Allowance(given.pop("", MAX_REGRESSION), given)
+        limits[name] = _fraction(amount)
+    return Allowance(limits.pop("", MAX_REGRESSION), limits)
 
 
 def read_report(path: str | Path) -> Report:
-    """A report.json, with no check but that of its types.  Raises OSError, ValueError, InputError."""
+    """Read a report.json, checking its types alone.  Raises OSError, ValueError, InputError."""
     return Report.from_json(read_json(path, MAX_BYTES, strict=True), str(path))
 
 
@@ -137,11 +137,11 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
     checks, skipped = list[Check](), list[dict[str, str]]()
     old_sites = {site.name: site for site in baseline.report.sites}
     now_sites = {site.name: site for site in report.sites}
-    both = [(name, now_sites[name], old) for name, old in old_sites.items() if name in now_sites]
-    pairs: list[tuple[str, Holder, Holder]] = [("model", report.model, baseline.report.model), *both]
+    pairs: list[tuple[str, Holder, Holder]] = [("model", report.model, baseline.report.model)]
+    pairs += [(name, now_sites[name], old) for name, old in old_sites.items() if name in now_sites]
     for scope, now, old in pairs:
-        for metric in METRICS:
-            if not metric.compared or finite(old.metric(metric.key)) is None:
+        for metric in (metric for metric in METRICS if metric.compared):
+            if finite(old.metric(metric.key)) is None:
                 continue
             if isinstance(now, SiteReport) and now.metric(metric.key) is None:
                 continue  # the site became another operator, which has other metrics
@@ -165,7 +165,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
 
 
 def _incomparable(metric: Metric, now: Holder, old: Holder) -> str:
-    """Why the two are not of one quantity; empty where they are."""
+    """Why the two are different quantities; empty if they are not."""
     if metric.key == "metric_drop" and isinstance(now, ModelReport) and isinstance(old, ModelReport):
         return "measured with a different --metric" if now.own_metric != old.own_metric else ""
     if not metric.of_fit:
@@ -177,7 +177,7 @@ def _incomparable(metric: Metric, now: Holder, old: Holder) -> str:
 
 
 def _other_machine(metric: Metric, report: Report, earlier: Report) -> str:
-    """Why ratios of times cannot be compared; empty where they can."""
+    """Why ratios of times cannot be compared; empty if they can."""
     if not metric.speed:
         return ""
     now, old = report.environment, earlier.environment
@@ -195,15 +195,15 @@ def _compared(
     value, earlier = finite(raw), finite(old.metric(metric.key))
     assert earlier is not None
     subject = f"{metric.key} of {scope}"
-    found = partial(Check, "baseline", metric.key, scope, value, baseline=earlier, allowed=allowed)
+    check = partial(Check, "baseline", metric.key, scope, value, baseline=earlier, allowed=allowed)
     needed = examples_needed(allowed, 0.0) if metric.share else 0
     few = too_few(needed, report, baseline.report)
     if few:
         text = f"{subject} {few} to see a regression of {allowed:.4g}"
-        return found(verdict="ANOMALOUS", message=text)
+        return check(verdict="ANOMALOUS", message=text)
     if value is None:
         text = unmeasured(subject, raw, f"the baseline has {earlier:.6g}")
-        return found(verdict="ANOMALOUS", message=text)
+        return check(verdict="ANOMALOUS", message=text)
     worse = value - earlier if metric.direction == "min" else earlier - value
     if metric.share:
         part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
@@ -218,7 +218,7 @@ def _compared(
         text = f"{start}, {amount} worse than {before} but inside the confidence interval"
     else:
         verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
-    return found(verdict=verdict, message=text, worse_by=worse)
+    return check(verdict=verdict, message=text, worse_by=worse)
 
 
 def _require_same(report: Report, baseline: Baseline) -> None:
@@ -237,7 +237,7 @@ def _inside(value: float, ends: tuple[float, float] | None) -> bool:
 
 
 def _check_numbers(holder: Holder, where: str) -> None:
-    """What was measured is null or finite, and the ends of its interval are in order."""
+    """Check that measured values are null or finite, and the ends of intervals in order."""
     for metric in METRICS:
         value = holder.metric(metric.key)
         if value is not None and finite(value) is None:

@@ -39,7 +39,7 @@ WRITE_INSTEAD = "docs/recognition.md shows how to rewrite layers that are left a
 
 
 def shortened(name: str, most: int = NAME) -> str:
-    """A name without its middle, where it is longer: both ends of a dotted name tell layers apart."""
+    """A long name without its middle: both ends of a dotted name tell layers apart."""
     name = one_line(name)
     if len(name) <= most:
         return name
@@ -51,14 +51,14 @@ def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
     """How many layers can be compiled; what they compute; why others are left alone."""
     sites = inspection["sites"]
     matched = [site for site in sites if site.get("status") == "matched"]
-    found = counted(len(sites), "layer")
-    captured = f"captured {'whole' if inspection.get('capture') == 'whole' else 'module by module'}"
+    captured = "whole" if inspection.get("capture") == "whole" else "module by module"
+    lines = [f"{inspection.get('model')}, captured {captured}"]
+    lines.append(f"{len(matched)} of {counted(len(sites), 'layer')} can be compiled")
     errors = [site["replay_error"] for site in matched if site.get("replay_error") is not None]
-    lines = [f"{inspection.get('model')}, {captured}", f"{len(matched)} of {found} can be compiled"]
     if errors:
         lines[-1] += f", replayed within {number(max(errors))} of the teacher's code"
     kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
-    lines += _told(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
+    lines += _listed(kinds, _left(site for site in sites if site.get("status") != "matched"), REFUSED)
     return lines + ([WRITE_INSTEAD] if len(matched) < len(sites) else [])
 
 
@@ -71,7 +71,7 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"{counted(len(fits), 'fit')} of {counted(len(names), 'layer')}, {summary.get('order')}"]
     kinds = _grouped(fits, lambda fit: ", ".join(filter(None, (amortised_text(fit), fit_text(fit)))))
     known = [fit for fit in fits if isinstance(fit.get("r2"), float)]
-    lines += _told(kinds)
+    lines += _listed(kinds)
     if known:
         worst, best = (f(known, key=lambda fit: fit["r2"]) for f in (min, max))
         where = shortened(str(worst["name"]))
@@ -82,17 +82,15 @@ def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
 def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
     """What the layers became, and why."""
     sites, left = manifest["sites"], manifest.get("refused", ())
-    kept = [site for site in sites if site.get("operator") == TEACHER]
-    lines = [
-        f"{counted(len(sites) - len(kept), 'layer')} compiled, {len(left) + len(kept)} left unchanged"
-    ]
+    kept = sum(site.get("operator") == TEACHER for site in sites)
+    lines = [f"{counted(len(sites) - kept, 'layer')} compiled, {len(left) + kept} left unchanged"]
 
     def became(site: Mapping[str, Any]) -> str:
         predicted = amortised_text(site)
         how = f" ({predicted})" if predicted else ""
         return f"{site.get('operator')}{how}: {site.get('reason') or '-'}"
 
-    lines += _told(_grouped(sites, became), _left(left))
+    lines += _listed(_grouped(sites, became), _left(left))
     if manifest.get("sizes"):
         lines += _wrapped(f"supported sizes: {manifest['sizes']}")
     lines += _warned(manifest.get("warnings", ()))
@@ -182,24 +180,24 @@ def report_brief(report: Report) -> list[str]:
 
 
 def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
-    """The teacher and the compiled model under torch.compile, where they were timed."""
-    told = []
+    """The teacher and the compiled model under torch.compile, if they were timed."""
+    lines = []
     for key, what, base in (("teacher", "the teacher", "as without it"),
                             ("compiled", "the compiled model", "as the plain teacher")):  # fmt: skip
         ratio = model.get(f"speedup_{key}_torch_compile")
         if ratio is not None:
             took = model.get("torch_compile_seconds") if key == "teacher" else None
             beside = "" if took is None else f" ({number(took)} s to compile)"
-            told.append(f"under torch.compile, {what} is {number(ratio)}x as fast {base}{beside}")
+            lines.append(f"under torch.compile, {what} is {number(ratio)}x as fast {base}{beside}")
     failed = model.get("torch_compile_failed")
-    return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
+    return lines + (_wrapped(f"torch.compile failed on {failed}") if failed else [])
 
 
 def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     """Times of the whole model, and of the layer that gains least."""
     model = bench["model"]
     lines = [f"{model.get('source')}, batches of {model.get('batch')}"]
-    lines += [f"  {told}" for told in (*_times(model), *_under_torch_compile(model))]
+    lines += [f"  {line}" for line in (*_times(model), *_under_torch_compile(model))]
     if "onnx" in bench:
         lines += _wrapped(f"ONNX Runtime: {', '.join(_times(bench['onnx']))}")
     timed = [site for site in bench["sites"] if site.get("speedup") is not None]
@@ -212,18 +210,17 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())
     ]
     ran = "{operator} {shape}: {kernel}, {reason}"
-    lines += _told(_grouped(kernels, lambda kernel: ran.format_map(kernel)))
-    return lines
+    return lines + _listed(_grouped(kernels, ran.format_map))
 
 
 def _times(model: Mapping[str, Any]) -> list[str]:
-    told = []
+    times = []
     for stage in ("teacher", "lossless", "compiled"):
         time = model.get(f"latency_{stage}_ms")
         ratio = model.get("speedup" if stage == "compiled" else f"speedup_{stage}")
         if time is not None:
-            told.append(f"{stage} {number(time)} ms" + ("" if ratio is None else f" ({number(ratio)}x)"))
-    return told
+            times.append(f"{stage} {number(time)} ms" + ("" if ratio is None else f" ({number(ratio)}x)"))
+    return times
 
 
 def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
@@ -234,25 +231,25 @@ def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
         else f"trained on {number(entry.get('examples'))} examples, epoch {number(kept)} kept"
     ]  # fmt: skip
     before, after = entry.get("before", {}), entry.get("after", {})
-    for key in before:
-        changed = " -> ".join(metric_text(key, side.get(key)) for side in (before, after))
-        lines.append(f"{label(key)}: {changed}")
+    lines += [
+        f"{label(key)}: {metric_text(key, before[key])} -> {metric_text(key, after.get(key))}"
+        for key in before
+    ]
     return _first(lines, LINES - 5)
 
 
 def study_brief(result: Mapping[str, Any]) -> list[str]:
-    """The rows that nothing beats in both error and time, the closest to the teacher first."""
+    """The rows that no other beats in both error and time, the closest to the teacher first."""
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     front = [row for row in rows if row.get("pareto")]
-    lines = [f"{counted(len(rows), 'row')}; Pareto front of error and time:"]
-    told = []
+    lines = []
     for row in front:
         how = [str(row.get("features")), *([str(row["side"])] if row.get("side") else [])]
         if row.get("c_transforms") is not None:
             how.append(counted(row["c_transforms"], "c-transform"))
         error, time = (number(row.get(key)) for key in ("attention_rel_l2", "site_ms"))
-        told.append(f"  attention {error}, {time} ms/layer: {', '.join(how)}")
-    return [*lines, *_first(told, 12)]
+        lines.append(f"  attention {error}, {time} ms/layer: {', '.join(how)}")
+    return [f"{counted(len(rows), 'row')}; Pareto front of error and time:", *_first(lines, 12)]
 
 
 # Words
@@ -273,10 +270,10 @@ def _left(items: Iterable[Mapping[str, Any]]) -> list[Kind]:
     return _grouped(items, lambda item: f"{item.get('status')}: {item.get('reason')}")
 
 
-def _told(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED) -> list[str]:
-    """Each kind with its names; those that are left alone are never crowded out.  most: lines of why."""
-    shown = [*kinds[: KINDS - min(LEFT, len(left))]]
-    shown += left[: KINDS - len(shown)]
+def _listed(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED) -> list[str]:
+    """Each kind with its names; layers left alone are never crowded out.  most: lines of a reason."""
+    first = kinds[: KINDS - min(LEFT, len(left))]
+    shown = [*first, *left[: KINDS - len(first)]]
     lines: list[str] = []
     for what, names in shown:
         room = most if (what, names) in left else WRAPPED
@@ -292,7 +289,7 @@ def _told(kinds: Sequence[Kind], left: Sequence[Kind] = (), most: int = WRAPPED)
 
 
 def _warned(warnings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Fits that rest on too little data, the first of them in numbers."""
+    """The number of fits on too little data, and the figures of the first."""
     if not warnings:
         return []
     first = warnings[0]

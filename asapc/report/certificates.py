@@ -137,9 +137,10 @@ class Block:
         for step in range(c_transforms):
             f, g = duals[-1]
             if step % 2 == 0:
-                duals.append(Duals(f, close_columns(self.scores, f, log_nu)))
+                g = close_columns(self.scores, f, log_nu)
             else:
-                duals.append(Duals(close_rows(self.scores, g, log_mu), g))
+                f = close_rows(self.scores, g, log_mu)
+            duals.append(Duals(f, g))
         return duals
 
     def log_plan(self, duals: Duals) -> Tensor:
@@ -223,8 +224,8 @@ def spread_of(values: Tensor, active: Tensor | None = None) -> Tensor:
 
 def largest(values: Tensor) -> float:
     """0 for no values; a NaN is infinite."""
-    found = float(values.max()) if values.numel() else 0.0
-    return math.inf if math.isnan(found) else found
+    most = float(values.max()) if values.numel() else 0.0
+    return math.inf if math.isnan(most) else most
 
 
 @dataclass
@@ -261,7 +262,7 @@ class _Check:
 class SiteCertificates:
     """Streams a Sinkhorn site's activations through every bound that is proven for it.
 
-    plan: of its c-transforms, None where the loop was kept or replaced by another operator.
+    plan: of its c-transforms, None if the loop was kept or replaced by another operator.
     source, key: predict its duals in score coordinates, see program.calls.predicted_duals.
     """
 
@@ -278,7 +279,7 @@ class SiteCertificates:
                       "diameter": DIAMETER_ENTRIES}  # fmt: skip
 
     def update(self, tensors: SiteTensors) -> None:
-        """Add one batch. Examples without an active key are passed over."""
+        """Add one batch. Examples without an active key are left out."""
         with torch.no_grad():
             for piece in pieces(tensors):
                 self.add(TeacherDuals(piece, self.convention))
@@ -308,12 +309,11 @@ class SiteCertificates:
         return (sharpness.amax() / 2 * residual).nan_to_num(math.inf, math.inf), divergence, trivial
 
     def add(self, teacher: TeacherDuals) -> None:
-        """Add a few examples, all of which have an active key, with the teacher's duals on them."""
+        """Add a few examples, with the teacher's duals on them."""
         t, half_steps = teacher.tensors, self.convention.half_steps
         log_mu, log_nu = (-math.log(count) for count in teacher.scores.shape[-2:])
-        g, before = (teacher.after(max(0, steps))[1] for steps in (half_steps, half_steps - 2))
+        (f, g), (_, before) = (teacher.after(max(0, steps)) for steps in (half_steps, half_steps - 2))
         duals = self._duals(teacher)
-        ends = teacher.after(half_steps) if self.plan is not None and self.plan.aim == "last" else None
         every, keeps = slice(None), (shown_queries(t.bias), t.keep)
         blocks: list[tuple[slice, Any, Any]] = [(every, every, every)]
         if not all(x is None or x.all() for x in keeps):  # without padding there is one, else by example
@@ -322,15 +322,18 @@ class SiteCertificates:
             blocks = [*zip(one, *both, strict=False)]
         for rows, queries, keys in blocks:
             block = Block(teacher.scores[rows][..., queries, :][..., keys], log_mu, log_nu)
-            self._loop(block, g[rows][..., keys], before[rows][..., keys])
-            if duals is not None:
-                points = keys if self._flipped else queries
-                dual, true = (dual[rows][..., points] for dual in duals)
-                v = None if t.v is None else t.v.double()[rows][..., keys, :]
-                end = None
-                if ends is not None:
-                    end = Duals(ends[0][rows][..., queries], ends[1][rows][..., keys])
-                self._closed(block.flipped() if self._flipped else block, dual, true, v, end)
+            if block.scores.numel() == 0:
+                continue  # no active query, or no active key
+            end = Duals(f[rows][..., queries], g[rows][..., keys])
+            self._loop(block, end.g, before[rows][..., keys])
+            if duals is None:
+                continue
+            points = keys if self._flipped else queries
+            dual, true = (dual[rows][..., points] for dual in duals)
+            v = None if t.v is None else t.v.double()[rows][..., keys, :]
+            if self._flipped:
+                block, end = block.flipped(), Duals(end.g, end.f)
+            self._closed(block, dual, true, v, end)
 
     @property
     def _flipped(self) -> bool:
@@ -338,8 +341,8 @@ class SiteCertificates:
         return self.plan is not None and self.plan.side != "source"
 
     def _duals(self, teacher: TeacherDuals) -> tuple[Tensor, Tensor] | None:
-        """The dual that c-transforms start from, predicted and the teacher's; without any, nothing more
-        is proven.
+        """The dual from which c-transforms start, predicted and the teacher's; None if there is none, and
+        then nothing more is proven.
 
         dual_stability: exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c| over the points that carry
         mass. Every entry of the plan closed from f^ is within this factor of the one closed from f, after
@@ -375,19 +378,17 @@ class SiteCertificates:
             self._check("truncation_bound", BLOCKWISE, "4 and Theorem 1").add(truncated, moved)
 
     def _contraction(self, block: Block, bound: Tensor) -> Tensor:
-        """The exact one where it may be the site's largest and can be afforded, the bound elsewhere."""
+        """The exact contraction if it may be the site's largest and is affordable, else its bound."""
         entries = block.scores.numel() * min(block.scores.shape[-2:])
         settled = largest(bound) <= self._largest.get("contraction_bound", 0.0)
         if not block.positive() or settled or not self._take("diameter", entries):
             return bound
         return torch.minimum(bound, exact_contraction(block.scores))
 
-    def _closed(
-        self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None, end: Duals | None
-    ) -> None:
-        """The plans closed from the predicted dual of a block's rows and from the teacher's `true`.
+    def _closed(self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None, end: Duals) -> None:
+        """Compare the plans closed from the predicted dual of a block's rows and from the true one.
 
-        v: [B, H, n, E], where the values are known.  end: of the teacher, where closing `true` goes on.
+        v: [B, H, n, E], if the values are known.  end: the teacher's, beyond which closing `true` may go.
         """
         assert self.plan is not None
         # The metric is the paper's: a source dual and three c-transforms.
@@ -403,19 +404,23 @@ class SiteCertificates:
         exact = block.closed(true, self.plan.c_transforms)
         alpha = self._stability(block, closed, exact)
         self._divergence(block, dual, true)
-        last_is_column = (len(closed) % 2 == 0) != self._flipped
-        if self._flipped:
-            block = block.flipped()
-            closed, exact = ([Duals(g, f) for f, g in duals] for duals in (closed, exact))
+        columns_last = len(closed) % 2 == 0  # of the block; the other marginal is free
+        axis, mass = (-1, block.log_mu) if columns_last else (-2, block.log_nu)
+        free = "row" if columns_last != self._flipped else "column"
         plan, its = (block.log_plan(duals[-1]) for duals in (closed, exact))
-        if last_is_column and len(closed) > 2:
+        error, others = ((x.exp().sum(axis) - math.exp(mass)).abs().sum(-1) for x in (plan, its))
+        if free == "row" and len(closed) > 2:
             # B.7: a row c-transform, then a column c-transform, whatever came before. Rows of two plans
             # of mass at most 1 are never further apart than 2.
-            error = (plan.exp().sum(-1) - math.exp(block.log_mu)).abs().sum(-1)
-            bound = row_error_bound(closed[-1].g, closed[-2].g)
-            self._check("row_bound", PAPER, "B.7").add(bound, error, 2.0)
-        self._output(plan, its, its if end is None else block.log_plan(end), alpha, v)
-        self._marginal_error(block, plan, its, last_is_column)
+            after, before = (duals.g if columns_last else duals.f for duals in closed[:-3:-1])
+            self._check("row_bound", PAPER, "B.7").add(row_error_bound(after, before), error, 2.0)
+        plans = [plan, its, block.log_plan(end) if self.plan.aim == "last" else its]
+        self._output([x.mT for x in plans] if self._flipped else plans, alpha, v)
+        # B.15: two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
+        divergence = (plan.exp() * (plan - its)).sum((-2, -1)).clamp(min=0.0)
+        rounding = ROUNDING * (1 + largest(block.scores.abs()))
+        bound = others + torch.sqrt(2 * (divergence + rounding))
+        self._check(f"{free}_error_kl_bound", PAPER, "B.15, Eq. B.92").add(bound, error, 2.0)
 
     def _stability(self, block: Block, closed: list[Duals], exact: list[Duals]) -> Tensor:
         """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual,
@@ -439,16 +444,14 @@ class SiteCertificates:
         self._check("dual_stability", PAPER, number).add(torch.exp(2 * alpha), ratio, trivial)
         return alpha
 
-    def _output(
-        self, plan: Tensor, closed: Tensor, teacher: Tensor, alpha: Tensor, v: Tensor | None
-    ) -> None:
+    def _output(self, log_plans: list[Tensor], alpha: Tensor, v: Tensor | None) -> None:
         """Proposition B.16, Eq. B.97: (exp(2 alpha) - 1) r_i >= |y^_i - y_i| / max_j |v_j|, with r_i the
         rows of the plan closed from the teacher's dual; the rows' gaps in L1 where values are not known.
 
-        plan, closed, teacher: log plans from the predicted dual, from the teacher's and of the teacher
-        itself, whose distance from `closed` is added.
+        log_plans: from the predicted dual, from the teacher's and of the teacher itself, whose distance
+        from the second one is added.
         """
-        plan, closed, teacher = (x.exp() * plan.shape[-2] for x in (plan, closed, teacher))
+        plan, closed, teacher = (x.exp() * x.shape[-2] for x in log_plans)
         bound = torch.expm1(2 * alpha) * closed.sum(-1).amax(-1)
         bound = bound + (closed - teacher).abs().sum(-1).amax(-1)
         measured = (plan - teacher).abs().sum(-1).amax(-1)
@@ -460,30 +463,14 @@ class SiteCertificates:
         self._check("output_bound", PAPER, "B.16, Eq. B.97").add(bound, measured, trivial)
         self._extend("output_bound", bound)
 
-    def _marginal_error(self, block: Block, plan: Tensor, exact: Tensor, last_is_column: bool) -> None:
-        """Proposition B.15 on the final log plans, which share the marginal that was closed last.
-
-        Two plans of one mass of at most 1 are at most sqrt(2 KL) apart in L1 (Pinsker).
-        """
-        free, name, log_mass = (-2, "column", block.log_nu)
-        if last_is_column:
-            free, name, log_mass = (-1, "row", block.log_mu)
-        error, others = ((x.exp().sum(free) - math.exp(log_mass)).abs().sum(-1) for x in (plan, exact))
-        divergence = (plan.exp() * (plan - exact)).sum((-2, -1)).clamp(min=0.0)
-        rounding = ROUNDING * (1 + largest(block.scores.abs()))
-        bound = others + torch.sqrt(2 * (divergence + rounding))
-        self._check(f"{name}_error_kl_bound", PAPER, "B.15, Eq. B.92").add(bound, error, 2.0)
-
     def _divergence(self, block: Block, dual: Tensor, true: Tensor) -> None:
         """Proposition B.10 on the plans of one c-transform."""
         of = tilt(block.scores, true, dual, block.log_nu)
-        worse = torch.maximum(of.reverse, of.forward)
+        kl = torch.maximum(of.reverse, of.forward)
         cases = (of.sharpness, of.residual, of.reverse, of.trivial)
         self._tilts.append(tuple(x.flatten() for x in cases))
-        for name, bound, equation in (
-            ("variance", of.variance_bound, "B.53"), ("density", of.density_bound, "B.54"),
-        ):  # fmt: skip
-            self._check(f"kl_{name}_bound", PAPER, f"B.10, Eq. {equation}").add(bound, worse, of.trivial)
+        self._check("kl_variance_bound", PAPER, "B.10, Eq. B.53").add(of.variance_bound, kl, of.trivial)
+        self._check("kl_density_bound", PAPER, "B.10, Eq. B.54").add(of.density_bound, kl, of.trivial)
 
     def _extend(self, metric: str, bound: Tensor) -> None:
         self._largest[metric] = max(self._largest.get(metric, 0.0), largest(bound))
@@ -492,7 +479,7 @@ class SiteCertificates:
         return self._checks.setdefault(name, _Check(name, f"{paper}, Proposition {number}"))
 
     def _take(self, budget: str, entries: int) -> bool:
-        """Whether there is some of a budget left, which may then be overdrawn once."""
+        """Whether any of a budget is left; the last one to take may overdraw it."""
         left = self._left[budget]
         self._left[budget] = left - entries
         return left > 0

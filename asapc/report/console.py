@@ -21,9 +21,9 @@ STYLES = {"good": "green", "bad": "bold red", "odd": "bold yellow"}
 
 
 def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
-    """Print tables, and lines as they are; plain text when `stream` is not a terminal.
+    """Print tables, and lines as they are; plain text if `stream` is not a terminal.
 
-    A line's first word, up to a colon, has the style of its tone, if it has one.
+    A verdict at the beginning of a line, up to a colon, has its colour.
     """
     width = None if stream.isatty() else PIPE_WIDTH
     console = Console(file=stream, width=width, highlight=False, emoji=False)
@@ -46,7 +46,7 @@ def _style(word: str) -> str:
 
 
 def _widths(table: Table) -> list[int]:
-    """What each column needs: numbers stand whole, words may be folded to NARROWEST."""
+    """The width each column needs: numbers stay whole, words may be folded to NARROWEST."""
     widths = []
     for index, (name, right) in enumerate(table.headings()):
         whole = max(cell_len(one_line(cell)) for cell in (name, *(row[index] for row in table.rows)))
@@ -73,7 +73,7 @@ def _rich(table: Table) -> RichTable:
 
 
 def _stacked(table: Table) -> Text:
-    """A row a paragraph: its first cell, and below it a line for each of the others."""
+    """A paragraph for each row: its first cell, and below it a line for each of the others."""
     names = [name for name, _ in table.headings()]
     text = Text()
     text.append(f" {one_line(table.title)}\n", style="bold")

@@ -448,15 +448,18 @@ class Report(Record):
         try:
             draw = pkgutil.resolve_name("asapc.report.figures:figure")
         except ModuleNotFoundError as error:
-            missing = missing_module(error, "matplotlib")
-            needed = f"figures need {missing}, which is not installed"
-            raise InputError(needed, help=install_line("report")) from None
+            rule = f"figures need {missing_module(error, 'matplotlib')}, which is not installed"
+            raise InputError(rule, help=install_line("report")) from None
         return draw(self, what, site)
 
     def _repr_html_(self) -> str:
         """What a notebook shows.  By name, like the figures: what draws a report imports this module."""
-        shown: str = pkgutil.resolve_name("asapc.report.notebook:report_html")(self)
+        shown: str = pkgutil.resolve_name("asapc.report.html:report_html")(self)
         return shown
+
+    @property
+    def trail(self) -> Trail:
+        return self.selection or Trail()
 
     @property
     def trained_on_labels(self) -> bool:
@@ -474,7 +477,7 @@ class Report(Record):
             value = site.metric(ERROR)
             return -1.0 if value is None else math.inf if finite(value) is None else value
 
-        return sorted(self.sites, key=lambda site: -error(site))
+        return sorted(self.sites, key=error, reverse=True)
 
     @property
     def worst_site(self) -> SiteReport | None:
@@ -483,17 +486,16 @@ class Report(Record):
 
     def change(self, metric: str, scope: str = "model") -> Number:
         """The difference of a metric to the baseline, where it was compared."""
-        place = ("baseline", metric, scope)
-        for check in (c for c in self.gate.checks if (c.kind, c.metric, c.scope) == place):
-            if check.value is not None and check.baseline is not None:
+        for check in self.gate.checks:
+            compared = (check.kind, check.metric, check.scope) == ("baseline", metric, scope)
+            if compared and check.value is not None and check.baseline is not None:
                 return check.value - check.baseline
         return None
 
     @property
     def chosen_elsewhere(self) -> str:
         """In a sentence, where operators were chosen by the speeds of another device; else empty."""
-        chosen = None if self.selection is None else self.selection.device
-        measured = self.environment.get("device")
+        chosen, measured = self.trail.device, self.environment.get("device")
         if not chosen or not measured or chosen == measured:
             return ""
         return (

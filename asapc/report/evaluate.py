@@ -76,16 +76,15 @@ def report(
     progress: Progress,
     processes: Processes = ALONE,
 ) -> Report:
-    """Fidelity and speed on examples that calibration and selection have not seen: of the outputs on all
-    of them, of the sites and the lossless model on the first MAP_EXAMPLES or so, fewer where their maps
+    """Measure fidelity and speed on examples that calibration and selection have not seen: the outputs on
+    all of them, the sites and the lossless model on about the first MAP_EXAMPLES, or fewer if their maps
     have more than MAP_ENTRIES entries.
 
-    Its pictures are a few attention maps of every site. No gate is set.
-    limits: that will be checked; it is an error before the work if their patterns match no site.
-    model: around an artefact's modules, where it was captured by them.  reading: of the artefact and that
+    The report has a few attention maps of every site as pictures, and no gate yet.
+    limits: to be checked later; a pattern that matches no site is an error before the work.
+    model: around an artefact's modules, if it was captured by them.  reading: of the artefact and that
     model.  processes: share the models' batches, and the sites; the first one times.
-    Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
-    measure on.
+    Raises InputError if the artefact has seen examples of the gate split, or none is left to measure on.
     """
     with _read(artifact, data, model, reading, "report", measuring.metric) as models:
         check_patterns(limits, models.artifact.site_names)
@@ -116,18 +115,18 @@ def _measured(
     if limit is not None:
         size = processes.least(_within(limit, models, fast, size))
     sites = models.sites(fast)
-    own = dict(processes.share(sites.items()))
-    fidelity = _Fidelity(models, own, models.audit() if processes.first else None)
+    shared = dict(processes.share(sites.items()))
+    fidelity = _Fidelity(models, shared, models.audit() if processes.first else None)
     unseen = Unseen(artifact, source)
     batches = source.batches(size, select=unseen.select, limit=measuring.examples)
     count = source.count(size, select=Unseen(artifact, source).select, limit=measuring.examples)
     batches = progress.track(batches, "measuring fidelity", count)
-    for batch, (found, _) in processes.dealt(batches, models.outputs):
-        fidelity.add(batch, found)
+    for batch, (outputs, _) in processes.dealt(batches, models.outputs):
+        fidelity.add(batch, outputs)
     if fidelity.first is None:
         raise unseen.nothing()
     with progress.phase("certificates and pictures" if not fast else "layers"):
-        results, pictures = _of_all(own, list(sites), processes)
+        results, pictures = _of_all(shared, list(sites), processes)
     timed: dict[str, Any] = {}
     if processes.first:
         with progress.phase("measuring latency"):
@@ -152,7 +151,7 @@ def _measured(
 
 
 def _provenance(artifact: Artifact, source: DataSource) -> dict[str, Any]:
-    """What a report tells and does not measure."""
+    """What a report contains without measuring it."""
     manifest, onnx = artifact.manifest, read_record(artifact.folder)
     return {
         "format_version": REPORT_FORMAT,
@@ -207,14 +206,14 @@ class _Fidelity:
         self._models, self._sites = models, sites
         self._entries = 0  # of all maps so far, also of sites that other processes compare
 
-    def add(self, batch: Batch, found: Mapping[str, Tensor]) -> None:
-        """found: see _Models.outputs."""
+    def add(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
+        """outputs: see _Models.outputs."""
         if self.mapped < MAP_EXAMPLES and self._entries < MAP_ENTRIES:
             lossless = _only(self._models.lossless.watch(batch, self._see))
-            self.lossless.update(found["teacher"], lossless, batch.labels)
+            self.lossless.update(outputs["teacher"], lossless, batch.labels)
             self.mapped += len(batch)
-        own = {name: values for name, values in found.items() if name.startswith("metric_")}
-        self.outputs.update(found["teacher"], found["compiled"], batch.labels, batch.numbers, own)
+        users = {name: values for name, values in outputs.items() if name.startswith("metric_")}
+        self.outputs.update(outputs["teacher"], outputs["compiled"], batch.labels, batch.numbers, users)
         give_back()
         if self.first is None:
             self.first, classes, source = batch, self.outputs.classes, self._models.source
@@ -260,24 +259,24 @@ class _Models:
         return SoftToHard(self._surrounding, programs["lossless"], refreshed, untouched)
 
     def outputs(self, batch: Batch) -> Part:
-        """What teacher and compiled model give, and the user's metric of both."""
-        given = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
-        found = {who: _only(output) for who, output in given.items()}
+        """What teacher and compiled model return, and the user's metric of both."""
+        whole = {"teacher": self.runners["teacher"](batch), "compiled": self.runners["graph"](batch)}
+        outputs = {who: _only(output) for who, output in whole.items()}
         if self.metric is not None:
-            found |= self.metric.values(given, batch, self.artifact.signature())
-        return found, None
+            outputs |= self.metric.values(whole, batch, self.artifact.signature())
+        return outputs, None
 
 
 def _only(output: Any) -> Tensor:
-    """What two models are compared by.  Raises ValueError where there is no tensor."""
-    found = comparable(output)
-    if not found:
+    """The output by which two models are compared.  Raises ValueError if there is no tensor."""
+    tensors = comparable(output)
+    if not tensors:
         raise ValueError("the outputs must hold float tensors, at least one")
-    return moved(found[0], CPU)
+    return moved(tensors[0], CPU)
 
 
 def _within(limit: MemoryLimit, models: _Models, fast: bool, most: int) -> int:
-    """The batch that fits into the limit, by trying."""
+    """The largest batch within the limit, found by trying."""
 
     def step(examples: int) -> None:
         batch = next(models.source.batches(examples))
@@ -287,23 +286,22 @@ def _within(limit: MemoryLimit, models: _Models, fast: bool, most: int) -> int:
 
 
 def _of_all(
-    own: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
+    shared: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
 ) -> tuple[list[dict[str, Any]], tuple[SitePictures, ...]]:
-    """Results and pictures of the sites in this order, wherever they were measured."""
-    drawn = {n: list(map(astuple, s.pictures.pairs)) for n, s in own.items() if s.pictures is not None}
-    results = {name: site.result() for name, site in own.items()}
-    for _, (its_results, its_drawn) in processes.exchanged(({}, [results, drawn])):
-        results |= its_results
-        drawn |= its_drawn
-    pictures = (SitePictures(n, [MapPair(*pair) for pair in drawn[n]]) for n in names if n in drawn)
+    """Results and pictures of the sites in this order, whichever process measured them."""
+    pairs = {n: list(map(astuple, s.pictures.pairs)) for n, s in shared.items() if s.pictures is not None}
+    results = {name: site.result() for name, site in shared.items()}
+    for _, (more_results, more_pairs) in processes.exchanged(({}, [results, pairs])):
+        results |= more_results
+        pairs |= more_pairs
+    pictures = (SitePictures(n, [MapPair(*pair) for pair in pairs[n]]) for n in names if n in pairs)
     return [results[name] for name in names], tuple(pictures)
 
 
 class Unseen:
     """The examples of some data that a report may use.
 
-    excluded: how many were met that it may not, because calibration, selection or a refresh has seen
-    them.
+    excluded: how many it had to leave out, because calibration, selection or a refresh has seen them.
     """
 
     def __init__(self, artifact: Artifact, source: DataSource) -> None:
@@ -355,12 +353,12 @@ def bench(
     torch_compile: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Median latencies of teacher, lossless and compiled: the whole model and every site.
+    """Time teacher, lossless and compiled, the whole model and every site; medians.
 
-    A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
-    a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
-    explain: also which kernels each compiled site runs, and why.
-    torch_compile: teacher and compiled model under torch.compile, too.  model, reading: see report.
+    A site's teacher is the usual log-domain PyTorch loop on the site's own activations. A verified
+    model.onnx is timed under ONNX Runtime with its teacher, too.
+    explain: add which kernels each compiled site runs, and why.  torch_compile: time teacher and compiled
+    model under torch.compile, too.  model, reading: see report.
     """
     with _read(artifact_path, data, model, reading, "bench") as models:
         artifact, batch = models.artifact, next(models.source.batches(models.batch_size))

@@ -61,7 +61,7 @@ class Facts:
 
 
 def broken_at(graph: GraphModule) -> str | None:
-    """The line of the model at which Dynamo could not go on; None where the graph is whole."""
+    """The line of the model at which Dynamo could not go on; None if the graph is whole."""
     why = getattr(graph, "compile_subgraph_reason", None)
     if why is None or not why.graph_break or not why.user_stack:
         return None
@@ -71,7 +71,7 @@ def broken_at(graph: GraphModule) -> str | None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the backend did with every graph that Dynamo has given it, in the order of the calls."""
+    """What the backend did with every graph it got from Dynamo, in the order of the calls."""
 
     graphs: tuple[Facts, ...]
 
@@ -99,7 +99,7 @@ class _Seen:
     kinds: frozenset[type]
 
     def belongs_to(self, model: nn.Module) -> bool:
-        """Whether a graph is of the model: by its weights, or by its modules where there are none."""
+        """Whether the graph is the model's: judged by its weights, or by its modules if it has none."""
         weights = {id(x) for x in (*model.parameters(), *model.buffers())}
         alive = [x for x in (ref() for ref in self.tensors) if x is not None]
         if weights or any(isinstance(x, nn.Parameter) for x in alive):
@@ -127,5 +127,5 @@ def explain(model: nn.Module | None = None) -> Explanation:
     to_dict().
     """
     module = None if model is None else uncompiled(model)
-    seen = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]
-    return Explanation(tuple(x.facts for x in seen))
+    graphs = [x for x in _SEEN.values() if module is None or x.belongs_to(module)]
+    return Explanation(tuple(x.facts for x in graphs))

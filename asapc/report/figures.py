@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib
+import matplotlib.style
 import torch
 from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap
@@ -103,10 +103,7 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
 
 def style() -> Any:
     """A context for drawing: matplotlib as it ships, whatever the user's matplotlibrc says, and STYLE."""
-    # Choosing a backend would import one; none is needed. Any: releases type the keys differently.
-    shipped: Any = matplotlib.rcParamsDefault
-    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")}
-    return matplotlib.rc_context(options | STYLE)
+    return matplotlib.style.context(["default", STYLE])
 
 
 def data_uri(figure: Figure) -> Markup:
@@ -155,7 +152,7 @@ def _lengths(report: Report, site: SiteReport) -> Figure | None:
 
 
 def _candidates(report: Report, site: SiteReport) -> Figure | None:
-    trail = report.selection or Trail()
+    trail = report.trail
     tried = trail.of(site.name)
     points = _points(tried, trail)
     if len(points) < 2:
@@ -165,7 +162,7 @@ def _candidates(report: Report, site: SiteReport) -> Figure | None:
 
 
 def _points(tried: TriedSite, trail: Trail) -> list[Point]:
-    """What was tried at a site, by its error and its cost."""
+    """What was tried at a site, as error and cost."""
     shape, memory = tried.largest_shape, trail.objective == "memory"
     points: list[Point] = []
     for each in tried.candidates:
@@ -207,7 +204,7 @@ FIGURES: Mapping[str, Kind] = {
 
 
 def _site(report: Report, name: str | None) -> SiteReport:
-    """The one of this name, or the worst."""
+    """The site of this name, or the worst."""
     sites = report.worst_first
     for site in sites:
         if name in (None, site.name):
@@ -224,7 +221,7 @@ def _name(name: str) -> str:
 
 
 def model_pictures(report: Report) -> list[Picture]:
-    """Of the whole model: its times, and its worst layers."""
+    """The times of the whole model, and its worst layers."""
     return _drawn((kind.caption, kind.draw(report)) for kind in FIGURES.values() if not kind.of_site)
 
 
@@ -242,7 +239,7 @@ def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
 
 
 def _drawn(figures: Iterable[tuple[str, Figure | None]], broad: bool = False) -> list[Picture]:
-    """Of those that there are."""
+    """The figures as pictures, without those that have nothing to draw."""
     return [Picture(caption, data_uri(figure), broad) for caption, figure in figures if figure]
 
 
@@ -250,9 +247,9 @@ def _drawn(figures: Iterable[tuple[str, Figure | None]], broad: bool = False) ->
 
 
 def draw_bars(bars: Sequence[Bar], axis: str, line: tuple[str, float] | None = None) -> Figure | None:
-    """A bar for each value, the first on top; what is not finite is a mark.  None where there is none.
+    """A bar for each value, the first on top; what is not finite is a sign.  None without bars.
 
-    line: across, with what it is; a "limit" has the colour of one.
+    line: its name and its value; a "limit" has a colour of its own.
     """
     if not bars:
         return None

@@ -101,19 +101,19 @@ def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
 
 def implausible(report: Report) -> list[Check]:
     """One ANOMALOUS check per measurement that no sound compilation and measurement would give."""
-    found = _not_finite(report.model, "model", [metric for metric in METRICS if metric.scope != "site"])
+    checks = _not_finite(report.model, "model", [metric for metric in METRICS if metric.scope != "site"])
     for site in report.sites:
-        found += _not_finite(site, site.name, [metric for metric in METRICS if metric.every_site])
+        checks += _not_finite(site, site.name, [metric for metric in METRICS if metric.every_site])
         if _cannot_be_equal(site) and finite(site.metric("attention_rel_l2_worst")) == 0:
             text = f"the attention of {site.name} is exactly the teacher's, although it was approximated"
-            found.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
-    found += _too_equal(report)
+            checks.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
+    checks += _too_equal(report)
     for metric in METRICS:
         value = finite(report.model.metric(metric.key)) if metric.speed else None
         if value is not None and not 0 < value <= IMPLAUSIBLE_SPEEDUP:
             text = f"{metric.key} of model is {value:.6g}: no kernel is that fast; a timing must be wrong"
-            found.append(_anomaly(metric.key, "model", text, value))
-    return found + _too_accurate(report)
+            checks.append(_anomaly(metric.key, "model", text, value))
+    return checks + _too_accurate(report)
 
 
 def gate_result(
@@ -121,8 +121,8 @@ def gate_result(
 ) -> GateReport:
     """The report's gate: its limits, its plausibility, and its comparison with a baseline.
 
-    The verdict is None where neither a limit nor a baseline was set: nothing was promised, and
-    nothing is accepted. Otherwise a result that is implausible fails whatever the limits are.
+    The verdict is None if neither a limit nor a baseline was set: nothing was promised, and nothing is
+    accepted. Otherwise an implausible result fails, whatever the limits are.
     """
     if not gates and comparison is None:
         return GateReport()
@@ -132,21 +132,18 @@ def gate_result(
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
-    """One line for the verdict and one per check that is not accepted, the worst class first; another
-    class than the verdict's is named."""
-    failed = gate.failures
+    """One line for the verdict and one for each check that failed, the worst class first; a class other
+    than the verdict's is named."""
     lines = [f"gate failed: {gate.verdict}"]
-    lines += [
-        f"  {'' if failure.verdict == gate.verdict else f'{failure.verdict}: '}{failure.message}"
-        for failure in failed[:most]
-    ]
-    if len(failed) > most:
-        lines.append(f"  and {len(failed) - most} more")
-    return "\n".join(lines)
+    for check in gate.failures[:most]:
+        other = "" if check.verdict == gate.verdict else f"{check.verdict}: "
+        lines.append(f"  {other}{check.message}")
+    left = len(gate.failures) - most
+    return "\n".join(lines + ([f"  and {left} more"] if left > 0 else []))
 
 
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
-    """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
+    """The fewest examples n with per_example / n <= |ideal - limit|; 0 if the limit is the ideal."""
     distance = abs(ideal - limit)
     return math.ceil(per_example / distance - 1e-6) if distance else 0
 
@@ -195,7 +192,7 @@ def _verdict(
 
 
 def unmeasured(subject: str, raw: float | None, against: str) -> str:
-    """Why a value can be held against nothing; empty where it can."""
+    """Why a value cannot be compared with anything; empty if it can."""
     if raw is None:
         return f"{subject} was not measured ({against})"
     broken = finite(raw) is None
@@ -203,18 +200,18 @@ def unmeasured(subject: str, raw: float | None, against: str) -> str:
 
 
 def too_few(needed: int, *reports: Report) -> str:
-    """Why the examples of reports do not carry a limit on a share; empty where they do.
+    """Why reports have too few examples for a limit on a share; empty if they have enough.
 
-    A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
-    more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
-    on a confidence bound needs so many examples that a perfect result keeps it.
+    A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no more
+    than the ideal itself, and the fewer the examples, the easier it is to keep: 20 of 20 is no proof of
+    0.99. A limit on a confidence bound needs so many examples that a perfect result keeps it.
     """
     examples = min((finite(report.model.metric("examples")) or 0.0) for report in reports)
     return "" if examples >= needed else f"rests on {examples:g} examples; at least {needed} are needed"
 
 
 def _needed(gate: Gate) -> int:
-    """The examples without which a limit on a share cannot be judged; 0 where any number will do."""
+    """The examples needed to judge a limit on a share; 0 if any number will do."""
     metric = METRIC[gate.metric]
     if not metric.share or gate.bound != metric.bound:
         return 0
@@ -223,13 +220,13 @@ def _needed(gate: Gate) -> int:
 
 
 def examples_asked(gates: Sequence[Gate]) -> int:
-    """The examples that a report must have so that none of these limits fails for want of them."""
+    """The examples a report needs so that none of these limits fails for lack of them."""
     least = [gate.limit for gate in gates if gate.metric == "examples" and gate.bound == "min"]
     return math.ceil(max([0, *least, *map(_needed, gates)]))
 
 
 def _worst(checks: Sequence[Check]) -> Check:
-    """The one nearest to failing: one without a value before all others."""
+    """The check nearest to failing; one without a value comes first."""
 
     def badness(check: Check) -> float:
         compared = check.bound_value if check.confidence else check.value
@@ -261,8 +258,8 @@ def _without(site: SiteReport, metric: str) -> bool:
 
 
 def _cannot_be_equal(site: SiteReport) -> bool:
-    """An approximation whose results, were they bit-equal, would be a wonder: sorting softly at a
-    temperature near zero and sorting exactly may really be the same."""
+    """Whether bit-equal results would be a miracle: of an approximation, unless it sorts. A soft sort at
+    a temperature near zero may really equal an exact one."""
     sorts = site.operator.startswith("esp_") and site.teacher_operator.startswith("esp_")
     return site.approximate and not sorts
 
@@ -326,8 +323,8 @@ def _of_metrics(data: Any, place: Place, pattern: str | None) -> list[Gate]:
     readers: dict[str, Compound] = {m.key: partial(_limits, m, pattern) for m in METRICS if m.gate}
     if pattern is None:
         readers["sites"] = _of_sites
-    found = parse(data, dict.fromkeys(readers), place, readers, what="metric")
-    return [gate for gates in found.values() for gate in gates]
+    parsed = parse(data, dict.fromkeys(readers), place, readers, what="metric")
+    return [gate for gates in parsed.values() for gate in gates]
 
 
 def _of_sites(patterns: Any, place: Place) -> list[Gate]:
@@ -355,13 +352,13 @@ def _limits(metric: Metric, pattern: str | None, limits: Any, place: Place) -> l
     if not isinstance(limits, Mapping) or not {"min", "max"} & set(limits):
         rule = f"{place} must be limited by min and/or max, as in {{max: 0.05}}"
         raise InputError(rule, got=short(limits))
-    found = parse(limits, {"min": Finite, "max": Finite, "confidence": Switch}, place)
-    confidence = found.pop("confidence", False)
-    for bound, limit in found.items():
+    ends = parse(limits, {"min": Finite, "max": Finite, "confidence": Switch}, place)
+    confidence = ends.pop("confidence", False)
+    for bound, limit in ends.items():
         if metric.share and not (metric.low or 0) <= limit <= 1:
             rule = f"{place.at(bound, limits)}: a share is at most 1"
             raise InputError(rule, got=f"{limit:g}", help="write 99 % as 0.99")
-    if found.get("min", -math.inf) > found.get("max", math.inf):
+    if ends.get("min", -math.inf) > ends.get("max", math.inf):
         raise InputError(f"{place}: min must not be above max", got=short(limits))
     bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
-    return [Gate(metric.key, b, found[b], pattern, confidence) for b in bounds if b in found]
+    return [Gate(metric.key, b, ends[b], pattern, confidence) for b in bounds if b in ends]

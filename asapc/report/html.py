@@ -1,28 +1,34 @@
-"""A report as one self-contained page: no network, no script, light and dark, phone and paper.
+"""A report as HTML: one self-contained page, or a fragment in a notebook.
 
-`page` turns the report into what the template lays out: every value already formatted; the template
-cleans and escapes it. Every part of a report is optional here. What to do comes first
-(asapc.report.advice), with the figures behind it (asapc.report.brief), then the layers, the worst one
-first, then the tables that the terminal and Markdown have, too (asapc.report.tables).
+Both begin with what to do (asapc.report.advice) and the figures behind it (asapc.report.brief), then list
+the layers, the worst one first; the page goes on with the tables that the terminal and Markdown have, too
+(asapc.report.tables). There is no script and nothing from a network. Every part of a report is optional
+here. Values are formatted here; the templates clean and escape them.
 
 jinja2 comes with torch; matplotlib, which the page's pictures need, is in the extra `report`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from asapc.errors import InputError
 from asapc.metrics import METRICS
 from asapc.report.advice import LOSSLESS_PYTHON, LOSSLESS_RECIPE, advise, decide
+from asapc.report.baseline import read_report
 from asapc.report.brief import key_figures
 from asapc.report.document import Report
-from asapc.report.tables import TONES, Table, gate_table, layers_table, listed, report_sections
+from asapc.report.tables import TONES, gate_table, layers_table, listed, report_sections
 from asapc.terminal.printed import clipped, escaped
 
 ADVICE = 5
+HINTS = 3  # of the advice, in a notebook
+LISTED = 12  # layers in a notebook
 ROWS = 15  # of a table: longer ones are folded
 PICTURED = 12  # layers with pictures, so that a page of any depth stays small enough to open
 LONGEST = 500  # characters of a value that are shown
@@ -64,20 +70,25 @@ def page(report: Report) -> dict[str, Any]:
     from asapc.report.figures import layer_pictures, model_pictures
 
     decision = decide(report)
-    judged, own = decision.judgement, report.gate.verdict
-    lossless = decision.lossless
+    judged, verdict, lossless = decision.judgement, report.gate.verdict, decision.lossless
     sections = {"Layers": layers_table(report)}
     if judged.defaults:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
     for heading, tables in report_sections(report).items():
         sections[heading] = sections.get(heading, []) + tables
-    sections["What the figures mean"] = _explained(report)
+    measured = {key for site in report.sites for key in site.metrics}
+    sections["What the figures mean"] = listed(
+        "Metrics of a layer", [metric for metric in METRICS if metric.key in measured],
+        {"metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc},
+    )  # fmt: skip
     tone = "good" if decision.action in ("ship", "lossless") else "odd"
+    if verdict is not None and (verdict != "ACCEPT" or judged.defaults is None):
+        tone = TONES[verdict]
     return {
         "source": report.model.source or "a model",
         "decision": decision,
-        "word": own or "NO GATE",
-        "tone": TONES[own] if own is not None and (own != "ACCEPT" or judged.defaults is None) else tone,
+        "word": verdict or "NO GATE",
+        "tone": tone,
         "basis": judged.basis,
         "warnings": [w for w in (*(w.text for w in report.warnings), report.chosen_elsewhere) if w],
         "figures": key_figures(report),
@@ -91,9 +102,29 @@ def page(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _explained(report: Report) -> list[Table]:
-    """What each metric of a layer is."""
-    measured = {key for site in report.sites for key in site.metrics}
-    return listed("Metrics of a layer", [metric for metric in METRICS if metric.key in measured], {
-        "metric": lambda metric: metric.key, "meaning": lambda metric: metric.doc,
-    })  # fmt: skip
+def report_html(report: Report, title: str = "") -> str:
+    """What a notebook shows of a report, in its own colours and fonts, without matplotlib.
+
+    title: the model's source unless given.
+    """
+    decision = decide(report)
+    return rendered(
+        "notebook.html.j2", title=title or report.model.source or "a model", decision=decision,
+        basis=f"{report.gate.verdict or 'no gate'}: {decision.judgement.basis}",
+        code=LOSSLESS_PYTHON if decision.lossless is not None else "", figures=key_figures(report),
+        layers=layers_table(report), rows=LISTED, lines=advise(report)[:HINTS],
+    )  # fmt: skip
+
+
+def model_html(title: str, lines: Sequence[str], folder: str) -> str:
+    """A compiled model: its report where `folder` has one that can be read, else a line for each layer.
+
+    title: what it was compiled from.
+    """
+    heading = f"compiled model of {title}"
+    try:  # anybody may have written it, and a notebook goes on without
+        report = read_report(Path(folder) / "report.json")
+    except (OSError, ValueError, InputError):
+        more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+        return rendered("notebook.html.j2", title=heading, decision=None, lines=[*lines[:LISTED], *more])
+    return report_html(report, heading)

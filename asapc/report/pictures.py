@@ -30,11 +30,12 @@ class MapPair:
 
 @dataclass
 class SitePictures:
-    """Of the first EXAMPLES examples of a site with an active key the head with the largest error."""
+    """The head with the largest error in each of the first EXAMPLES examples of a site that have an
+    active key."""
 
     name: str
     pairs: list[MapPair] = field(default_factory=list)
-    seen: int = 0  # examples so far
+    passed: int = 0  # examples so far
 
     def update(
         self,
@@ -50,15 +51,15 @@ class SitePictures:
         for index in range(len(teacher_map)):
             if len(self.pairs) < EXAMPLES:
                 masks = (None if mask is None else mask[index] for mask in (keep, query_keep))
-                pair = _pair(self.seen + index, teacher_map[index], compiled_map[index], *masks)
+                pair = _pair(self.passed + index, teacher_map[index], compiled_map[index], *masks)
                 self.pairs += [] if pair is None else [pair]
-        self.seen += len(teacher_map)
+        self.passed += len(teacher_map)
 
 
-def pooled(attention: Tensor, cells: int = CELLS) -> Tensor:
-    """[N, M] to at most [cells, cells]: the mean over pooled queries, the sum over pooled keys."""
+def pooled(attention: Tensor) -> Tensor:
+    """[N, M] to at most [CELLS, CELLS]: the mean over pooled queries, the sum over pooled keys."""
     queries, keys = attention.shape
-    size = min(queries, cells), min(keys, cells)
+    size = min(queries, CELLS), min(keys, CELLS)
     return adaptive_avg_pool2d(attention[None], size)[0] * (keys / size[1])
 
 
@@ -77,5 +78,5 @@ def _pair(
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1)).clamp(min=1e-300)
     error = torch.nan_to_num(difference / norm, nan=torch.inf)  # a broken head is the one to show
     head = int(error.argmax())
-    shown, own = (pooled(x[head]).cpu().tolist() for x in (exact, approx))
-    return MapPair(example, head, exact.shape[-1], shown, own, float(error[head]))
+    first, second = (pooled(x[head]).cpu().tolist() for x in (exact, approx))
+    return MapPair(example, head, exact.shape[-1], first, second, float(error[head]))

@@ -51,15 +51,15 @@ def _record(cls: type[Record], kinds: dict[str, Any]) -> dict[str, Any]:
 def _type(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        found = _type(arguments[0], kinds)
+        schema = _type(arguments[0], kinds)
         for more in arguments[1:]:
-            found |= {"description": more} if isinstance(more, str) else more
-        return found
+            schema |= {"description": more} if isinstance(more, str) else more
+        return schema
     if NoneType in arguments:
-        found = _type(arguments[0], kinds)
-        return found | {"type": [found["type"], "null"]} if "type" in found else {
-            "anyOf": [found, {"type": "null"}]
-        }  # fmt: skip
+        schema = _type(arguments[0], kinds)
+        if "type" not in schema:
+            return {"anyOf": [schema, {"type": "null"}]}
+        return schema | {"type": [schema["type"], "null"]}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin is Mapping:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asapc.artifact import Artifact, Stage
-from asapc.calibration.collect import active_examples, pieces
+from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
 from asapc.device import CPU, described
 from asapc.features.clouds import shown_queries
@@ -44,11 +44,11 @@ def time_model(
     runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7, warmup: int = 2,
     torch_compile: bool = False, twin: Stage | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians and ratios of the whole model, and the intervals of these by their names, as `confidence`.
+    """Medians and ratios of the whole model, with the intervals of the ratios as `confidence`.
 
-    twin: the stage that the compiled model is, call for call: the two are timed as one.
-    torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
-    teacher; where it fails, `torch_compile_failed` says why.
+    twin: the stage that makes the same calls as the compiled model: the two are timed as one.
+    torch_compile: time teacher and compiled model under torch.compile, too, and how long that took for
+    the teacher; if it fails, `torch_compile_failed` says why.
     """
     if torch_compile:
         torch._dynamo.reset()  # what was compiled for an earlier model is not this one's
@@ -56,24 +56,24 @@ def time_model(
         NAMES[stage]: partial(run, batch)
         for stage, run in runners.items() if twin is None or stage != "graph"
     }  # fmt: skip
-    found = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
+    built = {NAMES[stage]: torch_compiled(runners[stage], batch) for stage in UNDER if torch_compile}
     under = {f"{name}_torch_compile": partial(its.call, batch)
-             for name, its in found.items() if its.call is not None}  # fmt: skip
+             for name, its in built.items() if its.call is not None}  # fmt: skip
     for call in under.values():
         call()  # uncounted: the compilation of one model may have made another's guards fail
     rounds = interleaved_times(calls | under, repeats=repeats, warmup=warmup, enough=ENOUGH)
     if twin is not None:
         rounds["compiled"] = rounds[NAMES[twin]]
-    told = ratios(rounds)
-    if found:
-        told["torch_compile_seconds"] = found["teacher"].seconds
-        failed = [f"{name}: {its.failed}" for name, its in found.items() if its.failed]
-        told |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
-    return told
+    figures = ratios(rounds)
+    if built:
+        figures["torch_compile_seconds"] = built["teacher"].seconds
+        failed = [f"{name}: {its.failed}" for name, its in built.items() if its.failed]
+        figures |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
+    return figures
 
 
 def twin_of(artifact: Artifact) -> Stage | None:
-    """The stage that the compiled model is call for call, if it is one: nothing was approximated."""
+    """The stage that makes the same calls as the compiled model, if nothing was approximated."""
     entries = artifact.manifest["sites"]
     if "refresh" in artifact.manifest or not entries:
         return None
@@ -112,7 +112,7 @@ def time_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
     return ratios(times)
 
 
-# What nothing is said of where marginals are given: sums are compared with 1.
+# These compare sums with 1, which says nothing if marginals are given.
 OF_UNIFORM_MARGINALS = ("row_err", "row_err_teacher", "col_err", "col_err_teacher")
 
 
@@ -153,19 +153,15 @@ class SiteFidelity:
                 for piece in pieces(t, every=True):
                     duals = TeacherDuals(piece, self.convention)
                     self._compare(piece, duals.attention())
-                    if self.certificates is None:
-                        continue
-                    if len(active_examples(piece)) == len(piece.q):
+                    if self.certificates is not None:
                         self.certificates.add(duals)
-                    else:
-                        self.certificates.update(piece)
                 return
             self._compare(t, self.teacher_site(t, None))
             if self.certificates is not None:
                 self.certificates.update(t)
 
     def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
-        """What the compiled site makes of it, with the teacher's map."""
+        """Compare what the compiled site computes with the teacher's map."""
         compiled = self.compiled_site(t, None)
         keeps, c = (t.keep, t.query_keep), self.convention
         if isinstance(c, Convention) and c.hides_queries:

@@ -7,7 +7,7 @@ terminal tables, and `asapc.report.html` into HTML.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from asapc.report.document import (
     GateReport,
     Report,
     SiteReport,
-    Trail,
     Tried,
     TriedSite,
     equally_fast,
@@ -60,11 +59,11 @@ class Table:
 
 def listed(title: str, items: Iterable[Any], columns: Mapping[str, Column]) -> list[Table]:
     """A row for each item; no table without items.  columns: by heading."""
-    rows = tuple(tuple(_told(item, *column) for column in columns.items()) for item in items)
+    rows = tuple(tuple(_cell(item, *column) for column in columns.items()) for item in items)
     return [Table(title, tuple(columns), rows)] if rows else []
 
 
-def _told(item: Any, heading: str, column: Column) -> str:
+def _cell(item: Any, heading: str, column: Column) -> str:
     if not isinstance(column, str):
         return column(item)
     value = item.get(column)
@@ -83,7 +82,7 @@ def _metrics(*keys: str) -> dict[str, Column]:
 
 
 def _parts(sites: Iterable[Result], part: str) -> list[dict[str, Any]]:
-    """The items that sites have under a key, each with the name of its `site`."""
+    """What sites hold under a key, each item with the name of its `site`."""
     return [{"site": site.get("name"), **item} for site in sites for item in site.get(part) or ()]
 
 
@@ -107,7 +106,7 @@ LABELS = {
 
 
 def label(key: str) -> str:
-    """What a value of the whole model is in words."""
+    """The name of a value of the whole model, in words."""
     return LABELS.get(key, key.replace("_", " "))
 
 
@@ -153,12 +152,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-_LOOP = (
-    "T={half_steps}, {first_side} first, {last_side} last, scale {score_multiplier}, "
-    "factor {output_factor}"
-)
-
-
 def convention_text(convention: Result | None) -> str:
     """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
     if not convention:
@@ -172,7 +165,9 @@ def convention_text(convention: Result | None) -> str:
 
 
 def _loop(c: Result) -> list[str]:
-    parts = [_LOOP.format_map(defaultdict(lambda: "-", {key: number(x) for key, x in c.items()}))]
+    keys = ("half_steps", "first_side", "last_side", "score_multiplier", "output_factor")
+    steps, first, last, scale, factor = (number(c.get(key)) for key in keys)
+    parts = [f"T={steps}, {first} first, {last} last, scale {scale}, factor {factor}"]
     stabiliser = c.get("stabiliser")
     if stabiliser:
         sign = "+" if stabiliser.get("kind") == "add" else "at least"
@@ -181,14 +176,13 @@ def _loop(c: Result) -> list[str]:
 
 
 def _plan(c: Result) -> list[str]:
-    marginals = {"mu": c.get("source_marginal"), "nu": c.get("target_marginal")}
-    given = [
-        f"{symbol} {'given' if kind == 'input' else kind}"
-        for symbol, kind in marginals.items() if kind != "uniform"
-    ]  # fmt: skip
-    scales = [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
-    scales += [f"ends early at {number(c['ending'].get('threshold'))}"] if c.get("ending") else []
-    return [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c), *scales, *given]
+    parts = [f"{'log plan' if c.get('log') else 'plan'} of given scores", *_loop(c)]
+    parts += [f"times {text_of(c['by_head'])} by head"] if c.get("by_head") else []
+    parts += [f"ends early at {number(c['ending'].get('threshold'))}"] if c.get("ending") else []
+    for symbol, side in (("mu", "source"), ("nu", "target")):
+        kind = c.get(f"{side}_marginal")
+        parts += [] if kind == "uniform" else [f"{symbol} {'given' if kind == 'input' else kind}"]
+    return parts
 
 
 def _banded(c: Result) -> list[str]:
@@ -198,7 +192,7 @@ def _banded(c: Result) -> list[str]:
 
 
 def _settings(c: Result) -> list[str]:
-    """What is set of a kind that is not worded above."""
+    """The settings of a kind that has no wording of its own above."""
     apart = ("operator", "mask", "bias", "early_stop")
     return [str(c.get("operator")).replace("_", " ")] + [
         f"{key.replace('_', ' ')} {text_of(value)}" for key, value in c.items()
@@ -211,13 +205,13 @@ _CONVENTIONS = {"sinkhorn": _loop, "plan": _plan, "banded_sinkhorn": _banded}
 
 def amortised_text(site: Result) -> str:
     """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
-    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty where neither."""
+    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty if neither."""
     tokens, width = site.get("summary_tokens"), site.get("depthwise")
     for key in SIZES:
         if site.get(key):
-            told = [f"{site[key]} {key.replace('_', '-')}"]
-            told += [counted(tokens, "summary token")] if tokens else []
-            return ", ".join(told + ([f"convolution of {width}"] if width else []))
+            parts = [f"{site[key]} {key.replace('_', '-')}"]
+            parts += [counted(tokens, "summary token")] if tokens else []
+            return ", ".join(parts + ([f"convolution of {width}"] if width else []))
     if not site.get("features"):
         return ""
     count = site.get("c_transforms")
@@ -226,7 +220,7 @@ def amortised_text(site: Result) -> str:
 
 
 def _choices(fitted: Result) -> list[str]:
-    """What a fit has that most have not, in a few words each."""
+    """What is unusual about a fit, in a few words each."""
     return [
         *(["rows rescaled"] if fitted.get("rescaled") else []),
         *(["from the last dual"] if fitted.get("aim") == "last" else []),
@@ -235,7 +229,7 @@ def _choices(fitted: Result) -> list[str]:
 
 
 def fit_text(site: Result) -> str:
-    """"kl per_head", and whether it converged where that can be doubted; how close a distilled one is."""
+    """"kl per_head", with a note if it did not converge; how close a distilled operator is."""
     if not site.get("fit"):
         return ""
     if site.get("fit_rel_l2") is not None:
@@ -263,10 +257,12 @@ def headline(report: Report) -> str:
 
 def layers_table(report: Report) -> list[Table]:
     """Each layer by its errors and by its speed, as selection timed it; the worst first."""
-    trail, columns = report.selection or Trail(), dict[str, Column]()
-    columns |= {"layer": lambda site: site.name, "operator": lambda site: site.operator}
-    for key, words in ((ERROR, "attention error|"), ("output_rel_l2", "output error|")):
-        columns[words] = partial(_error_of, key)
+    trail = report.trail
+    columns: dict[str, Column] = {
+        "layer": lambda site: site.name, "operator": lambda site: site.operator,
+        "attention error|": partial(_error_of, ERROR),
+        "output error|": partial(_error_of, "output_rel_l2"),
+    }  # fmt: skip
     if any(changed(report, ERROR, site.name) for site in report.sites):
         columns["against the baseline|"] = lambda site: changed(report, ERROR, site.name) or "-"
     if trail.sites:
@@ -282,7 +278,7 @@ def _error_of(metric: str, site: SiteReport) -> str:
 
 
 def changed(report: Report, metric: str, scope: str) -> str:
-    """The difference of a metric to the baseline, shares in points; empty where it was not compared."""
+    """The difference from the baseline, shares in points; empty if the metric was not compared."""
     change = report.change(metric, scope)
     if change is None:
         return ""
@@ -292,7 +288,7 @@ def changed(report: Report, metric: str, scope: str) -> str:
 
 
 def _speed_of(site: SiteReport, trail: TriedSite) -> str:
-    """Where its interval holds 1, teacher and compiled layer are equally fast."""
+    """The speed of a layer against its teacher's: equal if the interval of the ratio holds 1."""
     if site.operator == TEACHER:
         return "equal"
     shape, chosen = trail.largest_shape, trail.chosen or Tried()
@@ -305,7 +301,7 @@ def _speed_of(site: SiteReport, trail: TriedSite) -> str:
 
 
 def report_tables(report: Report) -> list[Table]:
-    """Every table of a report, see `report_sections`; of the comparison with a baseline what is worse."""
+    """Every table of a report, see `report_sections`; from the baseline only what is worse."""
     sections = report_sections(report) | {"Gate": gate_table(report.gate, every=False)}
     return [table for tables in sections.values() for table in tables]
 
@@ -339,12 +335,12 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
 
 def _model_table(title: str, model: Result) -> Table:
     intervals = model.get("confidence")
-    rows = []
+    rows: list[Row] = []
     for key, value in model.items():
         if key not in ("confidence", "confidence_level"):
             times = "x" if key.startswith("speedup") else ""
-            row = (label(key), metric_text(key, value) + times)
-            rows.append((*row, interval_text(key, intervals) or "-") if intervals else row)
+            rows.append((label(key), metric_text(key, value) + times))
+            rows[-1] += (interval_text(key, intervals) or "-",) if intervals else ()
     heading = f"{_percent(model.get('confidence_level', 0.95))} interval|"
     return Table(title, ("", "|", heading) if intervals else ("", ""), tuple(rows))
 
@@ -356,14 +352,10 @@ def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
     return listed("Fidelity to the teacher, per site", rows, columns)
 
 
-def _outcome(certificate: Result) -> str:
-    vacuous = "vacuous" if certificate.get("vacuous") else "holds"
-    return vacuous if certificate.get("holds") else "violated"
-
-
 _certificates = partial(listed, "Certificates", columns={
     "site": "site", "certificate": "name", "bound|": "bound", "measured|": "measured",
-    "holds": _outcome, "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
+    "holds": lambda x: ("vacuous" if x.get("vacuous") else "holds") if x.get("holds") else "violated",
+    "cases|": "cases", "vacuous|": "vacuous_cases", "source": "source",
 })  # fmt: skip
 _lengths = partial(listed, "By length of the example, per site", columns={
     "site": "site", "active keys": lambda bin: f"{bin['low']} to {bin['high']}",
@@ -435,8 +427,8 @@ def gate_table(
 ) -> list[Table]:
     """One table of checks, failures first; none if no gate was set.
 
-    A baseline compares every metric of every site: unless every, it takes one row, and one for each that
-    is worse.  every: with the messages, too.  words: in place of a class.
+    every: list every check against a baseline, which compares every metric of every site, and the
+    messages; else the baseline is one row, with one for each metric that is worse.  words: for classes.
     """
     rows = [
         (check.metric, check.scope, number(check.value), limit_text(check),
@@ -489,7 +481,7 @@ def inspect_tables(inspection: Result) -> list[Table]:
 
 
 def calibration_tables(summary: Result) -> list[Table]:
-    """The fit of every site, where any was."""
+    """The fit of every site, if there was any."""
     fits = listed(f"Calibration of {summary.get('model')}, {summary.get('order')}", summary["sites"], {
         "site": "name", "predicted": amortised_text, "fit": fit_text, "examples|": "examples",
         "tokens|": "tokens", **_metrics("r2", "condition_number"), "s|": "fit_seconds",

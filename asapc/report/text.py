@@ -28,8 +28,8 @@ ROW_LIMITS: tuple[int | None, ...] = (None, 500, 200, 100, 50, 20, 10, 5, 2)
 def markdown(report: Report) -> str:
     """The whole report, sized for a comment on a pull request; ends in a newline.
 
-    The first line is the verdict; then what failed, and tables, the wide ones folded. Where it would
-    be too long, tables lose their last rows and say so.
+    The verdict comes first, then what failed, then tables, the wide ones folded. If it were too long,
+    tables lose their last rows and say so.
     """
     tables = report_tables(report)
     for most in ROW_LIMITS:

@@ -14,8 +14,8 @@ from typing import Any
 def command_line(command: str, *arguments: str | Path, **options: str | Path | bool | None) -> str:
     """asapc COMMAND ARGUMENTS --option VALUE ..., quoted.
 
-    options: in this order; a name of one letter is -o, others are --name, a flag where the value is True;
-    None and False are left out.
+    options: in this order; a name of one letter is -o, others are --name; True is a flag, None and False
+    are left out.
     """
     words = ["asapc", command]
     for argument in map(str, arguments):

@@ -18,8 +18,7 @@ INTERVAL = 0.2  # seconds between updates
 
 
 def progress_here(*, quiet: bool) -> Progress:
-    """For a function that is called from Python: in a notebook's cell what follows, `make_progress`'s
-    elsewhere."""
+    """For a function called from Python: NotebookProgress in a notebook, else that of make_progress."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     in_notebook = type(shell).__name__ == "ZMQInteractiveShell"  # this process is the kernel of one
@@ -27,7 +26,7 @@ def progress_here(*, quiet: bool) -> Progress:
 
 
 class NotebookProgress(PlainProgress):
-    """Of nested loops the one that moved last; notes are printed."""
+    """Shows the loop that moved last, of several nested ones; notes are printed."""
 
     def __init__(self) -> None:
         super().__init__(interval=INTERVAL)

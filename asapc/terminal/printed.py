@@ -25,12 +25,12 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same for a part of a line: it cannot begin a new one."""
+    """The same for part of a line: it cannot begin a new one."""
     return escaped(text.replace("\n", " "))
 
 
 def reason(error: BaseException, most: int = 300) -> str:
-    """What an error says, as a part of a line of at most so many characters; its type if it is mute."""
+    """An error's message as part of a line, of at most so many characters; its type if it has none."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = one_line(" ".join(text.split())) or type(error).__name__
     return clipped(line, most)

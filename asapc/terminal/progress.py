@@ -43,8 +43,8 @@ SILENT = Progress()
 
 
 class PlainProgress(Progress):
-    """A line at most every `interval` seconds of a loop, and one at its end; a line at the end of a long
-    phase, and for a longer one also a line while it runs."""
+    """A line every `interval` seconds of a loop, and one at its end; a line at the end of a long phase,
+    and another one while a longer phase runs."""
 
     def __init__(self, stream: TextIO | None = None, *, interval: float = 5.0) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -79,7 +79,7 @@ class PlainProgress(Progress):
             self.line(f"{label}: {took:.1f} s")
 
     def line(self, text: str) -> None:
-        """How far a loop or a phase is."""
+        """Show how far a loop or a phase is."""
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -161,6 +161,6 @@ def _length(iterable: Iterable[Item], total: int | None) -> int | None:
 
 
 def _left(passed: float, done: int, total: int | None) -> str:
-    """", about 40 s left", where that is known and more than a moment."""
+    """", about 40 s left", if that is known and more than a moment."""
     seconds = passed / done * (total - done) if total is not None and done else 0.0
     return f", about {seconds:.0f} s left" if seconds >= LONG else ""
