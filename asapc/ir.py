@@ -110,12 +110,14 @@ class Ending(Record):
                examples, heads and rows. A NaN ends nothing.
     summed:    the change is the mean over examples and heads of the sums over rows.
     after:     half-steps that still follow.
+    ones:      the duals are those of masses of 1 where none are given, not of 1/N and 1/M.
     """
 
     moves: Literal["duals", "scalings"]
     threshold: float
     summed: bool = False
     after: int = 0
+    ones: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,6 +131,10 @@ class Ending(Record):
         if settings["threshold"] is None:
             return None
         return cls(*(settings[each.name] for each in fields(cls)))
+
+    def mass(self, given: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
+        """The logarithms of masses of a side, None for uniform ones, with which its duals are formed."""
+        return scores.new_zeros(1) if self.ones and given is None else given
 
     def change(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The change of f [B, H, N] by a half-step on rows, to be compared with the threshold."""

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from asapc.passes.cut import ancestors, depends_on_data, reaches
+from asapc.passes.cut import HALVES, ancestors, depends_on_data, reaches
 from asapc.passes.observe import STOP, builtin_replaced
 from asapc.passes.products import NORMALISERS
 from asapc.terminal.printed import first_line
@@ -124,8 +124,9 @@ class Trace(TorchFunctionMode):
 
     def _without_size_branch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Have torch.cdist compute its distances without products, which it takes for more than CDIST
-        points. capture holds them against the module's own at more points."""
-        if len(args) > 3 or kwargs.get("compute_mode", _CDIST_BRANCHES) != _CDIST_BRANCHES:
+        points, except in half precision. capture holds them against the module's own at more points."""
+        branches = len(args) <= 3 and kwargs.get("compute_mode", _CDIST_BRANCHES) == _CDIST_BRANCHES
+        if not branches or args[0].dtype in HALVES:
             return kwargs
         self.widened = True
         return {**kwargs, "compute_mode": "donot_use_mm_for_euclid_dist"}

@@ -207,7 +207,7 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
                         f"its loop ends early where a residual is at most {first.threshold:g}, which "
                         f"changes the {loop.gives} by {error:.2g} of its largest entry: use a fixed "
                         "number of steps, or stop where the rows' duals or scalings, of marginals that "
-                        "sum to 1, change little in the mean, looked at in every iteration"
+                        "sum to 1 or are 1, change little in the mean, looked at in every iteration"
                     )
 
 
@@ -251,19 +251,23 @@ def ending_of(
         raise NoFit("it does not look after every iteration, or at more than rounding")
     (threshold,), (after,) = thresholds, follow
     assert threshold is not None
-    theirs, ours, generator = [], [], torch.Generator().manual_seed(5)
+    ours: dict[Ending, list[Tensor]] = {
+        Ending(moves, threshold, summed, after, ones): []
+        for ones, moves, summed in itertools.product((False, True), MOVES, (False, True))
+    }
+    theirs, generator = [], torch.Generator().manual_seed(5)
     cut = residuals_cut(loop.program, [stops[x] for x in residuals], loop.inputs)
     for at, spread in itertools.product(lengths, UNEVEN):
         noise = spread * torch.randn(tuple(loop.size(at)), generator=generator, dtype=torch.float64)
         noise[:1] *= 2.0  # a mean over examples is no largest one
         tensors, given = loop.feed(noise, at, None)
         scores = convention.score_multiplier * given.scores
-        f = row_duals(scores, *given.marginals, half_steps, rows_first, convention.damping)
         theirs.append(torch.stack(cut.run(tensors, at)).flatten())
-        ours.append([*itertools.pairwise(f)])
-    for moves, summed in itertools.product(MOVES, (False, True)):
-        rule = Ending(moves, threshold, summed, after)
-        changes = [torch.stack([rule.change(*pair) for pair in pairs]) for pairs in ours]
+        for rule, changes in ours.items():
+            masses = (rule.mass(x, scores) for x in given.marginals)
+            f = row_duals(scores, *masses, half_steps, rows_first, convention.damping)
+            changes.append(torch.stack([rule.change(*pair) for pair in itertools.pairwise(f)]))
+    for rule, changes in ours.items():
         unit = float(theirs[0][0] / changes[0][0])
         off = [(unit * x - y).abs().max() / max(threshold, float(y.max()))  # masses may be rounded
                for x, y in zip(changes, theirs, strict=True)]  # fmt: skip

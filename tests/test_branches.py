@@ -288,6 +288,14 @@ def test_a_harmless_branch_on_a_size_is_left_out(traced: int) -> None:
         torch.testing.assert_close(program.graph(x), model(x), atol=2e-3, rtol=0)
 
 
+def test_in_half_precision_there_is_one_way() -> None:
+    model = of_distances().bfloat16()
+    (program,) = capture(model, (torch.randn(3, 30, 5).bfloat16(),), {}).programs
+    for count in (26, 60):
+        x = torch.randn(2, count, 5).bfloat16()
+        torch.testing.assert_close(program.graph(x), model(x))
+
+
 def test_sizes_that_were_not_tried_are_none_of_the_programs() -> None:
     model = of_distances(longest=20)
     (program,) = capture(model, (torch.randn(3, 9, 5),), {}).programs

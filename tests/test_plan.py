@@ -337,6 +337,7 @@ DAMPED = {
     "both, 1/N outside": (nets.Damped(0.5, 0.7, 6, unit=False, outside=True), ()),
     "scalings from 1/N": (nets.Unbalanced(), ()),
     "masses outside": (nets.Damped(0.5, 0.7, 6, outside=True), (9, 6)),
+    "long, far from its end": (nets.Damped(0.8, 0.8, 20), (9, 6)),
     "long": (nets.Damped(0.3, 0.3, 40), ()),
 }
 REFUSED = {

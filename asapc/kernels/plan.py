@@ -90,7 +90,8 @@ class Task:
         plain = self.rows_first and self.settings["damping"] is None
         limits = self.settings["half_steps"], self.rows_first
         row_duals = _row_duals if plain and _is_narrow(s) else reference.row_duals
-        duals = row_duals(s, widen(self.log_mu), widen(self.log_nu), *limits, self.settings["damping"])
+        masses = [ending.mass(widen(x), s) for x in (self.log_mu, self.log_nu)]
+        duals = row_duals(s, *masses, *limits, self.settings["damping"])
         done = reference.half_steps_until(ending, duals, *limits)
         changed = {**self.settings, "half_steps": done, "threshold": None}
         return self.of(self.log_mu, self.log_nu, **changed)

@@ -17,6 +17,7 @@ serves every batch and length.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,11 +199,12 @@ def _plan(a: SimpleNamespace) -> Tensor:
 def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -> Tensor:
     """The plan of a loop over scores s that ends by the data: one of those after every half-step."""
     masses = widen(a.log_mu), widen(a.log_nu)
-    steps = plan_meaning.duals(s, *masses, a.half_steps, a.rows_first, a.damping)
-    all_f, all_g = zip(*steps, strict=True)
-    done = torch.full((1,), a.half_steps)
-    for step in range(1 if a.rows_first else 2, a.half_steps + 1, 2):
-        due = ending.change(all_f[step - 1], all_f[step]) <= ending.threshold
+    loop = a.half_steps, a.rows_first, a.damping
+    all_f, all_g = zip(*plan_meaning.duals(s, *masses, *loop), strict=True)
+    done, of_rows = torch.full((1,), a.half_steps), range(1 if a.rows_first else 2, a.half_steps + 1, 2)
+    rows = plan_meaning.row_duals(s, *(ending.mass(x, s) for x in masses), *loop)
+    for step, pair in zip(of_rows, itertools.pairwise(rows), strict=True):
+        due = ending.change(*pair) <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)
     f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
     logs = s + f[..., None] + g[..., None, :]

@@ -90,7 +90,7 @@ def plan(
     by_head: Sequence[float] | None = None, constant: float | None = None, form: str = "plan",
     kind: str = "clamp", start: str = "plain", shares: bool = False, start_share: bool = False,
     damping: Sequence[float] | None = None, is_kernel: bool = False, threshold: float | None = None,
-    moves: str = "duals", summed: bool = False, after: int = 0,
+    moves: str = "duals", summed: bool = False, after: int = 0, ones: bool = False,
 ) -> Tensor:  # fmt: skip
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
@@ -108,10 +108,11 @@ def plan(
     if is_kernel:
         scores = logs_of(widen(scores))
     if threshold is not None:
-        ending = Ending(moves, threshold, summed, after)  # type: ignore[arg-type]
+        ending = Ending(moves, threshold, summed, after, ones)  # type: ignore[arg-type]
         s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
-            f = row_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
+            masses = [ending.mass(widen(x), s) for x in (log_mu, log_nu)]
+            f = row_duals(s, *masses, half_steps, rows_first, damping)
             half_steps = half_steps_until(ending, f, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":

@@ -44,6 +44,7 @@ from asapc.passes.sinkhorn.probe import (
     Sample,
     convention_error,
     factor_of,
+    groups_of,
     identify,
     loop_plans,
     masses_of,
@@ -88,13 +89,15 @@ def _damped(
     found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
     if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
         raise NoFit("no unbalanced loop")
-    budget = found.budget
-    convention = made(budget.half_steps, budget.first_side, multiplier, damping=found.damping)
+    budget, unbalanced = found.budget, partial(made, score_multiplier=multiplier, damping=found.damping)
     samples, heads = ([x.powered(found.powers) for x in of] for of in (samples, heads))
+    every, settled = groups_of(samples, multiplier), converged(found.damping, budget.half_steps)
+    if budget.rival is not None and not settled:  # sharper scores tell them apart
+        loops = [loop_plans(group, found.damping) for group in every]
+        budget = search_budget([x.attention for x in every], loops, BOTH, sums + BEYOND)
+    convention = unbalanced(budget.half_steps, budget.first_side)
     longer = [convention]
-    if budget.rival is not None:
-        if not converged(found.damping, budget.half_steps):
-            raise NoFit("several unbalanced loops")
+    if budget.rival is not None and settled:
         later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
     stabilisers: list[Stabiliser | None] = [None] if found.budget.error <= EXACT else []
@@ -110,7 +113,10 @@ def _damped(
     best = min(fits, key=lambda fit: fit.error, default=None)
     if best is None or not best.error <= HELD:
         raise NoFit("no factor of an unbalanced loop")
-    return best
+    if budget.rival is None or settled:
+        return best
+    first, half_steps = budget.rival
+    return replace(best, rival=replace(best.convention, first_side=first, half_steps=half_steps))
 
 
 # Unbalanced loops
