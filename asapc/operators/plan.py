@@ -108,7 +108,8 @@ def plan(
     if is_kernel:
         scores = logs_of(widen(scores))
     if threshold is not None:
-        ending = Ending(moves, threshold, summed, after)
+        names: Any = moves
+        ending = Ending(names, threshold, summed, after)
         s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
             f = row_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
