@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import Ending, Stabiliser
-from asapc.kernels.loop import SAFE_ROW_RANGE
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import factor_value, widen
 from asapc.operators.stabilised import unit_mass
@@ -85,15 +84,18 @@ class Task:
                 "a CUDA graph holds a fixed number of half-steps", got="a loop that ends by the data",
                 help="call the model itself, or give its loop a fixed number of steps",
             )  # fmt: skip
-        given = reference.logs_of(widen(scores)) if self.settings["is_kernel"] else widen(scores)
-        s = reference.scaled(given, self.settings["score_multiplier"], self.settings["by_head"])
-        plain = self.rows_first and self.settings["damping"] is None
-        limits = self.settings["half_steps"], self.rows_first
-        row_duals = _row_duals if plain and _is_narrow(s) else reference.row_duals
-        masses = [ending.mass(widen(x), s) for x in (self.log_mu, self.log_nu)]
-        duals = row_duals(s, *masses, *limits, self.settings["damping"])
-        done = reference.half_steps_until(ending, duals, *limits)
-        changed = {**self.settings, "half_steps": done, "threshold": None}
+        settings = self.settings
+        given = reference.logs_of(widen(scores)) if settings["is_kernel"] else scores
+        # In float64, which tells small changes of large scalings apart.
+        s = reference.scaled(given.double(), settings["score_multiplier"], settings["by_head"])
+        masses = (ending.mass(x if x is None else x.double(), s) for x in (self.log_mu, self.log_nu))
+        limits = settings["half_steps"], self.rows_first
+        duals = reference.row_duals(s, *masses, *limits, settings["damping"])
+        return self.of_half_steps(reference.half_steps_until(ending, duals, *limits))
+
+    def of_half_steps(self, half_steps: int) -> Task:
+        """The same of a loop that does so many, whatever its data."""
+        changed = {**self.settings, "half_steps": half_steps, "threshold": None}
         return self.of(self.log_mu, self.log_nu, **changed)
 
     def plain(self, scores: Tensor) -> Tensor:
@@ -131,28 +133,6 @@ class Task:
                 self.has_masses,
             )
         return factor
-
-
-def _is_narrow(s: Tensor) -> bool:
-    """Whether float64 holds the linear domain of scores; none are hidden then."""
-    return bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64])
-
-
-def _row_duals(
-    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, *_: Any
-) -> Iterator[Tensor]:
-    """row_duals of the reference, rows first, in the linear domain. In float64, which tells small changes
-    of large scalings apart."""
-    s, (queries, keys) = s.double(), s.shape[-2:]
-    top = s.amax(-1, keepdim=True)
-    kernel, b = (s - top).exp(), s.new_ones((*s.shape[:-2], keys, 1))
-    mu, nu = (1 / size if logs is None else logs.double().exp()[..., None]
-              for logs, size in ((log_mu, queries), (log_nu, keys)))  # fmt: skip
-    yield torch.zeros_like(top[..., 0])
-    for _step in range(0, half_steps, 2):
-        a = mu / (kernel @ b)
-        yield (a.log() - top)[..., 0]
-        b = nu / (kernel.mT @ a)
 
 
 def is_small(scores: Tensor) -> bool:

@@ -58,10 +58,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         return task.plain(scores).contiguous()
     if way is OF_LOGS:
         return plan(reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
-    given = scores if scores.dtype is dtype else scores.to(dtype)
-    if settings["by_head"] is not None:
-        given = reference.scaled(given, 1.0, settings["by_head"])
-    given, offset = given.contiguous(), 0.0
+    given, log_mu, log_nu = _given(scores, task, dtype)
+    offset = 0.0
     if stabiliser is not None:
         if stabiliser.start == "tensor":
             offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
@@ -71,10 +69,6 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         ):
             require_masses(task)
             return task.plain(scores).contiguous()  # totals that differ would drive its scalings apart
-    log_mu, log_nu = (
-        None if logs is None else _by_token(logs.to(dtype), (batch, heads, size)).contiguous()
-        for logs, size in zip(masses, (queries, keys), strict=True)
-    )
     if settings["damping"] is not None and any(map(_are_lost, (log_mu, log_nu), settings["damping"])):
         return task.plain(scores).contiguous()
     out, lost = native.plan(given, log_mu, log_nu, offset, way)
@@ -90,6 +84,66 @@ def plan(scores: Tensor, task: Task) -> Tensor:
                 none = -math.inf if settings["log"] else 0.0
                 out.view(-1, queries, keys).masked_fill_(empty.view(-1, 1, 1), none)
     return out if scores.dtype is dtype else out.to(scores.dtype)
+
+
+def ended(scores: Tensor, task: Task) -> Task:
+    """As Task.ended, by the engine where it holds all matrices."""
+    ending, pairs, done = task.known.ending, FIRST_PAIRS, None
+    if ending is None or scores.numel() == 0:
+        return task
+    if task.settings["half_steps"] <= (not task.rows_first):
+        return task.ended(scores)  # no half-step on rows
+    logs = reference.logs_of(widen(scores)) if task.settings["is_kernel"] else scores
+    masses = [ending.mass(x, scores) for x in (task.log_mu, task.log_nu)]
+    given = _given(logs, Task(*masses, task.known), torch.float64)
+    has_masses = (masses[0] is not None, masses[1] is not None)
+    while done is None:
+        count = min(2 * pairs, task.settings["half_steps"])
+        way = _way_of_changes(task.known, has_masses, *scores.shape[2:], count)
+        steps = [*range(1 if task.rows_first else 2, count + 1, 2)]
+        changes = native.plan_changes(*given, len(steps), ending.moves == "scalings", way)
+        if changes is None:
+            return task.ended(scores)
+        mean = (changes.mean(0) / (1 if ending.summed else scores.shape[2])).tolist()
+        due = [step for step, change in zip(steps, mean, strict=True) if change <= ending.threshold]
+        if due or count == task.settings["half_steps"]:
+            done = due[0] if due else count
+        pairs *= 2
+    return task.of_half_steps(min(done + ending.after, task.settings["half_steps"]))
+
+
+FIRST_PAIRS = 4  # of half-steps that are tried first; twice as many each time after that
+
+
+@lru_cache(4096)
+def _way_of_changes(
+    known: Settings, has_masses: tuple[bool, bool], queries: int, keys: int, half_steps: int
+) -> bytes:
+    """The engine's settings for the changes of so many half-steps of a loop without a constant."""
+    some = torch.empty(0)  # stands for masses
+    settings = known.values | {
+        "half_steps": half_steps, "threshold": None, "constant": None, "is_kernel": False, "log": False,
+        "form": "plan", "shares": False,
+    }  # fmt: skip
+    task = Task.of(*(some if has else None for has in has_masses), **settings)
+    start = ("row" if task.rows_first else "column") if task.settings["damping"] is None else "plain"
+    return native.plan_settings(
+        task, queries, keys, torch.float64, start, math.inf, FAR, queries * keys <= SMALL, False
+    )
+
+
+def _given(
+    scores: Tensor, task: Task, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores and masses as the engine reads them."""
+    given = scores if scores.dtype is dtype else scores.to(dtype)
+    if task.settings["by_head"] is not None:
+        given = reference.scaled(given, 1.0, task.settings["by_head"])
+    log_mu, log_nu = (
+        None if logs is None else _by_token(logs.to(dtype), (*scores.shape[:2], size)).contiguous()
+        for logs, size in zip((task.log_mu, task.log_nu), scores.shape[2:], strict=True)
+    )
+    return given.contiguous(), log_mu, log_nu
 
 
 OF_LOGS = b"logs"  # of a kernel, whose logarithms are taken first

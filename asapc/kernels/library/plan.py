@@ -16,7 +16,9 @@ from asapc.operators.sinkhorn import widen
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
-    task = Task.of(**rest).ended(scores)
+    task = Task.of(**rest)
+    by_engine = scores.device.type == "cpu" and native.missing() is None
+    task = cpu_plan.ended(scores, task) if by_engine else task.ended(scores)
     backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
@@ -37,7 +39,8 @@ def _at_once(
     """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
     if dispatch.listening() or native.missing() is not None:
         return None
-    return cpu_plan.plan(scores, Task.of_values(log_mu, log_nu, settings).ended(scores))
+    task = Task.of_values(log_mu, log_nu, settings)
+    return cpu_plan.plan(scores, cpu_plan.ended(scores, task))
 
 
 attention("plan", _plan, at_once=_at_once)

@@ -32,7 +32,7 @@ from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
-PLAN, OF_PLANS = Struct("5P3qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
+PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
 ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -205,14 +205,40 @@ def plan(
     queries, keys = scores.shape[-2:]
     groups = scores.numel() // (queries * keys)
     out, held = torch.empty_like(scores), torch.empty(groups, dtype=torch.bool)
-    given = (scores, log_mu, log_nu, out, held)
-    lost = _engine().asapc_plan(PLAN.pack(
+    lost = _planned(scores, log_mu, log_nu, out, held, None, False, offset, settings)
+    return out, (~held).nonzero().squeeze(1) if lost else None
+
+
+def plan_changes(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, steps: int, of_scalings: bool,
+    settings: bytes,
+) -> Tensor | None:  # fmt: skip
+    """[G, steps] float64, what half-steps on rows change, summed over a matrix's rows: |f - f before|, or
+    if of_scalings |exp(f) - exp(f before)|; None where the linear domain does not hold them all.
+
+    steps: how many, of the settings' half-steps.  Other arguments as of `plan`.
+    """
+    groups = scores.numel() // (scores.shape[-2] * scores.shape[-1])
+    changes = scores.new_empty((groups, steps), dtype=torch.float64)
+    held = torch.empty(groups, dtype=torch.bool)
+    lost = _planned(scores, log_mu, log_nu, None, held, changes, of_scalings, 0.0, settings)
+    return None if lost else changes
+
+
+def _planned(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, out: Tensor | None, held: Tensor,
+    changes: Tensor | None, of_scalings: bool, offset: float, settings: bytes,
+) -> int:  # fmt: skip
+    """How many matrices are not held."""
+    given = (scores, log_mu, log_nu, out, held, changes)
+    lost: int = _engine().asapc_plan(PLAN.pack(
         *[0 if x is None else x.data_ptr() for x in given], log_mu is not None and len(log_mu) > 1,
-        log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), offset, groups,
+        log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), of_scalings, offset, len(held),
     ) + settings)  # fmt: skip
     if lost < 0:
+        queries, keys = scores.shape[-2:]
         raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
-    return out, (~held).nonzero().squeeze(1) if lost else None
+    return lost
 
 
 def plan_settings(

@@ -913,6 +913,8 @@ template <class S> double run(const Problem& p) {
 // tokens of a lower log mass have a logarithm of the plan, but no part in sums.
 // written: the order of a teacher's sums, in which a matrix that the linear domain does not hold is computed in
 // logarithms; log_shares: uniform masses are 1 / N and 1 / M there, not 1. factor: of the plans.
+// changes: where it is not null, no plan is written, but what each half-step on rows changes, [matrices, so many]: the
+// sum over rows of |f - f before|, or if of_scalings of |exp(f) - exp(f before)|.
 enum Start { kOffset, kOfMatrix, kOfRow, kOfColumn };
 enum Written { kUnknown, kDuals, kReversed, kSummed, kIncrements, kLogs, kSoftmax };
 
@@ -920,7 +922,8 @@ struct Plan {
   const void *scores, *log_mu, *log_nu;
   void* out;
   uint8_t* held;
-  int64_t mu_each, nu_each, threads;
+  double* changes;
+  int64_t mu_each, nu_each, threads, of_scalings;
   double offset;
   int64_t matrices, rows, columns, half_steps, rows_first, is_double, beside;
   int64_t start, start_share, log, damped, written, log_shares, is_kernel;
@@ -960,10 +963,10 @@ template <class X, class S> class Planned {
       : p_(p), is_turned_(is_turned), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
         padded_(rounded_up(n_ * m_, L)), stabilised_(p.rule.form != kPlain), nothing_(p.is_kernel ? T(0) : -kInf),
         least_(p.is_kernel ? T(std::exp(-kSafeRange<T>)) : T(-kSafeRange<T>)), most_(p.is_kernel ? 1 / least_ : -least_) {
-    const bool apart = p.log && !p.is_kernel;  // the logarithms of K are needed beside it
-    scratch.reserve(((1 + apart) * padded_ + 3 * n_ + 4 * m_ + 7 * L) * sizeof(X) + 9 * kBytes);
+    const bool apart = p.log && !p.is_kernel && !p.changes;  // the logarithms of K are needed beside it
+    scratch.reserve(((1 + apart) * padded_ + 6 * n_ + 4 * m_ + 10 * L) * sizeof(X) + 12 * kBytes);
     s_ = scratch.take<X>(padded_), kernel_ = apart ? scratch.take<X>(padded_) : s_;
-    for (X** side : {&a_, &mu_, &row_tops_}) *side = scratch.take<X>(rounded_up(n_, L));
+    for (X** side : {&a_, &mu_, &row_tops_, &before_, &moved_, &off_}) *side = scratch.take<X>(rounded_up(n_, L));
     for (X** side : {&b_, &nu_, &column_tops_, &total_}) *side = scratch.take<X>(rounded_up(m_, L));
     given_ = kIsVector<X> || is_turned ? nullptr : static_cast<const S*>(p.scores) + first_ * n_ * m_;
     std::fill_n(own_, W, p.factor);
@@ -984,6 +987,7 @@ template <class X, class S> class Planned {
     std::fill_n(held, count_, true), std::fill_n(p_.held + first_, count_, 0);
     if (none([this](int64_t g) { return is_near(g) && !vanishes(g); })) return count_;
     const bool shifts = is_shifted();
+    if (p_.changes && none([this](int64_t g) { return start_changes(g); })) return count_;
     if (shifts) find_tops<true>();
     if (none([this](int64_t g) { return may_be_held(g); })) return count_;
     if (!shifts) form_kernel();
@@ -991,10 +995,11 @@ template <class X, class S> class Planned {
     std::fill_n(b_, rounded_up(m_, L), X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
     std::fill_n(total_, rounded_up(m_, L), X{});
     const Scaling loop{n_, m_, p_.half_steps, p_.rows_first, p_.row_power, p_.column_power, p_.rule};
-    scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
+    if (p_.changes) follow(loop);
+    else scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
     if (none([this](int64_t g) { return is_held(g); })) return count_;
-    if (p_.log) put_log_plan(held);
-    else put_plan();
+    if (!p_.changes && p_.log) put_log_plan(held);
+    else if (!p_.changes) put_plan();
     if constexpr (!kIsVector<X>) if (is_turned_) turn(s_, n_, m_, T(1), static_cast<S*>(p_.out) + first_ * n_ * m_);
     std::copy_n(held, count_, p_.held + first_);
     return std::count(held, held + count_, false);
@@ -1032,7 +1037,7 @@ template <class X, class S> class Planned {
   // put back.
   void take_masses(const void* given, int64_t each, int64_t size, double alike, bool is_last, X* to) {
     std::fill_n(to, rounded_up(size, L), given ? X{} : X{} + T(alike));
-    const bool shares = !p_.damped && !stabilised_;
+    const bool shares = !p_.damped && !stabilised_ && !p_.changes;
     for (int64_t g = 0; given && g < (each ? count_ : 1); ++g) {
       const S* logs = logs_of(given, each, size, g);
       const T top = shares ? T(*std::max_element(logs, logs + size)) : T(0);
@@ -1240,6 +1245,35 @@ template <class X, class S> class Planned {
     return of(mass[i], g) == 0 || of(tops[i], g) == nothing_;
   }
 
+  // What is taken off a row's scores, in the unit of its changes. Returns whether the format holds it.
+  bool start_changes(int64_t g) {
+    for (int64_t i = 0; i < n_; ++i) {
+      const T highest = of(row_tops_[i], g), top = p_.start == kOfRow ? highest : T(0);
+      if (!std::isfinite(highest) || (p_.of_scalings && std::abs(top) > kSafeRange<T>)) return false;
+      set(off_[i], g, p_.of_scalings ? std::exp(-top) : top), set(before_[i], g, T(p_.of_scalings));
+    }
+    return true;
+  }
+  // All half-steps, and what those on rows change: f is log a less what is taken off.
+  void follow(Scaling loop) {
+    const auto at = [](X* side, int64_t e) { return reinterpret_cast<T*>(side) + e; };
+    const int64_t steps = (p_.half_steps + (p_.rows_first != 0)) / 2;
+    int64_t step = 0;
+    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
+      loop.rows_first = closes_rows, loop.half_steps = closes_rows + closes_columns;
+      scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
+      if (!closes_rows) return;
+      for (int64_t e = 0; e < n_ * W; e += L) {
+        const V<T> a = load(at(a_, e)), off = load(at(off_, e));
+        const V<T> now = p_.of_scalings ? a * off : log_of<T>(a) - off, change = now - load(at(before_, e));
+        store(at(before_, e), now), store(at(moved_, e), change < 0 ? -change : change);
+      }
+      const X change = std::accumulate(moved_, moved_ + n_, X{});
+      for (int64_t g = 0; g < count_; ++g) p_.changes[(first_ + g) * steps + step] = of(change, g);
+      ++step;
+    });
+  }
+
   // diag(a) K diag(b), times what each matrix's plan is multiplied by.
   void put_plan() {
     X own{};
@@ -1320,7 +1354,7 @@ template <class X, class S> class Planned {
   const T nothing_, least_, most_;  // a hidden entry, and the ends of the safe range; their exp for a kernel
   const S* given_;                  // the scores where they are read from there; in s_ otherwise
   double own_[W];                   // what each matrix's plan is multiplied by
-  X *s_, *kernel_, *a_, *mu_, *row_tops_, *b_, *nu_, *column_tops_, *total_, low_, high_;
+  X *s_, *kernel_, *a_, *mu_, *row_tops_, *before_, *moved_, *off_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
 // written_log_plan of operators/plan.py, of one matrix.
@@ -1470,7 +1504,7 @@ template <class T> class InOrder {
 };
 
 template <class T> int64_t plan_all(const Plan& given) {
-  const bool fixed = given.beside || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
+  const bool fixed = given.beside || given.changes || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
   const bool turns = !fixed && pass_of<T>(given.columns, given.rows) < pass_of<T>(given.rows, given.columns);
   const Plan p = turns ? turned(given) : given;
   const int64_t step = p.beside ? kLanes<T> : 1;
