@@ -132,9 +132,12 @@ class Ending(Record):
             return None
         return cls(*(settings[each.name] for each in fields(cls)))
 
-    def mass(self, given: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
-        """The logarithms of masses of a side, None for uniform ones, with which its duals are formed."""
-        return scores.new_zeros(1) if self.ones and given is None else given
+    def masses(
+        self, log_mu: torch.Tensor | None, log_nu: torch.Tensor | None, scores: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The logarithms of the masses with which the duals are formed, None for uniform ones."""
+        one = scores.new_zeros(1) if self.ones else None
+        return one if log_mu is None else log_mu, one if log_nu is None else log_nu
 
     def change(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The change of f [B, H, N] by a half-step on rows, to be compared with the threshold."""

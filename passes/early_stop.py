@@ -264,7 +264,7 @@ def ending_of(
         scores = convention.score_multiplier * given.scores
         theirs.append(torch.stack(cut.run(tensors, at)).flatten())
         for rule, changes in ours.items():
-            masses = (rule.mass(x, scores) for x in given.marginals)
+            masses = rule.masses(*given.marginals, scores)
             f = row_duals(scores, *masses, half_steps, rows_first, convention.damping)
             changes.append(torch.stack([rule.change(*pair) for pair in itertools.pairwise(f)]))
     for rule, changes in ours.items():

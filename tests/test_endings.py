@@ -20,6 +20,9 @@ from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Ending, PlanConvention
+from asapc.kernels import native
+from asapc.kernels.cpu import plan as cpu_plan
+from asapc.kernels.plan import Task
 from asapc.onnx import twins
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
@@ -99,6 +102,35 @@ def test_small_changes_of_large_scalings_are_told_apart(function: Callable[..., 
         ours = function(s, None, None, 1.0, 200, True, PLAIN, threshold=1e-2, moves="scalings")
         assert 20 < count < 199
         assert torch.equal(ours, function(s, None, None, 1.0, count, True, PLAIN))
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="the reference tells")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 4, 3), (3, 1, 1, 7), (2, 2, 33, 20), (9, 1, 17, 16)], ids=str)
+def test_the_engine_ends_where_the_reference_does(rule: Ending, shape: tuple[int, ...]) -> None:
+    """Small matrices side by side, others each, whatever their masses; of scores that it does not hold
+    the reference tells."""
+    batch, heads, queries, keys = shape
+    mu = random(batch, heads, queries, seed=1).log_softmax(-1)
+    nu = random(batch, 1, keys, seed=2).log_softmax(-1)
+    none = mu.masked_fill(torch.arange(queries) == 0, -math.inf)
+    varied = itertools.product([None, mu, none], [None, nu], [True, False], [None, (0.9, 0.7)], SPREADS)
+    for seed, (log_mu, log_nu, rows_first, damping, spread) in enumerate(varied):
+        threshold = rule.threshold * 10.0 ** (seed % 4 - 2)
+        settings = {"rows_first": rows_first, "damping": damping, "by_head": [1.0, 0.5][:heads]}
+        task = Task.of(
+            log_mu, log_nu, score_multiplier=-2.0, half_steps=60, output_factor=PLAIN, **settings,
+            **{**asdict(rule), "threshold": threshold},
+        )  # fmt: skip
+        scores = spread * random(*shape, seed=seed)
+        assert cpu_plan.ended(scores, task).settings == task.ended(scores).settings
+
+@pytest.mark.skipif(native.missing() is not None, reason="the reference tells")
+def test_the_engine_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Task, "ended", None)
+    settings = {"threshold": 1e-3, "moves": "duals"}
+    for spread in SPREADS:
+        op(spread * random(3, 1, 20, 33), None, None, 1.0, 50, True, PLAIN, **settings)
 
 
 def test_it_may_end_at_once_and_need_not_end() -> None:

@@ -88,7 +88,8 @@ class Task:
         given = reference.logs_of(widen(scores)) if settings["is_kernel"] else scores
         # In float64, which tells small changes of large scalings apart.
         s = reference.scaled(given.double(), settings["score_multiplier"], settings["by_head"])
-        masses = (ending.mass(x if x is None else x.double(), s) for x in (self.log_mu, self.log_nu))
+        log_mu, log_nu = (x if x is None else x.double() for x in (self.log_mu, self.log_nu))
+        masses = ending.masses(log_mu, log_nu, s)
         limits = settings["half_steps"], self.rows_first
         duals = reference.row_duals(s, *masses, *limits, settings["damping"])
         return self.of_half_steps(reference.half_steps_until(ending, duals, *limits))

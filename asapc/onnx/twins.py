@@ -202,7 +202,7 @@ def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -
     loop = a.half_steps, a.rows_first, a.damping
     all_f, all_g = zip(*plan_meaning.duals(s, *masses, *loop), strict=True)
     done, of_rows = torch.full((1,), a.half_steps), range(1 if a.rows_first else 2, a.half_steps + 1, 2)
-    rows = plan_meaning.row_duals(s, *(ending.mass(x, s) for x in masses), *loop)
+    rows = plan_meaning.row_duals(s, *ending.masses(*masses, s), *loop)
     for step, pair in zip(of_rows, itertools.pairwise(rows), strict=True):
         due = ending.change(*pair) <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)

@@ -111,7 +111,7 @@ def plan(
         ending = Ending(moves, threshold, summed, after, ones)  # type: ignore[arg-type]
         s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
-            masses = [ending.mass(widen(x), s) for x in (log_mu, log_nu)]
+            masses = ending.masses(widen(log_mu), widen(log_nu), s)
             f = row_duals(s, *masses, half_steps, rows_first, damping)
             half_steps = half_steps_until(ending, f, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)

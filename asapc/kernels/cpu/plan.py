@@ -94,7 +94,7 @@ def ended(scores: Tensor, task: Task) -> Task:
     if task.settings["half_steps"] <= (not task.rows_first):
         return task.ended(scores)  # no half-step on rows
     logs = reference.logs_of(widen(scores)) if task.settings["is_kernel"] else scores
-    masses = [ending.mass(x, scores) for x in (task.log_mu, task.log_nu)]
+    masses = ending.masses(task.log_mu, task.log_nu, scores)
     given = _given(logs, Task(*masses, task.known), torch.float64)
     has_masses = (masses[0] is not None, masses[1] is not None)
     while done is None:
@@ -121,9 +121,9 @@ def _way_of_changes(
 ) -> bytes:
     """The engine's settings for the changes of so many half-steps of a loop without a constant."""
     some = torch.empty(0)  # stands for masses
-    settings = known.values | {
-        "half_steps": half_steps, "threshold": None, "constant": None, "is_kernel": False, "log": False,
-        "form": "plan", "shares": False,
+    settings = {
+        **known.values, "half_steps": half_steps, "threshold": None, "constant": None,
+        "is_kernel": False, "log": False, "form": "plan", "shares": False,
     }  # fmt: skip
     task = Task.of(*(some if has else None for has in has_masses), **settings)
     start = ("row" if task.rows_first else "column") if task.settings["damping"] is None else "plain"
