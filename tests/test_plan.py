@@ -655,9 +655,12 @@ def test_scalings_of_one_matrix_are_columns() -> None:
     replays(net, analysis, random(6, 11, seed=1))
 
 
-def test_scalings_that_multiply_each_other_are_no_attention() -> None:
-    (refused,) = analysed(nets.StoppingScalings(), random(4, 9, 7)).left_alone
-    assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
+def test_scalings_of_masses_of_1_may_end_early() -> None:
+    net = nets.StoppingScalings().eval()
+    analysis = analysed(net, random(4, 9, 9))
+    assert [site.convention.ending.ones for site in analysis.sites] == [True]
+    for spread in (0.01, 0.3, 1.0):
+        replays(net, analysis, spread * random(6, 11, 11, seed=1))
 
 
 def test_a_stop_that_changes_nothing_is_left_out() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import Ending, Stabiliser
+from asapc.kernels.loop import SAFE_ROW_RANGE
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import factor_value, widen
 from asapc.operators.stabilised import unit_mass
@@ -73,22 +74,28 @@ class Task:
         """The same of the logarithm of a kernel."""
         return self.of(self.log_mu, self.log_nu, **{**self.settings, "is_kernel": False})
 
-    def ended(self, scores: Tensor) -> Task:
-        """The same of a loop that never ends early, with the half-steps that this one does on the scores,
-        which are waited for."""
-        ending = self.known.ending
-        if ending is None or scores.numel() == 0:
-            return self
+    def ending_on(self, scores: Tensor) -> Ending | None:
+        """The rule, if the scores are to be waited for.  Raises InputError in a CUDA graph."""
+        if self.known.ending is None or scores.numel() == 0:
+            return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "a CUDA graph holds a fixed number of half-steps", got="a loop that ends by the data",
                 help="call the model itself, or give its loop a fixed number of steps",
             )  # fmt: skip
-        settings = self.settings
+        return self.known.ending
+
+    def ended(self, scores: Tensor) -> Task:
+        """The same of a loop that never ends early, with the half-steps that this one does on the
+        scores."""
+        ending, settings = self.ending_on(scores), self.settings
+        if ending is None:
+            return self
         given = reference.logs_of(widen(scores)) if settings["is_kernel"] else scores
-        # In float64, which tells small changes of large scalings apart.
-        s = reference.scaled(given.double(), settings["score_multiplier"], settings["by_head"])
-        log_mu, log_nu = (x if x is None else x.double() for x in (self.log_mu, self.log_nu))
+        s = reference.scaled(widen(given), settings["score_multiplier"], settings["by_head"])
+        if bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64]):
+            s = s.double()  # which tells small changes of large scalings apart
+        log_mu, log_nu = (x if x is None else x.to(s.dtype) for x in (self.log_mu, self.log_nu))
         masses = ending.masses(log_mu, log_nu, s)
         limits = settings["half_steps"], self.rows_first
         duals = reference.row_duals(s, *masses, *limits, settings["damping"])
