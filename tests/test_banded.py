@@ -14,31 +14,25 @@ import attention_zoo as zoo
 import banded_nets as nets
 import pytest
 import torch
+from analyses import analysed, ran, random
 from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
 from asapc.errors import InputError
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.ir import OutputFactor
 from asapc.kernels import band, dispatch, native
 from asapc.kernels.library.gradients import depths
 from asapc.operators import banded as reference
 from asapc.operators.banded import BandedConvention
 from asapc.operators.catalogue import convention_from_json
-from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.analyse import Analysis
 from asapc.passes.capture import capture
 from asapc.passes.match import match
-from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 
 op, dense = torch.ops.asapc.banded_sinkhorn, torch.ops.asapc.banded_sinkhorn_attention
 UNIT = [1.0, 1.0, 0.0, 0.0]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def problem(b: int, h: int, n: int, m: int, spread: float = 1.0) -> tuple[Tensor, ...]:
@@ -250,19 +244,14 @@ def test_gradients_and_half_precision() -> None:
 # Layers
 
 
-def analysed(net: nn.Module, *inputs: Any) -> Analysis:
-    batch = Batch(inputs, {}, None, [0] * len(inputs[0]))
-    return analyse(Teacher(net.eval(), None, "a net", "", False, None), batch)
-
-
 def build(kind: type[nn.Module], *settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return kind(*settings).eval()
 
 
-def alike(net: nn.Module, lifted: Any, *inputs: Tensor) -> None:
+def alike(net: nn.Module, analysis: Analysis, *inputs: Tensor) -> None:
     with torch.no_grad():
-        theirs, ours = net(*inputs), Runner(None, lifted)(Batch(inputs, {}, None, [0]))
+        theirs, ours = net(*inputs), ran(analysis, *inputs)
     assert float((ours - theirs).abs().max()) <= 2e-5 * float(theirs.abs().max())
 
 
@@ -281,7 +270,7 @@ def test_a_window_is_recognised_however_it_is_hidden(short: bool) -> None:
         assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
         assert convention_from_json(json.loads(json.dumps(expected.to_json()))) == expected
     for shape, scale in (((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
-        alike(net, analysis.lifted, scale * random(*shape, seed=3))
+        alike(net, analysis, scale * random(*shape, seed=3))
 
 
 def test_what_is_no_band_is_not_taken_for_one() -> None:
@@ -302,7 +291,7 @@ def test_a_mask_of_keys_goes_with_the_window() -> None:
     assert (site.convention.low, site.convention.high, site.convention.mask) == (-4, 2, "key")
     for n in (5, 30, 45):
         long = torch.arange(n)[None, :] >= torch.tensor([n, max(1, n // 3), 1])[:, None]
-        alike(net, analysis.lifted, random(3, n, 16, seed=n), long)
+        alike(net, analysis, random(3, n, 16, seed=n), long)
     assert "window of keys i-4 to i+2" in convention_text(site.convention.to_json())
 
 

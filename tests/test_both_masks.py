@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_banded import analysed, random
+from analyses import analysed, batch, ran, random
 from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
 from asapc.artifact import read_artifact
 from asapc.errors import InputError
-from asapc.inputs.data import Batch
 from asapc.ir import Convention
 from asapc.operators.asap import asap as reference
 from asapc.operators.masks import hidden_queries
 from asapc.operators.stabilised import stabilised_sinkhorn
-from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 from asapc.terminal.progress import make_progress
 
@@ -148,7 +146,7 @@ def test_one_mask_of_queries_and_keys(kind: Any, attention: Any, padded: bool) -
         for lengths in ((tokens,) * 4, (tokens, 7, 2, 1), (tokens, 5, 1, 0)):
             given = (x, padding(*lengths, tokens=tokens))
             with torch.no_grad():
-                theirs, ours = net(*given), Runner(None, analysis.lifted)(Batch(given, {}, None, [0] * 4))
+                theirs, ours = net(*given), ran(analysis, *given)
             finite = theirs.isfinite()
             assert bool(finite[:3].all())
             assert float((ours - theirs)[finite].abs().max()) <= 2e-5
@@ -197,7 +195,7 @@ def test_scores_have_a_bias() -> None:
     assert isinstance(site.convention, Convention)
     assert site.convention.mask == "both" and site.convention.bias
     leaf, mask = nn.Parameter(random(3, 15, 16, seed=9)), padding(15, 8, 1, tokens=15)
-    ours = Runner(None, analysis.lifted, gradients=True)(Batch((leaf, mask), {}, None, [0] * 3))
+    ours = ran(analysis, leaf, mask, gradients=True)
     theirs = net(leaf, mask)
     assert float((ours - theirs).detach().abs().max()) <= 2e-5
     (wanted,), (found,) = (torch.autograd.grad(x, leaf, random(3, 15, 16)) for x in (theirs, ours))
@@ -262,9 +260,13 @@ def cross(queries: int, keys: int, seed: int = 0, batch: int = 4) -> tuple[Tenso
     return random(batch, queries, 16, seed=seed), random(batch, keys, 16, seed=seed + 1), *masks
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["two masks", "of queries alone"])
-@pytest.mark.parametrize("keys", [12, 14], ids=["as many", "more keys"])
-@pytest.mark.parametrize("attention", [kernel_loop, subtracted, no_mass, columns_last, shares])
+LOOPS = (kernel_loop, subtracted, no_mass, columns_last, shares)
+
+
+@pytest.mark.parametrize(("attention", "keys", "alone"), [  # as many keys as queries, or more
+    (own, 12 if (place + alone) % 2 else 14, alone)
+    for place, own in enumerate(LOOPS) for alone in (False, True)
+])  # fmt: skip
 def test_a_mask_of_queries_and_another_of_keys(attention: Loop, keys: int, alone: bool) -> None:
     """Each side's mask is that side's marginal, on inputs with other masks and sizes than were seen."""
     net, given = Cross(attention).eval(), cross(12, keys)[: 3 if alone else 4]
@@ -285,16 +287,16 @@ def test_a_mask_of_queries_and_another_of_keys(attention: Loop, keys: int, alone
         for tried in (some, *([given] if attention is not shares else [])):
             with torch.no_grad():
                 theirs = net(*tried)
-                ours = Runner(None, analysis.lifted)(Batch(tried, {}, None, [0] * len(theirs)))
+                ours = ran(analysis, *tried)
             finite = theirs.isfinite()
             assert bool(finite[:whole].all()) and bool(ours.isfinite().all())
             assert float((ours - theirs)[finite].abs().max()) <= 2e-5
     nothing = tuple(x[:0] for x in given)
     with torch.no_grad():
-        assert Runner(None, analysis.lifted)(Batch(nothing, {}, None, [])).shape == (0, 5, 16)
+        assert ran(analysis, *nothing).shape == (0, 5, 16)
     if attention is shares:  # hidden tokens take part again where no other is left
         with pytest.raises(InputError, match="every example has an active key and query"):
-            Runner(None, analysis.lifted)(Batch(given, {}, None, [0] * 6))
+            ran(analysis, *given)
 
 
 def of_all_keys(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
@@ -325,7 +327,7 @@ def test_a_mask_that_is_made_of_another_before_the_layer() -> None:
     tried = (random(3, 9, 16, seed=7), random(3, 11, 16, seed=8), padding(2, 0, 4, tokens=9),
              padding(1, 5, 0, tokens=11))  # fmt: skip
     with torch.no_grad():
-        ours = Runner(None, analysis.lifted)(Batch(tried, {}, None, [0] * 3))
+        ours = ran(analysis, *tried)
         torch.testing.assert_close(ours, net(*tried), rtol=1e-4, atol=2e-5)
 
 
@@ -401,7 +403,7 @@ def test_two_masks_in_other_spellings(kind: Any) -> None:
     given = cross(9, 17, 5, 6)
     given[2][0], given[3][1] = 0, 0
     with torch.no_grad():
-        theirs, ours = net(*given), Runner(None, analysis.lifted)(Batch(given, {}, None, [0] * 6))
+        theirs, ours = net(*given), ran(analysis, *given)
     assert bool(theirs.isfinite().all())
     assert float((ours - theirs).abs().max()) <= 2e-5
 
@@ -474,7 +476,7 @@ def test_what_hides_queries_is_exported(tmp_path: Path) -> None:
     (site,) = report.facts["sites"]
     assert site["operator"] == "asap" and site["metrics"]["attention_rel_l2"] < 0.1
     assert site["metrics"]["col_err_teacher"] < 1e-5
-    seen = Batch(cross(12, 14, 50), {}, None, [0] * 4)
+    seen = batch(*cross(12, 14, 50))
     artifact = read_artifact(tmp_path / "out", ("graph",))
     write_onnx(artifact, [seen], OnnxSettings(), make_progress(quiet=True))
     hidden, context, queries, keys = cross(9, 17, 51, 5)
@@ -516,6 +518,6 @@ def test_two_masks_have_the_teachers_gradient(attention: Loop) -> None:
     analysis = analysed(net, *cross(12, 14))
     hidden, *rest = cross(9, 17, 52)
     leaf, grad = nn.Parameter(hidden), random(4, 9, 16, seed=4)
-    ours = Runner(None, analysis.lifted, gradients=True)(Batch((leaf, *rest), {}, None, [0] * 4))
+    ours = ran(analysis, leaf, *rest, gradients=True)
     theirs, found = (torch.autograd.grad(x, leaf, grad)[0] for x in (net(leaf, *rest), ours))
     assert float((found - theirs).norm()) <= 1e-4 * float(theirs.norm())

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import attention_zoo as zoo
 import pytest
 import torch
+from analyses import analysed, ran
 from torch import Tensor
 
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.measure.differences import largest_difference
-from asapc.passes.analyse import Analysis, analyse
-from asapc.program.runner import Runner
 
 SCALES = (1e-3, 1.0, 1e3)  # at larger ones single precision is 1e-4 from itself
 
@@ -40,11 +37,6 @@ class Layer(zoo._Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
         return self.merge(self.attention(q @ k.transpose(-1, -2)) @ v)
-
-
-def analysed(model: torch.nn.Module, *inputs: Tensor) -> Analysis:
-    teacher = Teacher(model.eval(), None, "test", "", False, None)
-    return analyse(teacher, Batch(inputs, {}, None, list(range(len(inputs[0])))))
 
 
 def largest(s: Tensor) -> Tensor:
@@ -152,7 +144,7 @@ def test_scores_that_are_bounded_far_above_are_given() -> None:
     (site,) = analysis.sites
     assert site.convention.to_json()["operator"] == "plan"
     x = 1e3 * torch.randn(3, 9, 8)
-    ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 3))
+    ours = ran(analysis, x)
     torch.testing.assert_close(ours, model(x), rtol=1e-3, atol=1e-3 * float(model(x).abs().max()))
 
 

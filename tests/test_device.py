@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import attention_zoo as zoo
 import pytest
 import torch
+from analyses import analysed, batch
 from safetensors.torch import load_file, save_file
 from second_device import OnGpu, one_gpu
 from small_text import write_data, write_teacher
@@ -20,13 +20,10 @@ import asapc
 from asapc.calibration import distill
 from asapc.device import CPU, chosen_device, moved, running_on
 from asapc.errors import EXIT_BAD_INPUT, InputError
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.models import ARCHITECTURES, SinkformerText
 from asapc.passes import analyse as analysing
 from asapc.passes import gradients
 from asapc.passes import replay as replaying
-from asapc.passes.analyse import analyse
 from asapc.program.runner import Runner
 
 TINY = {"n_layers": 1, "max_iter": 6}
@@ -224,7 +221,7 @@ def test_what_a_gpu_says_is_one_clear_message(error, told):
 
     model = Failing()
     with pytest.raises(InputError, match=told):
-        Runner(model)(Batch((torch.ones(4, 2),), {}, None, [0, 1, 2, 3]))
+        Runner(model)(batch(torch.ones(4, 2)))
     assert model.calls == 1  # nothing runs after an assert
 
 
@@ -297,19 +294,17 @@ def test_tracing_and_experiments_take_one_thread(three_threads, monkeypatch):
 
         monkeypatch.setattr(home, name, noted)
     model = zoo.ColumnsFirst().eval()
-    teacher = Teacher(model, None, "net", "", False, None)
-    batch = Batch(zoo.inputs_for(model), {}, None, [0] * 3)
-    assert [site.name for site in analyse(teacher, batch).sites] == ["model"]
+    assert [site.name for site in analysed(model, *zoo.inputs_for(model)).sites] == ["model"]
     assert seen == dict.fromkeys(("capture", "matched_program", "_gradients", "errors"), 1)
     assert torch.get_num_threads() == 3
     with pytest.raises(InputError):
-        analyse(teacher, replace(batch, args=(torch.ones(2),)))
+        analysed(model, torch.ones(2))
     assert torch.get_num_threads() == 3
 
 
 def test_a_model_that_asks_for_the_number_of_threads_gets_the_users(three_threads):
     model = OfThreads().eval()
-    batch = Batch(zoo.inputs_for(model), {}, None, [0] * 3)
-    analysis = analyse(Teacher(model, None, "net", "", False, None), batch)
+    inputs = zoo.inputs_for(model)
+    analysis = analysed(model, *inputs)
     assert len(analysis.sites) == 1
-    assert torch.equal(Runner(model, analysis.capture.programs)(batch), model(*batch.args))
+    assert torch.equal(Runner(model, analysis.capture.programs)(batch(*inputs)), model(*inputs))

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from analyses import analysed, batch, ran, random
 from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
 import asapc.passes.analyse as analysis_module
 from asapc.errors import InputError
-from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
-from asapc.inputs.teacher import Teacher
 from asapc.ir import Ending, PlanConvention
 from asapc.kernels import native
 from asapc.kernels.cpu import plan as cpu_plan
@@ -26,7 +25,7 @@ from asapc.kernels.plan import Task
 from asapc.onnx import twins
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
-from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.analyse import Analysis
 from asapc.passes.replay import Replay
 from asapc.program.calls import sites_of
 from asapc.program.runner import Runner
@@ -36,10 +35,6 @@ assert asapc.kernels.library
 PLAIN = [1.0, 0.0, 0.0, 0.0]
 SPREADS = (0.0, 0.1, 0.5, 1.0, 3.0)
 op = torch.ops.asapc.plan
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # The operator
@@ -277,14 +272,9 @@ def summed(before: Tensor, after: Tensor) -> Tensor:
     return (after - before).abs().sum(-1).mean()
 
 
-def analysed(net: nn.Module, scores: Tensor) -> Analysis:
-    batch = Batch((scores,), {}, None, [0] * len(scores))
-    return analyse(Teacher(net.eval(), None, "model", "0", False, None), batch)
-
-
 def same_on(net: nn.Module, analysis: Analysis, inputs: Sequence[Tensor]) -> None:
     for x in inputs:
-        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * len(x)))
+        ours = ran(analysis, x)
         torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-7)
 
 
@@ -376,8 +366,7 @@ class Weighted(nn.Module):
 
 def test_a_residual_that_other_data_enter_is_refused() -> None:
     for given, name in (((torch.ones(3, 9),), "keep"), ((), "unit")):
-        batch = Batch((random(3, 9, 7), *given), {}, None, [0, 0, 0])
-        (left,) = analyse(Teacher(Weighted().eval(), None, "model", "0", False, None), batch).left_alone
+        (left,) = analysed(Weighted(), random(3, 9, 7), *given).left_alone
         assert f"ends early on a residual that {name} enters" in left.reason
 
 
@@ -422,7 +411,7 @@ def test_every_layer_ends_by_itself(numpy: bool) -> None:
     with torch.no_grad():
         for spread in SPREADS:
             x = spread * random(2, 7, 16, seed=1)
-            ours = compiled(Batch((x,), {}, None, [0, 0]))
+            ours = compiled(batch(x))
             torch.testing.assert_close(ours, net(x), rtol=1e-3, atol=1e-4)
 
 

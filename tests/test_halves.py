@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from analyses import analysed, batch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import asapc
 import asapc.errors
-from asapc.inputs.data import Batch, data_of
-from asapc.inputs.teacher import Teacher
+from asapc.inputs.data import data_of
 from asapc.models import SinkformerText, SinkformerViT
 from asapc.passes import analyse as analysing
-from asapc.passes.analyse import analyse, own_rounding
+from asapc.passes.analyse import own_rounding
 from asapc.passes.replay import TOLERANCE
 
 SMALL = {"operator": "asap", "features": ["coarse:4"], "max_examples": 32}
@@ -53,18 +53,17 @@ def test_the_whole_way() -> None:
 def test_replay_is_against_float64() -> None:
     """The teacher's own map is 3 % off in bfloat16, and the operator is not."""
     model, data = text()
-    batch = Batch((), {"inputs": data["inputs"][:4]}, None, [0, 1, 2, 3])
-    found = analyse(Teacher(model, None, "test", "", False, None), batch)
+    few = data["inputs"][:4]
+    found = analysed(model, inputs=few)
     assert [site.loop.half_steps for site in found.sites] == [8]
     assert all(site.replay["the data"] < TOLERANCE / 10 for site in found.sites)
-    assert 0 < own_rounding(model, batch) < 0.5
-    assert own_rounding(model.float(), batch) == 0.0
+    assert 0 < own_rounding(model, batch(inputs=few)) < 0.5
+    assert own_rounding(model.float(), batch(inputs=few)) == 0.0
 
 
 def test_another_model_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a half may be off is what it is off from itself, not whatever a rewrite does."""
     model, data = text()
-    batch = Batch((), {"inputs": data["inputs"][:4]}, None, [0, 1, 2, 3])
     true = analysing.lift
 
     def broken(*given: object, **named: object) -> object:
@@ -82,7 +81,7 @@ def test_another_model_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None
             if "WQ" in name or "WK" in name:
                 parameter.mul_(6.0)
     with pytest.raises(asapc.errors.VerificationError, match="reproduces the untouched model"):
-        analyse(Teacher(model, None, "test", "", False, None), batch)
+        analysed(model, inputs=data["inputs"][:4])
 
 
 def test_files_hold_bfloat16(tmp_path: Path) -> None:

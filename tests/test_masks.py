@@ -8,13 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from analyses import analysed, ran
 from torch import Tensor, nn
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
-from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
 from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
@@ -23,7 +21,6 @@ from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
 from asapc.passes.sinkhorn.site import AttentionSite
-from asapc.program.runner import Runner
 
 LOWEST = torch.finfo(torch.float32).min
 B, N, D, HEADS = 3, 8, 8, 2
@@ -212,17 +209,15 @@ def test_a_layer_whose_empty_examples_are_not_known() -> None:
     """It is compiled, and such an example is an error, unless the data has one."""
     torch.manual_seed(0)
     model, x = Layer(added_before_the_loop(-1e9)).eval(), torch.randn(B, N, D)
-    for data in ("padded", "full", "mixed"):
-        analysis = analyse(
-            Teacher(model, None, "net", "", False, None), Batch((x, KEEPS[data]), {}, None, [0] * B)
-        )
+    for data in ("full", "mixed"):
+        analysis = analysed(model, x, KEEPS[data])
         if data == "mixed":
             assert "hides every key is not known" in analysis.left_alone[0].reason
             continue
-        ours = Runner(None, analysis.lifted)(Batch((x, KEEPS["padded"]), {}, None, [0] * B))
+        ours = ran(analysis, x, KEEPS["padded"])
         torch.testing.assert_close(ours, model(x, KEEPS["padded"]), rtol=1e-4, atol=1e-5)
         with pytest.raises(InputError, match="none in example 1 of the batch"):
-            Runner(None, analysis.lifted)(Batch((x, KEEPS["mixed"]), {}, None, [0] * B))
+            ran(analysis, x, KEEPS["mixed"])
 
 
 def given(loop: Callable[[Tensor], Tensor]) -> Spelling:
@@ -330,8 +325,7 @@ def test_scores_to_whose_sizes_a_mask_is_spread_decide_nothing() -> None:
         return plan
 
     torch.manual_seed(0)
-    data = Batch((torch.randn(B, N, D), KEEPS["full"]), {}, None, [0] * B)
-    analysis = analyse(Teacher(Layer(plan).eval(), None, "net", "", False, None), data)
+    analysis = analysed(Layer(plan), torch.randn(B, N, D), KEEPS["full"])
     assert not analysis.left_alone and len(analysis.sites) == 1
 
 

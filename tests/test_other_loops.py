@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from analyses import random
 from torch import Tensor, nn
 
 import asapc
@@ -16,10 +17,6 @@ from asapc.errors import InputError, NoSiteError
 
 LOSSLESS = {"operator": "lossless", "batch_size": 8, "max_examples": 8, "selection_examples": 8}
 Inputs = Callable[..., dict[str, Tensor]]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compiled(net: nn.Module, inputs: Inputs) -> nn.Module:

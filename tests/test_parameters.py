@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from analyses import analysed, batch
 from attention_zoo import module
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,11 +17,8 @@ from torch.nn import functional as F
 import asapc
 from asapc.artifact import read_artifact, read_manifest
 from asapc.errors import InputError
-from asapc.inputs.data import Batch
-from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.passes import gradients
-from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
 from asapc.passes.gradients import held_by, no_gradient
 from asapc.passes.identify import matched_program
@@ -150,7 +148,7 @@ def test_what_multiplies_scores_is_read_from_its_parameter():
     assert held_by(program, lifted, found) == {site.name: {} for site in found}
     read = {name for name, _ in lifted.graph.named_parameters()}
     assert {f"{layer}.{name}" for layer, kind in enumerate(LIVE) for name in LIVE[kind]} <= read
-    assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is None
+    assert no_gradient(model, [lifted], batch(tokens()), ()) is None
     ours, theirs = second(lifted.graph, tokens()), second(model, tokens())
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
@@ -175,7 +173,7 @@ def test_other_gradients_are_found(kind):
     model = net(kind)
     _, lifted, _ = lossless(model)
     before = copy.deepcopy(model.state_dict())
-    reason = no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ())
+    reason = no_gradient(model, [lifted], batch(tokens()), ())
     assert (reason is None) == (kind == "no parameter")
     assert reason is None or "its own gradient differs" in reason
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -186,7 +184,7 @@ def test_weights_of_zero_hide_no_gradient():
     model = net("without duals")
     torch.nn.init.zeros_(model.get_parameter("0.out.weight"))
     _, lifted, _ = lossless(model)
-    assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is not None
+    assert no_gradient(model, [lifted], batch(tokens()), ()) is not None
     assert not bool(model.get_parameter("0.out.weight").any())
 
 
@@ -203,10 +201,7 @@ class OfItsDtype(Attention):
 
 def test_gradients_in_float64_say_nothing_of_code_that_asks_for_dtypes():
     torch.manual_seed(0)
-    analysis = analyse(Teacher(OfItsDtype("").eval(), None, "net", "", False, None), Batch(
-        (tokens(),), {}, None, [0] * 3
-    ))  # fmt: skip
-    (site,) = analysis.sites
+    (site,) = analysed(OfItsDtype(""), tokens()).sites
     assert site.convention.stabiliser.constant == pytest.approx(1.2e-4, rel=0.01)
     assert not site.no_gradient
 
@@ -231,7 +226,7 @@ def test_gradients_are_compared_on_shorter_examples(kind, monkeypatch):
     model.qkv.register_forward_pre_hook(lambda _, args: lengths.add(args[0].shape[1]))
     monkeypatch.setattr(gradients, "ENOUGH_BYTES", 1 << 12)
     monkeypatch.setattr(gradients, "MOST_BYTES", 1 << 13)
-    reason = no_gradient(model, [lifted], Batch((x, hidden), {}, None, [0] * 3), ())
+    reason = no_gradient(model, [lifted], batch(x, hidden), ())
     assert lengths == {max(lengths)} and max(lengths) < 10
     assert (reason is None) == (kind == "no parameter")
     assert reason is None or "its own gradient differs" in reason
@@ -250,7 +245,7 @@ def test_a_loop_over_examples(kind):
     (captured,) = capture(model, (x,), {}).programs
     program, found = matched_program(captured)
     lifted = lift(program, [site for site in found if isinstance(site, Site)])
-    reason = no_gradient(model, [lifted], Batch((x,), {}, None, [0] * 4), ())
+    reason = no_gradient(model, [lifted], batch(x), ())
     assert len(found) == 4 and (reason is None) == (kind == "no parameter")
 
 
@@ -262,7 +257,7 @@ def test_a_weight_of_two_layers():
     before = dict(model.named_parameters(remove_duplicate=False))
     program, lifted, found = lossless(model)
     held = {name for its in held_by(program, lifted, found).values() for name in its}
-    assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), held) is None
+    assert no_gradient(model, [lifted], batch(tokens()), held) is None
     after = dict(model.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys() and all(after[name] is x for name, x in before.items())
 

@@ -13,32 +13,26 @@ import numpy as np
 import plan_nets as nets
 import pytest
 import torch
+from analyses import analysed, ran, random
 from torch import Tensor, nn
 
 import asapc
 import asapc.kernels.library
 from asapc.cli import main
 from asapc.errors import BranchError
-from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
-from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, OutputFactor, PlanConvention, Stabiliser, Written
 from asapc.kernels import native
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
-from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.analyse import Analysis
 from asapc.passes.capture import capture
 from asapc.passes.plan import match
 from asapc.passes.plan.loops import find_loops
 from asapc.program.compiled import OwnCodeWarning
-from asapc.program.runner import Runner
 
 PLAIN = [1.0, 0.0, 0.0, 0.0]
 op = torch.ops.asapc.plan
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # The operator
@@ -347,11 +341,6 @@ REFUSED = {
 }
 
 
-def analysed(net: nn.Module, *inputs: Any) -> Analysis:
-    batch = Batch(inputs, {}, None, [0] * len(inputs[0]))
-    return analyse(Teacher(net.eval(), None, "a net", "", False, None), batch)
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     net: nn.Module = getattr(nets, name)()
@@ -375,7 +364,7 @@ def replays(net: nn.Module, analysis: Analysis, *inputs: Any) -> None:
         given = [x * scale if x.is_floating_point() and (x < 0).any() else x for x in inputs]
         with torch.no_grad():
             theirs = net(*given)
-            ours = Runner(None, analysis.lifted)(Batch(tuple(given), {}, None, [0]))
+            ours = ran(analysis, *given)
         pairs = [(theirs, ours)] if isinstance(theirs, Tensor) else zip(theirs, ours, strict=True)
         for expected, found in pairs:
             if expected.is_floating_point():
@@ -608,7 +597,7 @@ def test_sizes_that_went_through_a_product() -> None:
     assert [site.convention.half_steps for site in analysis.sites] == [5]
     x = random(4, 9, 8, seed=1)
     with torch.no_grad():
-        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0] * 4))
+        ours = ran(analysis, x)
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -644,7 +633,7 @@ def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
     assert [site.convention.half_steps for site in analysis.sites] == [6, 6]
     x = random(2, 5, 8, seed=1)
     with torch.no_grad():
-        ours = Runner(None, analysis.lifted)(Batch((x,), {}, None, [0]))
+        ours = ran(analysis, x)
         torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-5)
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_plan import analysed, random
+from analyses import analysed, ran, random
 from torch import Tensor, nn
 
-from asapc.inputs.data import Batch
 from asapc.kernels import native
 from asapc.kernels.cpu import plan as kernel
 from asapc.operators import plan as operators
-from asapc.program.runner import Runner
+from asapc.passes.analyse import Analysis
 
 Spelling = Callable[[Tensor, list[int]], Tensor]
 LOW = (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)
@@ -117,10 +116,10 @@ def scores_that_hide(n: int, m: int) -> Tensor:
     return torch.cat([scores.masked_fill(hidden(n, m), low) for scores, low in pairs])
 
 
-def agrees(net: nn.Module, ours: Runner, *inputs: Tensor) -> None:
+def agrees(net: nn.Module, analysis: Analysis, *inputs: Tensor) -> None:
     """Every example that the original gives, relative to its largest entry."""
     with torch.no_grad():
-        theirs, found = net(*inputs), ours(Batch(inputs, {}, None, [0] * len(inputs[0])))
+        theirs, found = net(*inputs), ran(analysis, *inputs)
     if getattr(net, "log", False):
         theirs, found = theirs.exp(), found.exp()
     finite = theirs.isfinite().flatten(1).all(1)
@@ -135,9 +134,8 @@ def test_what_hides_at_run_time_alone(spelling: Spelling) -> None:
     net = Loop(spelling, SPELLINGS[spelling])
     analysis = analysed(net, random(4, 9, 7))
     assert len(analysis.sites) == 1
-    ours = Runner(None, analysis.lifted)
     for n, m in ((9, 7), (36, 7)):
-        agrees(net, ours, scores_that_hide(n, m))
+        agrees(net, analysis, scores_that_hide(n, m))
 
 
 class Masked(nn.Module):
@@ -175,7 +173,7 @@ def test_a_mask_that_hides_nothing_in_the_data(how: str, spelling: Spelling) -> 
     assert len(analysis.sites) == 1
     mask = torch.arange(tokens[1]) < torch.tensor([7, 4, 1, 0, 7, 6, 2, 0, 7])[:, None]
     for spread in (0.1, 1.0, 10.0):
-        agrees(net, Runner(None, analysis.lifted), spread * x, spread * y, mask)
+        agrees(net, analysis, spread * x, spread * y, mask)
 
 
 class Weighted(nn.Module):
@@ -206,7 +204,7 @@ def test_weights_that_hide_later(how: str) -> None:
     with torch.no_grad():  # the graph holds the same
         net.added[2] = -3e38
         net.gate.bias.zero_()
-    agrees(net, Runner(None, analysis.lifted), x, y)
+    agrees(net, analysis, x, y)
 
 
 def test_hidden_tokens_in_float64() -> None:
@@ -214,7 +212,7 @@ def test_hidden_tokens_in_float64() -> None:
     analysis = analysed(net, random(4, 9, 7).double())
     for low in (-1e9, torch.finfo(torch.float64).min):
         given = random(7, 9, 7).double().masked_fill(hidden(9, 7), low)
-        agrees(net, Runner(None, analysis.lifted), given)
+        agrees(net, analysis, given)
 
 
 class Given(nn.Module):
@@ -238,13 +236,12 @@ def test_hidden_costs_beside_given_masses(net: Given) -> None:
     mu, nu = random(7, 9, seed=1).softmax(-1), random(7, 7, seed=2).softmax(-1)
     analysis = analysed(net, random(4, 9, 7), mu[:4], nu[:4])
     assert len(analysis.sites) == 1
-    ours = Runner(None, analysis.lifted)
     for spread, low in itertools.product((0.1, 3.0, 30.0), LOW[:2]):
         given = -(spread * random(7, 9, 7)).masked_fill(hidden(9, 7), low)
-        agrees(net, ours, given, mu, nu)
+        agrees(net, analysis, given, mu, nu)
         masked = torch.arange(7) < torch.tensor([5, 7, 5, 1, 7, 2, 6])[:, None]
-        agrees(net, ours, given, mu, nu * masked)  # and columns without mass
-        agrees(net, ours, -spread * random(7, 9, 7), mu, nu * masked)
+        agrees(net, analysis, given, mu, nu * masked)  # and columns without mass
+        agrees(net, analysis, -spread * random(7, 9, 7), mu, nu * masked)
 
 
 class Biased(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import attention_zoo as zoo
 import pytest
 import torch
+from analyses import analysed, batch
 from small_text import write_data, write_teacher
 from steps import calibrated, run
 from torch import Tensor, nn
@@ -32,10 +33,6 @@ from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.passes.site import Site
 from asapc.program.calls import call_of, operator_calls
 from asapc.program.runner import Runner
-
-
-def batch(*args: Tensor) -> Batch:
-    return Batch(args, {}, None, list(range(len(args[0]))))
 
 
 def plan(scores: Tensor, half_steps: int) -> Tensor:
@@ -231,7 +228,7 @@ def test_a_layer_that_stays_as_it_is_still_ends_early() -> None:
         lambda self, x: self.stops(self.known(x)[..., :4]), known=zoo.ExpDomain(), stops=While(1e-2)
     ).eval()
     x = torch.randn(3, 10, 16)
-    found = analyse(Teacher(model, None, "half", "0", False, None), batch(x))
+    found = analysed(model, x)
     assert found.capture.kind == "module" and len(found.sites) == 1
     with torch.no_grad():
         assert largest_difference(model(x), Runner(model, found.lifted)(batch(x))) < 1e-5

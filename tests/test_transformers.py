@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from analyses import analysed
 from torch import nn
 
 import asapc
 from asapc.errors import InputError
 from asapc.formats.user_code import UserCode
-from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
-from asapc.inputs.teacher import Teacher
-from asapc.passes.analyse import Analysis, analyse
 from asapc.program import compiled as compiled_model
 
 transformers = pytest.importorskip("transformers")
@@ -68,11 +66,6 @@ def tokens(count: int = 120) -> dict[str, np.ndarray[Any, Any]]:
 
 def batch(count: int = 5, start: int = 0) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(value[start : start + count]) for key, value in tokens().items()}
-
-
-def analysed(model: nn.Module, **arguments: torch.Tensor) -> Analysis:
-    teacher = Teacher(model, None, "model", "0", False, None)
-    return analyse(teacher, Batch((), arguments, None, [0] * 4))
 
 
 @pytest.fixture(scope="module")
