@@ -48,7 +48,8 @@ def exported_program(program: Program) -> ExportedProgram:
         for node in module.graph.nodes:
             lifted.take(node)
     ranges = mode.shape_env.var_to_range
-    symbols = free_symbols([node.meta.get("val") for node in lifted.graph.nodes])
+    # By name: the order of a set differs from process to process, and files must not.
+    symbols = sorted(free_symbols([node.meta.get("val") for node in lifted.graph.nodes]), key=str)
     in_spec, out_spec, names = _layout(program)
     signature = ModuleCallSignature(
         inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec, forward_arg_names=names
