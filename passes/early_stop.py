@@ -263,10 +263,12 @@ def ending_of(
         tensors, given = loop.feed(noise, at, None)
         scores = convention.score_multiplier * given.scores
         theirs.append(torch.stack(cut.run(tensors, at)).flatten())
-        for rule, changes in ours.items():
-            masses = rule.masses(*given.marginals, scores)
-            f = row_duals(scores, *masses, half_steps, rows_first, convention.damping)
-            changes.append(torch.stack([rule.change(*pair) for pair in itertools.pairwise(f)]))
+        for _, alike in itertools.groupby(ours, lambda rule: rule.ones):
+            rules = [*alike]
+            masses = rules[0].masses(*given.marginals, scores)
+            f = [*row_duals(scores, *masses, half_steps, rows_first, convention.damping)]
+            for rule in rules:
+                ours[rule].append(torch.stack([rule.change(*pair) for pair in itertools.pairwise(f)]))
     for rule, changes in ours.items():
         unit = float(theirs[0][0] / changes[0][0])
         off = [(unit * x - y).abs().max() / max(threshold, float(y.max()))  # masses may be rounded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -23,6 +23,9 @@ NAMES = [*signature(reference.plan).parameters][3:]  # of the settings, the last
 
 Pair = tuple[float, float]
 """Of rows and of columns."""
+
+Changes = Iterator[Tensor] | Iterator[float]
+"""What a rule compares with its threshold, as of operators.plan.changes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,36 +77,21 @@ class Task:
         """The same of the logarithm of a kernel."""
         return self.of(self.log_mu, self.log_nu, **{**self.settings, "is_kernel": False})
 
-    def ending_on(self, scores: Tensor) -> Ending | None:
-        """The rule, if the scores are to be waited for.  Raises InputError in a CUDA graph."""
-        if self.known.ending is None or scores.numel() == 0:
-            return None
+    def ended(self, scores: Tensor, changes: Callable[[Tensor, Task, Ending], Changes]) -> Task:
+        """The same of a loop that never ends early, with the half-steps that this one does on the scores,
+        which are waited for.  changes: `changes`, or a backend's."""
+        ending = self.known.ending
+        if ending is None or scores.numel() == 0:
+            return self
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "a CUDA graph holds a fixed number of half-steps", got="a loop that ends by the data",
                 help="call the model itself, or give its loop a fixed number of steps",
             )  # fmt: skip
-        return self.known.ending
-
-    def ended(self, scores: Tensor) -> Task:
-        """The same of a loop that never ends early, with the half-steps that this one does on the
-        scores."""
-        ending, settings = self.ending_on(scores), self.settings
-        if ending is None:
-            return self
-        given = reference.logs_of(widen(scores)) if settings["is_kernel"] else scores
-        s = reference.scaled(widen(given), settings["score_multiplier"], settings["by_head"])
-        if bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64]):
-            s = s.double()  # which tells small changes of large scalings apart
-        log_mu, log_nu = (x if x is None else x.to(s.dtype) for x in (self.log_mu, self.log_nu))
-        masses = ending.masses(log_mu, log_nu, s)
-        limits = settings["half_steps"], self.rows_first
-        duals = reference.row_duals(s, *masses, *limits, settings["damping"])
-        return self.of_half_steps(reference.half_steps_until(ending, duals, *limits))
-
-    def of_half_steps(self, half_steps: int) -> Task:
-        """The same of a loop that does so many, whatever its data."""
-        changed = {**self.settings, "half_steps": half_steps, "threshold": None}
+        given = reference.logs_of(widen(scores)) if self.settings["is_kernel"] else scores
+        moved = changes(given, self, ending)
+        done = reference.half_steps_until(ending, moved, self.settings["half_steps"], self.rows_first)
+        changed = {**self.settings, "half_steps": done, "threshold": None}
         return self.of(self.log_mu, self.log_nu, **changed)
 
     def plain(self, scores: Tensor) -> Tensor:
@@ -141,6 +129,17 @@ class Task:
                 self.has_masses,
             )
         return factor
+
+
+def changes(scores: Tensor, task: Task, ending: Ending) -> Iterator[Tensor]:
+    """By the reference, of scores, not a kernel."""
+    settings = task.settings
+    s = reference.scaled(widen(scores), settings["score_multiplier"], settings["by_head"])
+    if bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64]):
+        s = s.double()  # which tells small changes of large scalings apart
+    log_mu, log_nu = (x if x is None else x.to(s.dtype) for x in (task.log_mu, task.log_nu))
+    loop = settings["half_steps"], task.rows_first, settings["damping"]
+    return reference.changes(ending, s, log_mu, log_nu, *loop)
 
 
 def is_small(scores: Tensor) -> bool:

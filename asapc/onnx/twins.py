@@ -17,7 +17,6 @@ serves every batch and length.
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -202,9 +201,8 @@ def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -
     loop = a.half_steps, a.rows_first, a.damping
     all_f, all_g = zip(*plan_meaning.duals(s, *masses, *loop), strict=True)
     done, of_rows = torch.full((1,), a.half_steps), range(1 if a.rows_first else 2, a.half_steps + 1, 2)
-    rows = plan_meaning.row_duals(s, *ending.masses(*masses, s), *loop)
-    for step, pair in zip(of_rows, itertools.pairwise(rows), strict=True):
-        due = ending.change(*pair) <= ending.threshold
+    for step, change in zip(of_rows, plan_meaning.changes(ending, s, *masses, *loop), strict=True):
+        due = change <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)
     f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
     logs = s + f[..., None] + g[..., None, :]

@@ -111,9 +111,8 @@ def plan(
         ending = Ending(moves, threshold, summed, after, ones)  # type: ignore[arg-type]
         s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
-            masses = ending.masses(widen(log_mu), widen(log_nu), s)
-            f = row_duals(s, *masses, half_steps, rows_first, damping)
-            half_steps = half_steps_until(ending, f, half_steps, rows_first)
+            moved = changes(ending, s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
+            half_steps = half_steps_until(ending, moved, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
         s = scaled(scores, score_multiplier, by_head)
@@ -137,14 +136,24 @@ def plan(
     return (result.log() if log else result).to(dtype)
 
 
-def half_steps_until(ending: Ending, duals: Iterable[Tensor], half_steps: int, rows_first: bool) -> int:
-    """How many half-steps are done, of as many at most.  duals: as of row_duals; no more are asked for
-    than are needed."""
+def half_steps_until(
+    ending: Ending, changes: Iterable[Tensor | float], half_steps: int, rows_first: bool
+) -> int:
+    """How many half-steps are done, of as many at most.  changes: by the half-steps on rows, in order; no
+    more are asked for than are needed."""
     steps = range(1 if rows_first else 2, half_steps + 1, 2)
-    changes = zip(steps, itertools.pairwise(duals), strict=False)
-    due = (step for step, pair in changes if bool(ending.change(*pair) <= ending.threshold))
-    done = next(due, half_steps)
-    return min(done + ending.after, half_steps)
+    due = (step for step, change in zip(steps, changes, strict=False) if bool(change <= ending.threshold))
+    return min(next(due, half_steps) + ending.after, half_steps)
+
+
+def changes(
+    ending: Ending, scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int,
+    rows_first: bool, damping: Sequence[float] | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """What a rule compares with its threshold after each half-step on rows; arguments as of row_duals."""
+    masses = ending.masses(log_mu, log_nu, scores)
+    f = row_duals(scores, *masses, half_steps, rows_first, damping)
+    return (ending.change(*pair) for pair in itertools.pairwise(f))
 
 
 def row_duals(

@@ -17,6 +17,7 @@ without effect.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from asapc.errors import BranchError
-from asapc.ir import Stabiliser
+from asapc.ir import Ending, Stabiliser
 from asapc.kernels import native
-from asapc.kernels.plan import SMALL, Settings, Task, is_small
+from asapc.kernels.plan import SMALL, Changes, Settings, Task, is_small
+from asapc.kernels.plan import changes as plain_changes
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import widen
 
@@ -86,33 +88,24 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     return out if scores.dtype is dtype else out.to(scores.dtype)
 
 
-def ended(scores: Tensor, task: Task) -> Task:
-    """As Task.ended, by the engine where it holds all matrices."""
-    ending, pairs, done = task.ending_on(scores), FIRST_PAIRS, None
-    if ending is None:
-        return task
-    if task.settings["half_steps"] <= (not task.rows_first):
-        return task.ended(scores)  # no half-step on rows
-    logs = reference.logs_of(widen(scores)) if task.settings["is_kernel"] else scores
-    masses = ending.masses(task.log_mu, task.log_nu, scores)
-    given = _given(logs, Task(*masses, task.known), torch.float64)
-    has_masses = (masses[0] is not None, masses[1] is not None)
-    while done is None:
-        count = min(2 * pairs, task.settings["half_steps"])
-        way = _way_of_changes(task.known, has_masses, *scores.shape[2:], count)
-        steps = [*range(1 if task.rows_first else 2, count + 1, 2)]
-        changes = native.plan_changes(*given, len(steps), ending.moves == "scalings", way)
-        if changes is None:
-            return task.ended(scores)
-        mean = (changes.mean(0) / (1 if ending.summed else scores.shape[2])).tolist()
-        due = [step for step, change in zip(steps, mean, strict=True) if change <= ending.threshold]
-        if due or count == task.settings["half_steps"]:
-            done = due[0] if due else count
-        pairs *= 2
-    return task.of_half_steps(min(done + ending.after, task.settings["half_steps"]))
+def changes(scores: Tensor, task: Task, ending: Ending) -> Changes:
+    """As of kernels.plan, by the engine where it holds all matrices: of so many half-steps at first, and
+    twice as many each time that more are asked for."""
+    log_mu, log_nu = ending.masses(task.log_mu, task.log_nu, scores)
+    given = _given(scores, Task(log_mu, log_nu, task.known), torch.float64)
+    has_masses = (log_mu is not None, log_nu is not None)
+    half_steps, told, most = FIRST_HALF_STEPS, 0, task.settings["half_steps"]
+    while told < (steps := (min(half_steps, most) + task.rows_first) // 2):
+        way = _way_of_changes(task.known, has_masses, *scores.shape[2:], min(half_steps, most))
+        found = native.plan_changes(*given, steps, ending.moves == "scalings", way)
+        if found is None:
+            yield from itertools.islice(plain_changes(scores, task, ending), told, None)
+            return
+        yield from (found.mean(0) / (1 if ending.summed else scores.shape[2])).tolist()[told:]
+        half_steps, told = 2 * half_steps, steps
 
 
-FIRST_PAIRS = 4  # of half-steps that are tried first; twice as many each time after that
+FIRST_HALF_STEPS = 8
 
 
 @lru_cache(4096)

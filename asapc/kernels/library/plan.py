@@ -10,15 +10,14 @@ from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
-from asapc.kernels.plan import Task
+from asapc.kernels.plan import Task, changes
 from asapc.operators import plan as reference
 from asapc.operators.sinkhorn import widen
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
-    task = Task.of(**rest)
     by_engine = scores.device.type == "cpu" and native.missing() is None
-    task = cpu_plan.ended(scores, task) if by_engine else task.ended(scores)
+    task = Task.of(**rest).ended(scores, cpu_plan.changes if by_engine else changes)
     backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
     if backend == "gpu":
         from asapc.kernels.gpu.plan import plan
@@ -39,8 +38,8 @@ def _at_once(
     """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
     if dispatch.listening() or native.missing() is not None:
         return None
-    task = Task.of_values(log_mu, log_nu, settings)
-    return cpu_plan.plan(scores, cpu_plan.ended(scores, task))
+    task = Task.of_values(log_mu, log_nu, settings).ended(scores, cpu_plan.changes)
+    return cpu_plan.plan(scores, task)
 
 
 attention("plan", _plan, at_once=_at_once)
