@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,22 @@ from torch import Tensor
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
-from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dual, sliced, token_bias
+from asapc.features import (
+    MAX_COUNT,
+    Feature,
+    coarse,
+    feature_columns,
+    lse,
+    predict_dual,
+    sliced,
+    token_bias,
+)
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.farthest import farthest_points
 from asapc.features.gaussian import brenier_potential
 from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.kernels import native
 from asapc.kernels.cpu import sliced as kernel
 from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as meaning
@@ -472,11 +483,32 @@ def test_cpu_twins_are_within_the_honest_error(features, side, masked, spread, d
         assert float((found.double() - exact).abs().max()) <= 2 * float(honest) + rounding * scale
 
 
-@pytest.mark.parametrize("features", ["coarse:5", "farthest:5"])
-def test_coarse_duals_do_not_depend_on_how_many_examples_are_done_together(features, monkeypatch):
-    own = site(19, 23, True, seed=3)
-    pivots = [torch.randn(2, 5, 4).double()] if features == "coarse:5" else []
-    tail = (None, pivots, torch.ones(1, 1), features, SCALE, 5, True)
-    together = torch.ops.asapc.dual_and_row_mass(own.q, own.k, own.keep, *tail)
-    monkeypatch.setattr("asapc.kernels.cpu.coarse.ENTRIES", 1)
-    torch.testing.assert_close(torch.ops.asapc.dual_and_row_mass(own.q, own.k, own.keep, *tail), together)
+@pytest.mark.skipif(native.missing() is not None, reason="the C++ engine is not here")
+@pytest.mark.parametrize("seed", range(60))
+def test_duals_and_masses_of_clusters_in_the_engine(seed):
+    """Of all sizes, masks on both sides, and points that are alike, which share their clusters."""
+    draw = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if seed % 2 else torch.float64
+    n, m, dim = (int(draw.choice(some)) for some in ((1, 5, 130), (1, 7, 129), (3, 40)))
+    count, shown = int(draw.choice([1, 5, 33])), draw.choice([0.0, 0.7, 0.7])
+    x, y = (torch.randn(2, size, 3, dim, generator=generator).transpose(1, 2) for size in (n, m))
+    x_keep, y_keep = (
+        None if draw.random() < 0.4 else torch.from_numpy(draw.random((2, size)) < shown)
+        for size in (n, m)
+    )
+    if draw.random() < 0.3:
+        y[:, :, : m // 2] = y[:, :, :1]
+    clouds = Clouds(x.to(dtype) * draw.choice([0.3, 2.0]), y.to(dtype), x_keep, y_keep)
+    pivots = None if draw.random() < 0.4 else torch.randn(3, count, dim, generator=generator)
+    if pivots is not None and count > 1 and dim == 3:  # the products of wider ones may differ by rounding
+        pivots[:, -1] = pivots[:, 0]
+    half_steps = int(draw.choice([1, 4, 19]))
+    task = (pivots, count, Budget(half_steps, half_steps % 2 == 1), True)
+    exact = coarse.dual_and_mass(replace(clouds, x=clouds.x.double(), y=clouds.y.double()), *task)
+    honest, found = coarse.dual_and_mass(clouds, *task), native.coarse(clouds, *task)
+    assert found is not None
+    for own, plain, wanted, of in zip(found, honest, exact, (clouds.centre, Tensor.double), strict=True):
+        error, usual = (float((of(some.double()) - of(wanted)).abs().max()) for some in (own, plain))
+        size = max(1.0, float(of(wanted).abs().max()))
+        assert error <= 2 * usual + 50 * torch.finfo(dtype).eps * size

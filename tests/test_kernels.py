@@ -455,12 +455,27 @@ def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPat
     assert native.described() == "no C++ engine: ASAPC_NATIVE=0"
 
 
-def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:
-    q = torch.randn(1, 2, 8, 4)
-    with explained() as choices:
-        ops.asap(q, q, q, None, None, None, q[..., 0], 0.5, 1, ATTENTION)
-        ops.dual(q, q, None, None, [], torch.ones(1, 1), "norm", "target", 0.5, 3, True)
-    assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
+@pytest.mark.parametrize("by_engine", [True, False])
+@pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
+def test_one_c_transform_from_the_keys_dual_is_softmax_attention(
+    spread: float, by_engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of scores of any spread in float32: what leaves the format is nothing beside a row's largest."""
+    if not by_engine:
+        monkeypatch.setattr(native, "missing", lambda: "ASAPC_NATIVE=0")
+    q, k, v = tokens(2, 3, 37, 8)
+    q, dual = q * spread, spread * k[..., 0]
+    keep = torch.arange(37) < torch.tensor([37, 5])[:, None]
+    for shown in (None, keep):
+        settings = (shown, None, None, dual, 0.5, 1, ATTENTION)
+        with explained() as choices:
+            found = ops.asap(q, k, v, *settings)
+        exact = asap_meaning.asap(*map(double, (q, k, v, *settings[:-1])), ATTENTION)
+        honest = float((asap_meaning.asap(q, k, v, *settings) - exact).abs().max())
+        assert float((found - exact).abs().max()) <= 2 * honest + 1e-6
+        kernel = f"CPU, {native.described()}" if by_engine else "scaled_dot_product_attention"
+        assert choices[0].kernel == kernel
+        assert "softmax attention" in choices[0].reason
 
 
 def test_other_devices_fall_back_and_say_so() -> None:

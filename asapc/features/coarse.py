@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
+from asapc.features.farthest import farthest_points
 
 SAMPLE_POINTS = 4096  # a head's pivots come from at most so many points
 ITERATIONS = 20  # of Lloyd's
@@ -90,24 +91,30 @@ def kmeans(points: Tensor, count: int, generator: np.random.Generator) -> Tensor
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     """The last u plus |x|^2 / 2: [B, H, N, 1]."""
     assert parameter is not None
-    u, _ = coarse_duals(coarse_problem(clouds, parameter), clouds.x_keep, budget)
-    return (u + clouds.cost_offset())[..., None]
+    return dual_and_mass(clouds, parameter, parameter.shape[-2], budget, False)[0][..., None]
 
 
-def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
-    """Predicted masses of the points y in the plan that the budget ends on, 1 on average: [B, H, M].
+def dual_and_mass(
+    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The last u plus |x|^2 / 2 [B, H, N]; and if wanted the predicted masses of the points y in the plan
+    that the budget ends on, 1 on average: [B, H, M].
 
+    pivots: [H, R, D] or [B, H, R, D]; None for those of farthest_points, `count` of them.
     The last half-step closes x, so a cluster c of y has the mass r_c = exp(v_c - v'_c), where v' is v
     after one more half-step. The clusters' total mass is that of the points x, which a column step has
     just made exact.
     """
-    problem = coarse_problem(clouds, pivots)
+    problem = coarse_problem(clouds, farthest_points(clouds, count) if pivots is None else pivots)
     u, v = coarse_duals(problem, clouds.x_keep, budget)
-    return masses_of(problem, v, over_x(problem.scores + u[..., None], clouds.x_keep))
+    column = u + clouds.cost_offset()
+    if not want_mass:
+        return column, None
+    return column, masses_of(problem, v, over_x(problem.scores + u[..., None], clouds.x_keep))
 
 
 def masses_of(problem: CoarseProblem, v: Tensor, sums: Tensor) -> Tensor:
-    """row_mass of the dual v and of sums = LSE_i(S_ic + u_i), both [B, H, R]."""
+    """The masses of dual_and_mass, of the dual v and of sums = LSE_i(S_ic + u_i), both [B, H, R]."""
     log_mass = v + sums
     used = problem.counts > 0
     top = log_mass.masked_fill(~used, -math.inf).amax(-1, keepdim=True)

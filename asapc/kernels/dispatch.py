@@ -60,8 +60,8 @@ def attention_backend(
     """Of the finite loop and of c-transforms.
 
     v: None where the dense map is wanted.  from_key: the first closes rows; one such half-step is softmax
-    attention with a key bias, which torch runs wherever Triton does not. What the CPU's engine made of
-    the call is noted once it has run.
+    attention with a key bias, which torch runs where there is no kernel. What the CPU's engine made of a
+    longer loop is noted once it has run.
     """
     one_pass = half_steps == 1 and from_key and v is not None
     softmax = "one c-transform from the keys' dual is softmax attention with a key bias"
@@ -77,10 +77,8 @@ def attention_backend(
     on_cpu = q.device.type == "cpu"
     some = q.shape[2] > 0 and k.shape[2] > 0  # else the engine is not asked
     reason = (native.missing() if some else None) if on_cpu else _why_no_gpu(q)
-    if on_cpu and one_pass:
-        return choose("softmax", "scaled_dot_product_attention", softmax)
-    if on_cpu:
-        return "cpu" if reason is None else choose("plain", "plain PyTorch", reason)
+    if on_cpu and reason is None:
+        return choose("cpu", f"CPU, {native.described()}", softmax) if one_pass else "cpu"
     if reason is None and v is None:
         reason = MAP
     if reason is None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from asapc.features import CLUSTERED, feature_list
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
-from asapc.features.farthest import farthest_points
 
 # (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
 Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
@@ -27,13 +26,12 @@ def finished(total: Tensor, clouds: Clouds) -> Tensor:
 class Backend:
     """contributions: the families that have a fast path; the others run their reference.
 
-    dual_and_mass: of the families with clusters.  farthest: features.farthest.farthest_points.  finish:
-    `finished`, unless a backend has its own.
+    dual_and_mass: of the families with clusters, as features.coarse.dual_and_mass.  finish: `finished`,
+    unless a backend has its own.
     """
 
     contributions: Mapping[str, Contribution]
-    dual_and_mass: Callable[[Clouds, Tensor, Budget, bool], tuple[Tensor, Tensor | None]]
-    farthest: Callable[[Clouds, int], Tensor] = farthest_points
+    dual_and_mass: Callable[[Clouds, Tensor | None, int, Budget, bool], tuple[Tensor, Tensor | None]]
     finish: Callable[[Tensor, Clouds], Tensor] = finished
 
     @torch.no_grad()
@@ -75,8 +73,8 @@ class Backend:
             used += width
             fast = self.contributions.get(feature.family)
             if feature.family in CLUSTERED:
-                pivots = self.farthest(clouds, feature.count) if parameter is None else parameter
-                column, found = self.dual_and_mass(clouds, pivots, budget, want_mass and mass is None)
+                wanted = want_mass and mass is None
+                column, found = self.dual_and_mass(clouds, parameter, feature.count, budget, wanted)
                 mass = found if mass is None else mass
                 contributions.append(column * weights)
             elif fast is not None:

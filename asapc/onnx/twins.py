@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from asapc.features import coarse, gaussian
 from asapc.features.clouds import Budget, Clouds
+from asapc.features.farthest import farthest_points
 from asapc.ir import Ending, Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
@@ -301,12 +302,10 @@ esp_hard = _called_as("esp_hard", _esp_hard)
 
 
 def _coarse(
-    clouds: Clouds, pivots: Tensor, budget: Budget, want_mass: bool
+    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The coarse column [B, H, N] up to a constant, and features.coarse.row_mass [B, H, M].
-
-    Cluster masses are scaled to the mass of x, as in kernels/cpu/coarse.py, which shifts the dual.
-    """
+    """As features.coarse.dual_and_mass, the dual up to a constant: clusters have the mass of x in all."""
+    pivots = farthest_points(clouds, count) if pivots is None else pivots
     problem = coarse.coarse_problem(clouds, pivots)
     scores, counts = problem.scores, problem.counts
     mass = scores.new_full((), scores.shape[2])
@@ -327,10 +326,6 @@ def _coarse(
     v = loop.g + loop.v[..., 0].log() - log_nu
     sums = coarse.over_x(problem.scores + f[..., None], clouds.x_keep)
     return column, coarse.masses_of(problem, v, sums)
-
-
-def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
-    return _coarse(clouds, pivots, budget, False)[0] * weights
 
 
 def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
@@ -368,13 +363,7 @@ def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budg
 
 
 _DUALS = Backend(
-    {
-        "coarse": _coarse_contribution,
-        "farthest": _coarse_contribution,
-        "gaussian": _gaussian,
-        "lse": _c_transforms,
-    },
-    _coarse,
+    {"gaussian": _gaussian, "lse": _c_transforms}, _coarse
 )
 dual = _DUALS.dual
 dual_and_row_mass = _DUALS.dual_and_row_mass

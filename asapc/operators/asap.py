@@ -109,8 +109,8 @@ def dual_and_row_mass(
     clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
     for feature, parameter in zip(*feature_list(features, parameters), strict=True):
         if feature.family in CLUSTERED:
-            pivots = feature.parameter_for(clouds, parameter)
-            assert pivots is not None
             budget = Budget(half_steps, starts_on_x)
-            return predicted, coarse.row_mass(clouds, pivots, budget) * active_share(clouds)
+            _, mass = coarse.dual_and_mass(clouds, parameter, feature.count, budget, True)
+            assert mass is not None
+            return predicted, mass * active_share(clouds)
     return predicted, active_share(clouds)

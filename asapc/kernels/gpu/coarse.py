@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asapc.features import coarse as reference
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.coarse import CoarseProblem, columns, row_mass
+from asapc.features.coarse import CoarseProblem
 from asapc.kernels.gpu.launch import Launches, keep_arguments, padded
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
@@ -38,16 +39,16 @@ MOST_PARTS = 64  # of a head: every program reads what all of them have left
 
 
 def dual_and_mass(
-    clouds: Clouds, pivots: Tensor, budget: Budget, want_mass: bool
+    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The coarse column u + |x|^2 / 2 [B, H, N], and features.coarse.row_mass [B, H, M] if wanted.
+    """As features.coarse.dual_and_mass, without gradients.
 
-    Without gradients. Clouds in float32; pivots [H, R, D], or [B, H, R, D], with R <= 128; N, M >= 1.
+    Clouds in float32; pivots [H, R, D], or [B, H, R, D], with R <= 128; N, M >= 1.
     """
+    pivots = farthest_points(clouds, count) if pivots is None else pivots
     ends_on_x = budget.half_steps % 2 == (1 if budget.starts_on_x else 0) and budget.half_steps > 0
     if not ends_on_x or clouds.x.shape[0] * clouds.x.shape[1] == 0:
-        mass = row_mass(clouds, pivots, budget) if want_mass else None
-        return columns(clouds, pivots, budget)[..., 0], mass
+        return reference.dual_and_mass(clouds, pivots, count, budget, want_mass)
     problem, half_norms = _problem(clouds, pivots)
     u, given, ends = _duals(problem, clouds.x_keep, budget)
     return u + half_norms, _masses_of(problem, given, ends) if want_mass else None

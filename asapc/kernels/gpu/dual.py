@@ -84,7 +84,6 @@ def _finish(
 _BACKEND = Backend(
     {"gaussian": gaussian.contribution, "sliced": sliced.contribution},
     coarse.dual_and_mass,
-    coarse.farthest_points,
     finish,
 )
 dual = _BACKEND.dual  # on `supported` inputs

@@ -55,7 +55,8 @@ def _run(
         if start is not None and bool(start.isneginf().any()):
             return dispatch.plainly(plain, q, k, "a dual of -inf, which its own half-step forgets")
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, start, loop)
-        dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+        if loop.half_steps > 1 or not from_key:
+            dispatch.note(name, q, k, lambda: native.path(q, k, widest))
         return out
     start = None if start is None else asap_reference.open_dual(start, keep)
     q, keep, bias = open_empty(q, keep, bias)
@@ -75,7 +76,7 @@ def _usual(
     half_steps: int, rows_first: bool, factor: Sequence[float], *_of_gradients: Any,
 ) -> Tensor | None:  # fmt: skip
     """What _run makes of most calls of asapc::sinkhorn, without what takes longer than a short loop."""
-    if half_steps < 2 or dispatch.listening() or native.missing() is not None:
+    if half_steps < 1 or dispatch.listening() or native.missing() is not None:
         return None
     loop = Loop(multiplier, half_steps, "row" if rows_first else "column", factor)
     return native.sinkhorn_loop(q, k, v, keep, bias, None, loop)[0]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.features.clouds import Budget, Clouds
 from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task
@@ -33,7 +34,7 @@ from asapc.operators.sinkhorn import factor_value
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
-ESP, BAND = Struct("10P15q2d"), Struct("5P12qd")
+ESP, BAND, COARSE = Struct("10P15q2d"), Struct("5P12qd"), Struct("7P17q")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -71,15 +72,16 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [PROBLEM.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size]
+    own = [PROBLEM.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, COARSE.size]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
     except ValueError:  # of a version that had no such list
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
-    library.asapc_plan.restype = library.asapc_band.restype = ctypes.c_int64
-    for name in ("sinkhorn", "plan", "esp", "band"):
+    for name in ("plan", "band", "coarse"):
+        getattr(library, f"asapc_{name}").restype = ctypes.c_int64
+    for name in ("sinkhorn", "plan", "esp", "band", "coarse"):
         getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
     return library
 
@@ -330,6 +332,33 @@ def banded(
     mass = 1.0 / (queries if loop.ends_on_rows else keys)
     out *= mass * factor_value(loop.output_factor, queries, keys, keep)
     return out.to(v.dtype)
+
+
+def coarse(
+    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """As features.coarse.dual_and_mass, the dual up to a constant; None where the linear domain does not
+    hold it."""
+    (batch, heads, points, dim), others = clouds.x.shape, clouds.y.shape[2]
+    dtype = clouds.x.dtype
+    x, y = _rows(clouds.x, dtype), _rows(clouds.y, dtype)
+    x_keep, y_keep = _masks(y, x, None, clouds.x_keep, clouds.y_keep)
+    each = pivots is not None and pivots.dim() == 4
+    if pivots is not None:
+        count = pivots.shape[-2]
+        shape = (*((batch,) if each else ()), heads, count, dim)
+        pivots = pivots.detach().to(dtype).expand(shape).contiguous()
+    column = x.new_empty((batch, heads, points))
+    mass = x.new_empty((batch, heads, others)) if want_mass else None
+    given = (x, y, pivots, x_keep, y_keep, column, mass)
+    lost = _engine().asapc_coarse(COARSE.pack(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in given), batch, heads, points, others,
+        dim, count, each, *x.stride()[:3], *y.stride()[:3], budget.half_steps, budget.starts_on_x,
+        dtype is torch.float64, torch.get_num_threads(),
+    ))  # fmt: skip
+    if lost < 0:
+        raise MemoryError(f"asapc: {count} clusters of {others} points do not fit the memory")
+    return None if lost else (column, mass)
 
 
 def _rule(

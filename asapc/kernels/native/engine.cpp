@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
 // operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py and asapc_band the
-// loop of operators/banded.py.
+// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py, asapc_band the loop
+// of operators/banded.py and asapc_coarse the predictions of features/coarse.py.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -322,6 +322,7 @@ template <class S, class W> class Head {
     share_ = double(count_) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
     stabilised_ = p.rule.form != kPlain, unshifted_ = p.rule.unshifted;
+    is_softmax_ = p.rows_first && p.half_steps == 1 && !stabilised_ && !row_mass_;
     if (stabilised_) share_ = 1;
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
@@ -443,7 +444,8 @@ template <class S, class W> class Head {
       };
       double range = range_of(max_of<S>(low[0] < low[1] ? -low[0] : -low[1]));
       const bool masks = !(range <= kSafeRange<W>);
-      if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, top));
+      if (masks && is_softmax_ && std::isfinite(top)) range = kSafeRange<W>;  // what leaves the format is nothing
+      else if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, top));
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
       const V<W> shift = all(unshifted_ || top == -S(kInfinity) ? W(0) : W(top));
@@ -692,7 +694,7 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
-  bool kept_, ends_on_rows_, stabilised_, unshifted_, sees_all_, is_sparse_;
+  bool kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
 
@@ -2313,8 +2315,251 @@ template <class S> int64_t band(const Band& p) {
 
 }  // namespace
 
+// Duals of a loop on clusters, of features/coarse.py.  x: [B, H, N, D]; y: [B, H, M, D]; pivots: [H, R, D], or [B, H, R, D]
+// if `each`, or null for the points of features/farthest.py; x_keep: [B, N] and y_keep: [B, M] bytes or null; column:
+// [B, H, N], u + |x|^2 / 2 with u up to a constant; mass: [B, H, M], row_mass, or null. At least one half-step.
+struct Coarse {
+  const void *x, *y, *pivots;
+  const uint8_t *x_keep, *y_keep;
+  void *column, *mass;
+  int64_t batch, heads, points, others, dim, clusters, each;
+  Strides x_strides, y_strides;
+  int64_t half_steps, x_first, is_double, threads;
+};
+
+namespace {
+
+// One head. S: the points' format.
+template <class S> class Clustered {
+  static constexpr int64_t L = kLanes<S>, P = 2 * L;
+
+ public:
+  Clustered(const Coarse& p, int64_t index, Scratch& scratch)
+      : p_(p), points_(p.x_keep, p.points, index / p.heads), others_(p.y_keep, p.others, index / p.heads),
+        clusters_(nullptr, p.clusters, 0), n_(points_.active.size()), m_(others_.active.size()),
+        size_(rounded_up(p.clusters, P)), scratch_(scratch) {
+    const int64_t batch = index / p.heads, head = index % p.heads;
+    const auto at = [&](const void* from, const Strides& s) {
+      return static_cast<const S*>(from) + batch * s.batch + head * s.head;
+    };
+    x_ = at(p.x, p.x_strides), y_ = at(p.y, p.y_strides);
+    pivots_ = p.pivots ? static_cast<const S*>(p.pivots) + (p.each ? index : head) * p.clusters * p.dim : nullptr;
+    column_ = static_cast<S*>(p.column) + index * p.points;
+    mass_ = p.mass ? static_cast<S*>(p.mass) + index * p.others : nullptr;
+    const int64_t rows = rounded_up(n_, 2 * kLanes<S>), panels = pivots_ ? size_ : std::max(size_, rounded_up(m_, P));
+    scratch.reserve((panels * (p.dim + 1) + size_ * (p.dim + kRows + 4) + p.dim + n_ * size_) * sizeof(S) +
+                    (n_ * size_ + 3 * rows + 4 * size_) * sizeof(double) + 20 * kBytes);
+    panels_ = scratch.take<S>(panels * p.dim), away_ = scratch.take<S>(panels), means_ = scratch.take<S>(size_ * p.dim);
+    block_ = scratch.take<S>(kRows * size_), centre_ = scratch.take<S>(p.dim);
+    for (S** side : {&counts_, &second_, &half_squares_, &of_cluster_}) *side = scratch.take<S>(size_);
+    scores_ = scratch.take<S>(n_ * size_);
+  }
+
+  // Returns whether the linear domain holds it.
+  bool run() {
+    for (int64_t i = 0; i < p_.points; ++i) column_[i] = square(x_ + i * p_.x_strides.token) / 2;
+    if (mass_) std::fill_n(mass_, p_.others, S(0));
+    if (others_.none || n_ == 0) return true;
+    find_centre();
+    if (!(pivots_ || find_farthest()) || !join()) return false;
+    find_moments();
+    const double range = form_scores();
+    if (range <= kSafeRange<S>) return solve(scores_);
+    return range <= kSafeRange<double> && solve(scratch_.take<double>(n_ * size_));
+  }
+
+ private:
+  // A point y and a cluster that it is in, by this share.
+  struct Member {
+    int64_t other, cluster;
+    S share;
+  };
+
+  const S* point(int64_t i) const { return x_ + points_.active[i] * p_.x_strides.token; }
+  const S* other(int64_t j) const { return y_ + others_.active[j] * p_.y_strides.token; }
+
+  S square(const S* x) const {
+    V<S> sum{};
+    int64_t d = 0;
+    for (; d + L <= p_.dim; d += L) sum += load(x + d) * load(x + d);
+    S total = sum_of<S>(sum);
+    for (; d < p_.dim; ++d) total += x[d] * x[d];
+    return total;
+  }
+
+  void find_centre() {
+    std::fill_n(centre_, p_.dim, S(0));
+    for (int64_t j = 0; j < m_; ++j)
+      for (int64_t d = 0; d < p_.dim; ++d) centre_[d] += other(j)[d];
+    for (int64_t d = 0; d < p_.dim; ++d) centre_[d] /= S(m_);
+  }
+
+  // The point farthest from the centre, and one after the other that farthest from all of them, as pivots in means_.
+  bool find_farthest() {
+    pack_tokens(y_, p_.y_strides.token, others_, p_.dim, S(1), panels_);
+    const S* last = centre_;
+    for (int64_t c = 0; c < p_.clusters; ++c) {
+      for (int64_t start = 0; start < m_; start += P)
+        for (int64_t side = start; side < start + P; side += L) {
+          V<S> sum{};
+          for (int64_t d = 0; d < p_.dim; ++d) {
+            const V<S> apart = load(panels_ + start * p_.dim + d * P + side - start) - last[d];
+            sum += apart * apart;
+          }
+          const V<S> before = load(away_ + side);
+          store(away_ + side, c > 1 && before < sum ? before : sum);  // the centre is no pivot
+        }
+      const int64_t farthest = std::max_element(away_, away_ + m_) - away_;
+      if (!std::isfinite(away_[farthest])) return false;
+      last = std::copy_n(other(farthest), p_.dim, means_ + c * p_.dim) - p_.dim;
+    }
+    pivots_ = means_;
+    return true;
+  }
+
+  // Every y joins its nearest pivot; equally near ones share it.
+  bool join() {
+    pack_tokens(pivots_, p_.dim, clusters_, p_.dim, S(1), panels_);
+    std::fill_n(half_squares_, size_, S(kInfinity)), std::fill_n(counts_, size_, S(0));
+    for (int64_t c = 0; c < p_.clusters; ++c) half_squares_[c] = square(pivots_ + c * p_.dim) / 2;
+    members_.reserve(m_);
+    for (int64_t row = 0; row < m_; row += kRows) {
+      const int64_t count = multiply(row, m_, [this](int64_t j) { return other(j); });
+      for (int64_t r = 0; r < count; ++r) {
+        S* near = block_ + r * size_;
+        V<S> top = all(S(-kInfinity));
+        for (int64_t c = 0; c < size_; c += L) {
+          const V<S> here = load(near + c) - load(half_squares_ + c);
+          store(near + c, here), top = here > top ? here : top;
+        }
+        const S best = max_of<S>(top);
+        const int64_t alike = std::count(near, near + size_, best);
+        if (alike == 0) return false;
+        for (int64_t c = 0, left = alike; left > 0; ++c)
+          if (near[c] == best) members_.push_back({row + r, c, S(1) / S(alike)}), counts_[c] += S(1) / S(alike), --left;
+      }
+    }
+    return true;
+  }
+
+  // block_[r] = x_r . panels of so many rows from one on, whose number is returned.
+  template <class At> int64_t multiply(int64_t row, int64_t rows, const At& at) {
+    const S* x[kRows];
+    const int64_t count = std::min<int64_t>(kRows, rows - row);
+    for (int64_t r = 0; r < kRows; ++r) x[r] = at(row + std::min(r, count - 1));
+    for (int64_t start = 0; start < size_; start += P) tile<S>(x, p_.dim, panels_ + start * p_.dim, block_ + start, size_);
+    return count;
+  }
+
+  // Clusters' means, those of none at the centre, and variances, by moments about the centre.
+  void find_moments() {
+    std::fill_n(means_, p_.clusters * p_.dim, S(0)), std::fill_n(second_, size_, S(0));
+    for (const auto& [j, c, share] : members_) {
+      S *mean = means_ + c * p_.dim, squares = 0;
+      const S* y = other(j);
+      V<S> sum{};
+      int64_t d = 0;
+      for (; d + L <= p_.dim; d += L) {
+        const V<S> local = load(y + d) - load(centre_ + d);
+        store(mean + d, load(mean + d) + local * share), sum += local * local;
+      }
+      for (; d < p_.dim; ++d) {
+        const S local = y[d] - centre_[d];
+        mean[d] += local * share, squares += local * local;
+      }
+      second_[c] += share * (squares + sum_of<S>(sum));
+    }
+    for (int64_t c = 0; c < p_.clusters; ++c) {
+      S* mean = means_ + c * p_.dim;
+      const S each = counts_[c] > 0 ? S(1) / counts_[c] : S(0);
+      for (int64_t d = 0; d < p_.dim; ++d) mean[d] *= each;
+      second_[c] = std::max(second_[c] * each - square(mean), S(0)) / S(p_.dim);
+      for (int64_t d = 0; d < p_.dim; ++d) mean[d] += centre_[d];
+    }
+    pack_tokens<S>(means_, p_.dim, clusters_, p_.dim, S(1), panels_);
+  }
+
+  // S [N, R]; past the last cluster, the first one's. Returns the widest range of a row, or what no format holds.
+  double form_scores() {
+    double widest = 0;
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const int64_t count = multiply(row, n_, [this](int64_t i) { return point(i); });
+      for (int64_t r = 0; r < count; ++r) {
+        const S half_square = column_[points_.active[row + r]];
+        S *s = scores_ + (row + r) * size_, *from = block_ + r * size_;
+        for (int64_t c = 0; c < p_.clusters; ++c) s[c] = from[c] + half_square * second_[c];
+        std::fill(s + p_.clusters, s + size_, s[0]);
+        V<S> high = load(s), low = high;
+        for (int64_t c = L; c < size_; c += L) {
+          const V<S> here = load(s + c);
+          high = here > high ? here : high, low = here < low ? here : low;
+        }
+        const double range = double(max_of<S>(high)) + double(max_of<S>(-low));
+        if (!(range <= kSafeRange<double>)) return kInfinity;
+        widest = std::max(widest, range);
+      }
+    }
+    return widest;
+  }
+
+  // The half-steps on K = exp(S - row maximum), which may take the scores' place. Clusters weigh as many points as they
+  // have, in all as much as the points x: with equal totals the gauge stays.
+  template <class T> bool solve(T* kernel) {
+    const int64_t rows = rounded_up(n_, kLanes<T>);
+    T *a = scratch_.take<T>(rows), *ones = scratch_.take<T>(rows), *tops = scratch_.take<T>(rows);
+    T *b = scratch_.take<T>(size_), *nu = scratch_.take<T>(size_), *total = scratch_.take<T>(size_);
+    T highest = T(-kInfinity);
+    for (int64_t i = 0; i < n_; ++i) {
+      const S* s = scores_ + i * size_;
+      const T top = T(*std::max_element(s, s + size_));
+      for (int64_t c = 0; c < size_; c += kLanes<T>)
+        store(kernel + i * size_ + c, exponential<T>(load_as<T>(s + c) - top));
+      tops[i] = top, highest = std::max(highest, top);
+    }
+    std::fill(tops + n_, tops + rows, highest), std::fill_n(ones, rows, T(1));
+    for (int64_t i = 0; i < rows; i += kLanes<T>) store(a + i, exponential<T>(load(tops + i) - highest));  // u = 0
+    for (int64_t c = 0; c < size_; ++c) b[c] = nu[c] = T(counts_[c]) * T(n_) / T(m_);
+    const double least = std::pow(double(std::numeric_limits<T>::min()), 0.75);
+    const Rule rule{kPlain, 0, 0, 0, 0.0, least, 1.0};
+    scale<T>({n_, size_, p_.half_steps, p_.x_first, 1.0, 1.0, rule}, kernel, ones, nu, a, b, total);
+    for (int64_t i = 0; i < rows; i += kLanes<T>) store(tops + i, log_of<T>(load(a + i)) - load(tops + i));
+    if (!points_.none) for (int64_t i = 0; i < n_; ++i) column_[points_.active[i]] += S(tops[i]);
+    if (!mass_) return true;
+    std::fill_n(total, size_, T(0));
+    for (int64_t row = 0; row < n_; row += kRows)
+      by_rows(std::min<int64_t>(kRows, n_ - row), [&](int64_t r, auto R) {
+        add_rows<R.value>(kernel + (row + r) * size_, size_, size_, a + row + r, total);
+      });
+    double all = 0;
+    for (int64_t c = 0; c < size_; ++c) all += b[c] * total[c];
+    for (int64_t c = 0; c < size_; ++c)
+      of_cluster_[c] = counts_[c] > 0 ? S(b[c] * total[c] / T(counts_[c]) * T(double(m_) / all)) : S(0);
+    for (const auto& [j, c, share] : members_) mass_[others_.active[j]] += share * of_cluster_[c];
+    return true;
+  }
+
+  const Coarse& p_;
+  const Tokens points_, others_, clusters_;
+  const int64_t n_, m_, size_;
+  Scratch& scratch_;
+  std::vector<Member> members_;
+  const S *x_, *y_, *pivots_;
+  S *column_, *mass_, *panels_, *away_, *means_, *block_, *centre_, *counts_, *second_, *half_squares_, *of_cluster_, *scores_;
+};
+
+// Returns how many heads the linear domain does not hold; -1 where there is not enough memory.
+template <class S> int64_t coarse(const Coarse& p) {
+  const double by_cluster = double(p.points + p.others) * double(p.dim + 4) + double(p.points) * double(2 * p.half_steps + 16);
+  std::atomic<int64_t> lost{0};
+  const bool fits = each(p.batch * p.heads, double(p.batch * p.heads) * double(p.clusters) * by_cluster, p.threads,
+                         [&](int64_t index, Scratch& scratch) { lost += !Clustered<S>(p, index, scratch).run(); });
+  return fits ? int64_t(lost) : -1;
+}
+
+}  // namespace
+
 // What Python's side must agree with: a build of another version would read other fields.
-extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Plan), sizeof(Esp), sizeof(Band)};
+extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Plan), sizeof(Esp), sizeof(Band), sizeof(Coarse)};
 
 // Returns how many matrices are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* plan) {
@@ -2335,4 +2580,9 @@ extern "C" int asapc_esp(const Esp* esp) {
 // Returns how many heads are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_band(const Band* problem) {
   return problem->is_double ? band<double>(*problem) : band<float>(*problem);
+}
+
+// Returns how many heads are not held; -1 where there is not enough memory.
+extern "C" int64_t asapc_coarse(const Coarse* problem) {
+  return problem->is_double ? coarse<double>(*problem) : coarse<float>(*problem);
 }
