@@ -516,8 +516,11 @@ def test_powers_of_quotients_with_a_constant(kind: str, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("kind", ["add", "clamp"])
 def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: bool) -> None:
-    """Against the loop in the log domain."""
+    """Against the loop in the log domain, and its gradient."""
     scores, reach = 2e3 * torch.randn(2, 1, 5, 7, dtype=torch.float64), math.log(0.5)
+    scores[0] /= 2e3
+    scores[0, :, 0] = scores[0, ..., 0] = -1e4
+    scores.requires_grad_()
     rows_turn = rows_first
     duals = [torch.zeros(()), torch.zeros(())]
     for _ in range(7):
@@ -530,8 +533,10 @@ def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: b
     settings = {"constant": 0.5, "form": "scaling", "kind": kind, "start": "plain"}
     found = torch.ops.asapc.plan(scores, None, None, 1.0, 7, rows_first, [1.0, 0.0, 0.0, 0.0], **settings)
     last = 5 if rows_first else 7  # the factor of a plan whose last side is closed
-    assert torch.allclose(found * last, logs.exp(), rtol=1e-9, atol=1e-12)
-    assert bool((logs.exp() > 0.1).any())
+    slopes = [torch.autograd.grad(x.square().sum(), scores)[0] for x in (found * last, logs.exp())]
+    for one, other in ((found * last, logs.exp()), slopes):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+        assert bool((other.abs() > 0.01).any())
 
 
 @pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
