@@ -118,6 +118,13 @@ def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:
     return scores
 
 
+def hidden_in(scores: Node, convention: PlanConvention, values: Tensor) -> list[Tensor]:
+    """The values of scores with rows and columns hidden, in their own dtype, where they may hide them."""
+    sign = 1.0 if convention.score_multiplier > 0 else -1.0
+    own, patterns = scores.meta["val"].dtype, PATTERNS[:3] if may_hide(scores) else ()
+    return [_hidden(values.to(own, copy=True), pattern, sign * LOW[0]) for pattern in patterns]
+
+
 def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]:
     """The convention without an order of its sums; where scores may hide something, with each."""
     yield found

@@ -116,12 +116,13 @@ def _way_of_changes(
     some = torch.empty(0)  # stands for masses
     settings = {
         **known.values, "half_steps": half_steps, "threshold": None, "constant": None,
-        "is_kernel": False, "log": False, "form": "plan", "shares": False,
+        "is_kernel": False, "log": False,
     }  # fmt: skip
     task = Task.of(*(some if has else None for has in has_masses), **settings)
+    near = ROUNDED if task.as_written else math.inf
     start = ("row" if task.rows_first else "column") if task.settings["damping"] is None else "plain"
     return native.plan_settings(
-        task, queries, keys, torch.float64, start, math.inf, FAR, queries * keys <= SMALL, False
+        task, queries, keys, torch.float64, start, near, FAR, queries * keys <= SMALL, False
     )
 
 
