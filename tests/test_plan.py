@@ -965,9 +965,13 @@ def test_a_constant_beside_parts_that_drift_apart(kernel: bool) -> None:
 
 def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
     nothing = torch.full((2, 1, 3, 3), -torch.inf)
+    infinite = torch.stack([random(1, 3, 3), nothing[0] * -1])  # beside its largest all others are -inf
     stabiliser = {"constant": 1e-6, "form": "plan", "kind": "add", "start": "tensor"}
     factor = [1.0, 0.0, 0.0, 0.0]
-    assert not torch.ops.asapc.plan(nothing, None, None, 1.0, 4, True, factor, **stabiliser).any()
+    for scores in (nothing, infinite):
+        for sign in (1.0, -1.0):
+            found = torch.ops.asapc.plan(sign * scores, None, None, sign, 4, True, factor, **stabiliser)
+            assert not found[0].any()
     turned = torch.randn(2, 3, 5, 4).mT
     assert torch.ops.asapc.plan(turned, None, None, 1.0, 0, True, factor).is_contiguous()
 

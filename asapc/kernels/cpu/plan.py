@@ -65,6 +65,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if stabiliser is not None:
         if stabiliser.start == "tensor":
             offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
+            if offset == math.inf:  # beside it nothing is left of any other matrix
+                return task.plain(scores).contiguous()
         if task.has_masses and (
             settings["log"]
             or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
@@ -198,9 +200,9 @@ def _by_token(logs: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
-    """Of all scores, the one that is largest once it is multiplied; 0 where none is finite."""
+    """Of all scores, the one that is largest once it is multiplied; 0 where all are -inf then."""
     top = scores.amax() if multiplier > 0 else scores.amin()
-    return torch.where(top.isinf(), 0.0, top)
+    return torch.where((top * multiplier).isneginf(), 0.0, top)
 
 
 def _beyond(
