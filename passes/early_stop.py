@@ -49,6 +49,7 @@ MANY, MOST = 1 << 13, 1 << 16
 MANY_EXAMPLES = 32
 FAR = 16.0  # times as many examples, or as many tokens, of which all but a few are flat
 UNEVEN = (0.1, 1.0, 4.0)  # of scores, likewise, at which a rule is held against residuals
+HIDDEN = 1e-3  # error of a rule, of each residual, beside hidden tokens in the loop's own dtype
 SUMS = {  # a half-step has one of them, or as many as every other
     aten.logsumexp.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default, aten.mv.default,
     aten.einsum.default, *SOFTMAXES,
@@ -229,10 +230,12 @@ def _check_entering(loop: Stopping) -> None:
 
 
 def ending_of(
-    loop: Stopping, sums: Sequence[Node], lengths: Iterable[Lengths]
-) -> tuple[Ending, tuple[tuple[int, int], ...]]:
+    loop: Stopping, sums: Sequence[Node], lengths: Iterable[Lengths],
+    hidden: Callable[[Tensor], Iterable[Tensor]],
+) -> tuple[Ending, tuple[tuple[int, int], ...]]:  # fmt: skip
     """The rule that gives every residual of a loop, whatever the scores, and the numbers of some stops,
-    with the half-steps done there.  sums: of its half-steps.
+    with the half-steps done there.  sums: of its half-steps.  hidden: the same scores with what may be
+    hidden in them, in the loop's own dtype.
 
     What follows a residual is counted in the graph, and tried in check_endings.  Raises NoFit.
     """
@@ -256,29 +259,42 @@ def ending_of(
         for ones, moves, summed in itertools.product((False, True), MOVES, (False, True))
     }
     theirs, generator = [], torch.Generator().manual_seed(5)
-    cut = residuals_cut(loop.program, [stops[x] for x in residuals], loop.inputs)
+    in_order = [stops[x] for x in residuals]
+    precise, own = (residuals_cut(loop.program, in_order, loop.inputs, x) for x in (torch.float64, None))
+    form = "plan" if convention.written is None else convention.written.form
     for at, spread in itertools.product(lengths, UNEVEN):
         noise = spread * torch.randn(tuple(loop.size(at)), generator=generator, dtype=torch.float64)
         noise[:1] *= 2.0  # a mean over examples is no largest one
-        tensors, given = loop.feed(noise, at, None)
-        scores = convention.score_multiplier * given.scores
-        theirs.append(torch.stack(cut.run(tensors, at)).flatten())
-        for _, alike in itertools.groupby(ours, lambda rule: rule.ones):
-            rules = [*alike]
-            masses = rules[0].masses(*given.marginals, scores)
-            f = [*row_duals(scores, *masses, half_steps, rows_first, convention.damping)]
-            for rule in rules:
-                ours[rule].append(torch.stack([rule.change(*pair) for pair in itertools.pairwise(f)]))
+        for number, drawn in enumerate((noise, *hidden(noise))):
+            tensors, given = loop.feed(drawn, at, None)
+            if number:
+                tensors = [x.to(n.meta["val"].dtype) for x, n in zip(tensors, loop.inputs, strict=True)]
+            scores = convention.score_multiplier * given.scores
+            made = torch.stack((own if number else precise).run(tensors, at)).flatten().double()
+            theirs.append((made, HIDDEN if number else STABILISED))
+            for _, alike in itertools.groupby(ours, lambda rule: rule.ones):
+                rules = [*alike]
+                masses = rules[0].masses(*given.marginals, scores)
+                loop_of = half_steps, rows_first, convention.damping, form if number else "plan"
+                f = [*row_duals(scores, *masses, *loop_of)]
+                for rule in rules:
+                    changed = [rule.change(*pair) for pair in itertools.pairwise(f)]
+                    ours[rule].append(torch.stack(changed).double())
     for rule, changes in ours.items():
-        unit = float(theirs[0][0] / changes[0][0])
-        off = [(unit * x - y).abs().max() / max(threshold, float(y.max()))  # masses may be rounded
-               for x, y in zip(changes, theirs, strict=True)]  # fmt: skip
-        if not all(error <= STABILISED for error in off):
+        unit = float(theirs[0][0][0] / changes[0][0])
+        if not all(_tells(unit * x, *known, threshold) for x, known in zip(changes, theirs, strict=True)):
             continue
         some = sorted({0, min(1, len(residuals) - 1), len(residuals) - 1})
         ends = ((stops[residuals[i]].number, min(on_rows[i] + after, half_steps)) for i in some)
         return replace(rule, threshold=snapped(threshold / unit)), tuple(ends)
     raise NoFit("no known rule gives its residuals")
+
+
+def _tells(ours: Tensor, theirs: Tensor, limit: float, threshold: float) -> bool:
+    """Whether a rule gives what a loop compares with its threshold; no promise holds beyond a NaN."""
+    largest = theirs if limit == HIDDEN else theirs.max()  # else, masses may be rounded
+    error = (ours - theirs).abs() / largest.clamp(min=threshold)
+    return bool((error <= limit)[theirs.isfinite().cumprod(0).bool()].all())
 
 
 def check_endings(
@@ -318,10 +334,14 @@ def _alike(ours: Tensor, theirs: Tensor) -> bool:
     return relative_error(*(x.masked_fill(infinite, 0) for x in (ours, theirs))) <= HELD
 
 
-def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
+def residuals_cut(
+    program: Program, stops: Sequence[Stop], inputs: Sequence[Node],
+    precision: torch.dtype | None = torch.float64,
+) -> Cut:  # fmt: skip
     """What the code compares with each threshold, of the scores and what else enters the region."""
     residuals = tuple(stop.residual for stop in stops)
-    return Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
+    inside = descendants(inputs[:1]) & ancestors(*residuals)
+    return Cut(program.graph, inputs, residuals, inside, precision=precision)
 
 
 def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) -> list[int]:

@@ -36,6 +36,8 @@ from asapc.passes.cut import ancestors, depends_on_data, holds_tensors, moved_no
 from asapc.passes.decisions import CASTS
 from asapc.passes.lift import lift
 from asapc.passes.observe import EagerCall, gives_its_input, is_within
+from asapc.passes.plan.hidden import may_hide, summed_in
+from asapc.passes.plan.site import PlanSite
 from asapc.passes.products import VIEWS
 from asapc.passes.site import Site
 from asapc.passes.state import Observed
@@ -172,6 +174,8 @@ class _Reader:
                 problem = self._differs(call)
                 if problem is None and _takes_for_granted(site, call):
                     problem = "is given a constant of its loop, which may be another in other calls"
+                if problem is None and isinstance(site, PlanSite) and _are_hidden_elsewhere(site, call):
+                    problem = "is given scores that may hide tokens in other calls"
                 if problem is None and mapless and self._gives_the_map(site, inside):
                     problem = "returns its attention map, which a convolution on the values leaves out"
                 if problem is None:
@@ -421,6 +425,15 @@ def _takes_for_granted(site: Site, call: ModuleCall) -> bool:
     constants = (node for node in outside if not depends_on_data(node))
     made = any(node in part.inside for node in call.inputs)
     return made or any(reaches(node, call.inputs.__contains__) for node in constants)
+
+
+def _are_hidden_elsewhere(site: PlanSite, call: ModuleCall) -> bool:
+    """Whether the module is given the scores of a loop that was only seen where they hide nothing."""
+    if site.kernel or site.convention.stabiliser is not None:
+        return False  # what is hidden is 0 there, in whatever order sums are taken
+    scores = [site.start.node, *(node for node, _ in site.biases)]
+    given = any(not summed_in(node).isdisjoint(call.inputs) for node in scores)
+    return given and not any(map(may_hide, scores))
 
 
 def _after_loop(site: Site) -> Iterator[Node]:

@@ -226,8 +226,7 @@ def run(
         except Exception as error:
             results.error = error
         finally:
-            for twist in twists_of(spec):
-                exec(twist.undo, {"space": subject.space, "torch": torch})
+            _undo(spec, subject.space)
     results.warned = any(issubclass(warning.category, OwnCodeWarning) for warning in caught)
     return results
 
@@ -319,6 +318,12 @@ def _load_others(model: nn.Module, own: frozenset[str], chance: torch.Generator)
             noise = torch.rand(tensor.shape, generator=chance.manual_seed(sum(map(ord, name))))
             state[name] = tensor * (0.8 + 0.4 * noise).to(tensor.dtype)
     model.load_state_dict(state)
+
+
+def _undo(spec: Spec, space: dict[str, Any]) -> None:
+    """What a call, or compiling, left in the globals."""
+    for twist in twists_of(spec):
+        exec(twist.undo, {"space": space, "torch": torch})
 
 
 def _event(subject: Subject, spec: Spec) -> None:
@@ -428,6 +433,8 @@ def judge(spec: Spec, seed: int, only: Callable[[Case], bool] = lambda case: Tru
         message = " ".join(str(error).split())[:160]
         text = f"{type(error).__name__}: {message} ({_place(error)})"
         return Verdict("raw error", text, {"compile": text}, seconds=time.process_time() - started)
+    for space in spaces:
+        _undo(spec, space)
     verdict = Verdict("equal", sites=sites)
     if any(not torch.equal(before[n], t) for n, t in models[2].state_dict().items()):
         verdict.cases["original"] = "SILENT: compiling changed the model's buffers"

@@ -18,7 +18,7 @@ import asapc.kernels.library
 import asapc.passes.analyse as analysis_module
 from asapc.errors import InputError
 from asapc.inputs.program_operators import refused_call
-from asapc.ir import Ending, PlanConvention
+from asapc.ir import WRITTEN, Ending, PlanConvention
 from asapc.kernels import native
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.plan import Task, changes
@@ -127,6 +127,20 @@ def test_the_engine_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"threshold": 1e-3, "moves": "duals"}
     for spread in SPREADS:
         op(spread * random(3, 1, 20, 33), None, None, 1.0, 50, True, PLAIN, **settings)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_beside_hidden_tokens_it_ends_where_the_code_does(form: str) -> None:
+    """Which float32 duals decide that keep no digit, in the order in which the code adds them."""
+    net = Loop(lambda x, y: (y - x).abs().mean(), most=40)
+    for seed, spread in itertools.product(range(4), (0.3, 1.0, 4.0)):
+        s = spread * random(2, 1, 8, 7, seed=seed)
+        s[0, ..., 3:], s[1, ..., 5:], s[0, :, seed:2] = -1e9, -1e9, -1e9
+        given, named = (s, None, None, 1.0, 40, True, PLAIN), {"form": form, "shares": True}
+        plans = [f(*given, **named, threshold=1e-2) for f in (op, reference.plan, twins.plan)]
+        expected = net(s[:, 0])[:, None] if form == "increments" else plans[1]
+        for found in plans:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_it_may_end_at_once_and_need_not_end() -> None:
@@ -304,7 +318,7 @@ def test_a_rule_is_found(name: str) -> None:
         normalised = torch.randn(3, 7, 7).log_softmax(-1)  # of masses of 1, rows do not move at first
         same_on(net, analysis, [uneven, uneven[:1], uneven[1:], normalised])
         hidden = random(2, 8, 7, seed=2)
-        hidden[0, :, 3:], hidden[1, :, 5:] = -1e9, -1e9
+        hidden[0, :, 3:], hidden[1, :, 5:] = -1e9, -1e9  # of which float32 duals keep no digit
         row = hidden.clone()
         row[0, 2] = -1e9
         if isinstance(net, Loop):  # scalings of hidden columns are infinite
@@ -334,6 +348,7 @@ REFUSED = {
     "the largest example": Loop(lambda x, y: (y - x).abs().sum(-1).max()),
     "the largest row": Loop(lambda x, y: (y - x).abs().max()),
     "all examples summed": Loop(lambda x, y: (y - x).abs().sum()),
+    "rows that are not hidden": Loop(lambda x, y: (y - x)[y.abs() < 1e8].abs().mean()),
     "the first example": Loop(lambda x, y: (y - x)[0].abs().mean()),
     "a square": Loop(lambda x, y: (y - x).square().mean()),
     "relative": Loop(lambda x, y: (y - x).abs().mean() / y.abs().mean()),

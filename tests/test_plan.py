@@ -516,8 +516,11 @@ def test_powers_of_quotients_with_a_constant(kind: str, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("kind", ["add", "clamp"])
 def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: bool) -> None:
-    """Against the loop in the log domain."""
+    """Against the loop in the log domain, and its gradient."""
     scores, reach = 2e3 * torch.randn(2, 1, 5, 7, dtype=torch.float64), math.log(0.5)
+    scores[0] /= 2e3
+    scores[0, :, 0] = scores[0, ..., 0] = -1e4
+    scores.requires_grad_()
     rows_turn = rows_first
     duals = [torch.zeros(()), torch.zeros(())]
     for _ in range(7):
@@ -530,8 +533,10 @@ def test_a_constant_beside_scores_beyond_what_exp_holds(kind: str, rows_first: b
     settings = {"constant": 0.5, "form": "scaling", "kind": kind, "start": "plain"}
     found = torch.ops.asapc.plan(scores, None, None, 1.0, 7, rows_first, [1.0, 0.0, 0.0, 0.0], **settings)
     last = 5 if rows_first else 7  # the factor of a plan whose last side is closed
-    assert torch.allclose(found * last, logs.exp(), rtol=1e-9, atol=1e-12)
-    assert bool((logs.exp() > 0.1).any())
+    slopes = [torch.autograd.grad(x.square().sum(), scores)[0] for x in (found * last, logs.exp())]
+    for one, other in ((found * last, logs.exp()), slopes):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+        assert bool((other.abs() > 0.01).any())
 
 
 @pytest.mark.skipif(bool(native.missing()), reason="the plain operators run")
@@ -960,9 +965,13 @@ def test_a_constant_beside_parts_that_drift_apart(kernel: bool) -> None:
 
 def test_scores_of_minus_infinity_alone_and_no_half_step() -> None:
     nothing = torch.full((2, 1, 3, 3), -torch.inf)
+    infinite = torch.stack([random(1, 3, 3), nothing[0] * -1])  # beside its largest all others are -inf
     stabiliser = {"constant": 1e-6, "form": "plan", "kind": "add", "start": "tensor"}
     factor = [1.0, 0.0, 0.0, 0.0]
-    assert not torch.ops.asapc.plan(nothing, None, None, 1.0, 4, True, factor, **stabiliser).any()
+    for scores in (nothing, infinite):
+        for sign in (1.0, -1.0):
+            found = torch.ops.asapc.plan(sign * scores, None, None, sign, 4, True, factor, **stabiliser)
+            assert not found[0].any()
     turned = torch.randn(2, 3, 5, 4).mT
     assert torch.ops.asapc.plan(turned, None, None, 1.0, 0, True, factor).is_contiguous()
 

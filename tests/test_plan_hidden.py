@@ -12,10 +12,12 @@ import torch
 from analyses import analysed, ran, random
 from torch import Tensor, nn
 
+import asapc
 from asapc.kernels import native
 from asapc.kernels.cpu import plan as kernel
 from asapc.operators import plan as operators
 from asapc.passes.analyse import Analysis
+from asapc.program.compiled import OwnCodeWarning
 
 Spelling = Callable[[Tensor, list[int]], Tensor]
 LOW = (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)
@@ -174,6 +176,28 @@ def test_a_mask_that_hides_nothing_in_the_data(how: str, spelling: Spelling) -> 
     mask = torch.arange(tokens[1]) < torch.tensor([7, 4, 1, 0, 7, 6, 2, 0, 7])[:, None]
     for spread in (0.1, 1.0, 10.0):
         agrees(net, analysis, spread * x, spread * y, mask)
+
+
+class Optional(nn.Module):
+    """A mask that is not in the data, filled in before the loop's module is given the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Loop(increments, ROWS)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = x @ y.mT
+        plan: Tensor = self.loop(scores if mask is None else scores.masked_fill(~mask[:, None], -1e9))
+        return plan
+
+
+def test_a_mask_that_other_calls_have() -> None:
+    net, x, y = Optional().eval(), random(24, 9, 4), random(24, 7, 4, seed=1)
+    live = asapc.compile(net, {"x": x, "y": y}, recipe={"operator": "lossless"}, examples=8).model
+    torch.testing.assert_close(live(x, y), net(x, y))
+    mask = (torch.arange(7) < 4).expand(24, 7)
+    with pytest.warns(OwnCodeWarning, match="mask was captured as None"):
+        assert torch.equal(live(x, y, mask), net(x, y, mask))
 
 
 class Weighted(nn.Module):

@@ -134,11 +134,12 @@ class Task:
 def changes(scores: Tensor, task: Task, ending: Ending) -> Iterator[Tensor]:
     """By the reference, of scores, not a kernel."""
     settings = task.settings
-    s = reference.scaled(widen(scores), settings["score_multiplier"], settings["by_head"])
-    if bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64]):
+    given = scores if task.as_written else widen(scores)
+    s = reference.scaled(given, settings["score_multiplier"], settings["by_head"])
+    if not task.as_written and bool((s.amax(-1) - s.amin(-1)).amax() <= SAFE_ROW_RANGE[torch.float64]):
         s = s.double()  # which tells small changes of large scalings apart
     log_mu, log_nu = (x if x is None else x.to(s.dtype) for x in (task.log_mu, task.log_nu))
-    loop = settings["half_steps"], task.rows_first, settings["damping"]
+    loop = settings["half_steps"], task.rows_first, settings["damping"], settings["form"]
     return reference.changes(ending, s, log_mu, log_nu, *loop)
 
 

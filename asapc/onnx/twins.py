@@ -17,6 +17,7 @@ serves every batch and length.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,13 +201,20 @@ def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -
     """The plan of a loop over scores s that ends by the data: one of those after every half-step."""
     masses = widen(a.log_mu), widen(a.log_nu)
     loop = a.half_steps, a.rows_first, a.damping
-    all_f, all_g = zip(*plan_meaning.duals(s, *masses, *loop), strict=True)
     done, of_rows = torch.full((1,), a.half_steps), range(1 if a.rows_first else 2, a.half_steps + 1, 2)
-    for step, change in zip(of_rows, plan_meaning.changes(ending, s, *masses, *loop), strict=True):
+    moved = plan_meaning.changes(ending, s, *masses, *loop, a.form)
+    for step, change in zip(of_rows, moved, strict=True):
         due = change <= ending.threshold
         done = torch.where(due, done.clamp(max=step + a.after), done)
-    f, g = (torch.stack(x).index_select(0, done)[0] for x in (all_f, all_g))
-    logs = s + f[..., None] + g[..., None, :]
+    if a.form == "plan":
+        both = zip(*plan_meaning.duals(s, *masses, *loop), strict=True)
+        f, g = (torch.stack(x).index_select(0, done)[0] for x in both)
+        logs = s + f[..., None] + g[..., None, :]
+    else:
+        logs, written = s, (*loop[:2], a.form, a.shares, a.damping)
+        plans = itertools.islice(plan_meaning.written_steps(s, *masses, *written), a.half_steps + 1)
+        for step, (log_plan, _) in enumerate(plans):
+            logs = torch.where(done == step, log_plan(), logs)
     return (logs + factor.log() if a.log else logs.exp() * factor).to(a.scores.dtype)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -59,19 +60,34 @@ def written_log_plan(
     as a whole depends on that order. s, log_mu, log_nu: as log_plan_of takes them; form, shares: as in
     ir.Written.
     """
+    steps = written_steps(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
+    last, _ = next(itertools.islice(steps, half_steps, None))
+    return last()
+
+
+def written_steps(
+    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
+    form: str, shares: bool, damping: Sequence[float] | None,
+) -> Iterator[tuple[Callable[[], Tensor], Tensor]]:  # fmt: skip
+    """(What gives log P, f [.., N]) before the first and after every half-step of written_log_plan."""
     f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
     # Counted, not asked for: a graph of this holds for every size.
     logs = [torch.ones_like(x).sum(axis, keepdim=True).log() for x, axis in ((f, -2), (g, -1))]
     mu = -logs[0] * shares if log_mu is None else log_mu.to(s.dtype)[..., :, None]
     nu = -logs[1] * shares if log_nu is None else log_nu.to(s.dtype)[..., None, :]
-    (rows, columns), axis = damping or (1.0, 1.0), -1
-    for step in range(half_steps):
-        turn = (step % 2 == 0) == rows_first
+    (rows, columns), step, turn = damping or (1.0, 1.0), 0, True
+    while True:
+        given, count = (log_mu, logs[0]) if turn else (log_nu, logs[1])
+        off = None if shares or given is not None else count
+        yield partial(_added, form, s, f, g, off), f[..., 0]
+        turn, step = (step % 2 == 0) == rows_first, step + 1
         axis, mass = (-1, mu) if turn else (-2, nu)
         if form == "softmax":
             s = s.log_softmax(axis) + mass
         elif form == "logs":
-            s = s - s.logsumexp(axis, keepdim=True) + mass
+            total = s.logsumexp(axis, keepdim=True)
+            s = s - total + mass
+            f = f + (mass - total).double() if turn else f  # beside what hides it, too, all digits count
         elif form == "increments":
             change = mass - (s + f + g).logsumexp(axis, keepdim=True)
             f, g = (f + change, g) if turn else (f, g + change)
@@ -79,9 +95,15 @@ def written_log_plan(
             f = rows * (mass - (s + g).logsumexp(axis, keepdim=True))
         else:
             g = columns * (mass - (s + f).logsumexp(axis, keepdim=True))
-    log_plan = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
-    given, count = (log_mu, logs[0]) if axis == -1 else (log_nu, logs[1])
-    return log_plan if shares or given is not None else log_plan - count
+
+
+def _added(form: str, s: Tensor, f: Tensor, g: Tensor, off: Tensor | None) -> Tensor:
+    """log P of scores that are changed themselves, or of duals."""
+    if form in ("softmax", "logs"):
+        log_plan = s
+    else:
+        log_plan = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
+    return log_plan if off is None else log_plan - off
 
 
 def plan(
@@ -107,18 +129,18 @@ def plan(
     dtype = scores.dtype
     if is_kernel:
         scores = logs_of(widen(scores))
+    is_written = constant is None and form != "plan"
+    s = scaled(scores if is_written else widen(scores), score_multiplier, by_head)
     if threshold is not None:
         ending = Ending(moves, threshold, summed, after, ones)  # type: ignore[arg-type]
-        s = scaled(widen(scores), score_multiplier, by_head)
         with torch.no_grad():
-            moved = changes(ending, s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
+            loop = half_steps, rows_first, damping, form
+            moved = changes(ending, s, widen(log_mu), widen(log_nu), *loop)
             half_steps = half_steps_until(ending, moved, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
-    if constant is None and form != "plan":
-        s = scaled(scores, score_multiplier, by_head)
+    if is_written:
         logs = written_log_plan(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
         return (logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor).to(dtype)
-    s = scaled(widen(scores), score_multiplier, by_head)
     if constant is None:
         log_plan = log_plan_of(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         if not log:
@@ -148,21 +170,28 @@ def half_steps_until(
 
 def changes(
     ending: Ending, scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int,
-    rows_first: bool, damping: Sequence[float] | None = None,
+    rows_first: bool, damping: Sequence[float] | None = None, form: str = "plan",
 ) -> Iterator[Tensor]:  # fmt: skip
     """What a rule compares with its threshold after each half-step on rows; arguments as of row_duals."""
     masses = ending.masses(log_mu, log_nu, scores)
-    f = row_duals(scores, *masses, half_steps, rows_first, damping)
+    f = row_duals(scores, *masses, half_steps, rows_first, damping, form)
     return (ending.change(*pair) for pair in itertools.pairwise(f))
 
 
 def row_duals(
     scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
-    damping: Sequence[float] | None = None,
+    damping: Sequence[float] | None = None, form: str = "plan",
 ) -> Iterator[Tensor]:  # fmt: skip
-    """f [B, H, N] of scores in units of epsilon: 0, and after every half-step on rows."""
-    steps = enumerate(duals(scores, log_mu, log_nu, half_steps, rows_first, damping))
-    return (f for step, (f, _) in steps if step == 0 or (step % 2 == 1) == rows_first)
+    """f [B, H, N] of scores in units of epsilon: 0, and after every half-step on rows.  form: of
+    ir.Written, in whose order and in the dtype of the scores they are computed, "plan" for none."""
+    loop = scores, log_mu, log_nu, half_steps, rows_first
+    if form == "plan":
+        all_f = (f for f, _ in duals(*loop, damping))
+    else:
+        own = "logs" if form == "softmax" else form  # of which a softmax does not tell f
+        all_f = (f for _, f in written_steps(*loop, own, True, damping))
+    steps = enumerate(itertools.islice(all_f, half_steps + 1))
+    return (f for step, f in steps if step == 0 or (step % 2 == 1) == rows_first)
 
 
 def duals(

@@ -47,7 +47,9 @@ def stabilised_plans(
     plain = stabiliser.form == "scaling" and stabiliser.start == "plain" and scores.numel() > 0
     plain = plain and damping is None  # of powers no offset is without effect
     rows, columns = damping or (1.0, 1.0)
-    offset = _largest(scores, (-1 if rows_first else -2,)) if plain else _offset(scores, stabiliser)
+    # That of plain has no effect, and so no gradient: exp(1e4) beside a mask of -1e4 would make it NaN.
+    sums_first = (-1 if rows_first else -2,)
+    offset = _largest(scores.detach(), sums_first) if plain else _offset(scores, stabiliser)
     kernel = torch.exp(scores - offset)
     alike = (1.0 / max(queries, 1), 1.0 / max(keys, 1)) if stabiliser.shares else (1.0, 1.0)
     row_mass, column_mass = (

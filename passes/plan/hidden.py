@@ -44,15 +44,16 @@ BOUNDED = {
 def may_hide(scores: Node) -> bool:
     """Whether scores may be as low as a mask makes them: they are given, looked up or masked, or a number
     of that size, or a weight that differs between tokens, is in their sum."""
-    return any(map(_may_be_low, _summed_in(scores)))
+    return any(map(_may_be_low, summed_in(scores)))
 
 
 def may_raise(scores: Node) -> bool:
     """Whether scores may be as high as a mask makes costs: such a number is added to them."""
-    return any(node.target in ARITHMETIC and _has_large(node) for node in _summed_in(scores))
+    return any(node.target in ARITHMETIC and _has_large(node) for node in summed_in(scores))
 
 
-def _summed_in(scores: Node) -> set[Node]:
+def summed_in(scores: Node) -> set[Node]:
+    """What scores are the sum of, or are made of otherwise: as low as one of these, they hide a token."""
     def onward(node: Node) -> list[Node]:
         return node.all_input_nodes if is_tensor(node) and node.target not in BOUNDED else []
 
@@ -116,6 +117,13 @@ def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:
         hidden[0, 0] = pattern == "all"
     scores[-1] = scores[-1].masked_fill(hidden, low)
     return scores
+
+
+def hidden_in(scores: Node, convention: PlanConvention, values: Tensor) -> list[Tensor]:
+    """The values of scores with rows and columns hidden, in their own dtype, where they may hide them."""
+    sign = 1.0 if convention.score_multiplier > 0 else -1.0
+    own, patterns = scores.meta["val"].dtype, PATTERNS[:3] if may_hide(scores) else ()
+    return [_hidden(values.to(own, copy=True), pattern, sign * LOW[0]) for pattern in patterns]
 
 
 def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]:

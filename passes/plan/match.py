@@ -40,7 +40,7 @@ from asapc.passes.cut import (
 from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, ending_of, of_many
 from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
 from asapc.passes.masks import FILLED
-from asapc.passes.plan.hidden import may_hide, may_raise, with_hidden
+from asapc.passes.plan.hidden import hidden_in, may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, before_last, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import identify_plan
@@ -718,7 +718,8 @@ def _ending(
         check_stops(loop, [Crowd(few), *many])
     except NoFit as changes:
         counts = ({**few, **dict.fromkeys(region.examples, count)} for count in (1, 5))
-        found = outcome(lambda: ending_of(loop, region.sums, [*trials.sizes, *counts]))
+        sizes, hidden = [*trials.sizes, *counts], partial(hidden_in, region.start.node, fit.convention)
+        found = outcome(lambda: ending_of(loop, region.sums, sizes, hidden))
         if isinstance(found, NoFit):
             raise changes from None
         return found

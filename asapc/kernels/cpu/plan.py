@@ -65,6 +65,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if stabiliser is not None:
         if stabiliser.start == "tensor":
             offset = float(_largest(given, settings["score_multiplier"])) * settings["score_multiplier"]
+            if offset == math.inf:  # beside it nothing is left of any other matrix
+                return task.plain(scores).contiguous()
         if task.has_masses and (
             settings["log"]
             or (stabiliser.form == "plan" and not _alike_in_total(scores, task, stabiliser))
@@ -116,12 +118,13 @@ def _way_of_changes(
     some = torch.empty(0)  # stands for masses
     settings = {
         **known.values, "half_steps": half_steps, "threshold": None, "constant": None,
-        "is_kernel": False, "log": False, "form": "plan", "shares": False,
+        "is_kernel": False, "log": False,
     }  # fmt: skip
     task = Task.of(*(some if has else None for has in has_masses), **settings)
+    near = ROUNDED if task.as_written else math.inf
     start = ("row" if task.rows_first else "column") if task.settings["damping"] is None else "plain"
     return native.plan_settings(
-        task, queries, keys, torch.float64, start, math.inf, FAR, queries * keys <= SMALL, False
+        task, queries, keys, torch.float64, start, near, FAR, queries * keys <= SMALL, False
     )
 
 
@@ -197,9 +200,9 @@ def _by_token(logs: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
-    """Of all scores, the one that is largest once it is multiplied; 0 where none is finite."""
+    """Of all scores, the one that is largest once it is multiplied; 0 where all are -inf then."""
     top = scores.amax() if multiplier > 0 else scores.amin()
-    return torch.where(top.isinf(), 0.0, top)
+    return torch.where((top * multiplier).isneginf(), 0.0, top)
 
 
 def _beyond(
