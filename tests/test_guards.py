@@ -993,7 +993,7 @@ LEFT: dict[str, tuple[Callable[[], Layer], str]] = {
 
 
 NAMES = [*LEFT]
-TOGETHER = [NAMES[:5] + NAMES[11:17], NAMES[5:11], NAMES[17:21], *([name] for name in NAMES[21:])]
+TOGETHER = [NAMES[:5] + NAMES[11:17], NAMES[5:11], NAMES[17:]]
 
 
 @pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
