@@ -218,7 +218,7 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-    features, weights = "sliced:2 coarse:3 lse raw", torch.ones(2, 8)
+    features, weights = "sliced:2 coarse:3 lse raw gaussian", torch.ones(2, 11)
     dual = OPS.dual(q, k, keep, None, [THETA[:2], PIVOTS], weights, features, "source", 0.5, 2, True)
     return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 2, FACTOR)
 
