@@ -529,7 +529,7 @@ def _note_first(
                 continue
             if not identical(now.given, then.given):  # behind another one that is unlike
                 module, own = alone.get_submodule(now.name), under(weights, f"{now.name}.")
-                then.output = called(module, Batch(*now.given, None, []), own)
+                then.output = called(module, Batch(now.given[0], now.given[1], None, []), own)
             if not identical(now.output, then.output):
                 unlike.append(now.name)
         then_of = state.of_copy(model, other)

@@ -351,7 +351,7 @@ CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: one.options.update(n=6), "options['n'] was captured as 3, but is 6"),
         (lambda one, patch: setattr(one, "_steps", 6), "_steps was captured as 3, but is 6"),
         (lambda one, patch: one.taus.__setitem__(0, 2.0), "taus[0]"),
-        (lambda one, patch: one.taus.insert(0, 2.0), "taus"),
+        (lambda one, patch: one.taus.append(2.0), "taus"),
         (lambda one, patch: one.options.update(m=0), "options"),
         (lambda one, patch: setattr(one, "tau", temperature(2.0)), "tau was captured as 1.0, but is 2.0"),
         (lambda one, patch: setattr(one.slots, "tau", 2.0), "slots.tau"),

@@ -37,7 +37,6 @@ OTHERS = {
     },
     "state that grows": {"late": "longest", "twist": "counter"},
     "a late counter beside positions that are kept": {"bias": "cached", "twist": "late_counter"},
-    "a context variable": {"late": "context_variable", "parent": "two"},
     # refused or the same: as marginals of a loop that ends on columns they were another plan
     "masses by the number of active keys": {
         "form": "potentials", "first": "columns", "marginals": "active", "mask": "active_bm",
