@@ -46,7 +46,7 @@ class Fresh:
 
     def __init__(self, model: nn.Module, is_users: Callable[[str], bool]) -> None:
         self._model = copied(model)
-        self._weights = _sums(model)
+        self._weights, self._writes = _sums(model), False
         values = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
         values += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
         shared = (value for value in values if isinstance(value, _KINDS))  # by all copies
@@ -57,15 +57,17 @@ class Fresh:
 
     def written(self, model: nn.Module) -> list[str]:
         """The modules whose weights have been written, or whose buffers have other shapes."""
-        return [name for name, now in _sums(model).items() if now != self._weights.get(name)]
+        names = [name for name, now in _sums(model).items() if now != self._weights.get(name)]
+        self._writes = bool(names)
+        return names
 
     @contextlib.contextmanager
     def copy(self, weights: bool = False) -> Iterator[nn.Module]:
-        """One that has never run.  weights: whether it has parameters of its own."""
+        """One that has never run.  weights: with parameters of its own, as where they are written."""
         now = [(holder, _content(holder)) for holder, _ in self._held]
         try:
             _put_back(self._held)
-            yield copied(self._model, weights)
+            yield copied(self._model, weights or self._writes)
         finally:
             _put_back(now)
 

@@ -37,6 +37,7 @@ from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_
 from asapc.passes.first_call import Fresh, called, calls_of, copied
 from asapc.passes.observe import Leave, entering, is_within, replaced_forwards
 from asapc.passes.pure import leaves_nothing
+from asapc.program.code import under
 from asapc.program.state import (
     DEVICES,
     GONE,
@@ -70,9 +71,7 @@ _BY_CALL: dict[Any, str] = {
     torch.is_autocast_enabled: "autocast", torch.is_autocast_cpu_enabled: "autocast",
     torch.get_autocast_dtype: "autocast",
 }  # fmt: skip
-_BY_CODE = {
-    call.__code__: name for call, name in _OF_SETTINGS.items() if isinstance(call, FunctionType)
-}
+_BY_CODE = {call.__code__: name for call, name in _OF_SETTINGS.items() if isinstance(call, FunctionType)}
 _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
     "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
@@ -175,9 +174,7 @@ class Observed:
         read = [_of_torch(part.get_submodule(path)) or names for path, names in inner.names.items()]
         return any((x.code and sets_items(codes)) or stored & (x.attributes or stored) for x in read)
 
-    def guard(
-        self, name: str, module: nn.Module, flat: Sequence[Tensor], of_mode: bool = False
-    ) -> Reads:
+    def guard(self, name: str, module: nn.Module, flat: Sequence[Tensor], of_mode: bool = False) -> Reads:
         """What must be as it was for a compiled forward that has this module's code.
 
         of_mode: whether that is another in training mode, whatever its code asks.
@@ -294,10 +291,9 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
         if copying and _depends_on_layout(model, example, ran[0][1]):
             for name in copying:
                 state.questions[name] |= {"layout"}
-        written = fresh.written(model)
-        state.changing |= dict.fromkeys(written, "writes into weights or buffers when it is first called")
-        if not written:
-            _note_memory(model, example, larger, state, ran, fresh)
+        writes = "writes into weights or buffers when it is first called"
+        state.changing |= dict.fromkeys(fresh.written(model), writes)
+        _note_memory(model, example, larger, state, ran, fresh)
     for name in state.names:
         _compare(name, [run.get(name, []) for run in runs], state)
     if any("training" in asked for asked in state.questions.values()):
@@ -508,8 +504,7 @@ def _note_memory(
                 break
     after, output = _entries(alone, example, state.of_copy(model, alone))
     if not identical(output, expected):
-        pairs = ((name, _difference(one, after[name][0])) for name, one in before.items())
-        unsteady = {name: reason for name, reason in pairs if reason is not None}
+        unsteady = {n: why for n, one in before.items() if (why := _difference(one, after[n][0]))}
         if not unsteady and identical(again, expected):
             unsteady = dict.fromkeys(before, "computes something else after calls with other inputs")
         state.changing |= unsteady
@@ -527,11 +522,15 @@ def _note_first(
     """Note the modules that keep or compute something else where this data, or weights, come first."""
     reasons, unlike = dict[str, str](), list[str]()
     calls, now_of = calls_of(later, batch, weights), state.of_copy(model, later)
-    with fresh.copy() as other:
+    with fresh.copy() as alone, fresh.copy() as other:
         for now, then in zip(calls, calls_of(other, batch, weights), strict=False):
             inside = any(not now.name or name.startswith(f"{now.name}.") for name in unlike)
-            explained = inside or now.name != then.name or not identical(now.given, then.given)
-            if not explained and not identical(now.output, then.output):
+            if inside or now.name != then.name:
+                continue
+            if not identical(now.given, then.given):  # behind another one that is unlike
+                module, own = alone.get_submodule(now.name), under(weights, f"{now.name}.")
+                then.output = called(module, Batch(now.given[0], now.given[1], None, []), own)
+            if not identical(now.output, then.output):
                 unlike.append(now.name)
         then_of = state.of_copy(model, other)
         for name, module in other.named_modules():
@@ -579,9 +578,8 @@ def _tags(values: Any) -> set[tuple[int, str]]:
 
 
 def _weights(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    tensors = {**module._parameters, **module._buffers}
-    kept = {key: x for key, x in tensors.items() if x is not None and not x.is_inference()}
-    return {key: (x, x._version) for key, x in kept.items()}
+    tensors = {**module._parameters, **module._buffers}.items()
+    return {key: (x, x._version) for key, x in tensors if x is not None and not x.is_inference()}
 
 
 def _compare(name: str, runs: Sequence[Sequence[_Entry]], state: Observed) -> None:

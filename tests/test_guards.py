@@ -16,6 +16,7 @@ import math
 import operator
 import os
 import random
+import re
 import sys
 import threading
 import types
@@ -31,7 +32,7 @@ import drop_in_nets
 import numpy as np
 import pytest
 import torch
-from attention_zoo import module
+from attention_zoo import Beside, module
 from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
@@ -43,7 +44,7 @@ from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
 from asapc.program import state
 from asapc.program.compiled import OwnCodeWarning
-from asapc.program.state import Names, Reads, reachable
+from asapc.program.state import Reads, reachable
 
 LOSSLESS = {"operator": "lossless", "batch_size": 8}
 LIMITS = {"compiled": 1.0}
@@ -127,7 +128,7 @@ class Stack(nn.Module):
         return x.mean(1)
 
 
-def stack(*layers: type[Layer]) -> Stack:
+def stack(*layers: Callable[[], nn.Module]) -> Stack:
     torch.manual_seed(0)
     return Stack(*(layer() for layer in layers)).eval()
 
@@ -162,9 +163,11 @@ def own_code(model: nn.Module, compiled: nn.Module, x: Tensor) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
 
 
-def assert_told(warned: list[str], text: str | None) -> None:
-    """One warning that says so; None: no warning."""
-    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+def assert_told(warned: list[str], *texts: str | None) -> None:
+    """One warning after the other that say so; None: no warning."""
+    expected = [text for text in texts if text is not None]
+    assert len(warned) == len(expected), warned
+    assert all(text in told for text, told in zip(expected, warned, strict=True)), warned
 
 
 @functools.cache
@@ -172,6 +175,17 @@ def made(kind: Callable[[], nn.Module], *size: int) -> tuple[nn.Module, nn.Modul
     torch.manual_seed(0)
     model, x = nn.Sequential(kind()).eval(), torch.randn(24, *size, 6, 4)
     return model, asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8).model
+
+
+@functools.cache
+def beside(*kinds: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Layers side by side in one model, all of which are compiled."""
+    torch.manual_seed(0)
+    model, x = Beside(kind() for kind in kinds).eval(), torch.randn(48, 6, 4)
+    compiled, report = asapc.compile(model, x, recipe=LOSSLESS, examples=8)
+    operators = [site["operator"] for site in report.facts["sites"]]
+    assert len(operators) == len(kinds) and {*operators} <= {"sinkhorn", "plan"}, operators
+    return model, compiled
 
 
 class Settings:
@@ -337,6 +351,8 @@ CHANGES: dict[type[Layer], list[tuple[Callable[..., Any], str | None]]] = {
         (lambda one, patch: one.options.update(n=6), "options['n'] was captured as 3, but is 6"),
         (lambda one, patch: setattr(one, "_steps", 6), "_steps was captured as 3, but is 6"),
         (lambda one, patch: one.taus.__setitem__(0, 2.0), "taus[0]"),
+        (lambda one, patch: one.taus.append(2.0), "taus"),
+        (lambda one, patch: one.options.update(m=0), "options"),
         (lambda one, patch: setattr(one, "tau", temperature(2.0)), "tau was captured as 1.0, but is 2.0"),
         (lambda one, patch: setattr(one.slots, "tau", 2.0), "slots.tau"),
         (lambda one, patch: one.plain.mul_(2), "plain"),
@@ -448,20 +464,6 @@ def records(self: Layer, x: Tensor) -> Tensor:
     return attended(self, x, self.calls / 40)
 
 
-CHANGING = {
-    counts: "reads calls, which is not always the same", counts_in_a_buffer: "seen, that is written",
-    decays: "reads context.tau", caches: "reads taus",
-    records: "reads calls, which is not always the same (40 and 520)",
-}  # fmt: skip
-
-
-def test_state_that_changes_is_left_to_the_code():
-    analysis = _analysed(stack(*map(layer, CHANGING), Layer))
-    assert analysis.capture.kind == "module" and analysis.names == ["layers.5"]
-    for number, (left, text) in enumerate(zip(analysis.left_alone, CHANGING.values(), strict=True)):
-        assert left.name == f"layers.{number}" and text in left.reason
-
-
 class Positions(Layer):
     """Kept for the longest input so far, in which the first entry stands for the first token."""
 
@@ -514,24 +516,22 @@ class OfTheFirst(Layer):
         return attended(self, x, 1 + self.plain[:, None, None])
 
 
-@pytest.mark.parametrize("kind", [Positions, OfOneLength, OfFrequencies])
 @pytest.mark.parametrize("used", [False, True])
-def test_what_is_kept_of_sizes_alone_is_computed_anew(kind, used):
-    model, x = nn.Sequential(kind()).eval(), torch.randn(60, 6, 4)
+def test_what_is_kept_of_sizes_alone_is_computed_anew(used):
+    model, x = stack(Positions, OfOneLength, OfFrequencies), torch.randn(60, 6, 4)
     if used:
         model(torch.randn(1, 20, 4))
-    compiled = asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8).model
+    compiled = asapc.compile(model, x, recipe=LOSSLESS, examples=8).model
     for size in (6, 1, 50, 9):  # shorter after longer, as no other call was made before
         assert_told(own_code(copy.deepcopy(model), compiled, torch.randn(3, size, 4)), None)
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert_told(own_code(model, compiled, torch.randn(3, 60, 4)), "hooks of all modules")
+    assert_told(own_code(model, compiled, torch.randn(3, 60, 4)), *["hooks of all modules"] * 3)
     hook.remove()  # what its own code kept is no other state
     assert_told(own_code(model, compiled, torch.randn(3, 60, 4)), None)
     table = torch.randn(70, 1)
-    for layer in (model[0], compiled[0]):
+    for layer in (*model.layers, *compiled.layers):
         layer.longest, layer.places, layer.kept = 70, table, (table,)
-    text = "kept" if kind is OfOneLength else "longest"
-    assert_told(own_code(model, compiled, torch.randn(3, 70, 4)), text)
+    assert_told(own_code(model, compiled, torch.randn(3, 70, 4)), "longest", "kept", "longest")
 
 
 def test_what_depends_on_more_than_sizes_is_not():
@@ -644,28 +644,6 @@ class OrNaN(Once):
         return super().forward(torch.where(x.abs().amax() > 40, torch.nan, x))
 
 
-LEVEL, FIRST = "makes level once", "first"
-
-
-@pytest.mark.parametrize(("kind", "text"), [
-    (Once, LEVEL), (once_as(of_sizes), LEVEL), (once_as(of_sizes, OrNaN), LEVEL),
-    (once_as(of_weights), LEVEL), (once_as(in_a_class), FIRST), (once_as(in_a_dict), FIRST),
-    (once_as(in_a_global), FIRST), (once_as(staticmethod(once())), FIRST), (once_as(in_a_buffer), FIRST),
-    (once_as(in_a_weight), FIRST), (once_as(around_an_attribute), FIRST),
-    (once_as(by_another_function(once())), FIRST),
-])  # fmt: skip
-def test_what_is_made_of_the_first_data_is_no_constant(kind, text):
-    model = stack(Layer, kind)
-    whole = [*map(str, model.state_dict().values())]
-    analysis = _analysed(copy.deepcopy(model))
-    assert len(analysis.left_alone) == 1 and text in analysis.left_alone[0].reason
-    assert [*map(str, model.state_dict().values())] == whole
-
-
-def test_what_is_made_once_of_nothing_is_one():
-    assert not _analysed(stack(Layer, once_as(of_nothing))).left_alone
-
-
 class Careless:
     """Everything of it that is not stored fails."""
 
@@ -689,19 +667,6 @@ def test_looking_runs_no_code():
     assert names.attributes is None  # a name that is made while it runs
     path = (("attr", "careless"), ("attr", "tau"))
     assert reachable(model.layers[0], names)[path] == 1.0 and not found.changing
-
-
-@pytest.mark.parametrize("grow", [
-    lambda layer: layer.taus.append(2.0), lambda layer: layer.named.update(other=2.0),
-], ids=["a list", "a dict"])  # fmt: skip
-def test_a_container_that_grows_after_a_call(grow):
-    layer: Any = Layer()
-    layer.taus, layer.named = [1.0], {"tau": 1.0}
-    reads = Reads(tuple(reachable(layer, Names(None)).items()))
-    assert reads.difference(layer) is None
-    assert reads.difference(layer) is None  # known, and not compared again
-    grow(layer)
-    assert reads.difference(layer) is not None
 
 
 @torch.no_grad()
@@ -920,11 +885,6 @@ def reads_what_is_left(self: nn.Module, x: Tensor) -> Tensor:
     return self.layer(self.layer(x))
 
 
-def writes_into_its_input(self: Layer, x: Tensor) -> Tensor:
-    x *= 2
-    return attended(self, x)
-
-
 def adds_to_its_input(self: Layer, x: Tensor) -> Tensor:
     x += attended(self, x)
     return x
@@ -989,26 +949,57 @@ def into_default(layer: Publishes, plan: Tensor) -> None:
     layer.length = plan.shape[1]
 
 
-VARIES, WRITES = "which is not always the same", "the model writes into its inputs"
-REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
-    "chance": (layer(
-        lambda self, x: attended(self, x, 3.0 if random.random() < 1e-12 else 1.0)), NoSiteError, VARIES),
-    "files": (layer(
-        lambda self, x: attended(self, x, 3.0 if os.path.exists("sharp") else 1.0)), NoSiteError, VARIES),
-    "memory": (layer(
-        lambda self, x: attended(self, x, 3.0 if x.is_shared() else 1.0)), NoSiteError, VARIES),
+LEVEL, FIRST, VARIES = "makes level once", "first", "which is not always the same"
+LEFT: dict[str, tuple[Callable[[], Layer], str]] = {
+    "a counter": (layer(counts), f"reads calls, {VARIES}"),
+    "a buffer that counts": (layer(counts_in_a_buffer), "seen, that is written"),
+    "decay": (layer(decays), "reads context.tau"), "a cache": (layer(caches), "reads taus"),
+    "what is larger than the data": (layer(records), rf"reads calls, {VARIES} \(40 and 520\)"),
+    "chance": (layer(lambda self, x: attended(self, x, 3.0 if random.random() < 1e-12 else 1.0)), VARIES),
+    "files": (layer(lambda self, x: attended(self, x, 3.0 if os.path.exists("sharp") else 1.0)), VARIES),
+    "memory": (layer(lambda self, x: attended(self, x, 3.0 if x.is_shared() else 1.0)), VARIES),
     "iterators": (layer(
-        lambda self, x: attended(self, x, next(self.rest)), lambda: {"rest": iter([1.0] * 99)}),
-        NoSiteError, VARIES),
-    "callbacks": (layer(of_callbacks, lambda: {"keep": list[Tensor]().append}), NoSiteError, VARIES),
-    "written inputs": (layer(writes_into_its_input), InputError, WRITES),
-    "a residual in place": (layer(adds_to_its_input), InputError, WRITES),
+        lambda self, x: attended(self, x, next(self.rest)), lambda: {"rest": iter([1.0] * 99)}), VARIES),
+    "callbacks": (layer(of_callbacks, lambda: {"keep": list[Tensor]().append}), VARIES),
+    "a buffer that the first call makes": (
+        layer(of_remade_buffers, lambda: {"positions": nn.Buffer(torch.zeros(0, 1), persistent=False)}),
+        "writes into weights or buffers when it is first"),
+    **{f"a map left in {place}": (
+        functools.partial(Publishes, place), f"sets (the global )?{place}, which comp")
+        for place in ("LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan", "length")
+    },
+    "of what is NaN": (once_as(of_sizes, OrNaN), LEVEL),
+    **{kind.__name__: (once_as(kind), LEVEL if kind in (Once.made_once, of_sizes, of_weights) else FIRST)
+       for kind in (Once.made_once, of_sizes, of_weights, in_a_class, in_a_dict, in_a_global, in_a_buffer,
+                    in_a_weight, around_an_attribute)},
+    "a function's own": (once_as(staticmethod(once())), FIRST),
+    "a closure's": (once_as(by_another_function(once())), FIRST),
+}  # fmt: skip
+
+
+NAMES = [*LEFT]
+TOGETHER = [NAMES[:5] + NAMES[11:17], NAMES[5:11], NAMES[17:]]
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_state_that_changes_is_left_to_the_code(names):
+    """Beside a layer without state, and one that makes once what depends on nothing."""
+    model = stack(*(LEFT[name][0] for name in names), Layer, once_as(of_nothing))
+    whole = [*map(str, model.state_dict().values())]
+    analysis = _analysed(copy.deepcopy(model))
+    assert {*analysis.names} == {f"layers.{len(names) + i}" for i in range(2)}
+    left = {own.name: own.reason for own in analysis.left_alone}
+    assert len(left) == len(names)
+    for number, name in enumerate(names):
+        assert re.search(LEFT[name][1], left[f"layers.{number}"]), (name, left)
+    assert [*map(str, model.state_dict().values())] == whole
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "a residual in place": (layer(adds_to_its_input), InputError, "the model writes into its inputs"),
     "noise": (layer(
         lambda self, x: attended(self, x, bias=torch.empty(x.shape[1]).uniform_(0, 1))),
         InputError, "the model must compute the same from the same inputs"),
-    "a buffer that the first call makes": (
-        layer(of_remade_buffers, lambda: {"positions": nn.Buffer(torch.zeros(0, 1), persistent=False)}),
-        NoSiteError, "writes into weights or buffers when it is first"),
     "what changes between the calls of one run": (
         lambda: module(reads_what_is_left, layer=layer(leaves_its_length)()),
         VerificationError, "where other data or weights came first"),
@@ -1017,10 +1008,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
             lambda self, x: self.layer(self.layer(torch.from_numpy(x.numpy()), 1.0), 2.0),
             layer=layer(attended)()),
         NoSiteError, "layer is called in more than one way"),
-    **{f"a map left in {place}": (
-        functools.partial(Publishes, place), NoSiteError, f"sets (the global )?{place}, which comp")
-        for place in ("LAST_MAP", "slot.plan", "record.plan", "Publishes.kept", "last_map.plan", "length")
-    },
+    "state that changes": (layer(counts), NoSiteError, VARIES),
 }  # fmt: skip
 
 
@@ -1333,11 +1321,11 @@ def of_given_mass(self: nn.Module, x: Tensor) -> Tensor:
     return (scores + f + g).exp()
 
 
-@pytest.mark.parametrize("forward", [of_values, of_given_mass])
 @torch.no_grad()
-def test_the_dtype_of_outputs_under_autocast(forward, tmp_path):
+def test_the_dtype_of_outputs_under_autocast(tmp_path):
     torch.manual_seed(0)
-    model, x = module(forward).eval(), torch.randn(48, 6, 4)
+    model = module(lambda self, x: (of_values(self, x), of_given_mass(self, x))).eval()
+    x = torch.randn(48, 6, 4)
     live = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, out=tmp_path / "out").model
     for one in (live, asapc.load(tmp_path / "out"), torch.compile(live, backend="eager")):
         assert own_code(model, one, x[:3]) == []
@@ -1345,8 +1333,7 @@ def test_the_dtype_of_outputs_under_autocast(forward, tmp_path):
             with torch.autocast("cpu", dtype=dtype):
                 for given in (x[:3], x[:5].double()):
                     expected, found = model(given), one(given)
-                    assert found.dtype == expected.dtype
-                    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+                    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)  # and dtypes
 
 
 def test_dtypes_under_autocast_that_gradients_change(tmp_path):
@@ -1426,43 +1413,39 @@ DropsInPlace, DropsScoresInPlace, NormalisesInPlace = (
         "forward": lambda self, x, kind=kind: kind.forward(self, (2 * x).tanh_())})
     for kind in (DropsInputs, DropsScores, NormalisesScores)
 )  # fmt: skip
-IN_TRAINING: dict[str, type[Layer]] = {
-    "inputs": DropsInputs, "scores": DropsScores, "normalised scores": NormalisesScores,
-    "beside itself": layer(drops_beside_itself, lambda: {"drop": nn.AlphaDropout(0.5)}),
-    "another map": layer(drops_another_map), "queries": layer(drops_queries),
-    "another map of torch's": layer(lambda self, x: mixed(self, x + self.before(x, x, x)[0]), lambda: {
-        "before": nn.MultiheadAttention(4, 2, 0.5, batch_first=True)}),
-    "its map and what comes of it": layer(drops_of_everything),
-    "in training alone": layer(drops_in_training_alone),
-    "its map in training alone": layer(drops_of_its_map_in_training_alone),
-    "beside what is written": DropsInPlace, "scores of what is written": DropsScoresInPlace,
-    "normalised scores of what is written": NormalisesInPlace,
-}  # fmt: skip
+MultiHead = layer(lambda self, x: mixed(self, x + self.before(x, x, x)[0]), lambda: {
+    "before": nn.MultiheadAttention(4, 2, 0.5, batch_first=True)})  # fmt: skip
+IN_TRAINING = (
+    DropsInputs, DropsScores, layer(drops_beside_itself, lambda: {"drop": nn.AlphaDropout(0.5)}),
+    layer(drops_another_map), layer(drops_queries), MultiHead, layer(drops_of_everything),
+    layer(drops_in_training_alone), layer(drops_of_its_map_in_training_alone), DropsInPlace,
+    DropsScoresInPlace,
+)  # fmt: skip
+CALLED = (NormalisesScores, NormalisesInPlace)  # by the compiled code, which begins after it
 
 
-@pytest.mark.parametrize("kind", IN_TRAINING.values(), ids=IN_TRAINING)
+@pytest.mark.parametrize("kinds", [IN_TRAINING, CALLED], ids=["own code", "called"])
 @torch.no_grad()
-def test_layers_that_are_others_in_training_mode(kind):
-    model, compiled = (copy.deepcopy(one) for one in made(kind))
-    x = 1 + 3 * torch.randn(5, 6, 4)
+def test_layers_that_are_others_in_training_mode(kinds):
+    model, compiled = (copy.deepcopy(one) for one in beside(*kinds))
+    x, outputs, is_called = 1 + 3 * torch.randn(5, 6, 4), [], kinds is CALLED
     assert own_code(model, compiled, x) == []
-    outputs = []
+    evaluated = model(x)
     for one in (model.train(), compiled.train()):
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True, action="always") as caught:
             outputs.append(one(x))
-    is_called = issubclass(kind, NormalisesScores)  # by the compiled code, which begins after it
-    assert_told([str(warning.message) for warning in caught], None if is_called else "training mode")
+    expected = [f"layers.{i}: " for i in range(len(kinds)) if not is_called]
+    assert_told([str(warning.message) for warning in caught], *expected)
+    assert all("training mode" in str(warning.message) for warning in caught)
     torch.testing.assert_close(*outputs, rtol=1e-5 * is_called, atol=1e-5 * is_called)
-    assert not torch.allclose(outputs[1], made(kind)[0](x))
-    for one in (model, compiled):
-        for part in one.modules():
-            if isinstance(part, nn.modules.dropout._DropoutNd):
-                part.p = 0.0
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, compiled.state_dict()[key])
-    if kind in (DropsInputs, DropsScores):  # of nothing
-        assert own_code(model, compiled, x) == []
+    assert not any(torch.allclose(*pair) for pair in zip(outputs[1], evaluated, strict=True))
+    torch.testing.assert_close(compiled.state_dict(), model.state_dict())
+    if not is_called:  # nor is dropout of nothing
+        parts = [copy.deepcopy(one).train().layers[:2] for one in beside(*kinds)]
+        for one in (*parts[0], *parts[1]):
+            one.drop.p = 0.0
+        assert own_code(*(Beside(part) for part in parts), x) == []
 
 
 def drops_maps(self: Layer, x: Tensor) -> Tensor:
@@ -1499,31 +1482,31 @@ def test_dropout_of_a_map_is_left_out_with_a_warning(kind):
         assert torch.equal(compiled(x), compiled.eval()(x))
 
 
-DROPOUT, STATISTICS = ", without dropout", ", without batch statistics (batch_norm)"
-ITERATIONS = ", without power iterations (spectral_norm)"
+DROPOUT, STATISTICS = "dropout", "batch statistics (batch_norm)"
+ITERATIONS = "power iterations (spectral_norm)"
+NORMED = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(("kind", "left_out"), [
-    (nn.Dropout(0.5), DROPOUT), (nn.BatchNorm1d(6), STATISTICS), (nn.LayerNorm(4), None),
-    (nn.Dropout(0.0), None), (DropsScores(), DROPOUT), (OfDroppedMaps(), DROPOUT),
-    (NormalisesScores(), STATISTICS), (DropsInPlace(), DROPOUT), (DropsScoresInPlace(), DROPOUT),
-    (NormalisesInPlace(), STATISTICS),
-    (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
-    (nn.utils.spectral_norm(nn.Linear(4, 4)), ITERATIONS),
-], ids=lambda x: type(x).__name__)  # fmt: skip
+@pytest.mark.parametrize(("kinds", "left_out"), [
+    ((nn.Dropout(0.5), nn.BatchNorm1d(6), NORMED), {DROPOUT, STATISTICS, ITERATIONS}),
+    ((DropsScores(), NormalisesScores(), nn.utils.spectral_norm(nn.Linear(4, 4))),
+     {DROPOUT, STATISTICS, ITERATIONS}),
+    ((DropsInPlace(), NormalisesInPlace()), {DROPOUT, STATISTICS}), ((OfDroppedMaps(),), {DROPOUT}),
+    ((DropsScoresInPlace(),), {DROPOUT}), ((nn.LayerNorm(4), nn.Dropout(0.0)), set()),
+], ids=lambda x: type(x[0]).__name__ if isinstance(x, tuple) else "")  # fmt: skip
 @torch.no_grad()
-def test_training_mode_of_a_model_that_is_rebuilt(kind, left_out, tmp_path):
+def test_training_mode_of_a_model_that_is_rebuilt(kinds, left_out, tmp_path):
     """Layers that are others in training mode, after one that is not."""
     torch.manual_seed(0)
-    model, data = nn.Sequential(Layer(), kind).eval(), {"input": torch.randn(48, 6, 4)}
+    model, data = nn.Sequential(Layer(), *kinds).eval(), {"input": torch.randn(48, 6, 4)}
     asapc.compile(model, data, recipe=LOSSLESS, examples=8, out=tmp_path / "out")
     with warnings.catch_warnings(action="error"):
         loaded = asapc.load(tmp_path / "out", trust=True).eval()
     with warnings.catch_warnings(record=True, action="always") as caught:
         loaded.train()
     texts = [str(warning.message) for warning in caught]
-    assert loaded.training and len(texts) == (left_out is not None)
-    assert all(x.endswith(f"in evaluation mode{left_out}") for x in texts)
+    assert loaded.training and len(texts) == bool(left_out)
+    assert all({*x.partition("in evaluation mode, without ")[2].split(", ")} == left_out for x in texts)
 
 
 def test_frozen_weights_are_frozen_in_a_model_that_is_rebuilt(tmp_path):
@@ -1623,16 +1606,17 @@ class OfSharedCell(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("cell", [{"tau": 1.0}, [1.0]], ids=str)
 @torch.no_grad()
-def test_a_container_that_layers_share_is_set_for_each(cell):
+def test_a_container_that_layers_share_is_set_for_each():
     torch.manual_seed(0)
-    model, x = OfSharedCell(cell).eval(), torch.randn(24, 6, 4)
-    with torch.no_grad():
-        expected = model(x)
-    compiled = asapc.compile(model, {"x": x}, recipe=LOSSLESS, examples=8, quiet=True).model
-    held = [model.cell, *(layer.cell for layer in model.layers), *model.cells["more"]]
-    assert all(one is cell for one in held) and torch.equal(model(x), expected)
+    x, kinds = torch.randn(48, 6, 4), [OfSharedCell({"tau": 1.0}), OfSharedCell([1.0])]
+    model = nn.Sequential(*kinds).eval()
+    cells, expected = [one.cell for one in kinds], model(x)
+    compiled = asapc.compile(model, {"input": x}, recipe=LOSSLESS, examples=8, quiet=True).model
+    for one, cell in zip(model, cells, strict=True):
+        held = [one.cell, *(layer.cell for layer in one.layers), *one.cells["more"]]
+        assert all(own is cell for own in held)
+    assert torch.equal(model(x), expected)
     for _ in range(2):
         assert own_code(model, compiled, x[:3]) == []
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 SEEDS = (
     # accepted, refused, patched and captured by modules: with the others they hold every ingredient
-    57121, 23031, 2977, 4082, 39149, 39652, 5167, 37409,
+    57121, 23031, 2977, 39149, 39652, 5167,
     # a logarithm of 0, requires_grad of weights, what is_compiling answers, a counter in a buffer
     20039, 20554, 21502, 21289,
     # sliced plans of points as large as what hides others, a gradient beside finfo.min
@@ -31,10 +31,12 @@ COMPILED = {  # each was refused, or fixed to the lengths of its data
 }  # fmt: skip
 OTHERS = {
     "two finite loops through pivots": {"family": "lot"},
-    "a learnt damping": {"damping": "parameter", "form": "potentials"},
+    "a learnt damping": {
+        "damping": "parameter", "form": "potentials", "factor": "N", "scores": "distance",
+        "bias": "distance",
+    },
     "state that grows": {"late": "longest", "twist": "counter"},
     "a late counter beside positions that are kept": {"bias": "cached", "twist": "late_counter"},
-    "a context variable": {"late": "context_variable", "parent": "two"},
     # refused or the same: as marginals of a loop that ends on columns they were another plan
     "masses by the number of active keys": {
         "form": "potentials", "first": "columns", "marginals": "active", "mask": "active_bm",
