@@ -54,10 +54,12 @@ def subtracted(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     return s.exp()
 
 
-def no_mass(s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = HALF_STEPS) -> Tensor:
+def no_mass(
+    s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = HALF_STEPS, low: Any = -1e9
+) -> Tensor:
     """Marginals of 1/n on the active tokens, and of next to nothing; a mask of numbers, as in BERT."""
     keys = s.new_ones(len(s), s.shape[-1]).bool() if keys is None else keys
-    rows, columns = ((1.0 - x.to(s.dtype)) * -1e9 for x in (queries, keys))
+    rows, columns = ((1.0 - x.to(s.dtype)) * low for x in (queries, keys))
     log_mu, log_nu = (
         (x - keep.sum(-1, keepdim=True).log())[:, None] for x, keep in ((rows, queries), (columns, keys))
     )
@@ -74,7 +76,7 @@ def no_mass(s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = H
 
 
 def columns_last(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
-    return no_mass(s, queries, keys, HALF_STEPS + 1)
+    return no_mass(s, queries, keys, HALF_STEPS + 1, torch.tensor(-1e9))  # the number is a tensor
 
 
 def shares(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
