@@ -48,7 +48,8 @@ class Fresh:
         self._model = copied(model)
         self._weights = _sums(model)
         values = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
-        values += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
+        files = ((x, getattr(sys.modules.get(x.__module__), "__file__", "")) for x in _kinds_of(model))
+        values += (kind for kind, file in files if is_users(file or ""))
         shared = (value for value in values if isinstance(value, _KINDS))  # by all copies
         holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
@@ -194,10 +195,6 @@ def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[
 def _kinds_of(model: nn.Module) -> list[type]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     return sorted(kinds, key=repr)
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def _holders(value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Holder]:

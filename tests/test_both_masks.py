@@ -176,11 +176,10 @@ def dilute(s: Tensor, keep: Tensor, _keys: Tensor | None) -> Tensor:
 
 def shown(s: Tensor, keep: Tensor, _keys: Tensor | None) -> Tensor:
     """Hidden queries take no part in the columns' sums, and have attention all the same."""
-    f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
-    for _ in range(HALF_STEPS):
-        f = -torch.logsumexp((s + g).masked_fill(~keep[:, None, None], -1e9), -1, keepdim=True)
-        g = -torch.logsumexp((s + f).masked_fill(~keep[:, None, :, None], -1e9), -2, keepdim=True)
-    return (s + f + g).masked_fill(~keep[:, None, None], -1e9).exp()
+    for step in range(HALF_STEPS):
+        taking_part = keep[:, None, None] if step % 2 == 0 else keep[:, None, :, None]
+        s = s - s.masked_fill(~taking_part, -1e9).logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+    return s.masked_fill(~keep[:, None, None], -1e9).exp()
 
 
 class Apart(Padded):
@@ -213,13 +212,10 @@ def test_scores_have_a_bias() -> None:
     assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
 
 
-def by_all_examples(s: Tensor, keep: Tensor, keys: Tensor | None) -> Tensor:
-    return subtracted(s, keep, keys) * (keep.sum() / keep.numel())
-
-
 @pytest.mark.parametrize(("net", "said"), [
     (Padded(dilute), ""), (Padded(shown), "have attention: multiply it by that mask"),
-    (Padded(by_all_examples), ""), (Apart(kernel_loop, more=True), ""),
+    (Padded(lambda s, keep, keys: subtracted(s, keep, keys) * (keep.sum() / keep.numel())), ""),
+    (Apart(kernel_loop, more=True), ""),
 ], ids=["hidden at the end alone", "at the end shown", "by all examples", "a bias that the mask scales"])
 def test_no_such_sites(net: Padded, said: str) -> None:
     """Data without padding does not show it."""
@@ -323,10 +319,6 @@ def of_both_lengths(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     return subtracted(s, queries, keys) * (queries.sum(-1) + keys.sum(-1))[:, None, None, None]
 
 
-def of_the_next_example(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
-    return subtracted(s, queries.roll(1, 0), keys)
-
-
 @pytest.mark.parametrize("attention", [of_all_keys, of_both_lengths])
 def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
     analysis = analysed(Cross(attention).eval(), *cross(12, 14))
@@ -334,7 +326,7 @@ def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
 
 
 def test_a_mask_that_is_made_of_another_before_the_layer() -> None:
-    net = Cross(of_the_next_example).eval()
+    net = Cross(lambda s, queries, keys: subtracted(s, queries.roll(1, 0), keys)).eval()
     analysis = analysed(net, *cross(12, 14))
     assert len(analysis.sites) == 1
     tried = (random(3, 9, 16, seed=7), random(3, 11, 16, seed=8), padding(2, 0, 4, tokens=9),
