@@ -119,8 +119,8 @@ class Lowerable(nn.Module):
         lengths = {axis for axis in LENGTHS.get(value.dim(), (0, 1)) if data and axis < value.dim()}
 
         return {
-            axis: Dim.AUTO if type(size) is torch.SymInt or axis in lengths and size > FEW else Dim.STATIC
-            for axis, size in enumerate(value.shape)
+            axis: Dim.AUTO if not isinstance(x, int) or (axis in lengths and x > FEW) else Dim.STATIC
+            for axis, x in enumerate(value.shape)
         }
 
     def forward(self, tensors: list[Tensor]) -> Any:  # one list: guards name what is in it

@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -147,20 +147,17 @@ def held_apart(model: nn.Module, copies: Mapping[int, Any]) -> str | None:
     while queue:
         function = queue.popleft()
         known.add(id(function))
-        cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-        space = function.__globals__
-        for name, value in [*cells, *((x, space[x]) for x in function.__code__.co_names if x in space)]:
+        code, space = function.__code__, function.__globals__
+        cells = zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+        writes = sets_items([code]) or stored_names([code])[0] or _CHANGES & {*code.co_names}
+        for name, value in [*cells, *((x, space[x]) for x in code.co_names if x in space)]:
             holder = getattr(value, "__self__", value)  # of a method
             is_apart = copies.get(id(holder), holder) is not holder
-            if is_apart and (isinstance(holder, nn.Module) or _writes(function.__code__)):
+            if is_apart and (isinstance(holder, nn.Module) or writes):
                 return f"{function.__qualname__} holds {name}"
             if isinstance(value, FunctionType) and id(value) not in known:
                 queue.append(value)
     return None
-
-
-def _writes(code: CodeType) -> bool:
-    return bool(sets_items([code]) or stored_names([code])[0] or _CHANGES & {*code.co_names})
 
 
 def _sums(model: nn.Module) -> dict[str, list[Any]]:

@@ -248,10 +248,6 @@ def test_a_mask_that_is_added_is_followed_or_refused_when_it_runs(name: str) -> 
     assert same >= (9 if "plain, " in name and mask.any() else 20)
 
 
-def added_and_compared(s: Tensor, extended: Tensor) -> Tensor:
-    return log_divided(s + extended, lambda s: s.masked_fill(extended < -1, -1e9))
-
-
 def added_and_filled(s: Tensor, keep: Tensor) -> Tensor:
     plan = (s + (1.0 - keep.float()) * -1e9).softmax(-1)
     for step in range(4):
@@ -281,7 +277,8 @@ def compared_and_counted(s: Tensor, mask: Tensor) -> Tensor:
 USED_TWICE: dict[str, tuple[Spelling, Callable[[Tensor], Tensor], float | None]] = {
     # the loop, its mask of keep [B, M], and a number that is no mask's
     "added and compared": (
-        added_and_compared, lambda keep: torch.where(keep, 0.0, -1e9)[:, None, None], -1.5
+        lambda s, ext: log_divided(s + ext, lambda s: s.masked_fill(ext < -1, -1e9)),
+        lambda keep: torch.where(keep, 0.0, -1e9)[:, None, None], -1.5
     ),
     "added and filled": (added_and_filled, lambda keep: keep[:, None, None], None),
     "numbers of booleans": (numbers_of_booleans, lambda keep: keep, None),
