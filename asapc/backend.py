@@ -118,12 +118,9 @@ class Lowerable(nn.Module):
         data = widen and not re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target))
         lengths = {axis for axis in LENGTHS.get(value.dim(), (0, 1)) if data and axis < value.dim()}
 
-        def is_free(axis: int, size: Any) -> bool:
-            return isinstance(size, torch.SymInt) or (axis in lengths and size > FEW)
-
         return {
-            axis: Dim.AUTO if is_free(axis, size) else Dim.STATIC
-            for axis, size in enumerate(value.shape)
+            axis: Dim.AUTO if not isinstance(x, int) or (axis in lengths and x > FEW) else Dim.STATIC
+            for axis, x in enumerate(value.shape)
         }
 
     def forward(self, tensors: list[Tensor]) -> Any:  # one list: guards name what is in it

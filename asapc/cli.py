@@ -236,13 +236,16 @@ def whole(
     run.note(f"2 of 3: compiling into {out}")
     written = pipeline.compile(teacher, calibration, out, resolved, data, run.progress, **once)
     run.note("3 of 3: measuring")
+    around = written.manifest["capture"] == "module"
     result = pipeline.report(
-        written, data, limits, model=model if written.manifest["capture"] == "module" else None,
+        written, data, limits, model=model if around else None,
         reading=replace(reading, trust=True), measuring=measuring, progress=run.progress,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)
-    return _reported(run, result, out, data)
+    code = _reported(run, result, out, data)
+    run.note(f"load {out} with asapc.load({out!r}{', model=...' if around else ''})")
+    return code
 
 
 @command()

@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class Fresh:
         self._model = copied(model)
         self._weights, self._writes = _sums(model), False
         values = [value for module in model.modules() for value in pytree.tree_leaves({**vars(module)})]
-        values += (kind for kind in _kinds_of(model) if is_users(_file_of(kind)))
+        files = ((x, getattr(sys.modules.get(x.__module__), "__file__", "")) for x in _kinds_of(model))
+        values += (kind for kind, file in files if is_users(file or ""))
         shared = (value for value in values if isinstance(value, _KINDS))  # by all copies
         holders = [holder for value in shared for holder in _holders(value)]
         for space in _spaces(model, is_users):
@@ -148,20 +149,17 @@ def held_apart(model: nn.Module, copies: Mapping[int, Any]) -> str | None:
     while queue:
         function = queue.popleft()
         known.add(id(function))
-        cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-        space = function.__globals__
-        for name, value in [*cells, *((x, space[x]) for x in function.__code__.co_names if x in space)]:
+        code, space = function.__code__, function.__globals__
+        cells = zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+        writes = sets_items([code]) or stored_names([code])[0] or _CHANGES & {*code.co_names}
+        for name, value in [*cells, *((x, space[x]) for x in code.co_names if x in space)]:
             holder = getattr(value, "__self__", value)  # of a method
             is_apart = copies.get(id(holder), holder) is not holder
-            if is_apart and (isinstance(holder, nn.Module) or _writes(function.__code__)):
+            if is_apart and (isinstance(holder, nn.Module) or writes):
                 return f"{function.__qualname__} holds {name}"
             if isinstance(value, FunctionType) and id(value) not in known:
                 queue.append(value)
     return None
-
-
-def _writes(code: CodeType) -> bool:
-    return bool(sets_items([code]) or stored_names([code])[0] or _CHANGES & {*code.co_names})
 
 
 def _sums(model: nn.Module) -> dict[str, list[Any]]:
@@ -196,10 +194,6 @@ def _spaces(model: nn.Module, is_users: Callable[[str], bool]) -> Iterator[dict[
 def _kinds_of(model: nn.Module) -> list[type]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     return sorted(kinds, key=repr)
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def _holders(value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Holder]:

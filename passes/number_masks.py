@@ -11,7 +11,6 @@ only if that shows a site.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program
@@ -54,9 +53,5 @@ def _masks(program: Program) -> list[Node]:
     ]  # fmt: skip
     if not inputs:
         return []
-    values = recorded(program.graph, inputs, (program.args, program.kwargs))
-    return [node for node in inputs if _holds_zeros_and_ones(values[node])]
-
-
-def _holds_zeros_and_ones(value: Tensor) -> bool:
-    return bool(((value == 0) | (value == 1)).all()) and bool(value.any())
+    held = recorded(program.graph, inputs, (program.args, program.kwargs))
+    return [x for x in inputs if bool(held[x].any()) and bool(((held[x] == 0) | (held[x] == 1)).all())]

@@ -219,9 +219,7 @@ def _with_others_inside(region: Region) -> Region:
 def _made_of(node: Node, region: Region) -> tuple[list[Node], set[Node]] | None:
     """The masks [B, M] or [B, N], one or two, that a node is computed of, and what is computed on the
     way; None where other data enters, or parameters."""
-    above = reached(
-        [node], lambda x: () if _is_root(x) else [y for y in x.all_input_nodes if is_tensor(y)]
-    )
+    above = reached([node], lambda x: () if _is_root(x) else filter(_matters, x.all_input_nodes))
     roots = sorted(current for current in above if _is_root(current))
     between = made_only_of(node, roots)
     if between is None or len(roots) > 2 or any(rank_of(root) != 2 for root in roots):
@@ -232,10 +230,14 @@ def _made_of(node: Node, region: Region) -> tuple[list[Node], set[Node]] | None:
 
 def made_only_of(node: Node, roots: Collection[Node]) -> set[Node] | None:
     """What is computed of roots on the way to a node; None where other data enters, or parameters."""
-    above = reached([node], lambda x: () if x in roots else filter(is_tensor, x.all_input_nodes))
+    above = reached([node], lambda x: () if x in roots else filter(_matters, x.all_input_nodes))
     between = above.difference(roots)
     enters = any(x.op != "call_function" or x.target in BARRIERS for x in between)
     return None if enters or between == above else between
+
+
+def _matters(node: Node) -> bool:
+    return is_tensor(node) and not _is_constant(node)
 
 
 def _is_root(node: Node) -> bool:

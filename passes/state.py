@@ -491,7 +491,7 @@ def _note_memory(
     plain = dict[str, Tensor]()
     others = ((batch, plain) for batch in (example.mapped(others_for), *larger))
     for loud, weights in ((example, other_weights(model)), *others):
-        for batch in (loud, _quieter(loud)):
+        for batch in (loud, loud.mapped(lambda x: x / LOUD if x.is_floating_point() else x)):
             is_other = is_finite = False
             with contextlib.suppress(Exception):  # of the model: it takes no such inputs
                 output = called(alone, batch, weights)
@@ -756,10 +756,6 @@ def _masked(x: Tensor) -> Tensor:
     changed = x.clone()
     changed[..., x.shape[-1] // 2 :] = 0
     return changed
-
-
-def _quieter(batch: Batch) -> Batch:
-    return batch.mapped(lambda x: x / LOUD if x.is_floating_point() else x)
 
 
 def _scaled(scale: float, x: Tensor) -> Tensor:

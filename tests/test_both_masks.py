@@ -55,10 +55,12 @@ def subtracted(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     return s.exp()
 
 
-def no_mass(s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = HALF_STEPS) -> Tensor:
+def no_mass(
+    s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = HALF_STEPS, low: Any = -1e9
+) -> Tensor:
     """Marginals of 1/n on the active tokens, and of next to nothing; a mask of numbers, as in BERT."""
     keys = s.new_ones(len(s), s.shape[-1]).bool() if keys is None else keys
-    rows, columns = ((1.0 - x.to(s.dtype)) * -1e9 for x in (queries, keys))
+    rows, columns = ((1.0 - x.to(s.dtype)) * low for x in (queries, keys))
     log_mu, log_nu = (
         (x - keep.sum(-1, keepdim=True).log())[:, None] for x, keep in ((rows, queries), (columns, keys))
     )
@@ -75,7 +77,7 @@ def no_mass(s: Tensor, queries: Tensor, keys: Tensor | None, half_steps: int = H
 
 
 def columns_last(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
-    return no_mass(s, queries, keys, HALF_STEPS + 1)
+    return no_mass(s, queries, keys, HALF_STEPS + 1, torch.tensor(-1e9))  # the number is a tensor
 
 
 def shares(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
@@ -173,6 +175,14 @@ def dilute(s: Tensor, keep: Tensor, _keys: Tensor | None) -> Tensor:
     return s.exp() * keep[:, None, :, None]
 
 
+def shown(s: Tensor, keep: Tensor, _keys: Tensor | None) -> Tensor:
+    """Hidden queries take no part in the columns' sums, and have attention all the same."""
+    for step in range(HALF_STEPS):
+        taking_part = keep[:, None, None] if step % 2 == 0 else keep[:, None, :, None]
+        s = s - s.masked_fill(~taking_part, -1e9).logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+    return s.masked_fill(~keep[:, None, None], -1e9).exp()
+
+
 class Apart(Padded):
     """Scores with a bias that the data makes; more: of it, where tokens are hidden."""
 
@@ -203,19 +213,18 @@ def test_scores_have_a_bias() -> None:
     assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm())
 
 
-def by_all_examples(s: Tensor, keep: Tensor, keys: Tensor | None) -> Tensor:
-    return subtracted(s, keep, keys) * (keep.sum() / keep.numel())
-
-
-@pytest.mark.parametrize("net", [
-    Padded(dilute), Padded(by_all_examples), Apart(kernel_loop, more=True),
-], ids=["hidden at the end alone", "by all examples", "a bias that the mask scales"])  # fmt: skip
-def test_no_such_sites(net: Padded) -> None:
+@pytest.mark.parametrize(("net", "said"), [
+    (Padded(dilute), ""), (Padded(shown), "have attention: multiply it by that mask"),
+    (Padded(lambda s, keep, keys: subtracted(s, keep, keys) * (keep.sum() / keep.numel())), ""),
+    (Apart(kernel_loop, more=True), ""),
+], ids=["hidden at the end alone", "at the end shown", "by all examples", "a bias that the mask scales"])
+def test_no_such_sites(net: Padded, said: str) -> None:
     """Data without padding does not show it."""
     for mask in (torch.ones(3, 12).long(), padding(12, 9, 4, tokens=12)):
         analysis = analysed(net.eval(), random(3, 12, 16), mask)
         assert all(site.convention.mask != "both" for site in analysis.sites)
-        assert all(left.reason for left in analysis.left_alone)
+        assert all(left.reason and said in left.reason for left in analysis.left_alone)
+        assert not said or analysis.left_alone
 
 
 def test_compiled_trained_and_never_amortised(tmp_path: Path) -> None:
@@ -311,10 +320,6 @@ def of_both_lengths(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
     return subtracted(s, queries, keys) * (queries.sum(-1) + keys.sum(-1))[:, None, None, None]
 
 
-def of_the_next_example(s: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
-    return subtracted(s, queries.roll(1, 0), keys)
-
-
 @pytest.mark.parametrize("attention", [of_all_keys, of_both_lengths])
 def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
     analysis = analysed(Cross(attention).eval(), *cross(12, 14))
@@ -322,7 +327,7 @@ def test_two_masks_that_are_no_marginals(attention: Loop) -> None:
 
 
 def test_a_mask_that_is_made_of_another_before_the_layer() -> None:
-    net = Cross(of_the_next_example).eval()
+    net = Cross(lambda s, queries, keys: subtracted(s, queries.roll(1, 0), keys)).eval()
     analysis = analysed(net, *cross(12, 14))
     assert len(analysis.sites) == 1
     tried = (random(3, 9, 16, seed=7), random(3, 11, 16, seed=8), padding(2, 0, 4, tokens=9),

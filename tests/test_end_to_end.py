@@ -114,7 +114,12 @@ def test_report_measures_and_gates(work, compiled, capsys):
     assert written["sites"][0]["name"] == site["name"]
     assert "layers.0.mha" in (compiled / "report.md").read_text()
 
-    assert run_json(capsys, "report", compiled, "--examples", 5, "--fast")["model"]["examples"] == 5
+    (compiled.parent / "gates.yaml").write_text("prediction_agreement: {min: 0.99}")
+    few = ("report", compiled, "--examples", 5, "--fast", "--gate", compiled.parent / "gates.yaml")
+    assert run(*few) == 1
+    before = capsys.readouterr().err.split("measuring fidelity")[0]
+    assert "the limits need 100 examples, the report will have 5: pass --examples 100" in before
+    assert json.loads((compiled / "report.json").read_text())["model"]["examples"] == 5
 
 
 FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_timing.py

@@ -67,18 +67,6 @@ def filled(low: float) -> Spelling:
     return lambda s, keep: divided(s.masked_fill(~keep[:, None, None], low).softmax(-1), 4)
 
 
-def subtracted(s: Tensor, keep: Tensor) -> Tensor:
-    return divided((s + (1.0 - keep.float())[:, None, None] * -1e9).softmax(-1), 4)
-
-
-def hidden_in_the_loop(s: Tensor, keep: Tensor) -> Tensor:
-    return log_divided(s, lambda s: s.masked_fill(~keep[:, None, None], LOWEST))
-
-
-def added_in_the_loop(s: Tensor, keep: Tensor) -> Tensor:
-    return log_divided(s, lambda s: s + torch.where(keep, 0.0, -1e9)[:, None, None])
-
-
 def potentials(s: Tensor, keep: Tensor) -> Tensor:
     """Potentials [B, H, N] and [B, H, M], the latter with a mask [B, 1, M]."""
     s = s.masked_fill(~keep[:, None, None], -1e9)
@@ -99,10 +87,6 @@ def shares_of_active_keys(s: Tensor, keep: Tensor) -> Tensor:
         f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
         g = (-torch.logsumexp(s + f[..., None], -2) - count.log()).masked_fill(~keep[:, None], -math.inf)
     return torch.exp(s + f[..., None] + g[..., None, :]) * count[..., None]
-
-
-def multiplied(s: Tensor, keep: Tensor) -> Tensor:
-    return divided(s.exp() * keep[:, None, None])
 
 
 def without_nan(s: Tensor, keep: Tensor) -> Tensor:
@@ -157,15 +141,20 @@ def added_before_the_loop(low: float) -> Spelling:
     return plan
 
 
-SPELLINGS = {
+SPELLINGS: dict[str, Spelling] = {
     "filled with -1e4": filled(-1e4), "filled with -inf": filled(-math.inf),
-    "subtracted -1e9": subtracted, "in the loop, the least": hidden_in_the_loop,
-    "added in the loop": added_in_the_loop,
+    "subtracted -1e9":
+        lambda s, keep: divided((s + (1.0 - keep.float())[:, None, None] * -1e9).softmax(-1), 4),
+    "in the loop, the least":
+        lambda s, keep: log_divided(s, lambda s: s.masked_fill(~keep[:, None, None], LOWEST)),
+    "added in the loop":
+        lambda s, keep: log_divided(s, lambda s: s + torch.where(keep, 0.0, -1e9)[:, None, None]),
     "added before the loop, -1e4": added_before_the_loop(-1e4),
     "added before the loop, -1e9": added_before_the_loop(-1e9), "potentials, -1e9": potentials,
     "shares of active keys": shares_of_active_keys,
     "columns first": columns_first(1e-8), "a large constant": columns_first(5e-3),
-    "multiplied": multiplied, "largest by hand": largest_by_hand, "without NaN": without_nan,
+    "multiplied": lambda s, keep: divided(s.exp() * keep[:, None, None]),
+    "largest by hand": largest_by_hand, "without NaN": without_nan,
 }  # fmt: skip
 
 
@@ -259,10 +248,6 @@ def test_a_mask_that_is_added_is_followed_or_refused_when_it_runs(name: str) -> 
     assert same >= (9 if "plain, " in name and mask.any() else 20)
 
 
-def added_and_compared(s: Tensor, extended: Tensor) -> Tensor:
-    return log_divided(s + extended, lambda s: s.masked_fill(extended < -1, -1e9))
-
-
 def added_and_filled(s: Tensor, keep: Tensor) -> Tensor:
     plan = (s + (1.0 - keep.float()) * -1e9).softmax(-1)
     for step in range(4):
@@ -292,7 +277,8 @@ def compared_and_counted(s: Tensor, mask: Tensor) -> Tensor:
 USED_TWICE: dict[str, tuple[Spelling, Callable[[Tensor], Tensor], float | None]] = {
     # the loop, its mask of keep [B, M], and a number that is no mask's
     "added and compared": (
-        added_and_compared, lambda keep: torch.where(keep, 0.0, -1e9)[:, None, None], -1.5
+        lambda s, ext: log_divided(s + ext, lambda s: s.masked_fill(ext < -1, -1e9)),
+        lambda keep: torch.where(keep, 0.0, -1e9)[:, None, None], -1.5
     ),
     "added and filled": (added_and_filled, lambda keep: keep[:, None, None], None),
     "numbers of booleans": (numbers_of_booleans, lambda keep: keep, None),

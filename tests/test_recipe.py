@@ -135,7 +135,7 @@ BEYOND_THE_SCHEMA = re.compile(
             "line 4: candidates: entry 2: c_transforms must be an integer from 0 to",
         ),
         ("a: &x {fit: ls, seed: 1}\nsites:\n  b: *x\n", "line 1: unknown key 'a'"),
-        ("seed: 1\nfit: [ls\n", "line 3, column 1"),
+        ("seed: 1\nfit: [ls\n", "line 3, column 1: not valid YAML: expected ',' or"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -257,7 +257,8 @@ def timings(layers: int) -> dict[str, Any]:
         for i in range(layers)
     ]  # fmt: skip
     model = {"latency_teacher_ms": 3425.0, "latency_lossless_ms": 538.0, "latency_compiled_ms": 330.0,
-             "speedup_lossless": 6.37, "speedup": 10.4}  # fmt: skip
+             "speedup_lossless": 6.37, "speedup": 10.4,
+             "confidence": {"speedup_lossless": (0.99, 7.0), "speedup": (10.1, 10.9)}}  # fmt: skip
     return {"model": {"source": "teacher", "batch": 32, **model}, "onnx": model, "sites": sites}
 
 
@@ -315,7 +316,7 @@ def test_a_report_says_what_to_do_and_where_it_is_worst() -> None:
     lines = "\n".join(brief.report_brief(measured(3)))
     assert lines.startswith("no gates file, default limits: Take the lossless model instead.")
     words = " ".join(lines.split())
-    assert "speed 19.8x (1468 ms -> 74.2 ms per batch of 32; 21.0x with every loop kept exactly" in words
+    assert "19.8x (1468 ms -> 74.2 ms per batch of 32; too few rounds for an interval; 21.0x" in words
     assert "agreement 99.90% (95% interval 99.70% to 100.00%)" in words
     assert "worst layer 0.0361 (attention error of vision_tower" in words
     assert "left alone 3 layers" in words
@@ -330,7 +331,10 @@ def test_no_figure_is_cut_or_empty() -> None:
     words = " ".join(" ".join(brief.report_brief(replace(report, model=model))).split())
     assert "interval 19.1 to 20.2; 21.0x with every loop kept exactly (lossless); under" in words
     assert "the compiled model is 36.2x as fast as the plain teacher)" in words
-    assert f"least gain: {brief.shortened(name(0))}, asap, 2.50x" in brief.bench_brief(timings(1))
+    lines = brief.bench_brief(timings(1))
+    assert f"least gain: {brief.shortened(name(0))}, asap, 2.50x" in lines
+    assert "  lossless 538 ms (equal, 95% interval 0.990 to 7.00)" in lines
+    assert "  compiled 330 ms (10.4x, 95% interval 10.1 to 10.9)" in lines
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 200, "é" * 61, "\u202e" * 9])

@@ -76,9 +76,8 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     except Exception as error:  # PyYAML's constructors raise various types, for `!!int x` and the like
         mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        raise InputError(
-            f"{what} {path}: {where}not valid YAML", got=one_line(problem or "") or reason(error)
-        ) from error
+        why = one_line(problem or "") or reason(error)
+        raise InputError(f"{what} {path}: {where}not valid YAML: {why}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):

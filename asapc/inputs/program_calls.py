@@ -137,7 +137,7 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
     for entry in inputs:
         argument = entry.get("arg")
         if not isinstance(argument, dict) or len(argument) != 1 or not _NUMBER_KINDS & {*argument}:
-            raise UnsafeError(f"{target} of something else than numbers")
+            raise UnsafeError(f"{target} of something other than numbers")
         (value,) = argument.values()
         if isinstance(value, list) and target != "torch.sym_sum":
             raise UnsafeError(f"{target} of a list")
@@ -154,7 +154,7 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
         elif type(power) is int and -_MAX_POWER <= power <= _MAX_POWER:
             widest *= max(1, abs(power))
         else:
-            raise UnsafeError(f"{target} by something else than a small number")
+            raise UnsafeError(f"{target} by something other than a small number")
     else:
         terms = sum(len(value) if isinstance(value, list) else 1 for value in values)
         widest += terms.bit_length()

@@ -111,7 +111,7 @@ def load_program(
         harmless = _rebuilt(content, trust, sizes)
     except UnlistedCallError as operator:
         raise InputError(
-            f"{path}: a program from a file may call known operators alone (see SECURITY.md)",
+            f"{path}: a program from a file may call only known operators (see SECURITY.md)",
             got=operator,
             help="if the file is your own, pass --trust (in Python trust=True)",
         ) from None

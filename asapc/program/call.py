@@ -209,7 +209,8 @@ class Call(Record):
         counts: list[tuple[str, Any, str]] = []
         for parameter in self.parameters:
             name, captured, problem = parameter.name, parameter.captured, None
-            if arguments.get(name) is None and self._is_neutral(captured):
+            neutral = isinstance(captured, Leaf) and captured.index in self.neutral
+            if arguments.get(name) is None and neutral:
                 continue
             if name in arguments:
                 problem = _taken(captured, arguments[name], flat, counts, name)
@@ -240,9 +241,6 @@ class Call(Record):
             if name not in sizes or sizes[name] != count:
                 return f"{argument} was captured as a size of the other arguments, but is {count}"
         return self._fill(flat, sizes)
-
-    def _is_neutral(self, captured: Tree) -> bool:
-        return isinstance(captured, Leaf) and captured.index in self.neutral
 
     def _fill(self, flat: list[Any], free: Mapping[str, Any]) -> str | None:
         """Replace None by masks that hide nothing, sized like the other arguments."""

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asapc.measure.bootstrap import LEVEL
 from asapc.operators.catalogue import TEACHER
 from asapc.report.advice import advise, decide
 from asapc.report.document import ERROR, ModelReport, Report, equally_fast, finite
@@ -35,6 +36,7 @@ NAME = 40  # characters of one
 ADVICE = 2  # of what would help, the most useful
 WRAPPED = 2  # lines that a reason may take
 REFUSED = 4  # and why `inspect` leaves a layer alone
+FEW_ROUNDS = "too few rounds for an interval"
 WRITE_INSTEAD = "docs/recognition.md shows how to rewrite layers that are left alone"
 
 
@@ -130,7 +132,7 @@ def key_figures(report: Report) -> list[KeyFigure]:
         exactly = lossless is not None and report.approximated
         ratio = f"{number(speedup)}x"
         shown = ("equal", ratio) if equally_fast(model.confidence.get("speedup")) else (ratio,)
-        add("speed", "speedup", *shown, _whole_times(model), _interval(model, "speedup"),
+        add("speed", "speedup", *shown, _whole_times(model), _interval(model, "speedup") or FEW_ROUNDS,
             f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
             *_under_torch_compile(model.values))  # fmt: skip
     for words, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
@@ -199,12 +201,11 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     lines = [f"{model.get('source')}, batches of {model.get('batch')}"]
     lines += [f"  {line}" for line in (*_times(model), *_under_torch_compile(model))]
     if "onnx" in bench:
-        lines += _wrapped(f"ONNX Runtime: {', '.join(_times(bench['onnx']))}")
+        lines += _wrapped(f"ONNX Runtime: {', '.join(_times(bench['onnx']))}", most=4)
     timed = [site for site in bench["sites"] if site.get("speedup") is not None]
     if timed:
         least = min(timed, key=lambda site: site["speedup"])
-        ends = interval_text("speedup", least.get("confidence", {}))
-        gain = f"{least.get('operator')}, {number(least['speedup'])}x" + (f" ({ends})" if ends else "")
+        gain = f"{least.get('operator')}, {_ratio(least, 'speedup')}"
         lines.append(f"least gain: {shortened(least['name'])}, {gain}")
     kernels = [
         {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())
@@ -217,10 +218,20 @@ def _times(model: Mapping[str, Any]) -> list[str]:
     times = []
     for stage in ("teacher", "lossless", "compiled"):
         time = model.get(f"latency_{stage}_ms")
-        ratio = model.get("speedup" if stage == "compiled" else f"speedup_{stage}")
+        ratio = _ratio(model, "speedup" if stage == "compiled" else f"speedup_{stage}")
         if time is not None:
-            times.append(f"{stage} {number(time)} ms" + ("" if ratio is None else f" ({number(ratio)}x)"))
+            times.append(f"{stage} {number(time)} ms" + ("" if ratio is None else f" ({ratio})"))
     return times
+
+
+def _ratio(timed: Mapping[str, Any], key: str) -> str | None:
+    """"8.2x, 95% interval 8.0 to 8.4", or "equal" of two that are; None of what was not timed."""
+    if timed.get(key) is None:
+        return None
+    confidence = timed.get("confidence", {})
+    ends = interval_text(key, confidence)
+    ratio = "equal" if equally_fast(confidence.get(key)) else f"{number(timed[key])}x"
+    return f"{ratio}, {LEVEL:.0%} interval {ends}" if ends else ratio
 
 
 def refresh_brief(entry: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.processes import ALONE, Part, Processes
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
-from asapc.report.gates import Gate, check_patterns
+from asapc.report.gates import Gate, check_patterns, examples_asked
 from asapc.report.pictures import MapPair, SitePictures
 from asapc.report.site_metrics import (
     SiteFidelity,
@@ -88,7 +88,18 @@ def report(
     """
     with _read(artifact, data, model, reading, "report", measuring.metric) as models:
         check_patterns(limits, models.artifact.site_names)
+        if not isinstance(artifact, Artifact):  # `asapc run` has counted before it compiled it
+            _tell_shortage(models, examples_asked(limits), measuring.examples, progress)
         return _measured(models, measuring, progress, processes)
+
+
+def _tell_shortage(models: _Models, needed: int, most: int, progress: Progress) -> None:
+    """Warn before the work if there are fewer examples than the limits need."""
+    unseen = Unseen(models.artifact, models.source)
+    held = models.source.count(1, select=unseen.select, limit=most)
+    if held is not None and held < needed:
+        how = f"pass --examples {needed}" if held == most else "pass more with --data"
+        progress.note(f"warning: the limits need {needed} examples, the report will have {held}: {how}")
 
 
 @contextlib.contextmanager

@@ -86,6 +86,7 @@ SMALL_CONSTANT = 1e-2  # what may stabilise a division is no larger
 MOST_SLACK = 700.0  # whose exp a float64 holds
 ROWS_ONLY = "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
 MULTIPLIED = "an input multiplies its attention within the loop: mask the scores before it"
+SHOWN_QUERIES = "queries that {} hides from the columns' sums have attention: multiply it by that mask"
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
@@ -375,7 +376,7 @@ def _masked(
     first, *others = _hidden(experiment, places)
     if not bool(first[1].isfinite().all()):
         raise NoFit(f"masking keys through {named} gives NaN or infinity")
-    ways = [way for way in ways if _left(_sample(first, way)) <= 1e-12]
+    together, ways = ways, [way for way in ways if _left(_sample(first, way)) <= 1e-12]
     if not ways:
         raise NoFit(f"keys masked through {named} still receive attention")
     hides = HIDDEN_SCORE
@@ -384,10 +385,10 @@ def _masked(
         if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
             raise NoFit(f"keys masked through {named} still receive attention at {MASKED_BELOW:g}")
     every = [first, *(x for x in others if not overflown(x[1]))]
-    mild = every[:1] if len(places) == 1 else [x for x in every if x[-1]]
     mildest = experiment.samples[: len(experiment.sizes)]
 
-    def tried(way: Way, power: int | None) -> tuple[Fit[Convention], Way]:
+    def tried(way: Way, power: int | None, every: list[Seen] = every) -> tuple[Fit[Convention], Way]:
+        mild = every[:1] if len(places) == 1 else [x for x in every if x[-1]]
         mask: Mask = "key" if way[1] is None else "query" if way[0] is None else "both"
         loop = replace(fit.convention, mask=mask, output_factor=OutputFactor(shown=power))
         seen, milder = ([_sample(x, way) for x in some] for some in (every, mild))
@@ -398,6 +399,10 @@ def _masked(
     try:
         masked, way = first_fit(partial(tried, *each) for each in tries)
     except NoFit as no_fit:
+        if (0, 0) in set(together).difference(ways):
+            alone = [(s, a * kept[0][:, None, :, None], kept, mild) for s, a, kept, mild in every]
+            if not isinstance(outcome(lambda: tried((0, 0), None, alone)), NoFit):
+                raise NoFit(SHOWN_QUERIES.format(named)) from None
         raise NoFit(f"with {named} as {'key mask' if len(nodes) == 1 else 'masks'}: {no_fit}") from None
     masks = []
     for number, (index, node) in enumerate(zip(places, nodes, strict=True)):

@@ -105,10 +105,6 @@ def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return torch.clamp(x, *limits)
 
 
-def _is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
-    return (x == math.inf) & bool(detect_positive) | (x == -math.inf) & bool(detect_negative)
-
-
 def _cast_host(value: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     dtype = dtype_of(to)
     if dtype == torch.float32 and not isinstance(value, list):
@@ -358,7 +354,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Or": _binary(torch.logical_or, operator.or_),
     "Min": _variadic(torch.minimum, torch.sym_min),
     "Max": _variadic(torch.maximum, torch.sym_max),
-    "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "Where": _where,
+    "Mod": _mod, "Pow": _pow, "Clip": _clip, "Cast": _cast, "Where": _where,
+    "IsInf": lambda x, *, detect_negative=1, detect_positive=1:
+        (x == math.inf) & bool(detect_positive) | (x == -math.inf) & bool(detect_negative),
     "CastLike": lambda x, like, *, saturate=1, round_mode="up": tensor_of(x).to(tensor_of(like).dtype),
     "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),

@@ -160,8 +160,10 @@ def differentiate(
         with without_autocast(arguments.values()):
             found = gradients(arguments, needed, output_grads, ctx.told)
         lists = {
-            name: [None] * len(arguments[name]) for name in needed if _is_tensor_list(arguments[name])
-        }
+            name: [None] * len(value) for name in needed
+            if isinstance(value := arguments[name], list | tuple)
+            and all(isinstance(x, Tensor) for x in value)
+        }  # fmt: skip
         return tuple(lists.get(name, found.get(name) if need else None) for name, need in needed.items())
 
     def gradients(
@@ -218,7 +220,3 @@ def of_reference(
 def _leaf(x: Tensor, needed: bool, again: bool) -> Tensor:
     """What the reference is differentiated by; still of the graph of x, for second derivatives."""
     return x.view_as(x) if again and needed else x.detach().requires_grad_(needed)
-
-
-def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(x, Tensor) for x in value)
