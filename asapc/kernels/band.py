@@ -207,6 +207,7 @@ class _Band:
         return dq, self.sums(slopes.transpose(-1, -2) @ self.rows(self.q)), dv, depth
 
     def _without_gauge(self, of_g: Tensor) -> Tensor:
-        """Without what rounding made of its sum, which is 0, see cpu.gradients."""
+        """Without what rounding made of its sum, which is 0: as a constant that is added to a dual
+        is taken from the next one, it would not fade along the chain as the rest does."""
         count = self.active.sum(1, keepdim=True).clamp(min=1)
         return of_g - (of_g.sum(1, keepdim=True) / count).masked_fill(~self.active, 0.0)

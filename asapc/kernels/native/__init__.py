@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
 from asapc.ir import Coupling, Side, Stabiliser, Ties
-from asapc.kernels.loop import Loop, precision
+from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
@@ -33,6 +33,7 @@ from asapc.operators.sinkhorn import factor_value
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
+SLOPES = Struct("6Pqd")
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
 ESP, BAND, COARSE = Struct("10P15q2d"), Struct("5P12qd"), Struct("7P17q")
 FORMS = ("scaling", "plan")  # after the loop without a constant
@@ -72,7 +73,7 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [PROBLEM.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, COARSE.size]
+    own = [PROBLEM.size, SLOPES.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, COARSE.size]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
@@ -82,7 +83,7 @@ def _engine() -> Any:
     for name in ("plan", "band", "coarse"):
         getattr(library, f"asapc_{name}").restype = ctypes.c_int64
     for name in ("sinkhorn", "plan", "esp", "band", "coarse"):
-        getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p]
+        getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p] * (1 + (name == "sinkhorn"))
     return library
 
 
@@ -102,6 +103,7 @@ def sinkhorn_loop(
     stabiliser: Stabiliser | None = None,
     mass: Tensor | None = None,
     to_columns: bool = False,
+    slopes: bytes | None = None,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
 
@@ -112,6 +114,7 @@ def sinkhorn_loop(
     mass: [B, H, N], of rows, by N times which the output is divided.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
     of the plan as it is where there are masses.
+    slopes: of sinkhorn_gradients; then there is no A v.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -142,10 +145,27 @@ def sinkhorn_loop(
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
-    widest = _engine().asapc_sinkhorn(problem)
+    widest = _engine().asapc_sinkhorn(problem, slopes)
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
     return out if dtype is out_dtype else out.to(out_dtype), widest
+
+
+def sinkhorn_gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None,
+    dual: Tensor | None, loop: Loop, tail: Tail, outs: Sequence[Tensor], depth: Tensor,
+) -> None:  # fmt: skip
+    """Gradients of A v for grad_out [B, H, N, E], written where the linear domain holds a head.
+
+    outs: of q, k, v and the dual, if there is one, 0 before, in float32 or float64.  depth: [B, H] int64,
+    the half-steps that they passed through.  Other arguments as of sinkhorn_loop.
+    """
+    grad_out = grad_out.to(outs[0].dtype).contiguous()
+    pointers = [x.data_ptr() for x in (grad_out, *outs)]
+    slopes = SLOPES.pack(
+        *pointers, *[0] * (5 - len(pointers)), depth.data_ptr(), tail.most, tail.tolerance
+    )
+    sinkhorn_loop(q, k, v, keep, bias, dual, loop, slopes=slopes)
 
 
 def _shown(bias: Tensor) -> Tensor | None:

@@ -103,6 +103,16 @@ struct Problem {
   Rule rule;
 };
 
+// Where gradients of a problem's A v are wanted instead of it, for grad [B, H, N, E]: of q, k, v and the dual (null
+// without one), in their sizes, contiguous and 0 before. depth: [B, H], the half-steps that they passed through, not
+// written where the linear domain does not hold a head. most, tolerance: of kernels/loop.py's Tail.
+struct Slopes {
+  const void* grad;
+  void *q, *k, *v, *dual;
+  int64_t *depth, most;
+  double tolerance;
+};
+
 namespace {
 
 // out[r] = sum_d x[r][d step] panel[d] for kRows rows, panel: [depth][2 registers], `across` apart: all products'
@@ -159,6 +169,22 @@ INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const T* a, T*
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum += factors[r] * load(rows + r * stride + j);
     store(total + j, sum);
+  }
+}
+
+// to[j] += sum_r weights[r][j] x[r] for every token j; x: [R, width], whole registers.
+template <int R, class T>
+INLINE void add_products(const T* weights, int64_t stride, int64_t size, const T* x, int64_t width, T* to) {
+  for (int64_t e = 0; e < width; e += kLanes<T>) {
+    V<T> own[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) own[r] = load(x + r * width + e);
+    for (int64_t j = 0; j < size; ++j) {
+      V<T> sum = load(to + j * width + e);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sum += weights[r * stride + j] * own[r];
+      store(to + j * width + e, sum);
+    }
   }
 }
 
@@ -230,8 +256,8 @@ struct Tokens {
 };
 
 // Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
-template <class T>
-void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
+template <class T, class S>
+void pack_tokens(const S* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
   constexpr int L = kLanes<T>;
   constexpr int64_t P = 2 * L;
   const int64_t size = tokens.active.size();
@@ -243,13 +269,13 @@ void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t de
       for (int64_t d = 0; d < squares; d += L) {
         V<T> x[L];
 #pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) x[i] = load(token(j + i) + d) * factor;
+        for (int i = 0; i < L; ++i) x[i] = load_as<T>(token(j + i) + d) * factor;
         turn_square<T>(x);
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) store(panel + (d + i) * P + j, x[i]);
       }
     for (int64_t j = 0; j < here; ++j)
-      for (int64_t d = squares; d < depth; ++d) panel[d * P + j] = token(j)[d] * factor;
+      for (int64_t d = squares; d < depth; ++d) panel[d * P + j] = T(token(j)[d]) * factor;
   }
 }
 
@@ -297,9 +323,10 @@ template <class S, class W> class Head {
   static constexpr W kHardlySeen = std::numeric_limits<W>::min();
 
  public:
-  Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : p_(p), queries_(queries), keys_(keys), rows_(queries.active), active_(keys.active), count_(rows_.size()),
-        size_(active_.size()), padded_(rounded_up(size_, P)) {
+  Head(const Problem& p, const Slopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries,
+       const Tokens& keys)
+      : p_(p), slopes_(slopes), index_(index), queries_(queries), keys_(keys), rows_(queries.active),
+        active_(keys.active), count_(rows_.size()), size_(active_.size()), padded_(rounded_up(size_, P)) {
     const int64_t batch = index / p.heads, head = index % p.heads;
     const auto at = [&](const void* from, const Strides& s) {
       return static_cast<const S*>(from) + batch * s.batch + head * s.head;
@@ -340,7 +367,15 @@ template <class S, class W> class Head {
     sees_all_ = is_sparse_ = false;
     std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
     for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_);
-    each_pass([&](const Pass& pass) { return linear_pass(pass); });
+    past_a_.clear(), past_b_.assign(b_, b_ + padded_);
+    each_pass([&](const Pass& pass) {
+      if (slopes_ && !pass.closes_rows && !pass.closes_columns) return true;
+      if (!linear_pass(pass)) return false;
+      if (slopes_ && (pass.first || pass.closes_rows)) past_a_.insert(past_a_.end(), a_, a_ + count_);
+      if (slopes_ && pass.closes_columns) past_b_.insert(past_b_.end(), b_, b_ + padded_);
+      return true;
+    });
+    if (slopes_ && widest_ <= kSafeRange<W>) differentiate();
     const auto fine = [this](W x) { return is_fine(p_.rule, x); };
     const bool held = std::all_of(a_, a_ + count_, fine) && std::all_of(b_, b_ + size_, fine);
     return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
@@ -386,7 +421,7 @@ template <class S, class W> class Head {
 
   void take(Scratch& scratch) {
     const int64_t rows = kept_ ? count_ : kRows;
-    const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0, valued = p_.to_columns ? count_ : size_;
+    const int64_t value_panels = v_ && !slopes_ ? rounded_up(p_.width, E) : 0, valued = p_.to_columns ? count_ : size_;
     const size_t bytes = (padded_ * (p_.dim + 1) + kRows * padded_) * sizeof(S) +
                          (rows * stride_ + 2 * count_ + 3 * padded_ + value_panels * valued) * sizeof(W);
     scratch.reserve(bytes + 16 * kBytes);
@@ -641,11 +676,12 @@ template <class S, class W> class Head {
   }
 
   void pack_values(const W* weights) {
-    if (v_ && !p_.to_columns) ::pack_values(v_, p_.v_strides.token, keys_, p_.width, weights, values_);
+    if (v_ && !p_.to_columns && !slopes_) ::pack_values(v_, p_.v_strides.token, keys_, p_.width, weights, values_);
   }
 
   // A block of rows of the map, times the values where there are some; or what it weighs in all columns, in a_.
   void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
+    if (slopes_) return;
     if (p_.to_columns) {
       std::copy_n(a, count, a_ + row);
       return;
@@ -686,7 +722,175 @@ template <class S, class W> class Head {
     }
   }
 
+  // Visits K by blocks of rows.
+  template <class Body> void each_block(const Body& body) {
+    for (int64_t row = 0; row < count_; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, count_ - row);
+      W *rows = kernel_ + (kept_ ? row * stride_ : 0), sums[kRows];
+      if (!kept_) form_kernel(row, count, rows, sums);
+      body(row, count, rows);
+    }
+  }
+
+  // to = x panels [count, padded] of a block, each panel `next` after the last one; entries of x[r] `step` apart.
+  void products(const W* x, int64_t apart, int64_t step, int64_t count, int64_t depth, const W* panels, int64_t next,
+                int64_t across, W* to) const {
+    const W* rows[kRows];
+    for (int64_t r = 0; r < kRows; ++r) rows[r] = x + std::min(r, count - 1) * apart;
+    for (int64_t start = 0; start < padded_; start += E, panels += next)
+      tile<W>(rows, depth, panels, to + start, padded_, across, step);
+  }
+
+  void take_rows(const S* from, int64_t stride, int64_t width, int64_t row, int64_t count, W factor, W* to) const {
+    for (int64_t r = 0; r < count; ++r, to += rounded_up(width, L))
+      for (int64_t e = 0; e < width; ++e) to[e] = W(from[rows_[row + r] * stride + e]) * factor;
+  }
+
+  // What a tail may leave out of a row, see kernels/loop.py.
+  double may_leave_out(const W* terms, const W* weights, W sum, W mass) const {
+    const W mean = sum / std::max(mass, std::numeric_limits<W>::min());
+    V<W> slopes{}, size{};
+    for (int64_t j = 0; j < padded_; j += L) {
+      const V<W> term = load(terms + j), slope = term - load(weights + j) * mean;
+      slopes += slope < 0 ? -slope : slope, size += term < 0 ? -term : term;
+    }
+    return slopes_->tolerance * double(sum_of<W>(slopes)) +
+           8 * double(std::numeric_limits<W>::epsilon()) * double(sum_of<W>(size));
+  }
+
+  // Gradients of A v from the scalings of every half-step. With of_a and of_b those of log a and log b,
+  //
+  //     rows closed     dL/dS_ij = -of_a_i a_i K_ij b_j       columns closed    dL/dS_ij = -of_b_j a_i K_ij b_j / share
+  //     applied         dL/dS_ij = <grad_i, v_j> A_ij
+  //
+  // so that the slopes of all are K times one product of rank T + E, formed in the last visit of K. The chain before
+  // it (block-wise paper, Propositions 1 and 6) takes one visit for a pair of half-steps.
+  void differentiate() {
+    const int64_t deep = rounded_up(p_.dim, L), wide = rounded_up(p_.width, L);
+    const W scale = W(scale_ / (ends_on_rows_ ? 1.0 : share_));
+    std::vector<W> of_a(count_), of_b(padded_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
+    std::vector<W> panels(padded_ * p_.width), dv(size_ * wide);
+    pack_tokens(v_, p_.v_strides.token, keys_, p_.width, W(1), panels.data());
+    const auto form = [&](int64_t row, int64_t count) {  // <grad_i, v_j>
+      const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
+      take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
+      products(grads.data(), wide, 1, count, p_.width, panels.data(), E * p_.width, E, z.data());
+    };
+    double allowed = 0;
+    each_block([&](int64_t row, int64_t count, const W* rows) {
+      form(row, count);
+      for (int64_t r = 0; r < count; ++r) {
+        W *terms = &z[r * padded_], *own = &weights[r * padded_];
+        const W factor = a_[row + r] * scale;
+        V<W> sum{}, mass{};
+        for (int64_t j = 0; j < padded_; j += L) {
+          const V<W> weight = load(rows + r * stride_ + j) * load(b_ + j) * factor, term = weight * load(terms + j);
+          store(own + j, weight), store(terms + j, term), store(&of_b[j], load(&of_b[j]) + term);
+          sum += term, mass += weight;
+        }
+        of_a[row + r] = sum_of<W>(sum);
+        if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, of_a[row + r], sum_of<W>(mass));
+      }
+      by_rows(count, [&](int64_t r, auto R) {
+        add_products<R.value>(&weights[r * padded_], padded_, size_, &grads[r * wide], wide, dv.data());
+      });
+    });
+    put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
+
+    std::vector<W> left, right;  // the slopes of the half-steps are K times sum_t left_t right_t
+    left.reserve(p_.half_steps * count_), right.reserve(p_.half_steps * padded_);
+    const int64_t depth = follow_back(of_a, of_b, allowed, left, right);
+    slopes_->depth[index_] = depth;
+    if (slopes_->dual && p_.rows_first) put(of_b, 1, keys_, 1, slopes_->dual, p_.keys);
+    else if (slopes_->dual) put(of_a, 1, queries_, 1, slopes_->dual, p_.queries);
+
+    std::vector<W> ones(size_, W(1)), keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
+    ::pack_values(k_, p_.k_strides.token, keys_, p_.dim, ones.data(), keys.data());
+    each_block([&](int64_t row, int64_t count, const W* rows) {
+      form(row, count);
+      products(left.data() + row, 1, count_, count, depth, right.data(), E, padded_, weights.data());
+      const W *x[kRows], multiplier = W(p_.multiplier);
+      W factors[kRows];
+      S* to[kRows];
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t here = std::min(r, count - 1);
+        x[r] = &z[here * padded_], factors[r] = multiplier;
+        to[r] = static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[row + here]) * p_.dim;
+      }
+      for (int64_t r = 0; r < count; ++r)
+        for (int64_t j = 0; j < padded_; j += L) {
+          W* const slope = &z[r * padded_ + j];
+          const V<W> applied = load(slope) * load(b_ + j) * (a_[row + r] * scale);
+          store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
+        }
+      multiply(x, count, size_, keys.data(), p_.dim, factors, to);
+      take_rows(q_, p_.q_strides.token, p_.dim, row, count, multiplier, points.data());
+      by_rows(count, [&](int64_t r, auto R) {
+        add_products<R.value>(&z[r * padded_], padded_, size_, &points[r * deep], deep, dk.data());
+      });
+    });
+    put(dk, deep, keys_, p_.dim, slopes_->k, p_.keys);
+  }
+
+  // Rows of active tokens, to where they are of all.
+  void put(const std::vector<W>& from, int64_t apart, const Tokens& tokens, int64_t width, void* to,
+           int64_t count) const {
+    const int64_t size = tokens.active.size();
+    for (int64_t t = 0; t < size; ++t)
+      for (int64_t e = 0; e < width; ++e)
+        static_cast<S*>(to)[(index_ * count + tokens.active[t]) * width + e] = S(from[t * apart + e]);
+  }
+
+  // The gradients of log a and log b, back along the half-steps, and the slopes of those; returns how many.
+  int64_t follow_back(std::vector<W>& of_a, std::vector<W>& of_b, double allowed, std::vector<W>& left,
+                      std::vector<W>& right) {
+    const int64_t most = std::min(slopes_->most, p_.half_steps);
+    int64_t depth = 0;
+    const auto without_gauge = [](std::vector<W>& of, int64_t size, const W* scalings) {
+      const int64_t seen = size - std::count(scalings, scalings + size, W(0));
+      const W mean = std::accumulate(of.begin(), of.begin() + size, W(0)) / W(std::max<int64_t>(seen, 1));
+      for (int64_t t = 0; t < size; ++t) if (scalings[t] != 0) of[t] -= mean;
+    };
+    const auto size_of = [](W sum, W x) { return sum + std::abs(x); };
+    const W *a = past_a_.data() + past_a_.size() - count_, *b = past_b_.data() + past_b_.size() - padded_;
+    for (bool columns = !ends_on_rows_; depth < most; columns = true) {
+      if (columns) {
+        left.insert(left.end(), a, a + count_);
+        for (int64_t j = 0; j < padded_; ++j) right.push_back(-of_b[j] * b[j] / W(share_)), of_b[j] = 0;
+        ++depth, b -= padded_;
+      }
+      const bool closes_rows = depth < most;
+      const W* const y = right.data() + right.size() - padded_;
+      std::fill_n(total_, padded_, W(0));
+      each_block([&](int64_t row, int64_t count, const W* rows) {
+        W sums[kRows], x[kRows];
+        by_rows(count, [&](int64_t r, auto R) {
+          if (columns) dots<R.value>(rows + r * stride_, stride_, padded_, y, sums + r);
+          for (int64_t i = r; i < r + R.value; ++i) {
+            if (columns) of_a[row + i] += a[row + i] * sums[i];
+            x[i] = -of_a[row + i] * a[row + i];
+          }
+          if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, padded_, x + r, total_);
+        });
+      });
+      if (!closes_rows) {
+        without_gauge(of_a, count_, a);
+        break;
+      }
+      for (int64_t i = 0; i < count_; ++i) left.push_back(-of_a[i] * a[i]), of_a[i] = 0;
+      right.insert(right.end(), b, b + padded_);
+      for (int64_t j = 0; j < padded_; ++j) of_b[j] += b[j] * total_[j];
+      without_gauge(of_b, size_, b);  // rounding of a sum that is 0 would not fade along the chain as the rest does
+      ++depth, a -= count_;
+      if (slopes_->tolerance > 0 && double(p_.half_steps - depth) *
+              double(std::accumulate(of_b.begin(), of_b.end(), W(0), size_of)) <= allowed) break;
+    }
+    return depth;
+  }
+
   const Problem& p_;
+  const Slopes* const slopes_;
+  const int64_t index_;
   const Tokens &queries_, &keys_;
   const std::vector<int64_t> &rows_, &active_;
   const int64_t count_, size_, padded_;
@@ -694,6 +898,7 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
+  std::vector<W> past_a_, past_b_;  // after every half-step, for gradients
   bool kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
@@ -701,14 +906,15 @@ template <class S, class W> class Head {
 // Returns the widest range of scores in a row, or the first beyond what float64 holds; with a constant, what
 // was written means nothing then.
 template <class S>
-double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys) {
-  double range = Head<S, S>(p, index, scratch, queries, keys).linear();
+double run_head(const Problem& p, const Slopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries,
+                const Tokens& keys) {
+  double range = Head<S, S>(p, slopes, index, scratch, queries, keys).linear();
   if (range <= kSafeRange<S>) return range;
   if constexpr (!std::is_same_v<S, double>) {
-    range = Head<S, double>(p, index, scratch, queries, keys).linear();
+    range = Head<S, double>(p, slopes, index, scratch, queries, keys).linear();
     if (range <= kSafeRange<double>) return range;
   }
-  if (p.rule.form == kPlain) Head<S, double>(p, index, scratch, queries, keys).logarithmic();
+  if (p.rule.form == kPlain && !slopes) Head<S, double>(p, slopes, index, scratch, queries, keys).logarithmic();
   return range;
 }
 
@@ -890,7 +1096,7 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
   return fits;
 }
 
-template <class S> double run(const Problem& p) {
+template <class S> double run(const Problem& p, const Slopes* slopes) {
   const double entries = double(p.batch * p.heads) * double(p.queries) * double(p.keys);
   std::mutex mutex;
   double widest = 0.0;
@@ -899,7 +1105,7 @@ template <class S> double run(const Problem& p) {
     const Tokens keys(p.keep, p.keys, index / p.heads);
     const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
     if (queries.none || (p.to_columns && keys.none)) return;
-    const double range = run_head<S>(p, index, scratch, queries, keys);
+    const double range = run_head<S>(p, slopes, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
     if (!(range <= widest)) widest = range;
   });
@@ -2559,17 +2765,18 @@ template <class S> int64_t coarse(const Coarse& p) {
 }  // namespace
 
 // What Python's side must agree with: a build of another version would read other fields.
-extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Plan), sizeof(Esp), sizeof(Band), sizeof(Coarse)};
+extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
+                                           sizeof(Esp),     sizeof(Band),   sizeof(Coarse)};
 
 // Returns how many matrices are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* plan) {
   return plan->is_double ? plan_all<double>(*plan) : plan_all<float>(*plan);
 }
 
-// Returns the widest range of scores in a row, or that of a row that logarithms were needed for; -1 where
-// there is not enough memory.
-extern "C" double asapc_sinkhorn(const Problem* problem) {
-  return problem->is_double ? run<double>(*problem) : run<float>(*problem);
+// slopes: null but for gradients. Returns the widest range of scores in a row, or that of a row that logarithms were
+// needed for; -1 where there is not enough memory.
+extern "C" double asapc_sinkhorn(const Problem* problem, const Slopes* slopes) {
+  return problem->is_double ? run<double>(*problem, slopes) : run<float>(*problem, slopes);
 }
 
 // Returns whether there was enough memory.
