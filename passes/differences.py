@@ -333,18 +333,17 @@ class _Writer:
     def write(self) -> Node:
         """What gives the product now, in its place.  Raises _Stuck."""
         product, node = self.product, self.product.node
-        order = product.left_order
-        if order is not None and list(order) != sorted(order):
+        if product.map.order is not None:
             raise _Stuck
         with self.graph.graph.inserting_before(self.nodes[node]):
             values = self.nodes[product.right]
             turned = product.values.order
-            if turned is not None and list(turned) != sorted(turned):
+            if turned is not None:
                 values = self.call(aten.permute.default, values, list(turned))
             values = self.spread(values, _shape(product.left)[:-2])
             result = self.pushed(product.left, values, frozenset())
-            back = product.out_order
-            if back is not None and list(back) != sorted(back):
+            back = product.result.order
+            if back is not None:
                 inverse = [back.index(axis) for axis in range(len(back))]
                 result = self.call(aten.permute.default, result, inverse)
         for source in (*self.passed, *(term.map for term in self.terms)):

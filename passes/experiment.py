@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ PROBE_WORK = 3e7  # entries of all half-steps up to which such a check goes
 FARTHEST_WORK = 4e8  # the same of several examples, or past a number that positions are compared with
 
 Result = TypeVar("Result")
+Lengths = dict[Any, int]
+"""A number for every size that is free, by its symbol."""
 
 
 @contextlib.contextmanager
@@ -82,6 +85,17 @@ def outcome(experiments: Callable[[], Result]) -> Result | NoFit:
         return NoFit(f"the region cannot be run on its own: {type(error).__name__}: {line}")
 
 
+def once(
+    known: dict[object, Result | NoFit], key: object, experiments: Callable[[], Result]
+) -> Result:
+    """What the experiments give, or gave for another region with this key.  Raises NoFit."""
+    result = known[key] if key in known else outcome(experiments)
+    known[key] = result
+    if isinstance(result, NoFit):
+        raise result
+    return result
+
+
 def first_fit(tries: Iterable[Callable[[], Result]]) -> Result:
     """What the first try that fits gives.  Raises the NoFit of the very first where none does."""
     failures = []
@@ -93,7 +107,115 @@ def first_fit(tries: Iterable[Callable[[], Result]]) -> Result:
     raise failures[0]
 
 
-class Experiment:
+def assigned(sizes: Iterable[tuple[Any, int]]) -> Lengths:
+    """A number for every symbol in the sizes, the first that one is given."""
+    numbers: Lengths = {}
+    for size, value in sizes:
+        if isinstance(size, torch.SymInt):
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                numbers.setdefault(symbol, value)
+    return numbers
+
+
+class Sized:
+    """What is run at sizes of our choosing.
+
+    leads, tokens: sizes as the graph has them: of examples, and of heads that have an axis; of queries
+    and keys.  sizes: numbers for all of them at which it is observed, the smallest first.
+    """
+
+    cut: Cut
+    leads: Sequence[Any]
+    tokens: Sequence[Any]
+    sizes: list[Lengths]
+
+    @property
+    def few(self) -> Lengths:
+        return self.sizes[0]
+
+    @property
+    def examples(self) -> set[Any]:
+        """The symbols of what stands before rows and columns."""
+        return {*assigned((size, 1) for size in self.leads)}
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        """Random numbers of a standard deviation of 1."""
+        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
+
+    def small(self, more: int = 5, examples: int = 0) -> list[Lengths]:
+        """Small, different numbers for the sizes that are free, and a second time with `more` tokens and
+        so many more examples; once where none is free."""
+        both, free = [], _free([*self.tokens, *self.leads])
+        for longer, count in ((0, PROBE_BATCH), (more, PROBE_BATCH + examples)):
+            numbers = [*(length + longer for length in PROBE_LENGTHS), *[count] * len(self.leads)]
+            wanted = assigned(zip([*self.tokens, *self.leads], numbers, strict=True))
+            both.append(self.cut.lengths(_within(free, [wanted[symbol] for symbol in free])))
+        return both if both[0] != both[1] else both[:1]
+
+    def larger(self, depth: float) -> list[Lengths]:
+        """Sizes at which what small ones show is checked: many examples of few tokens, one example of
+        more and more, past every number that positions are compared with.
+
+        depth: half-steps of all heads of one example.
+        Raises ValueError where a check past such a number is too expensive to be made.
+        """
+        cut, lengths = self.cut, self.few
+        examples, places = _free(self.leads), _free(self.tokens)
+        places = {symbol: size for symbol, size in places.items() if symbol not in examples}
+        limits = [limits_of(size.node.shape_env, symbol)[1] for symbol, size in places.items()]
+
+        def of_examples(count: int) -> Lengths:
+            return {**lengths, **_within(examples, [count] * len(examples))}
+
+        def of_tokens(count: int) -> Lengths:
+            unequal = [count - 3 * place for place in range(len(places))]  # of queries and keys
+            return {**of_examples(1), **_within(places, unequal)}
+
+        of_one = math.prod(evaluate(size, lengths) for size in self.tokens) * depth
+        many = min(MANY, max(PROBE_BATCH + 1, int(FARTHEST_WORK / max(of_one, 1))))
+        checked = [of_examples(many)] if examples else []
+        most = max(limits, default=0)
+        longest = min(max([LONGEST, *(4 * size.node.hint for size in places.values())]), most)
+        longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
+        most_work = max(PROBE_WORK, cut.largest(of_tokens(1)))  # of what has a size of its own, too
+        while cut.largest(of_tokens(longest)) > most_work:  # some code forms [N, M, M]
+            longest = longest * 3 // 4
+        thresholds, elsewhere = cut.thresholds()
+        beyond = max(thresholds, default=0) * 9 // 8
+        if examples and MANY < beyond <= MOST_EXAMPLES:
+            checked.append(of_examples(beyond))
+        beyond = min(beyond, most)
+        if beyond > longest and max(beyond**2 * depth, cut.largest(of_tokens(beyond))) > FARTHEST_WORK:
+            raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
+        for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
+            if count > max((lengths[symbol] for symbol in places), default=count):
+                checked.append(of_tokens(count))
+        if elsewhere:  # nobody has seen what it does with more
+            for symbol, size in (places | examples).items():
+                tried = max(sizes.get(symbol, 0) for sizes in (*checked, lengths))
+                allow(size.node.shape_env, symbol, max(tried, size.node.hint))
+        return [sizes for sizes in checked if sizes != lengths]
+
+    def check_larger(
+        self, depth: float, error_at: Callable[[Lengths], float], limit: float, what: str
+    ) -> None:
+        """Hold what small sizes show against larger ones: log(1 / N + 1e-6) is log(1 / N) for a few.
+
+        error_at: relative, at some sizes.  what: there is where it is above the limit.  Raises NoFit.
+        """
+        for at in self.larger(depth):
+            error = error_at(at)
+            if not error <= limit:
+                examples, *tokens = (evaluate(x, at) for x in (*self.leads[:1], *self.tokens))
+                sizes = " and ".join(map(str, tokens))
+                raise NoFit(f"another {what} for {examples} examples of {sizes} tokens", error)
+
+
+class Experiment(Sized):
     """inputs, masks -> output, with canonical axes.
 
     masks: boolean tensors of the data that enter besides the inputs, in their own layout.  hidden: what
@@ -114,32 +236,32 @@ class Experiment:
         self.inputs, self.output = tuple(inputs), output
         self.cut = Cut(graph, [tensor.node for tensor in inputs], output.node, inside, masks, precision)
 
-    def dims(self, tensor: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+    def dims(self, tensor: Canonical, lengths: Lengths) -> tuple[int, ...]:
         """The shape with canonical axes, as many as the graph has."""
         return tuple(evaluate(size, lengths) for size in tensor.shape)
 
-    def shape(self, tensor: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+    def shape(self, tensor: Canonical, lengths: Lengths) -> tuple[int, ...]:
         """The shape [B, H, X, Y], with one head where heads are merged into the batch."""
         dims = self.dims(tensor, lengths)
         return dims if len(dims) == 4 else (dims[0], 1, *dims[1:])
 
-    def shapes(self, lengths: dict[Any, int]) -> list[tuple[int, ...]]:
+    def shapes(self, lengths: Lengths) -> list[tuple[int, ...]]:
         """Of the inputs."""
         return [self.shape(tensor, lengths) for tensor in self.inputs]
 
-    def raw(self, tensor: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
+    def raw(self, tensor: Canonical, value: Tensor, lengths: Lengths) -> Tensor:
         """A value with canonical axes as the graph's own tensor has them."""
         return tensor.raw(value, self.cut.shape_of(tensor.node, lengths))
 
     def run(
-        self, values: Sequence[Tensor], lengths: dict[Any, int], masks: Sequence[Tensor] = ()
+        self, values: Sequence[Tensor], lengths: Lengths, masks: Sequence[Tensor] = ()
     ) -> Tensor:
         """The output with canonical axes, float64."""
-        given = zip(self.inputs, values, strict=True)
-        raw = [self.raw(tensor, value, lengths) for tensor, value in given]
+        pairs = zip(self.inputs, values, strict=True)
+        raw = [self.raw(tensor, value, lengths) for tensor, value in pairs]
         return self.output.canonical(self.cut.run([*raw, *masks], lengths)).double()
 
-    def masks(self, lengths: dict[Any, int], padded: Tensor | None = None) -> list[Tensor]:
+    def masks(self, lengths: Lengths, padded: Tensor | None = None) -> list[Tensor]:
         """The masks with these tokens padded."""
         made = []
         for node in self.cut.masks:
@@ -150,78 +272,11 @@ class Experiment:
         return made
 
     def observe(
-        self, values: Sequence[Tensor], lengths: dict[Any, int], padded: Tensor | None = None
+        self, values: Sequence[Tensor], lengths: Lengths, padded: Tensor | None = None
     ) -> Tensor:
         """The output [B, H, X, Y], with these tokens padded."""
         result = self.run(values, lengths, self.masks(lengths, padded))
         return result.reshape(self.shape(self.output, lengths))
-
-
-def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """A number for every symbol in the sizes, the first that one is given."""
-    found: dict[Any, int] = {}
-    for size, value in sizes:
-        if isinstance(size, torch.SymInt):
-            for symbol in sorted(size.node.expr.free_symbols, key=str):
-                found.setdefault(symbol, value)
-    return found
-
-
-def small_sizes(
-    cut: Cut, batch: Sequence[Any], tokens: Sequence[Any], more: int = 5, examples: int = 0
-) -> list[dict[Any, int]]:
-    """Small, different numbers for the sizes that are free, and a second time with `more` tokens and so
-    many more examples; once where none is free.  tokens: of queries and of keys."""
-    found = []
-    for longer, count in ((0, PROBE_BATCH), (more, PROBE_BATCH + examples)):
-        lengths = [length + longer for length in PROBE_LENGTHS]
-        wanted = assigned([*zip(tokens, lengths, strict=True), *((size, count) for size in batch)])
-        free = _free([*tokens, *batch])
-        found.append(cut.lengths(_within(free, [wanted[symbol] for symbol in free])))
-    return found if found[0] != found[1] else found[:1]
-
-
-def larger_sizes(
-    cut: Cut, lengths: dict[Any, int], batch: Sequence[Any], tokens: Sequence[Any], depth: float
-) -> list[dict[Any, int]]:
-    """Sizes at which what small ones show is checked: many examples of few tokens, one example of more
-    and more, past every number that positions are compared with.
-
-    batch, tokens: the sizes that are free to change.  depth: half-steps of all heads of one example.
-    Raises ValueError where a check past such a number is too expensive to be made.
-    """
-    examples, places = (_free(sizes) for sizes in (batch, tokens))
-    places = {symbol: size for symbol, size in places.items() if symbol not in examples}
-    of_one = math.prod(evaluate(size, lengths) for size in tokens) * depth
-    many = min(MANY, max(PROBE_BATCH + 1, int(FARTHEST_WORK / max(of_one, 1))))
-    found = [{**lengths, **_within(examples, [many] * len(examples))}] if examples else []
-    most = max((limits_of(size.node.shape_env, symbol)[1] for symbol, size in places.items()), default=0)
-    longest = min(max([LONGEST, *(4 * size.node.hint for size in places.values())]), most)
-    one = {**lengths, **_within(examples, [1] * len(examples))}
-
-    def of(count: int) -> dict[Any, int]:
-        wanted = [count - 3 * place for place in range(len(places))]  # queries and keys are not as many
-        return {**one, **_within(places, wanted)}
-
-    longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
-    most_work = max(PROBE_WORK, cut.largest(of(1)))  # of what has a size of its own, too
-    while cut.largest(of(longest)) > most_work:  # some code forms [N, M, M]
-        longest = longest * 3 // 4
-    thresholds, elsewhere = cut.thresholds()
-    beyond = max(thresholds, default=0) * 9 // 8
-    if examples and MANY < beyond <= MOST_EXAMPLES:
-        found.append({**lengths, **_within(examples, [beyond] * len(examples))})
-    beyond = min(beyond, most)
-    if beyond > longest and max(beyond**2 * depth, cut.largest(of(beyond))) > FARTHEST_WORK:
-        raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
-    for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
-        if count > max((lengths[symbol] for symbol in places), default=count):
-            found.append(of(count))
-    if elsewhere:  # nobody has seen what it does with more
-        for symbol, size in (places | examples).items():
-            tried = max(sizes.get(symbol, 0) for sizes in (*found, lengths))
-            allow(size.node.shape_env, symbol, max(tried, size.node.hint))
-    return [sizes for sizes in found if sizes != lengths]
 
 
 def _free(sizes: Sequence[Any]) -> dict[Any, torch.SymInt]:
@@ -232,7 +287,7 @@ def _free(sizes: Sequence[Any]) -> dict[Any, torch.SymInt]:
     }  # fmt: skip
 
 
-def _within(symbols: Mapping[Any, torch.SymInt], wanted: Sequence[int]) -> dict[Any, int]:
+def _within(symbols: Mapping[Any, torch.SymInt], wanted: Sequence[int]) -> Lengths:
     """The numbers, or what is next to them in the limits of the program."""
     limits = {symbol: limits_of(size.node.shape_env, symbol) for symbol, size in symbols.items()}
     return {

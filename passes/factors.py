@@ -116,10 +116,10 @@ def _aligned(graph: GraphModule, node: Node, factor: Node) -> Node:
     if factor.meta["val"].numel() == 1:
         return factor if not rank_of(factor) else written(graph, node, aten.reshape.default, factor, [])
     ranks = rank_of(node)
-    if product.out_order is None or product.left_order is None:
+    if product.result.order is None and product.map.order is None:
         return factor
+    out, queries = (operand.order or (*range(ranks),) for operand in (product.result, product.map))
     sizes = [1] * (ranks - rank_of(factor)) + [*factor.meta["val"].shape]
     full = written(graph, node, aten.reshape.default, factor, sizes)
-    canonical = written(graph, node, aten.permute.default, full, list(product.out_order))
-    back = [product.left_order.index(axis) for axis in range(ranks)]
-    return written(graph, node, aten.permute.default, canonical, back)
+    canonical = written(graph, node, aten.permute.default, full, [*out])
+    return written(graph, node, aten.permute.default, canonical, [*map(queries.index, range(ranks))])

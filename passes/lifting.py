@@ -65,13 +65,11 @@ class Lifting:
 
     def turned(self, node: Node, order: tuple[int, ...] | None) -> Node:
         """With its axes in canonical order."""
-        if order is None or list(order) == sorted(order):
-            return node
-        return self.call(aten.permute.default, node, list(order))
+        return node if order is None else self.call(aten.permute.default, node, [*order])
 
     def turned_back(self, node: Node, order: tuple[int, ...] | None) -> Node:
         """From canonical order into that of the graph."""
-        if order is None or list(order) == sorted(order):
+        if order is None:
             return node
         return self.call(aten.permute.default, node, [order.index(axis) for axis in range(len(order))])
 

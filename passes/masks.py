@@ -150,9 +150,9 @@ def _reshaped(node: Node, source: Node, axis: int) -> bool:
     place = now.index(axis)
     pairs = list(zip(now[: place + 1], then, strict=False))
     behind = list(zip(now[place:][::-1], then[::-1], strict=False))
-    for found, count in ((pairs, place + 1), (behind, len(now) - place)):
-        if len(found) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in found):
-            return varies(source, found[-1][1])
+    for matched, count in ((pairs, place + 1), (behind, len(now) - place)):
+        if len(matched) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in matched):
+            return varies(source, matched[-1][1])
     return True
 
 
@@ -173,8 +173,8 @@ def _long_axes(node: Node) -> list[int]:
 
 def _indexed(node: Node, source: Node, axis: int) -> bool:
     """Of m[b, k], whose entries lie where its indices say: it varies where one of them does."""
-    given: Any = node.args[1]
-    indices = [index for index in given if isinstance(index, Node)]
+    arguments: Any = node.args[1]
+    indices = [index for index in arguments if isinstance(index, Node)]
     if len(indices) < rank_of(source) or any(i.meta["val"].dtype == torch.bool for i in indices):
         return True
     return any(varies(index, axis) for index in indices)

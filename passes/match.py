@@ -10,6 +10,7 @@ Only products and sums are recognised by their operator; each family of sites ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -80,13 +81,13 @@ def match(program: Program) -> Outcomes:
 
 def _places(program: Program) -> list[Place]:
     """Where attention may be: regions by their scores, then normalised weights without."""
-    found = find_regions(program.graph)
-    stops = stops_by_scores(program, found)
+    regions_of = find_regions(program.graph)
+    stops = stops_by_scores(program, regions_of)
     places = [
         Place(regions[0].value, tuple(regions), tuple(stops.get(score, ())))
-        for score, regions in found.items()
+        for score, regions in regions_of.items()
     ]
-    return places + [Place(product) for product in unattended(program.graph, found)]
+    return places + [Place(product) for product in unattended(program.graph, regions_of)]
 
 
 def _loops_apart(
@@ -126,9 +127,9 @@ def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list
 
 
 def _refused(program: Program, place: Place, reasons: dict[Node, Unidentified]) -> Refusal:
-    said = reasons.get(place.value.node, UNKNOWN)
-    node = said.node or (place.regions[0].attention if place.regions else place.value.node)
-    return Refusal(site_name(program, place.value.node), said.reason, node.name)
+    refusal = reasons.get(place.value.node, UNKNOWN)
+    node = refusal.node or (place.regions[0].attention if place.regions else place.value.node)
+    return Refusal(site_name(program, place.value.node), refusal.reason, node.name)
 
 
 def _named(program: Program, results: Sequence[tuple[Node, Site | Refusal]]) -> list[Site | Refusal]:
@@ -141,11 +142,11 @@ def _named(program: Program, results: Sequence[tuple[Node, Site | Refusal]]) -> 
     return named
 
 
-def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | None:
+def not_the_model(program: Program, results: Sequence[Site | Refusal]) -> str | None:
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
     if not program.stops:
         return None
-    tried = {node for site in found if isinstance(site, Site) for node in site.stops_on}
+    tried = {node for site in results if isinstance(site, Site) for node in site.stops_on}
     return stop_left(stops_by_scores(program, {*find_regions(program.graph), *tried}), tried)
 
 
@@ -168,15 +169,15 @@ def _unless_it_departs(program: Program, site: Site) -> Site | Refusal:
 
 def _record_examples(program: Program) -> None:
     """Note in node.meta["example"] what the outside inputs of every region hold on the example call."""
-    found = [region for regions in find_regions(program.graph).values() for region in regions]
+    regions = [*itertools.chain(*find_regions(program.graph).values())]
     nodes = {
         source
-        for region in found
+        for region in regions
         for node in region.inside
         for source in node.all_input_nodes
         if source not in region.inside and source is not region.score.node
-    } | {source for region in found for source in open_region(region).region.inputs}
-    nodes |= {root for region in found for root in rooted(region, heads_of(region)).roots}
+    } | {source for region in regions for source in open_region(region).region.inputs}
+    nodes |= {root for region in regions for root in rooted(region, heads_of(region)).roots}
     if nodes:
         for node, value in recorded(program.graph, nodes, (program.args, program.kwargs)).items():
             node.meta["example"] = value

@@ -51,6 +51,10 @@ class Canonical:
     node: Node
     order: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.order is not None and [*self.order] == sorted(self.order):
+            object.__setattr__(self, "order", None)
+
     @property
     def shape(self) -> list[Any]:
         shape = list(self.node.meta["val"].shape)
@@ -75,44 +79,35 @@ class Canonical:
 
 @dataclass(frozen=True)
 class Product:
-    """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
+    """A batched product left [*, X, C] x right [*, C, Y].
 
-    Permutations bring the graph's operands into canonical order; None means they already are.
-    right_transposed: the graph's right operand is [*, C, Y].
+    map: the left operand, which is the map in a product with values; values: the right one.
     """
 
-    node: Node
-    left: Node
-    right: Node
-    right_transposed: bool
-    left_order: tuple[int, ...] | None = None
-    right_order: tuple[int, ...] | None = None
-    out_order: tuple[int, ...] | None = None
+    result: Canonical
+    map: Canonical
+    values: Canonical
 
     @property
-    def map(self) -> Canonical:
-        """The left operand [*, X, C]: the map, of a product with values."""
-        return Canonical(self.left, self.left_order)
+    def node(self) -> Node:
+        return self.result.node
+
+    @property
+    def left(self) -> Node:
+        return self.map.node
+
+    @property
+    def right(self) -> Node:
+        return self.values.node
 
     @property
     def keys(self) -> Canonical:
-        """The right operand [*, Y, C]: the keys, of a product of scores."""
-        return self.values.turned() if self.right_transposed else Canonical(self.right, self.right_order)
-
-    @property
-    def values(self) -> Canonical:
-        """The right operand [*, C, Y]: the values, of a product with them."""
-        right = Canonical(self.right, self.right_order)
-        return right if self.right_transposed else right.turned()
-
-    @property
-    def result(self) -> Canonical:
-        return Canonical(self.node, self.out_order)
+        """The right operand [*, Y, C], which is the keys in a product of scores."""
+        return self.values.turned()
 
     def turned(self) -> Product:
-        """right x left, of which the graph has the transpose."""
-        keys, order = self.keys, self.result.turned().order
-        return Product(self.node, keys.node, self.left, False, keys.order, self.left_order, order)
+        """The product of keys and queries, whose transpose the graph has."""
+        return Product(self.result.turned(), self.keys, self.map.turned())
 
 
 SAME = OutputFactor()
@@ -158,7 +153,7 @@ def product_of(node: Node) -> Product | None:
         if not isinstance(left, Node) or not isinstance(right, Node) or left is right:
             return None
         batched = min(rank_of(left), rank_of(right)) >= 3 and rank_of(node) == rank_of(left)
-        return Product(node, left, right, right_transposed=True) if batched else None
+        return Product(*map(Canonical, (node, left, right))) if batched else None
     return _einsum_product(node) if node.target is aten.einsum.default else None
 
 
@@ -191,11 +186,10 @@ def _einsum_product(node: Node) -> Product | None:
     x, y, c = only_left[0], only_right[0], contracted[0]
     order = [ch for ch in left if ch in batch]
     return Product(
-        node, first, second, right_transposed=False,
-        left_order=tuple(left.index(ch) for ch in [*order, x, c]),
-        right_order=tuple(right.index(ch) for ch in [*order, y, c]),
-        out_order=tuple(out.index(ch) for ch in [*order, x, y]),
-    )  # fmt: skip
+        Canonical(node, tuple(out.index(ch) for ch in [*order, x, y])),
+        Canonical(first, tuple(left.index(ch) for ch in [*order, x, c])),
+        Canonical(second, tuple(right.index(ch) for ch in [*order, c, y])),
+    )
 
 
 def padding_of(node: Node) -> float | None:

@@ -80,8 +80,7 @@ def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:
     product = product_of(node)
     if product is None or same(node.meta["val"].shape[-1], 1):
         return None
-    orders = (product.left_order, product.values.order, product.out_order)
-    if any(order is not None and list(order) != sorted(order) for order in orders):
+    if any(operand.order is not None for operand in (product.map, product.values, product.result)):
         return None
     users = [user for user in node.users if user.users or user.target not in INERT]
     inner = _scaled(product.right, sums)

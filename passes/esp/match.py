@@ -7,11 +7,10 @@ after:  EspSite with the queries, the keys and everything the operator needs, or
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ from asapc.passes.esp.probe import (
     NO_ORDER,
     NO_TEMPERATURE,
     EspFit,
-    EspSample,
     apart,
+    drawn,
     identify_esp,
     tied_points,
 )
@@ -45,10 +44,10 @@ from asapc.passes.esp.site import EspSite
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
+    Lengths,
     NoFit,
-    larger_sizes,
+    once,
     outcome,
-    small_sizes,
 )
 from asapc.passes.products import (
     SORTS,
@@ -65,7 +64,6 @@ from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
-Points = Callable[[tuple[int, ...], torch.Generator], Tensor]
 STABLY = "sort with stable=True"
 LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
 # A layer's queries and keys are made by linear maps of what one of these gives.
@@ -87,13 +85,13 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
         value = place.value
         if not place.regions and value.node in within:
             continue
-        found = _clouds(value) if rank_of(value.left) in (3, 4) else None
-        if found is None:
+        clouds = _clouds(value) if rank_of(value.left) in (3, 4) else None
+        if clouds is None:
             continue
-        site = outcome(partial(_examine, program, value, *found, likely, checked))
-        within |= found[1]
+        site = outcome(partial(_examine, program, value, *clouds, likely, checked))
+        within |= clouds[1]
         if isinstance(site, NoFit):
-            yield value.node, Unidentified(str(site), frozenset(found[1]))
+            yield value.node, Unidentified(str(site), frozenset(clouds[1]))
         else:
             likely.append(site.convention)
             yield value.node, site
@@ -162,20 +160,20 @@ def _examine(
     fits: list[tuple[EspFit, Experiment]] = []
     reasons: list[str] = []
     for clouds in ([*map(Canonical, pair)], [*map(Canonical, reversed(pair))]):
-        batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
         for hidden in (True, False) if masks else (True,):
             trial = Experiment(program.graph, clouds, value.map, between, masks)
             trial.hidden = hidden
-            sizes = small_sizes(trial.cut, batch, tokens, LONGER)
-            if any(trial.shapes(at)[0][2] != trial.dims(value.map, at)[-2] for at in sizes):
+            trial.leads, trial.tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+            trial.sizes = trial.small(LONGER)
+            if any(trial.shapes(at)[0][2] != trial.dims(value.map, at)[-2] for at in trial.sizes):
                 continue
-            few = [shape[2] for shape in trial.shapes(sizes[0])]
+            few = [shape[2] for shape in trial.shapes(trial.few)]
             if max(few) > LARGEST_LENGTH:
                 raise NoFit(f"a fixed length of {few[0]} is too long to be probed")
             unmasked = [replace(other, mask="none") for other in likely]
             slices = _slices(program.graph, pair, between)
             try:
-                fits.append((identify_esp(trial, sizes, slices, unmasked), trial))
+                fits.append((identify_esp(trial, slices, unmasked), trial))
             except NoFit as no_fit:
                 reasons.append(str(no_fit))
         if fits:
@@ -191,15 +189,11 @@ def _examine(
     if open_order and fit.convention.ties != "shared":
         raise NoFit(f"{NO_ORDER}: {STABLY}")
     alike = (trial.cut.fingerprint(), trial.hidden, fit.convention)
-    if alike not in checked:
-        checked[alike] = outcome(lambda: _check_larger_sizes(trial, batch, tokens, sizes[0], fit))
-    wrong = checked[alike]
-    if wrong is not None:
-        raise wrong
+    once(checked, alike, partial(_check_larger_sizes, trial, fit))
     q, k = (cloud.node for cloud in trial.inputs)
     mask: KeyMask | None = None
     if masks:
-        fit = _with_mask(trial, sizes[0], fit, masks[0])
+        fit = _with_mask(trial, fit, masks[0])
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
     shape = value.map.shape
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
@@ -218,16 +212,18 @@ def _leaves_order_open(node: Node) -> bool:
     return node.target in UNSTABLE and (bool(indices) or node.target is aten.argsort.default)
 
 
-def _with_mask(trial: Experiment, lengths: dict[Any, int], fit: EspFit, mask: Node) -> EspFit:
+def _with_mask(trial: Experiment, fit: EspFit, mask: Node) -> EspFit:
     """The fit of a layer whose mask leaves tokens out of the sorts.  Raises NoFit."""
     fit = replace(fit, convention=replace(fit.convention, mask="key"))
-    masked = fit.measured([_masked(trial, lengths, points) for points in (apart, tied_points)])
+    few = trial.few
+    masked = fit.measured([drawn(trial, points, few, masked=True) for points in (apart, tied_points)])
     if not masked.error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
             masked.error,
         )
-    if not fit.measured([_masked(trial, lengths, apart, low) for low in FAR]).error <= STABILISED:
+    far = [drawn(trial, _negative, few, low, masked=True) for low in FAR]
+    if not fit.measured(far).error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
             f"hide those by a lower number, such as {HIDDEN_SCORE:g}"
@@ -235,43 +231,32 @@ def _with_mask(trial: Experiment, lengths: dict[Any, int], fit: EspFit, mask: No
     return replace(fit, error=max(fit.error, masked.error))
 
 
-def _masked(trial: Experiment, lengths: dict[Any, int], points: Points, low: float = 0.0) -> EspSample:
-    """One observation with a third of the tokens masked.  low: of points all of which are below 0, by
-    about as much."""
-    generator = torch.Generator().manual_seed(1)
-    q, k = (points(shape, generator) for shape in trial.shapes(lengths))
-    if low:
-        q, k = -low * q.abs(), -low * k.abs()
-    active = torch.arange(k.shape[2]) % 3 != 1
-    return EspSample(q, k, trial.observe([q, k], lengths, ~active), active.expand(q.shape[0], -1))
+def _negative(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Points all of whose coordinates are below 0."""
+    return -apart(shape, generator).abs()
 
 
-def _check_larger_sizes(
-    trial: Experiment, batch: Sequence[Any], tokens: Sequence[Any], lengths: dict[Any, int], fit: EspFit
-) -> None:
+def _check_larger_sizes(trial: Experiment, fit: EspFit) -> None:
     """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
-    generator = torch.Generator().manual_seed(3)
-    q, _ = trial.shapes(lengths)
-    count = fit.slices.shape[-2] if fit.slices is not None else q[3]
-    for at in larger_sizes(trial.cut, lengths, batch, tokens, FORMED * q[1] * count):
-        x, y = (apart(shape, generator) for shape in trial.shapes(at))
-        error = fit.measured([EspSample(x, y, trial.observe([x, y], at))]).error
-        if not error <= STABILISED:
-            sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"
-            raise NoFit(f"another sliced plan where there are {sizes}", error)
+    def error_at(at: Lengths) -> float:
+        return fit.measured([drawn(trial, apart, at)]).error
+
+    _, heads, _, dim = trial.shapes(trial.few)[0]
+    count = dim if fit.slices is None else fit.slices.shape[-2]
+    trial.check_larger(FORMED * heads * count, error_at, STABILISED, "sliced plan")
 
 
 def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> list[Tensor | None]:
     """The coordinate axes, and every matrix of directions among the parameters that enter."""
     dim = int(pair[0].meta["val"].shape[-1])
-    found: list[Tensor | None] = [None]
+    slices: list[Tensor | None] = [None]
     for constant in constants_entering(graph, between):
         while constant.dim() > 2 and constant.shape[0] == 1:
             constant = constant[0]
         if constant.dim() not in (2, 3):
             continue
         if constant.shape[-1] == dim:
-            found.append(constant)
+            slices.append(constant)
         if constant.shape[-2] == dim:
-            found.append(constant.transpose(-1, -2).contiguous())
-    return found
+            slices.append(constant.transpose(-1, -2).contiguous())
+    return slices

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import scipy  # its packages load where they are used first, not with every command
@@ -26,7 +26,15 @@ from asapc.ir import Coupling, EspConvention, Ties
 from asapc.operators.esp import esp_hard_attention, esp_soft_attention, lifted_plan, soft_plan, soft_sort
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
-from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, relative_error, snapped
+from asapc.passes.experiment import (
+    EXACT,
+    STABILISED,
+    Experiment,
+    Lengths,
+    NoFit,
+    relative_error,
+    snapped,
+)
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
@@ -34,6 +42,10 @@ NO_TEMPERATURE = "not a sliced plan: no temperature makes it a mixture of the sl
 NO_ORDER = "tokens with equal projections neither share their mass nor have an order of their own"
 CONDITION = 1e4  # of the slices' plans beyond which their weights cannot be told
 DISTINCT = 1e-6  # residual below which the slices' plans explain the map
+
+
+Points = Callable[[tuple[int, ...], torch.Generator], Tensor]
+"""Random ones [B, H, N, D] of a shape."""
 
 
 @dataclass(frozen=True)
@@ -71,38 +83,34 @@ class EspFit:
         tau = torch.tensor([c.inverse_temperature], dtype=q.dtype)
         query_keep = keep if q.shape[2] == k.shape[2] else None
         theta = None if self.slices is None else self.slices.to(q.dtype)
-        given = (q, k, keep, query_keep, theta, tau)
+        tensors = (q, k, keep, query_keep, theta, tau)
         shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
         rest = (self.weights, c.query_power, c.key_power)
         if c.softsort_temperature is None:
-            return esp_hard_attention(*given, *shared, c.ties, *rest)
-        return esp_soft_attention(*given, c.softsort_temperature, *shared, *rest)
+            return esp_hard_attention(*tensors, *shared, c.ties, *rest)
+        return esp_soft_attention(*tensors, c.softsort_temperature, *shared, *rest)
 
 
 def identify_esp(
-    trial: Experiment, sizes: Sequence[dict[Any, int]], candidates: Sequence[Tensor | None],
-    likely: Sequence[EspConvention],
-) -> EspFit:  # fmt: skip
+    trial: Experiment, candidates: Sequence[Tensor | None], likely: Sequence[EspConvention]
+) -> EspFit:
     """The sliced-plan convention that reproduces the code to 1e-6.  Raises NoFit.
 
     trial: q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M].
     candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
     likely: conventions of other layers, tried before anything is searched for.
     """
-    generator = torch.Generator().manual_seed(0)
-    seen: dict[str, list[EspSample]] = {"apart": [], "tied": []}
-    kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0)]
-    for kind, spread in kinds:
-        for at in sizes:
-            q, k = (spread * _POINTS[kind](shape, generator) for shape in trial.shapes(at))
-            seen[kind].append(EspSample(q, k, trial.observe([q, k], at)))
-            if not bool(seen[kind][-1].attention.isfinite().all()):
-                raise NoFit("the region gives NaN or infinity on random queries and keys")
-    factor, powers = _factor([s for group in seen.values() for s in group])
-    lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
-    seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}
-    fit = _of_one_factor(seen, factor, candidates, likely)
-    return replace(fit, convention=replace(fit.convention, **lengths))
+    samples = [drawn(trial, apart, at, spread) for spread in SPREADS for at in trial.sizes]
+    tied = [drawn(trial, tied_points, at) for at in trial.sizes]
+    if not all(bool(s.attention.isfinite().all()) for s in (*samples, *tied)):
+        raise NoFit("the region gives NaN or infinity on random queries and keys")
+    factor, (a, b) = _factor([*samples, *tied])
+    samples, tied = (
+        [replace(s, attention=s.attention / (s.q.shape[2] ** a * s.k.shape[2] ** b)) for s in some]
+        for some in (samples, tied)
+    )
+    fit = _with_ties(_of_one_factor(samples, factor, candidates, likely), tied)
+    return replace(fit, convention=replace(fit.convention, query_power=a, key_power=b))
 
 
 def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]]:
@@ -121,28 +129,21 @@ def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]]:
     raise NoFit("not a sliced plan: the mass of the map depends on the queries and keys")
 
 
-def _without(s: EspSample, powers: tuple[int, int]) -> EspSample:
-    return replace(s, attention=s.attention / (s.q.shape[2] ** powers[0] * s.k.shape[2] ** powers[1]))
-
-
 def _of_one_factor(
-    seen: Mapping[str, Sequence[EspSample]],
-    factor: float,
-    candidates: Sequence[Tensor | None],
+    samples: Sequence[EspSample], factor: float, candidates: Sequence[Tensor | None],
     likely: Sequence[EspConvention],
-) -> EspFit:
-    """identify_esp of maps whose rows have the mass `factor` at every length."""
-    samples = seen["apart"]
+) -> EspFit:  # fmt: skip
+    """identify_esp of maps whose rows have the mass `factor` at every length, where nothing ties."""
     square = all(s.q.shape[2] == s.k.shape[2] for s in samples)
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
-    plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
-    tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
-             if not other.slice_weights and (c == other.coupling or None in (c, other.coupling))}
+    plain = [replace(one, query_power=0, key_power=0) for one in likely if not one.slice_weights]
+    tries = {replace(one, coupling=c): None for one in plain for c in couplings
+             if c == one.coupling or None in (c, one.coupling)}  # fmt: skip
     for slices in candidates:
         for convention in tries:
             fit = EspFit(convention, slices).measured(samples)
             if fit.error <= EXACT:
-                return _with_ties(fit, seen)
+                return fit
     mixtures = [
         _temperature(samples, _Mixture(slices, coupling, factor))
         for slices in candidates for coupling in couplings
@@ -162,7 +163,7 @@ def _of_one_factor(
     if not least <= STABILISED:
         raise NoFit("not a sliced plan weighted by softmax(-tau cost)", least)
     # At one length a mean is a sum with another tau: the first that is as good, not rounding, decides.
-    return _with_ties(next(one for one in fits if one.error <= max(2 * least, EXACT)), seen)
+    return next(one for one in fits if one.error <= max(2 * least, EXACT))
 
 
 def apart(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -181,14 +182,21 @@ def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return points.scatter_(-1, axis, size)
 
 
-_POINTS = {"apart": apart, "tied": tied_points}
+def drawn(
+    trial: Experiment, points: Points, at: Lengths, spread: float = 1.0, masked: bool = False
+) -> EspSample:
+    """One observation of random points so far apart; masked: with a third of the tokens left out."""
+    q, k = (spread * points(shape, trial.generator) for shape in trial.shapes(at))
+    active = torch.arange(k.shape[2]) % 3 != 1
+    attention = trial.observe([q, k], at, ~active if masked else None)
+    return EspSample(q, k, attention, active.expand(len(q), -1) if masked else None)
 
 
-def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit:
+def _with_ties(fit: EspFit, tied: Sequence[EspSample]) -> EspFit:
     """The fit with what the layer does where points tie, which other points do not show."""
     fitted = fit.convention
     kinds: tuple[Ties, ...] = get_args(Ties) if fitted.softsort_temperature is None else ("shared",)
-    fits = [replace(fit, convention=replace(fitted, ties=ties)).measured(seen["tied"]) for ties in kinds]
+    fits = [replace(fit, convention=replace(fitted, ties=ties)).measured(tied) for ties in kinds]
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
@@ -257,11 +265,11 @@ def _temperature(samples: Sequence[EspSample], mixture: _Mixture) -> tuple[_Mixt
     scanned = [residual(float(t)) for t in TEMPERATURES]
     best = int(np.argmin(scanned))
     low, high = TEMPERATURES[max(best - 1, 0)], TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)]
-    found = scipy.optimize.minimize_scalar(
+    minimum = scipy.optimize.minimize_scalar(
         lambda power: residual(10.0**power), bounds=(math.log10(low), math.log10(high)),
         method="bounded", options={"xatol": 1e-11, "maxiter": 80},
     )  # fmt: skip
-    temperature = 10.0 ** float(found.x)
+    temperature = 10.0 ** float(minimum.x)
     round_number = snapped(temperature)
     if residual(round_number) <= max(residual(temperature), DISTINCT**4):
         temperature = round_number
@@ -270,7 +278,7 @@ def _temperature(samples: Sequence[EspSample], mixture: _Mixture) -> tuple[_Mixt
 
 def _weighted(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspConvention]:
     """Conventions whose cost explains the weights: log w_l is linear in the right D_l."""
-    found = []
+    conventions = []
     for squared in (False, True):
         # The largest spread of the costs comes second in SPREADS; the first is as clean, and safer.
         slopes = (
@@ -280,21 +288,21 @@ def _weighted(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspConven
         for tau, length in itertools.islice(slopes, 1):
             for mean in (False, True):
                 inverse = snapped(tau * length if mean else tau)
-                found.append(mixture.convention(inverse, squared, mean, False))
-    return found
+                conventions.append(mixture.convention(inverse, squared, mean, False))
+    return conventions
 
 
 def _slope(weights: Tensor, costs: Tensor) -> float | None:
     """tau, None where costs are too much alike, or weights too small, to tell it."""
     if len(weights) == 1:
         return 0.0
-    seen = weights > 1e-6
-    if int(seen.sum()) < 2:
+    shown = weights > 1e-6
+    if int(shown.sum()) < 2:
         return None
-    spread = costs[seen] - costs[seen].mean()
+    spread = costs[shown] - costs[shown].mean()
     if float(spread.abs().max()) <= 1e-9 * float(costs.abs().max()):
         return None
-    logs = weights[seen].log()
+    logs = weights[shown].log()
     return -float((spread * (logs - logs.mean())).sum() / spread.square().sum())
 
 
@@ -303,7 +311,7 @@ def _with_weights(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspFi
 
     Over several samples, tau is what is left once the means of every sample and slice are taken off.
     """
-    found = []
+    fits = []
     for squared in (False, True):
         for mean in (False, True):
             slopes, tables = [], []
@@ -328,7 +336,7 @@ def _with_weights(samples: Sequence[EspSample], mixture: _Mixture) -> list[EspFi
             omega = torch.stack(tables)
             omega = omega / omega.mean(-1, keepdim=True)
             convention = mixture.convention(tau, squared, mean, True)
-            found.append(EspFit(convention, mixture.slices, omega).measured(samples))
+            fits.append(EspFit(convention, mixture.slices, omega).measured(samples))
             if tau == 0.0:
-                return found
-    return found
+                return fits
+    return fits

@@ -49,7 +49,7 @@ class EspSite(Site):
         masks = () if mask is None else ((mask.node, mask.true_means_masked),)
         return Part(
             (self.q, self.k, *(node for node, _ in masks)), self.value.left, self.inside,
-            self.value.left_order, q[0], q[-2], k[-2], masks,
+            self.value.map.order, q[0], q[-2], k[-2], masks,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:

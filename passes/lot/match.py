@@ -10,6 +10,7 @@ whatever they are made of: they are then inner products with the R unit vectors.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +37,11 @@ from asapc.passes.early_stop import Crowd, Stopping, check_stops, of_many
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
+    Lengths,
     NoFit,
-    assigned,
     first_fit,
-    larger_sizes,
     outcome,
     relative_error,
-    small_sizes,
     snapped,
 )
 from asapc.passes.lot.probe import Half, HalfFit, Masses, candidates, identify_half, per_head
@@ -121,16 +120,16 @@ def _inner(outer: Product, data: set[Node]) -> Product | None:
         goes_on = node in data and is_tensor(node) and node.target not in BARRIERS
         return node.all_input_nodes if goes_on and product_of(node) is None else []
 
-    found = [product for x in reached([outer.right], onward) if (product := product_of(x)) is not None]
-    return found[0] if len(found) == 1 else None
+    products = [product for x in reached([outer.right], onward) if (product := product_of(x)) is not None]
+    return products[0] if len(products) == 1 else None
 
 
 def _halves(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half, ...]:
     """A plan [.., N, R] as a function of its tokens, then of its scores."""
-    found = _tokens(graph, plan, data)
-    if found is None:
+    start = _tokens(graph, plan, data)
+    if start is None:
         return ()
-    tokens, product = found
+    tokens, product = start
     scores = _scores(graph, plan, product, data)
     return (tokens,) if scores is None else (tokens, scores)
 
@@ -142,10 +141,10 @@ def _tokens(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half,
         if node.target not in CONTRACTIONS:
             continue
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
-        given = [n for n in operands if n in data]
-        if len(given) != 1 or len(operands) < 2:
+        moving = [n for n in operands if n in data]
+        if len(moving) != 1 or len(operands) < 2:
             continue
-        for source in (given[0], *(given[0].all_input_nodes[:1] if given[0].target in TURNS else ())):
+        for source in (moving[0], *(moving[0].all_input_nodes[:1] if moving[0].target in TURNS else ())):
             points = _as_points(source, plan.shape[-2])
             separated = None if points is None else separate(plan.node, (source,))
             if points is not None and separated is not None:
@@ -158,7 +157,7 @@ def _as_points(node: Node, length: Any) -> Canonical | None:
     if not isinstance(shape[-1], int):
         return None
     if len(shape) in (3, 4) and same(shape[-2], length):
-        return Canonical(node, tuple(range(len(shape))))
+        return Canonical(node)
     if len(shape) == 4 and same(shape[1], length):
         return Canonical(node, (0, 2, 1, 3))
     return None
@@ -168,7 +167,7 @@ def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node])
     """What the loop starts from: the latest tensor [.., N, R], or turned, before anything is
     normalised, that separates the plan."""
     *_, length, pivots = plan.shape
-    found: Half | None = None
+    half: Half | None = None
     after = {product, *descendants([product])} & ancestors(plan.node)
     for node in sorted(after):
         if node in data and (node.target in NORMALISERS or node is plan.node):
@@ -181,10 +180,10 @@ def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node])
             continue
         separated = separate(plan.node, (node,))
         if separated is not None:
-            scores = Canonical(node, tuple(range(len(shape))))
+            scores = Canonical(node)
             scores = scores if rows_first else scores.turned()
-            found = Half(graph, scores, plan, *separated, is_scores=True)
-    return found
+            half = Half(graph, scores, plan, *separated, is_scores=True)
+    return half
 
 
 class _Whole(Experiment):
@@ -195,26 +194,26 @@ class _Whole(Experiment):
     """
 
     def __init__(
-        self, graph: GraphModule, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
+        self, graph: GraphModule, candidate: _Candidate, plans: Sequence[tuple[Half, HalfFit]]
     ) -> None:
         self.candidate = candidate
-        (query_half, self.queries), (key_half, self.keys) = found
-        self.hidden, self.sizes = query_half.hidden, query_half.sizes
+        (query_half, self.queries), (key_half, self.keys) = plans
         self.halves = (query_half, key_half)
         points, values = [half.points for half in self.halves], candidate.inner.values
         separated = separate(candidate.outer.node, [*(x.node for x in points), candidate.inner.right])
         self.apart = separated is not None
         self.between, masks = separated or (set(), [])
         super().__init__(graph, [*points, values], candidate.outer.result, self.between, masks)
+        self.leads, self.tokens, self.sizes = query_half.leads, query_half.tokens, query_half.sizes
+        self.hidden = query_half.hidden
 
-    def drawn(self, lengths: dict[Any, int]) -> tuple[Tensor, Tensor, Tensor]:
+    def drawn(self, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
         """Random q [B, H, N, D], k [B, H, M, D] and v [B, H, M, E]."""
         q, k = (half.noise(lengths) for half in self.halves)
-        shape = (*k.shape[:3], int(self.candidate.inner.values.shape[-1]))
-        return q, k, torch.randn(shape, generator=self.halves[0].generator, dtype=torch.float64)
+        return q, k, self.normal((*k.shape[:3], int(self.candidate.inner.values.shape[-1])))
 
     def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, padded: Tensor | None
     ) -> Tensor:
         """A v [B, H, N, E]; v: [B, H, M, E]."""
         output = self.run([q, k, v], lengths, self.masks(lengths, padded))
@@ -236,7 +235,7 @@ class _Whole(Experiment):
             None if glue is None else glue.table,
         )  # fmt: skip
 
-    def observed(self, sizes: Sequence[dict[Any, int]], glue: Masses | None = None) -> list[_Row]:
+    def observed(self, sizes: Sequence[Lengths], glue: Masses | None = None) -> list[_Row]:
         masked = any(half.cut.masks for half in self.halves)
         rows: list[_Row] = []
         for lengths in sizes:
@@ -254,34 +253,35 @@ _Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
 
 
 def _examine(program: Program, candidate: _Candidate) -> LotSite:
-    points = [side[0].points.shape for side in candidate.sides]
-    batch, tokens = ([shape[axis] for shape in points] for axis in (0, -2))
-    for half in (half for side in candidate.sides for half in side):
-        half.sizes = small_sizes(half.cut, batch, tokens, examples=1)
-    for name, side in zip(SIDES, candidate.sides, strict=True):
-        for half in side[:1]:
-            if len(half.cut.masks) > 1:
-                one, other = map(spoken, half.cut.masks[:2])
-                raise NoFit(f"two masks enter the {name} plan ({one} and {other})")
-    masked = any(half.cut.masks for side in candidate.sides for half in side[:1])
-    polarities = (True, False) if masked else (True,)
-    found = first_fit(partial(_both, candidate, hidden) for hidden in polarities)
-    for half, fit in found:
+    points = [half.points.shape for half, *_ in candidate.sides]
+    for half in itertools.chain(*candidate.sides):
+        half.leads, half.tokens = ([shape[axis] for shape in points] for axis in (0, -2))
+        half.sizes = half.small(examples=1)
+    for name, (half, *_) in zip(SIDES, candidate.sides, strict=True):
+        if len(half.cut.masks) > 1:
+            one, other = map(spoken, half.cut.masks[:2])
+            raise NoFit(f"two masks enter the {name} plan ({one} and {other})")
+    masked = any(half.cut.masks for half, *_ in candidate.sides)
+    plans = first_fit(partial(_both, candidate, x) for x in ((True, False) if masked else (True,)))
+    for half, fit in plans:
         _check_stops(program, half, fit)
-    return _glued(program, candidate, found)
+    return _glued(program, candidate, plans)
 
 
-def _both(candidate: _Candidate, hidden: bool) -> list[tuple[Half, HalfFit]]:
-    """Both plans where the masks say this of a padded token."""
-    found = []
+_Plan = tuple[Half, HalfFit]
+
+
+def _both(candidate: _Candidate, hidden: bool) -> list[_Plan]:
+    """Both plans where the masks say this of a padded token.  Raises NoFit."""
+    plans = []
     for name, side in zip(SIDES, candidate.sides, strict=True):
         for half in side:
             half.hidden = hidden
         try:
-            found.append(_fitted(side))
+            plans.append(_fitted(side))
         except NoFit as no_fit:
             raise NoFit(f"{name} plan: {no_fit}") from None
-    return found
+    return plans
 
 
 def _check_stops(program: Program, half: Half, fit: HalfFit) -> None:
@@ -293,59 +293,58 @@ def _check_stops(program: Program, half: Half, fit: HalfFit) -> None:
     inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
     unit = abs(fit.half.score_multiplier) * float(fit.pivots.square().sum(-1).mean().sqrt())
 
-    def feed(units: Tensor, at: dict[Any, int], _: Tensor | None) -> tuple[list[Tensor], Sample]:
+    def feed(units: Tensor, at: Lengths, _: Tensor | None) -> tuple[list[Tensor], Sample]:
         points = units / unit
         scores = fit.half.score_multiplier * (points @ fit.pivots.transpose(-1, -2))
         log_nu = fit.masses.of(len(scores)).log()
         scores = scores.masked_fill(log_nu.isinf()[..., None, :], -math.inf)
-        given = Sample(scores, scores, log_nu=log_nu)
-        return [half.raw(half.points, points, at), *half.masks(at)], given
+        return [half.raw(half.points, points, at), *half.masks(at)], Sample(scores, scores, log_nu=log_nu)
 
     entering = [half.points.node, *half.cut.masks]
     first: Side = "row" if fit.half.tokens_first else "column"
     convention = PlanConvention(fit.half.half_steps, first, 1.0, target_marginal="input")
     loop = Stopping(program, stops, entering, inside, convention, half.size, feed)
-    examples = assigned([(half.points.shape[0], 1)])
-    check_stops(loop, [Crowd(half.few), *of_many(half.few, examples)])
+    check_stops(loop, [Crowd(half.few), *of_many(half.few, half.examples)])
 
 
-def _fitted(side: Sequence[Half], known: HalfFit | None = None) -> tuple[Half, HalfFit]:
-    """A plan by its tokens and pivots or, where that fails, by its scores.
-
-    known: whose masses it must have.
-    """
-    def fitted(half: Half) -> tuple[Half, HalfFit]:
+def _fitted(side: Sequence[Half], known: HalfFit | None = None) -> _Plan:
+    """A plan by its tokens and pivots or, where that fails, by its scores.  known: of the same masses."""
+    def fitted(half: Half) -> _Plan:
         pivots, masses = candidates(half)
         return half, identify_half(half, pivots, masses if known is None else [known.masses])
 
     return first_fit(partial(fitted, half) for half in side)
 
 
-def _glued(
-    program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]]
-) -> LotSite:
-    """Both plans are known: the factor in front, and whether the whole is what they make."""
-    sizes = found[0][0].sizes
-    if found[0][0].is_scores != found[1][0].is_scores:  # one operator takes either tokens or scores
+def _alike(candidate: _Candidate, plans: Sequence[_Plan]) -> list[_Plan]:
+    """Both plans from the same pivots, with the same masses.  Raises NoFit."""
+    plans = [*plans]
+    if plans[0][0].is_scores != plans[1][0].is_scores:  # one operator takes either tokens or scores
         both = [[half for half in side if half.is_scores] for side in candidate.sides]
-        found = []
+        plans = []
         with contextlib.suppress(NoFit):
-            found = [_fitted(side) for side in both if side]
-        if len(found) < 2:
+            plans = [_fitted(side) for side in both if side]
+        if len(plans) < 2:
             raise NoFit("one plan is of inner products with pivots and the other is not")
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
-        if not found[0][1].masses.is_like(found[1][1].masses):
+        if not plans[0][1].masses.is_like(plans[1][1].masses):
             with contextlib.suppress(NoFit):
-                refitted = _fitted([found[other][0]], found[known][1])
-                found = [refitted, found[1]] if other == 0 else [found[0], refitted]
-    (query_half, queries), (key_half, keys) = found
+                plans[other] = _fitted([plans[other][0]], plans[known][1])
+    (_, queries), (half, keys) = plans
     shared = _on_pivots(keys, queries.pivots)
     if shared is None or not queries.masses.is_like(keys.masses):
         raise NoFit("the query and the key plan have different pivots or masses")
-    whole = _Whole(program.graph, candidate, [found[0], (key_half, shared)])
+    return [plans[0], (half, shared)]
+
+
+def _glued(program: Program, candidate: _Candidate, plans: Sequence[_Plan]) -> LotSite:
+    """Both plans are known: the factor in front, and whether the whole is what they make."""
+    plans = (query_half, queries), (key_half, keys) = _alike(candidate, plans)
+    whole = _Whole(program.graph, candidate, plans)
     if not whole.apart:
         raise NoFit("another value enters between the two plans and the values")
     glue: Masses | None = None
+    sizes = query_half.sizes
     rows = whole.observed(sizes)
     factor, error = _factor(rows)
     for weigh in (_read_weight, _solved_weight):
@@ -356,20 +355,16 @@ def _glued(
                 glue, (factor, error) = weight, weighed
     if not error <= STABILISED:
         raise _why_not_glued(whole, rows, error)
-    few, clouds = sizes[0], [half.points for half in whole.halves]
-    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
-    for at in larger_sizes(whole.cut, few, batch, tokens, query_half.heads):
-        rows = whole.observed([at], glue)
-        worst = max(_error(row, factor) for row in rows)
-        if not worst <= STABILISED:
-            sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
-            raise NoFit(f"other plans where there are {sizes_tried}", worst)
+    def error_at(at: Lengths) -> float:
+        return max(_error(row, factor) for row in whole.observed([at], glue))
+
+    whole.check_larger(query_half.heads, error_at, STABILISED, "plan")
     query_mask, mask = (
         KeyMask(half.cut.masks[0], whole.hidden, False) if half.cut.masks else None
         for half in whole.halves
     )
     convention = LotConvention(
-        queries.half, shared.half, queries.pivots.shape[1], factor,
+        queries.half, keys.half, queries.pivots.shape[1], factor,
         "none" if mask is None and query_mask is None else "key",
     )  # fmt: skip
     inside = frozenset(query_half.between | key_half.between | whole.between)
@@ -449,24 +444,24 @@ def _padding_weight(whole: _Whole) -> float:
     padded = torch.arange(k.shape[2]) % 3 == 1
     v[:, :, padded] = 1.0
     with_mask, without = (whole.attended(q, k, v, whole.sizes[0], mask) for mask in (padded, None))
-    seen = with_mask[:, :, ~padded] if whole.halves[0].cut.masks else with_mask
-    return float(seen.mean() / without.mean())
+    passed = with_mask[:, :, ~padded] if whole.halves[0].cut.masks else with_mask
+    return float(passed.mean() / without.mean())
 
 
 def _error(row: _Row, factor: OutputFactor) -> float:
-    unit, seen, n, m, active, _ = row
+    unit, output, n, m, active, _ = row
     scale = factor.coefficient * n**factor.queries * m**factor.keys * active**factor.active
-    return relative_error(unit * scale, seen)
+    return relative_error(unit * scale, output)
 
 
 def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
     """The monomial in N, M, n that leads from the glued plan to the output, and its error."""
     observed = [
-        (n, m, active, float((seen * unit).sum() / unit.square().sum()))
-        for unit, seen, n, m, active, _ in rows
+        (n, m, active, float((output * unit).sum() / unit.square().sum()))
+        for unit, output, n, m, active, _ in rows
     ]
-    found = outcome(lambda: factor_of(observed))
-    factor = OutputFactor(observed[0][-1]) if isinstance(found, NoFit) else found
+    monomial = outcome(lambda: factor_of(observed))
+    factor = OutputFactor(observed[0][-1]) if isinstance(monomial, NoFit) else monomial
     factor = replace(factor, coefficient=snapped(factor.coefficient))
     return factor, max(_error(row, factor) for row in rows)
 
@@ -495,9 +490,9 @@ def _with_row_sums(site: LotSite, whole: _Whole, glue: Masses | None) -> LotSite
         factor = factor_terms(site.convention.output_factor)
         unit = whole.reference(x, y, torch.ones_like(v[..., :1]), glue)
         exact = unit * factor_value(factor, x.shape[2], y.shape[2], None)
-        found = sums.run([x, y], whole.sizes[-1]).reshape(exact.shape)
+        computed = sums.run([x, y], whole.sizes[-1]).reshape(exact.shape)
         late = candidate.inner.right > min(node, candidate.outer.node)
-        if not late and relative_error(found, exact) <= STABILISED:
+        if not late and relative_error(computed, exact) <= STABILISED:
             return replace(
                 site, row_sums=node, inside=site.inside | separated[0], covers=site.covers | separated[0]
             )

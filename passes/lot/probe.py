@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import HalfPlan, Side
 from asapc.operators.lot import by_example, pivot_plan
 from asapc.passes.cut import constants_entering, line_of
-from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, outcome, snapped
+from asapc.passes.experiment import EXACT, STABILISED, Experiment, Lengths, NoFit, outcome, snapped
 from asapc.passes.products import Canonical, merged_heads
 from asapc.passes.sinkhorn.probe import (
     Drawn,
@@ -65,16 +64,16 @@ class Half(Experiment, Trials):
             merged = line.factor
         self.heads = int(shape[1]) if len(shape) == 4 else merged
 
-    def size(self, at: dict[Any, int] | None = None) -> tuple[int, int, int, int]:
+    def size(self, at: Lengths | None = None) -> tuple[int, int, int, int]:
         """[B, H, N, D] of the points."""
         *batch, n, d = self.dims(self.points, self.few if at is None else at)
         return (batch[0] // (self.heads if len(batch) == 1 else 1), self.heads, n, d)
 
-    def plan(self, points: Tensor, at: dict[Any, int] | None = None) -> Tensor:
+    def plan(self, points: Tensor, at: Lengths | None = None) -> Tensor:
         """With nothing masked."""
         return self.observe([points], self.few if at is None else at).reshape(*points.shape[:3], -1)
 
-    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: Lengths | None = None, mild: bool = False) -> Sample | None:
         """scores: the points that they are made of."""
         plan = self.plan(scores, at)
         made = scores @ self.pivots.transpose(-1, -2)

@@ -64,7 +64,7 @@ class LotSite(Site):
         masks = tuple({mask.node: mask.true_means_masked for mask in both}.items())
         return Part(
             (self.q.node, self.k.node, self.inner.right, *(node for node, _ in masks)), self.outer.node,
-            self.inside | {self.outer.node}, self.outer.out_order, q[0], q[-2], k[-2], masks,
+            self.inside | {self.outer.node}, self.outer.result.order, q[0], q[-2], k[-2], masks,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:

@@ -64,8 +64,8 @@ def _may_be_low(node: Node) -> bool:
     value = node.meta["val"]
     if node.op == "get_attr" or (node.op == "placeholder" and value.numel() == 1):  # as of a dustbin
         return any(size != 1 for size in value.shape[-2:])
-    given = node.op == "placeholder" or node.target is aten.embedding.default
-    return given or _has_large(node) or value.dtype is torch.bool
+    is_given = node.op == "placeholder" or node.target is aten.embedding.default
+    return is_given or _has_large(node) or value.dtype is torch.bool
 
 
 def _has_large(node: Node) -> bool:
@@ -85,10 +85,10 @@ def with_hidden(
     tried = [(torch.float64, low, which) for low in EXACTLY for which in PATTERNS[:2]]
     hides = any(map(may_hide, added))
     if hides:
-        own = added[0].meta["val"].dtype
-        tried += [(own, max(low, torch.finfo(own).min), which) for low in LOW for which in PATTERNS]
-        highest = min(HIGH, torch.finfo(own).max)
-        tried += [(own, highest, which) for which in PATTERNS if any(map(may_raise, added))]
+        dtype = added[0].meta["val"].dtype
+        tried += [(dtype, max(low, torch.finfo(dtype).min), which) for low in LOW for which in PATTERNS]
+        highest = min(HIGH, torch.finfo(dtype).max)
+        tried += [(dtype, highest, which) for which in PATTERNS if any(map(may_raise, added))]
     sign = 1.0 if fit.convention.score_multiplier > 0 else -1.0
     observed = [
         (f"{pattern} of scores that are {sign * low:g} in {str(dtype).removeprefix('torch.')}",
@@ -122,17 +122,17 @@ def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:
 def hidden_in(scores: Node, convention: PlanConvention, values: Tensor) -> list[Tensor]:
     """The values of scores with rows and columns hidden, in their own dtype, where they may hide them."""
     sign = 1.0 if convention.score_multiplier > 0 else -1.0
-    own, patterns = scores.meta["val"].dtype, PATTERNS[:3] if may_hide(scores) else ()
-    return [_hidden(values.to(own, copy=True), pattern, sign * LOW[0]) for pattern in patterns]
+    dtype, patterns = scores.meta["val"].dtype, PATTERNS[:3] if may_hide(scores) else ()
+    return [_hidden(values.to(dtype, copy=True), pattern, sign * LOW[0]) for pattern in patterns]
 
 
-def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]:
+def _conventions(plain: PlanConvention, hides: bool) -> Iterator[PlanConvention]:
     """The convention without an order of its sums; where scores may hide something, with each."""
-    yield found
-    if found.stabiliser is None and hides:
-        forms = WRITTEN if found.damping is None else ("duals", "reversed", "summed")
+    yield plain
+    if plain.stabiliser is None and hides:
+        forms = WRITTEN if plain.damping is None else ("duals", "reversed", "summed")
         for shares, form in itertools.product((False, True), forms):
-            yield replace(found, written=Written(form, shares))
+            yield replace(plain, written=Written(form, shares))
 
 
 def _error(convention: PlanConvention, sample: Sample) -> float:

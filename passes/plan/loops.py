@@ -156,10 +156,10 @@ def _beside_slack(matrix: Node) -> Node | None:
     """The scores that a matrix is but for its last row and column, which are made of no data."""
     scores = matrix
     while scores.target is aten.cat.default:
-        given = [node for node in scores.all_input_nodes if depends_on_data(node)]
-        if len(given) != 1 or scores.all_input_nodes[0] is not given[0]:
+        moving = [node for node in scores.all_input_nodes if depends_on_data(node)]
+        if len(moving) != 1 or scores.all_input_nodes[0] is not moving[0]:
             return None
-        (scores,) = given
+        (scores,) = moving
     sizes, wholes = (node.meta["val"].shape[-2:] for node in (scores, matrix))
     beside = all(same(size + 1, whole) for size, whole in zip(sizes, wholes, strict=True))
     return scores if beside else None
@@ -197,10 +197,10 @@ def _sum_of(node: Node) -> _Sum | None:
 def _vector_product(node: Node) -> _Sum | None:
     """K b, a sum over the columns of K: a step of a loop in the exp domain."""
     if node.target is aten.einsum.default:
-        found = einsum_of_two(node)
-        if found is None:
+        terms = einsum_of_two(node)
+        if terms is None:
             return None
-        one, other, out, *operands = found
+        one, other, out, *operands = terms
         pairs = sorted(zip((one, other), operands, strict=True), key=lambda pair: len(pair[0]))
         (few, _), (many, matrix) = pairs
         summed = [letter for letter in many if letter not in out]
@@ -229,7 +229,7 @@ def _turns(one: _Sum) -> frozenset[Node]:
 
 def is_divided_by(node: Node) -> bool:
     """Whether something is divided by a sum, or its logarithm is taken, after steps entry by entry."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack = [(node, user) for user in node.users]
     while stack:
         source, user = stack.pop()
@@ -237,8 +237,8 @@ def is_divided_by(node: Node) -> bool:
             by = user.args[1] if len(user.args) > 1 else source
             if by is source or user.target is aten.pow.Tensor_Scalar:
                 return True
-        if user.target in STEPS and user not in seen:
-            seen.add(user)
+        if user.target in STEPS and user not in visited:
+            visited.add(user)
             stack += [(user, other) for other in user.users]
     return False
 

@@ -38,7 +38,7 @@ from asapc.passes.cut import (
     recorded,
 )
 from asapc.passes.early_stop import FAR, Crowd, Stopping, check_stops, ending_of, of_many
-from asapc.passes.experiment import STABILISED, NoFit, assigned, outcome, relative_error, small_sizes
+from asapc.passes.experiment import STABILISED, Lengths, NoFit, Sized, outcome, relative_error
 from asapc.passes.masks import FILLED
 from asapc.passes.plan.hidden import hidden_in, may_hide, may_raise, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, before_last, behind_softmax, borders
@@ -96,15 +96,15 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
 
     if loop.axes is None:
         return refused(loop.why)
-    found = borders(program.graph, loop)
-    if not found.ends and len(loop.sums) > 2:  # what is made of the plan may be divided by its sums
+    edges = borders(program.graph, loop)
+    if not edges.ends and len(loop.sums) > 2:  # what is made of the plan may be divided by its sums
         shorter = replace(loop, sums=loop.sums[:-1])
         before = borders(program.graph, shorter)
-        loop, found = (shorter, before) if before.ends else (loop, found)
-    if not found.ends:
-        return refused(found.why, found.at)
+        loop, edges = (shorter, before) if before.ends else (loop, edges)
+    if not edges.ends:
+        return refused(edges.why, edges.at)
     failures = []
-    for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
+    for number, (part, start, end, kernel) in enumerate(_tried(program, loop, edges)):
         sums = len(part.sums) if number < MOST_DAMPED or kernel else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
@@ -115,11 +115,11 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
     return refused(str(max(failures, key=lambda failure: failure.reached)))
 
 
-def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
+def _tried(program: Program, loop: Loop, edges: Borders) -> Iterator[tuple[Loop, Node, Node, bool]]:
     """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan, and a plan
     before its last sum."""
-    yield from ((loop, start, end, False) for start, end in _by_likeliness(found))
-    yield from ((loop, start, end, True) for start, end in _kernels(found))
+    yield from ((loop, start, end, False) for start, end in _by_likeliness(edges))
+    yield from ((loop, start, end, True) for start, end in _kernels(edges))
     rest = behind_softmax(loop)
     if rest is not None:
         kernels = _kernels(borders(program.graph, rest))
@@ -131,10 +131,10 @@ def _tried(program: Program, loop: Loop, found: Borders) -> Iterator[tuple[Loop,
         yield from ((shorter, start, end, False) for start, end in pairs if end is plan)
 
 
-def _kernels(found: Borders) -> list[tuple[Node, Node]]:
+def _kernels(edges: Borders) -> list[tuple[Node, Node]]:
     """Those that can be kernels: nowhere negative, and near the loop."""
-    near = [start for start in found.starts[:MOST_KERNELS] if is_positive(start)]
-    return [(start, end) for start, end in _by_likeliness(found) if start in near]
+    near = [start for start in edges.starts[:MOST_KERNELS] if is_positive(start)]
+    return [(start, end) for start, end in _by_likeliness(edges) if start in near]
 
 
 def _past_exp(site: PlanSite) -> PlanSite:
@@ -147,16 +147,16 @@ def _past_exp(site: PlanSite) -> PlanSite:
     return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
 
 
-def _by_likeliness(found: Borders) -> list[tuple[Node, Node]]:
+def _by_likeliness(edges: Borders) -> list[tuple[Node, Node]]:
     """Starts and ends; near the loop first, on either side."""
-    starts, ends = found.starts, found.ends
+    starts, ends = edges.starts, edges.ends
     return sorted(
         itertools.product(starts, ends),
         key=lambda pair: (starts.index(pair[0]) + ends.index(pair[1]), starts.index(pair[0])),
     )
 
 
-class _Region:
+class _Region(Sized):
     """Everything between a start and an end, as a function of the scores and of what else enters.
 
     kernel: whether the start holds exp(scores), as where a constant is added to a softmax.
@@ -172,6 +172,7 @@ class _Region:
         turned = rank_of(end) == rank_of(start)
         self.start = Layout.of(start, *loop.axes)
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
+        self.leads, self.tokens = self.start.shape[:-2], self.start.shape[-2:]
         inside = _made_of(start) & (ancestors(end) | {end})
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
@@ -183,26 +184,27 @@ class _Region:
             assert value is not None
             self.level = float(value)
             self.guesses = Guesses((math.exp(min(self.level, MOST_SLACK)),), ("add",), ("plain",))
-        self.given, self.counted = _given(graph, self.start, self.inside)
-        self.data = [node for node, is_data in self.given.items() if is_data]
-        self.constants = [node for node in self.given if node not in self.data]
+        self.entering, self.counted = _entering(graph, self.start, self.inside)
+        self.data = [node for node, is_data in self.entering.items() if is_data]
+        self.constants = [node for node in self.entering if node not in self.data]
         self.graph = graph
         self.cut = self._cut(torch.float64)
+        self.sizes = self.small()
         self.sums = loop.sums
         of_it = {start, *inside}
         self.stops = [stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & of_it]
 
     def _cut(self, precision: torch.dtype | None) -> Cut:
-        given = [self.start.node, *self.data, *([] if self.slack is None else [self.slack])]
+        inputs = [self.start.node, *self.data, *([] if self.slack is None else [self.slack])]
         made = (self.end.node, *self.constants)
-        return Cut(self.graph, given, made, self.inside, precision=precision)
+        return Cut(self.graph, inputs, made, self.inside, precision=precision)
 
-    def seen_by_experiments(self) -> object:
+    def fingerprint(self) -> object:
         """All that decides what is found: the same of two regions where one says it of both."""
-        hide = [(may_hide(node), may_raise(node)) for node in (self.start.node, *self.given)]
+        hide = [(may_hide(node), may_raise(node)) for node in (self.start.node, *self.entering)]
         layouts = [(one.order, one.heads) for one in (self.start, self.end)]
-        entering = [(spoken(node), is_data) for node, is_data in self.given.items()]
-        return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *entering
+        inputs = [(spoken(node), is_data) for node, is_data in self.entering.items()]
+        return self.cut.fingerprint(), self.kernel, self.level, *hide, *layouts, *inputs
 
     @cached_property
     def as_it_is(self) -> Cut:
@@ -210,36 +212,25 @@ class _Region:
         return self._cut(None)
 
     def observe(
-        self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]
+        self, scores: Tensor, values: Mapping[Node, Tensor], lengths: Lengths
     ) -> tuple[Tensor, dict[Node, Tensor]]:
         """What leaves [B, H, N, M] for scores [B, H, N, M], and what every input held; in float64, or as
         it is where scores are in another dtype."""
         cut = self.cut if scores.dtype == torch.float64 else self.as_it_is
         if cut is not self.cut:
-            given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
-        tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
+            values = {node: value.to(node.meta["val"].dtype) for node, value in values.items()}
+        tensors = [self.raw(scores, lengths), *(values[node] for node in self.data)]
         if self.slack is not None:
             shape = self.cut.shape_of(self.slack, lengths)
             tensors.append(torch.full(shape, self.level, dtype=scores.dtype))
         made, *constants = cut.run(tensors, lengths)
         out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
-        return out, {**given, **dict(zip(self.constants, constants, strict=True))}
+        return out, {**values, **dict(zip(self.constants, constants, strict=True))}
 
-    def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
+    def raw(self, scores: Tensor, lengths: Lengths) -> Tensor:
         """What the start holds for scores [B, H, N, M]."""
-        given = scores.exp() if self.kernel else scores
-        return self.start.raw(given, self.cut.shape_of(self.start.node, lengths))
-
-    @property
-    def examples(self) -> set[Any]:
-        """The sizes of what stands before rows and columns, where they are free."""
-        return {*assigned((size, 1) for size in self.start.shape[:-2])}
-
-    @cached_property
-    def sizes(self) -> list[dict[Any, int]]:
-        """At which it is observed, see small_sizes."""
-        shape = self.start.shape
-        return small_sizes(self.cut, shape[:-2], shape[-2:])
+        value = scores.exp() if self.kernel else scores
+        return self.start.raw(value, self.cut.shape_of(self.start.node, lengths))
 
 
 def _made_of(start: Node) -> set[Node]:
@@ -250,13 +241,13 @@ def _made_of(start: Node) -> set[Node]:
     return reached(onward(start), onward)
 
 
-def _given(
+def _entering(
     graph: GraphModule, scores: Layout, inside: frozenset[Node]
 ) -> tuple[dict[Node, bool], set[Node]]:
     """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
     constant, which is not one number then; and what enters as a number for every example, too."""
     data, start = data_dependent(graph), scores.node
-    found: dict[Node, bool] = {}
+    inputs: dict[Node, bool] = {}
     counted: set[Node] = set()
     for node in graph.graph.nodes:
         if node not in inside:
@@ -267,10 +258,10 @@ def _given(
             number = source in data and not _fits(source, scores)
             root = _root(source, scores, number)
             if root in data or not _is_one_number(root):
-                found.setdefault(root, root in data)
+                inputs.setdefault(root, root in data)
             if number:
                 counted.add(root)
-    return found, counted
+    return inputs, counted
 
 
 def _root(node: Node, scores: Layout, number: bool) -> Node:
@@ -294,16 +285,16 @@ def _fits(node: Node, scores: Layout) -> bool:
 
 def _slack(graph: GraphModule, inside: frozenset[Node]) -> Node | None:
     """The only weight of one entry that enters a region, if its value can be told."""
-    found = set()
+    slacks = set()
     for source in {x for node in inside for x in node.all_input_nodes} - inside:
         if not (is_tensor(source) and _is_one_number(source) and may_change(source)):
             continue
         while any(not isinstance(size, int) or size != 1 for size in source.meta["val"].shape):
             source = next(x for x in source.all_input_nodes if is_tensor(x) and may_change(x))
-        found.add(source)
-    if len(found) != 1:
+        slacks.add(source)
+    if len(slacks) != 1:
         return None
-    (slack,) = found
+    (slack,) = slacks
     return None if depends_on_data(slack) or constant_at(graph, slack) is None else slack
 
 
@@ -327,12 +318,12 @@ class _Roles:
     log_nu: MarginalInput | None = None
 
     @property
-    def given(self) -> list[MarginalInput]:
+    def marginals(self) -> list[MarginalInput]:
         return [x for x in (self.log_mu, self.log_nu) if x is not None]
 
     @property
     def nodes(self) -> set[Node]:
-        return {x.node for x in self.given}
+        return {x.node for x in self.marginals}
 
     def powered(self, powers: Pair) -> _Roles:
         """The same, taken to these powers."""
@@ -352,21 +343,21 @@ def _roles(region: _Region) -> list[_Roles]:
             if not node.meta["val"].is_floating_point():
                 raise _enters(node, "a mask in every half-step: hide scores before the loop")
             continue
-        found = _sides(node, region.start, is_data, node in region.counted)
-        if is_data and not found:
+        sides = _sides(node, region.start, is_data, node in region.counted)
+        if is_data and not sides:
             raise _enters(node, "neither a marginal nor a bias")
-        options += found
-    given = {marginal.node for _, marginal in options}
-    data = given & {*region.data}
-    if len(data) > 2 or len(given - data) > MOST_CONSTANTS:
+        options += sides
+    nodes = {marginal.node for _, marginal in options}
+    data = nodes & {*region.data}
+    if len(data) > 2 or len(nodes - data) > MOST_CONSTANTS:
         raise NoFit("more vectors enter its half-steps than it has marginals", reached=1)
     rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
     possible = [
         role for role in roles
         if role.nodes >= data and (
-            len(role.nodes) == len(role.given)  # or one vector is both sides', and the same to both
-            or len({(x.logarithm, x.hidden, x.shared) for x in role.given}) == 1
+            len(role.nodes) == len(role.marginals)  # or one vector is both sides', and the same to both
+            or len({(x.logarithm, x.hidden, x.shared) for x in role.marginals}) == 1
         )
     ]  # fmt: skip
     if not possible:
@@ -378,8 +369,8 @@ def _distinct(region: _Region) -> dict[Node, bool]:
     """The inputs of a region, and whether they are data; of constants that are equal, the first."""
     inputs: dict[Node, bool] = {}
     values: list[Tensor] = []
-    for node, is_data in region.given.items():
-        value = None if is_data else constant_at(region.graph, node, region.sizes[0])
+    for node, is_data in region.entering.items():
+        value = None if is_data else constant_at(region.graph, node, region.few)
         if value is not None:
             if any(torch.equal(value, other) for other in values):
                 continue
@@ -411,7 +402,7 @@ def _sides(
     if not (is_mask or node.meta["val"].is_floating_point()):
         return []
     rank, leads = len(shape), rank_of(start.node) - 2
-    found: list[tuple[Side, MarginalInput]] = []
+    options: list[tuple[Side, MarginalInput]] = []
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
     for side, tokens in sides:
         drop: int | None = None
@@ -430,18 +421,18 @@ def _sides(
         if before == 1 and leads == 1 and not by_example:
             continue
         if is_mask or counted:  # every example has tokens of its own
-            found += [
+            options += [
                 (side, MarginalInput(node, False, drop, True, False, hidden=hidden, shared=shared))
                 for shared in (counted, not counted) for hidden in ((False, True) if is_mask else (None,))
                 if by_example and data
             ]  # fmt: skip
             continue
-        found += [
+        options += [
             (side, MarginalInput(node, logarithm, drop, heads, not data))
             for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
             for logarithm in (True, False)
         ]
-    return found
+    return options
 
 
 # Experiments
@@ -458,23 +449,24 @@ class _Trials(Trials):
     def __init__(self, region: _Region, roles: _Roles) -> None:
         self.region, self.roles, self.log = region, roles, False
         self.cut, self.sizes = region.cut, region.sizes
-        self.biases = [node for node in region.given if _is_matrix(node, region.start)]
+        self.leads, self.tokens = region.leads, region.tokens
+        self.biases = [node for node in region.entering if _is_matrix(node, region.start)]
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
         self.masks = 0  # that were drawn
 
-    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
+    def size(self, at: Lengths | None = None) -> tuple[int, ...]:
         start = self.region.start
         shape = self.cut.shape_of(start.node, self.few if at is None else at)
         return tuple(start.matrices(torch.empty(shape, device="meta")).shape)
 
-    def draw(self, lengths: dict[Any, int] | None = None, whole: bool = False) -> dict[Node, Tensor]:
+    def draw(self, lengths: Lengths | None = None, whole: bool = False) -> dict[Node, Tensor]:
         """Values of what is data.  whole: masks hide nothing."""
         drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
             shape = self.cut.shape_of(node, self.few if lengths is None else lengths)
             value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-            marginal = next((x for x in self.roles.given if x.node is node), None)
+            marginal = next((x for x in self.roles.marginals if x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
                 if marginal.is_mask:
@@ -498,14 +490,14 @@ class _Trials(Trials):
         return shown
 
     def observe(
-        self, scores: Tensor, lengths: dict[Any, int] | None = None, mild: bool = True,
-        given: dict[Node, Tensor] | None = None,
+        self, scores: Tensor, lengths: Lengths | None = None, mild: bool = True,
+        values: dict[Node, Tensor] | None = None,
     ) -> tuple[Sample, list[Tensor]]:  # fmt: skip
         """What was observed, with everything that is added to the scores in them; and what is added.
-        given: values of what is data, drawn where there are none."""
+        values: values of what is data, drawn where there are none."""
         lengths = self.few if lengths is None else lengths
-        given = self.draw(lengths) if given is None else given
-        out, held = self.region.observe(scores, given, lengths)
+        values = self.draw(lengths) if values is None else values
+        out, held = self.region.observe(scores, values, lengths)
         shape = self.cut.shape_of(self.region.start.node, lengths)
         added = [
             self.region.start.matrices(held[node].to(scores.dtype).broadcast_to(shape)).reshape(scores.shape)
@@ -525,13 +517,13 @@ class _Trials(Trials):
         """Find how much the scores, every bias and every head count.  Raises NoFit."""
         size = self.size()
         for scale in (1.0, 0.1, 0.01):
-            given = self.draw(whole=True)
-            o, added = self.observe(scale * self.noise(), given=given)
+            values = self.draw(whole=True)
+            o, added = self.observe(scale * self.noise(), values=values)
             if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
             logs = double_centre(o.attention.log())
             terms = [double_centre(x) for x in (o.scores, *added)]
-            found = torch.linalg.lstsq(
+            weights = torch.linalg.lstsq(
                 torch.stack([x.flatten() for x in terms], -1), logs.flatten()
             ).solution
             per_head = [
@@ -542,26 +534,26 @@ class _Trials(Trials):
                 heads = torch.stack(per_head)
                 if float((heads / heads[0] - 1).abs().max()) > 1e-9 and bool((heads != 0).all()):
                     self.by_head = heads / heads[0]
-                    found = heads[:1]
-            self.rough = float(found[0])
-            self.coefficients = [float(x) / self.rough for x in found[1:]]
+                    weights = heads[:1]
+            self.rough = float(weights[0])
+            self.coefficients = [float(x) / self.rough for x in weights[1:]]
             # Anew, with what was found in the scores.
-            o, _ = self.observe(scale * self.noise(), given=given)
+            o, _ = self.observe(scale * self.noise(), values=values)
             score_multiplier([o])
             return
         raise NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: Lengths | None = None, mild: bool = False) -> Sample | None:
         o, _ = self.observe(scores, at, mild)
         return None if overflown(o.attention) else o
 
     def fed(
-        self, scores: Tensor, lengths: dict[Any, int], _active: Tensor | None
+        self, scores: Tensor, lengths: Lengths, _active: Tensor | None
     ) -> tuple[list[Tensor], Sample]:
         """What is fed to the region's inputs for scores in units of epsilon, and what was observed."""
-        scores, given = scores / abs(self.rough), self.draw(lengths)
-        found, _ = self.observe(scores, lengths, given=given)
-        return [self.region.raw(scores, lengths), *(given[node] for node in self.region.data)], found
+        scores, values = scores / abs(self.rough), self.draw(lengths)
+        sample, _ = self.observe(scores, lengths, values=values)
+        return [self.region.raw(scores, lengths), *(values[node] for node in self.region.data)], sample
 
 
 def _site(
@@ -574,7 +566,7 @@ def _site(
     if sizes_of(region.end, region.start) is None:
         raise NoFit("its plan has sizes that its scores do not show")
     roles = _roles(region)
-    alike = None if region.stops else (region.seen_by_experiments(), sums)
+    alike = None if region.stops else (region.fingerprint(), sums)
     if alike in failed:
         raise failed[alike]
     failures = []
@@ -597,7 +589,7 @@ def _site(
 
 def _check_empty(program: Program, roles: _Roles) -> None:
     """That no mask hides every token of an example in the example call."""
-    masks = {x.node: x for x in roles.given if x.is_mask and x.guarded}
+    masks = {x.node: x for x in roles.marginals if x.is_mask and x.guarded}
     held = recorded(program.graph, masks, (program.args, program.kwargs)) if masks else {}
     for node, value in held.items():
         axis = -2 if masks[node].drop == -1 else -1
@@ -627,10 +619,10 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    trials.check_larger_sizes(fit.convention, region.start.shape, first.scores.shape[1])
+    trials.check_larger_loops(fit.convention, first.scores.shape[1])
     added = [] if region.kernel else [region.start.node, *trials.biases]
     fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
-    if any(x.is_mask for x in roles.given):
+    if any(x.is_mask for x in roles.marginals):
         _check_masks(trials, fit.convention)
     return fit if region.slack is None else _with_slack(trials, fit)
 
@@ -664,21 +656,21 @@ def _check_masks(trials: _Trials, convention: PlanConvention) -> None:
     """Where tokens are hidden in the loop's own precision."""
     if trials.log:
         raise NoFit("tokens that a mask hides in it have no logarithm of a plan: read its plan")
-    own = trials.region.start.node.meta["val"].dtype
+    dtype = trials.region.start.node.meta["val"].dtype
     for spread in MASKED:
-        observed = trials.on(trials.scores(spread).to(own))
+        observed = trials.on(trials.scores(spread).to(dtype))
         error = convention_error(convention, [] if observed is None else [observed])
-        if not error <= max(HELD, 4 * torch.finfo(own).eps):
-            raise NoFit(f"with hidden tokens in {own} another plan", error)
+        if not error <= max(HELD, 4 * torch.finfo(dtype).eps):
+            raise NoFit(f"with hidden tokens in {dtype} another plan", error)
     if convention.stabiliser is not None and not convention_error(
         convention, [_below_hidden(trials, convention)]
     ) <= STABILISED:
         raise NoFit("beside hidden tokens of far higher scores it is another plan")
-    given = trials.draw()
-    for x in trials.roles.given:
+    values = trials.draw()
+    for x in trials.roles.marginals:
         if x.hidden is not None:
-            given[x.node][-1] = x.hidden
-    empty, _ = trials.observe(trials.noise().to(own), given=given)
+            values[x.node][-1] = x.hidden
+    empty, _ = trials.observe(trials.noise().to(dtype), values=values)
     if convention_error(convention, [empty]) <= HELD:  # as where a constant is in the divisions
         both = (trials.roles.log_mu, trials.roles.log_nu)
         trials.roles = _Roles(*(x and replace(x, guarded=x.hidden is None) for x in both))
@@ -689,18 +681,18 @@ def _below_hidden(trials: _Trials, convention: PlanConvention) -> Sample:
     constant: only then it counts whether masses are 1 or shares."""
     assert convention.stabiliser is not None
     higher = -math.log(convention.stabiliser.constant) / convention.score_multiplier
-    given, scores = trials.draw(), trials.scores()
+    values, scores = trials.draw(), trials.scores()
     for x, axis in ((trials.roles.log_mu, -1), (trials.roles.log_nu, -2)):
         along = -2 if x is not None and x.drop == -1 else -1
-        if x is None or not x.is_mask or given[x.node].shape[along] < 2:
+        if x is None or not x.is_mask or values[x.node].shape[along] < 2:
             continue
-        shown = torch.ones_like(given[x.node], dtype=torch.bool)
+        shown = torch.ones_like(values[x.node], dtype=torch.bool)
         shown.narrow(along, 0, 1).fill_(False)
-        given[x.node] = shown.double() if x.hidden is None else shown != x.hidden
-        hidden = x.read(given[x.node]).isinf().unsqueeze(axis)
+        values[x.node] = shown.double() if x.hidden is None else shown != x.hidden
+        hidden = x.read(values[x.node]).isinf().unsqueeze(axis)
         every_other = torch.arange(scores.shape[axis]) % 2
         scores = scores + higher * hidden * (every_other if axis == -1 else every_other[:, None])
-    return trials.observe(scores, given=given)[0]
+    return trials.observe(scores, values=values)[0]
 
 
 def _ending(
@@ -719,10 +711,10 @@ def _ending(
     except NoFit as changes:
         counts = ({**few, **dict.fromkeys(region.examples, count)} for count in (1, 5))
         sizes, hidden = [*trials.sizes, *counts], partial(hidden_in, region.start.node, fit.convention)
-        found = outcome(lambda: ending_of(loop, region.sums, sizes, hidden))
-        if isinstance(found, NoFit):
+        ending = outcome(lambda: ending_of(loop, region.sums, sizes, hidden))
+        if isinstance(ending, NoFit):
             raise changes from None
-        return found
+        return ending
     return None, ()
 
 

@@ -81,9 +81,9 @@ def _bound(node: Node, of: Callable[[Any], float]) -> float:
         is_whole = not node.meta["val"].is_floating_point() and math.isfinite(least)
         return math.floor(least) if is_whole else least
     if target in _CLOSED:
-        given = node.all_input_nodes
+        operands = node.all_input_nodes
         numbers = [x for x in args if isinstance(x, (int, float))] if target is aten.div.Tensor else []
-        return 0.0 if min(map(of, [*given, *numbers])) >= 0.0 else -math.inf
+        return 0.0 if min(map(of, [*operands, *numbers])) >= 0.0 else -math.inf
     rule = _RULES.get(target)
     return -math.inf if rule is None else rule(of, args)
 

@@ -86,21 +86,22 @@ def _damped(
     if not all(bool(x.isfinite().all()) for one in samples for x in one.marginals if x is not None):
         raise NoFit("marginals of 0 are known of balanced loops alone")
     heads = [sample.head() for sample in mildest]
-    found = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
-    if found is None or not found.budget.error <= (STABILISED if guesses.constants else EXACT):
+    nearest = identify_damping([replace(head, scores=multiplier * head.scores) for head in heads], sums)
+    if nearest is None or not nearest.budget.error <= (STABILISED if guesses.constants else EXACT):
         raise NoFit("no unbalanced loop")
-    budget, unbalanced = found.budget, partial(made, score_multiplier=multiplier, damping=found.damping)
-    samples, heads = ([x.powered(found.powers) for x in of] for of in (samples, heads))
-    every, settled = groups_of(samples, multiplier), converged(found.damping, budget.half_steps)
+    budget = nearest.budget
+    unbalanced = partial(made, score_multiplier=multiplier, damping=nearest.damping)
+    samples, heads = ([x.powered(nearest.powers) for x in of] for of in (samples, heads))
+    every, settled = groups_of(samples, multiplier), converged(nearest.damping, budget.half_steps)
     if budget.rival is not None and not settled:  # sharper scores tell them apart
-        loops = [loop_plans(group, found.damping) for group in every]
+        loops = [loop_plans(group, nearest.damping) for group in every]
         budget = search_budget([x.attention for x in every], loops, BOTH, sums + BEYOND)
     convention = unbalanced(budget.half_steps, budget.first_side)
     longer = [convention]
     if budget.rival is not None and settled:
         later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
         longer += [replace(convention, half_steps=half_steps) for half_steps in later]
-    stabilisers: list[Stabiliser | None] = [None] if found.budget.error <= EXACT else []
+    stabilisers: list[Stabiliser | None] = [None] if nearest.budget.error <= EXACT else []
     stabilisers += [x for x in guesses.stabilisers() if (x.form, x.start) == ("scaling", "plain")]
     fits = []
     for one, stabiliser in itertools.product(longer, stabilisers):
@@ -109,7 +110,7 @@ def _damped(
         with contextlib.suppress(NoFit):
             factor = damped_factor(masses, one) if stabiliser is None else factor_of(masses)
             one = replace(one, output_factor=factor)
-            fits.append(Fit(one, convention_error(one, samples), powers=found.powers))
+            fits.append(Fit(one, convention_error(one, samples), powers=nearest.powers))
     best = min(fits, key=lambda fit: fit.error, default=None)
     if best is None or not best.error <= HELD:
         raise NoFit("no factor of an unbalanced loop")
@@ -141,9 +142,9 @@ def identify_damping(samples: Sequence[Sample], sums: int) -> Damped | None:
     for last, outside in itertools.product(BOTH, (False, True) if _has_marginals(samples) else (False,)):
         points = [_line(sample, last, outside) for sample in samples]
         damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
-        for found in () if damping is None else _tried(samples, last, damping, outside, sums):
-            if best is None or found.budget.error < best.budget.error:
-                best = found
+        for loop in () if damping is None else _tried(samples, last, damping, outside, sums):
+            if best is None or loop.budget.error < best.budget.error:
+                best = loop
             if best.budget.error <= EXACT:
                 return best
     return best
@@ -157,14 +158,14 @@ def _line(sample: Sample, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
     """Points on a line through 0 whose slope is the damping of the side that comes last."""
     logs = sample.attention.log()
     duals = logs - sample.scores
-    axis, given = (-1, sample.log_mu) if last == "row" else (-2, sample.log_nu)
+    axis, log_marginal = (-1, sample.log_mu) if last == "row" else (-2, sample.log_nu)
     other = torch.logsumexp(logs, -3 - axis, keepdim=True).isfinite()
     dual = duals.masked_fill(~other, 0.0).sum(axis) / other.sum(axis)
     through = dual - torch.logsumexp(logs, axis)
-    if given is not None and outside:
-        dual = dual - given
-    elif given is not None:
-        through = through + given
+    if log_marginal is not None and outside:
+        dual = dual - log_marginal
+    elif log_marginal is not None:
+        through = through + log_marginal
     shown = through.isfinite() & dual.isfinite()
     x, y = through[shown], dual[shown]
     return x - x.mean(), y - y.mean()
@@ -183,12 +184,12 @@ def _tried(
     samples: Sequence[Sample], last: Side, damping: float, outside: bool, sums: int
 ) -> Iterator[Damped]:
     """Loops whose last side is damped so, with each damping that the other may have."""
-    given = _has_marginals(samples)
+    has_marginals = _has_marginals(samples)
     plans = [sample.attention for sample in samples]
 
     def with_other(other: float) -> tuple[Pair, Pair]:
         both = (damping, other) if last == "row" else (other, damping)
-        return both, (1 / both[0], 1 / both[1]) if outside and given else (1.0, 1.0)
+        return both, (1 / both[0], 1 / both[1]) if outside and has_marginals else (1.0, 1.0)
 
     def loop(sample: Sample, other: float) -> Plans:
         both, powers = with_other(other)
@@ -201,21 +202,21 @@ def _tried(
         first = _from(last)[(half_steps - 1) % 2]
 
         def missed(
-            x: Any, given: Sequence[Sample] = samples[:1], first: Side = first, at: int = half_steps - 1
+            x: Any, some: Sequence[Sample] = samples[:1], first: Side = first, at: int = half_steps - 1
         ) -> Any:
-            ours = [next(itertools.islice(loop(one, float(x[0]))(first), at, None)) for one in given]
+            ours = [next(itertools.islice(loop(one, float(x[0]))(first), at, None)) for one in some]
             return torch.cat([
                 (plan / plan.sum() - one.attention / one.attention.sum()).flatten()
-                for plan, one in zip(ours, given, strict=True)
+                for plan, one in zip(ours, some, strict=True)
             ]).numpy()  # fmt: skip
 
         # Searched for on one observation, and held against the others where it explains that.
-        found = scipy.optimize.least_squares(
+        solution = scipy.optimize.least_squares(
             missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15
         )
-        left = found.fun if abs(found.fun).max() > STRAIGHT else missed(found.x, samples)
+        left = solution.fun if abs(solution.fun).max() > STRAIGHT else missed(solution.x, samples)
         error = float(abs(left).max() / max(float((plan / plan.sum()).max()) for plan in plans))
-        yield Damped(*with_other(float(found.x[0])), Budget(first, half_steps, error))
+        yield Damped(*with_other(float(solution.x[0])), Budget(first, half_steps, error))
 
 
 def _from(first: Side) -> tuple[Side, Side]:
@@ -252,6 +253,6 @@ def damped_factor(observed: Sequence[Mass], convention: PlanConvention) -> Outpu
             shifts[side] = (shift[0], shift[1])
         a, b = (shifts["row"][i] + shifts["column"][i] for i in range(2))
         with contextlib.suppress(NoFit):
-            found = factor_of([(n, m, active, mass / (n**a * m**b)) for n, m, active, mass in observed])
-            return replace(found, queries=found.queries + a, keys=found.keys + b)
+            factor = factor_of([(n, m, active, mass / (n**a * m**b)) for n, m, active, mass in observed])
+            return replace(factor, queries=factor.queries + a, keys=factor.keys + b)
     raise NoFit("the mass of the plan depends on the batch in no known way")

@@ -48,9 +48,9 @@ class Layout(Canonical):
         rank = rank_of(node)
         last = [rank + rows, rank + columns]
         order = (*(axis for axis in range(rank) if axis not in last), *last)
-        found = cls(node, None if list(order) == sorted(order) else order)
-        heads = found.shape[1] if rank == 4 else 1
-        return replace(found, heads=heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
+        layout = cls(node, order)
+        heads = layout.shape[1] if rank == 4 else 1
+        return replace(layout, heads=heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
 
     @property
     def queries(self) -> Any:
@@ -117,8 +117,8 @@ class MarginalInput:
             kept = call(aten.ne.Scalar, value, bool(self.hidden))
             if self.guarded:
                 kept = call(torch.ops.asapc.some_keys.default, kept)
-            given = self.hidden is None
-            value = call(aten.mul.Tensor, value, kept) if given else call(aten.to.dtype, kept, dtype)
+            is_mass = self.hidden is None
+            value = call(aten.mul.Tensor, value, kept) if is_mass else call(aten.to.dtype, kept, dtype)
         if self.shared:
             value = call(aten.div.Tensor, value, call(aten.sum.dim_IntList, value, [-1], True))
         if self.heads:
@@ -258,15 +258,15 @@ def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:
 def sizes_of(end: Canonical, start: Canonical) -> list[tuple[int, bool]] | None:
     """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis).
     One may be left to be what remains, -1; None where more are."""
-    given = start.node.meta["val"].shape
-    found: list[tuple[int, bool]] = []
+    entering = start.node.meta["val"].shape
+    sizes: list[tuple[int, bool]] = []
     for size in end.shape:
-        place = next((axis for axis, other in enumerate(given) if same(size, other)), None)
+        place = next((axis for axis, other in enumerate(entering) if same(size, other)), None)
         if isinstance(size, int):
-            found.append((size, False))
+            sizes.append((size, False))
         else:
-            found.append((-1, False) if place is None else (place, True))
-    return None if found.count((-1, False)) > 1 else found
+            sizes.append((-1, False) if place is None else (place, True))
+    return None if sizes.count((-1, False)) > 1 else sizes
 
 
 def _shaped(lifting: Lifting, result: Node, end: Canonical, start: Canonical) -> Node:

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import fixed_size, limits_of
 from asapc.ir import Program
-from asapc.operators.banded import BandedConvention, banded_map, in_band, settings_of
+from asapc.operators.banded import BandedConvention, banded_map, settings_of
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import factor_terms
@@ -39,7 +39,7 @@ from asapc.passes.cut import (
     reached,
     reaches,
 )
-from asapc.passes.experiment import NoFit, assigned, outcome, relative_error, small_sizes
+from asapc.passes.experiment import Lengths, NoFit, assigned, outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import KeyMask, same, site_name
@@ -94,17 +94,17 @@ def _examine(program: Program, region: Region) -> BandedSite | Unidentified | No
     if not opened.masks:
         return None
     band = band_of(program.graph, opened.masks, shape)
-    if band is None or band.low is None or band.high is None:
+    if band is None or not all(map(math.isfinite, band)):
         return None
-    low, high = band.low, band.high
-    found = outcome(lambda: _identified(program, opened, low, high))
-    if isinstance(found, NoFit):
-        return Unidentified(f"a window of {high - low + 1} keys: {found}")
+    low, high = map(int, band)
+    result = outcome(lambda: _identified(program, opened, low, high))
+    if isinstance(result, NoFit):
+        return Unidentified(f"a window of {high - low + 1} keys: {result}")
     valued = replace(region, inside=opened.valued)  # of the rest, such as a full_like, only sizes count
     elsewhere = used_outside(valued, besides=region.inside)
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
-    convention, mask, error = found
+    convention, mask, error = result
     inputs = tuple(node for node in opened.region.inputs if node not in opened.masks)
     return BandedSite(
         site_name(program, region.value.node), convention, heads_of(region),
@@ -136,108 +136,64 @@ def _identified(
         loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
         "none" if mask is None else "key",
     )  # fmt: skip
-    trials = _Trials(experiment, opened.masks, mask, convention)
-    trials.plain()
-    if mask is not None:
-        trials.masked()
-    return convention, mask, max(fit.error, trials.error)
+    error = _error_in_band(experiment, opened.masks, mask, convention)
+    return convention, mask, max(fit.error, error)
 
 
-@dataclass
-class _Trials:
-    """A region with its band in place, held against the convention.  Raises NoFit.
+def _error_in_band(
+    experiment: RegionExperiment, bands: Sequence[Node], mask: KeyMask | None,
+    convention: BandedConvention,
+) -> float:  # fmt: skip
+    """The largest relative error of the convention with its band in place.  Raises NoFit.
 
-    bands: the inputs that hold it.  error: the largest so far.
+    bands: the inputs that hold it.
     """
+    worst, graph, factor = 0.0, experiment.program.graph, factor_terms(convention.output_factor)
+    window, rows_first = (convention.low, convention.high), convention.first_side == "row"
+    for what, at, spread, active in _trials(experiment, mask, convention):
+        inputs, kept = experiment.masked((mask, None), active, at)
+        for node in bands:
+            band, index = constant_at(graph, node, at), experiment.region.inputs.index(node)
+            assert band is not None
+            inputs[index] = band.to(inputs[index].dtype)
+        s = experiment.scores(spread, at)
+        theirs = experiment.attention(s, inputs, at)
+        if spread > SPREADS[0] and not bool(theirs.isfinite().all()):
+            continue  # exp overflows at sharp scores
+        s, keep = s * convention.score_multiplier, kept.get("keep")
+        ours = banded_map(s, keep, convention.half_steps, rows_first, factor, *window)
+        worst = max(worst, relative_error(ours, theirs))
+        if not worst <= HELD:
+            raise NoFit(f"another loop with {what}", worst)
+    return worst
 
-    experiment: RegionExperiment
-    bands: Sequence[Node]
-    mask: KeyMask | None
-    convention: BandedConvention
-    error: float = 0.0
 
-    def plain(self) -> None:
-        """Where every key is active."""
-        tried = 0
-        for more in (0, 6):
-            at = self._lengths(BEYOND + more)
-            for spread in SPREADS:
-                error = self._error(at, spread, None)
-                tried += error is not None
-                if error is not None and not error <= HELD:
-                    raise NoFit("not this loop with its band in place", error)
-                if math.prod(self.experiment.size(at)) * self.convention.half_steps > WORK:
-                    break
-        if not tried:
-            raise NoFit("its band gives NaN or infinity on random scores")
+def _trials(
+    experiment: RegionExperiment, mask: KeyMask | None, convention: BandedConvention
+) -> Iterator[tuple[str, Lengths, float, Tensor | None]]:
+    """What is tried, in words; the sizes, the spread of the scores and the active keys, None for all."""
+    low, high = convention.low, convention.high
 
-    def masked(self) -> None:
-        """Where keys are masked: some, all in the windows of some queries, or all."""
-        at = self._lengths(BEYOND + self.convention.high - self.convention.low)
-        keys = torch.arange(self.experiment.size(at)[-1])
-        for what, active in (
-            ("some keys", keys % 3 != 1), ("the keys of whole windows", keys < len(keys) // 3),
-            ("all keys", keys < 0),
-        ):  # fmt: skip
-            error = self._error(at, 1.0, active)
-            if error is None:
-                raise NoFit(f"with {what} masked it gives NaN or infinity")
-            if not error <= HELD:
-                raise NoFit(f"another loop with {what} masked", error)
+    def beyond(more: int) -> Lengths:
+        """More tokens than either side of the window, where their number is free."""
+        return experiment.small(more + max(-low, high) - PROBE_LENGTHS[0])[-1]
 
-    def _lengths(self, more: int) -> dict[Any, int]:
-        """Sizes with more tokens than either side of the window, where their number is free."""
-        side = max(-self.convention.low, self.convention.high)
-        shape = self.experiment.region.score.result.shape
-        more += side - PROBE_LENGTHS[0]
-        return small_sizes(self.experiment.cut, shape[:-2], shape[-2:], more)[-1]
-
-    def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
-        """Relative to the largest entry; None where the region is not finite."""
-        convention = self.convention
-        inputs, kept = self.experiment.masked((self.mask, None), active, at)
-        s = self.experiment.scores(spread, at)
-        for node in self.bands:
-            value = constant_at(self.experiment.program.graph, node, at)
-            if value is None:
-                return None
-            place = self.experiment.region.inputs.index(node)
-            inputs[place] = value.to(inputs[place].dtype)
-        theirs = self.experiment.attention(s, inputs, at)
-        if not bool(theirs.isfinite().all()):
-            return None
-        ours = banded_map(
-            s * convention.score_multiplier, kept.get("keep"), convention.half_steps,
-            convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
-            convention.high,
-        )  # fmt: skip
-        error = relative_error(ours, theirs)
-        self.error = max(self.error, error)
-        return error
+    for at in (beyond(BEYOND), beyond(BEYOND + 6)):
+        large = math.prod(experiment.size(at)) * convention.half_steps > WORK
+        yield from (("its band in place", at, spread, None) for spread in SPREADS[: 1 if large else None])
+    if mask is not None:
+        at = beyond(BEYOND + high - low)
+        keys = torch.arange(experiment.size(at)[-1])
+        yield "some keys masked", at, 1.0, keys % 3 != 1
+        yield "the keys of whole windows masked", at, 1.0, keys < len(keys) // 3
+        yield "all keys masked", at, 1.0, keys < 0
 
 
 # Reading a band
 
 
-@dataclass(frozen=True)
-class Band:
-    """Keys i + low .. i + high of query i; None where that side has no end."""
-
-    low: int | None
-    high: int | None
-
-    def within(self, other: Band) -> Band:
-        """What both show."""
-        lows = [x for x in (self.low, other.low) if x is not None]
-        highs = [x for x in (self.high, other.high) if x is not None]
-        return Band(max(lows, default=None), min(highs, default=None))
-
-    def is_shown(self, shown: Tensor) -> bool:
-        """Whether [N, N] is the band."""
-        length = len(shown)
-        low = -length if self.low is None else self.low
-        high = length if self.high is None else self.high
-        return torch.equal(shown, in_band(length, length, low, high, shown))
+Band = tuple[float, float]
+"""low, high: keys i + low .. i + high of query i; infinite where that side has no end."""
 
 
 @dataclass(frozen=True)
@@ -273,9 +229,9 @@ def open_region(region: Region) -> Opened:
     entering = reached(valued, onward) - valued
     opened = {node for node in entering if is_joined(node)}
     sources = entering - opened
-    found = sorted(sources)
-    masks = tuple(node for node in found if _is_matrix(node, sizes) and not depends_on_data(node))
-    data = (node for node in found if depends_on_data(node))
+    in_graph = sorted(sources)
+    masks = tuple(node for node in in_graph if _is_matrix(node, sizes) and not depends_on_data(node))
+    data = (node for node in in_graph if depends_on_data(node))
     constant = (node for node in region.inputs if node in sources and node not in masks)
     inputs = tuple(dict.fromkeys((*masks, *data, *constant)))
     inside = tuple(sorted(valued | opened))
@@ -285,13 +241,11 @@ def open_region(region: Region) -> Opened:
 
 def band_of(graph: GraphModule, masks: Sequence[Node], shape: Sequence[Any]) -> Band | None:
     """What all masks show; None where one is more or less than a band.  shape: [*, N, N], of scores."""
-    found = Band(None, None)
-    for node in masks:
-        band = _read(graph, node, shape)
-        if band is None:
-            return None
-        found = found.within(band)
-    return found
+    bands = [_read(graph, node, shape) for node in masks]
+    if None in bands:
+        return None
+    lows, highs = zip((-math.inf, math.inf), *(band for band in bands if band is not None), strict=True)
+    return max(lows), min(highs)
 
 
 def _is_matrix(node: Node, sizes: Sequence[Any]) -> bool:
@@ -304,10 +258,10 @@ def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
     trained = {name for name, _ in graph.named_parameters()}
     if reaches(node, lambda n: n.op == "get_attr" and n.target in trained):
         return None
-    found: Band | None = None
-    seen: list[Tensor] = []
+    band: Band | None = None
+    matrices: list[Tensor] = []
     for lengths, length in _lengths(shape):
-        if length == LONGEST and found is not None and None not in (found.low, found.high):
+        if length == LONGEST and band is not None and all(map(math.isfinite, band)):
             break
         value = constant_at(graph, node, lengths)
         if value is None or value.shape[-2:] != (length, length):
@@ -315,12 +269,12 @@ def _read(graph: GraphModule, node: Node, shape: Sequence[Any]) -> Band | None:
         shown = _shown(value, node.meta["val"].dtype == torch.bool)
         if shown is None:
             return None
-        seen.append(shown)
-        found = _band_in(shown)
-    return found if found is not None and all(map(found.is_shown, seen)) else None
+        matrices.append(shown)
+        band = _band_in(shown)
+    return band if band is not None and all(_is_band(shown, *band) for shown in matrices) else None
 
 
-def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]]:
+def _lengths(shape: Sequence[Any]) -> Iterator[tuple[Lengths | None, int]]:
     """Sizes to evaluate a graph at, of one example, and how many tokens those are, the most last."""
     *leads, _, tokens = shape
     fixed = fixed_size(tokens)
@@ -356,6 +310,13 @@ def _shown(value: Tensor, is_bool: bool) -> Tensor | None:
 
 def _band_in(shown: Tensor) -> Band:
     """The only band that this may be, its ends where they are seen."""
-    along = shown[0].nonzero()[-1], shown[:, 0].nonzero()[-1]  # of a band, all that it has is seen here
-    high, low = (int(last) for last in along)
-    return Band(None if low == len(shown) - 1 else -low, None if high == len(shown) - 1 else high)
+    last = len(shown) - 1
+    high, low = (int(line.nonzero()[-1]) for line in (shown[0], shown[:, 0]))
+    return -math.inf if low == last else -low, math.inf if high == last else high
+
+
+def _is_band(shown: Tensor, low: float, high: float) -> bool:
+    """Whether [N, N] is that band."""
+    places = torch.arange(len(shown), device=shown.device)
+    offsets = places - places[:, None]
+    return torch.equal(shown, (offsets >= low) & (offsets <= high))

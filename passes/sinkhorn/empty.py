@@ -34,7 +34,7 @@ FACTORS = tuple(2.0 ** (power / 4) for power in range(-24, 45))  # of those scor
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Map:
     """One map [B, H, N, M] of an example without keys, of equal scores, and of the scores if all were
     active; the latter two as the convention has them."""
 
@@ -66,9 +66,9 @@ class EmptyExamples:
 
     def of_scores(self, hides: float) -> Empty:
         """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""
-        near = self._of(self._seen(self.experiment, hides))
+        near = self._of(self._maps(self.experiment, hides))
         far = self._rounded(float(torch.finfo(torch.float32).min))
-        infinite = self._of(self._seen(self.experiment.own, -math.inf))
+        infinite = self._of(self._maps(self.experiment.rounded, -math.inf))
         if near is None or far is None or infinite is None or far.open or infinite.open:
             return self._unknown()
         if near == far:
@@ -99,7 +99,7 @@ class EmptyExamples:
         for spread, low, active in itertools.product(SPREADS, lows, itertools.product(*options)):
             hidden = {self.index: nothing, **dict(zip(others, active, strict=True))}
             s = experiment.scores(spread)
-            theirs = experiment.own.attention(s, experiment.hiding(hidden, low))
+            theirs = experiment.rounded.attention(s, experiment.hiding(hidden, low))
             if bool(theirs.nan_to_num(0.0, 0.0, 0.0).any()):
                 return self._unknown()
         none = OutputFactor(0.0)
@@ -112,15 +112,15 @@ class EmptyExamples:
 
     def _rounded(self, score: float) -> Empty | None:
         """What it gives in its own precision; as in float64 where that is nothing but rounding."""
-        own = self._seen(self.experiment.own, score)
-        if self.experiment.own is self.experiment:
-            return self._of(own)
-        exact = self._of(self._seen(self.experiment, score))
-        if exact is not None and all(_holds(exact, seen, ROUNDED) for seen in own):
+        maps = self._maps(self.experiment.rounded, score)
+        if self.experiment.rounded is self.experiment:
+            return self._of(maps)
+        exact = self._of(self._maps(self.experiment, score))
+        if exact is not None and all(_holds(exact, one, ROUNDED) for one in maps):
             return exact
-        return self._of(own)
+        return self._of(maps)
 
-    def _seen(self, experiment: Any, score: float) -> list[_Seen]:
+    def _maps(self, experiment: Any, score: float) -> list[_Map]:
         """At scores at which it is finite with every key shown: exp(S) is not, at sharp ones."""
         observed = []
         for at, spread in itertools.product(self.experiment.sizes, SPREADS):
@@ -128,30 +128,30 @@ class EmptyExamples:
             if bool(experiment.attention(s, self.experiment.resized(at), at).isfinite().all()):
                 theirs = experiment.attention(s, self._hidden(at, score), at)
                 equal, opened = (attention_of(self.convention, x, None) for x in (torch.zeros_like(s), s))
-                observed.append(_Seen(theirs, equal, opened))
+                observed.append(_Map(theirs, equal, opened))
         return observed
 
-    def _of(self, seen: Sequence[_Seen]) -> Empty | None:
+    def _of(self, maps: Sequence[_Map]) -> Empty | None:
         """The simplest that holds, None if nothing does."""
-        mild = [x for x in seen if bool(x.theirs.isfinite().all())]
+        mild = [x for x in maps if bool(x.theirs.isfinite().all())]
         if not mild:
-            nothing = all(bool(x.theirs.isnan().all()) for x in seen)
+            nothing = all(bool(x.theirs.isnan().all()) for x in maps)
             return Empty(OutputFactor(math.nan)) if nothing else None
         share = outcome(lambda: factor_of([_ratio(x) for x in mild]))
         options = [Empty(), Empty(OutputFactor(0.0)), Empty(open=True)]
         if isinstance(share, OutputFactor):
             options.insert(2, Empty(share))
-        return next((x for x in options if all(_holds(x, one, ALIKE) for one in seen)), None)
+        return next((x for x in options if all(_holds(x, one, ALIKE) for one in maps)), None)
 
     def _reach(self) -> float:
         """How many last places of a low number the largest products q k are that are lost beside it."""
         at = self.experiment.few
-        inputs = self._hidden(at, -LAST_PLACE / torch.finfo(self.experiment.own.cut.precision).eps)
-        s = torch.zeros(self.experiment.own.size(at), dtype=torch.float64)
+        inputs = self._hidden(at, -LAST_PLACE / torch.finfo(self.experiment.rounded.cut.precision).eps)
+        s = torch.zeros(self.experiment.rounded.size(at), dtype=torch.float64)
         s[..., 0, 0], s[..., -1, -1] = 1.0, -1.0
         lost = 0.0
         for factor in FACTORS:
-            theirs = self.experiment.own.attention(s * factor, inputs, at)
+            theirs = self.experiment.rounded.attention(s * factor, inputs, at)
             if not relative_error(theirs, theirs.flatten()[0].expand_as(theirs)) <= ALIKE:
                 break
             lost = factor
@@ -162,12 +162,12 @@ def value_of(share: OutputFactor, queries: int, keys: int) -> float:
     return float(share.coefficient * queries**share.queries * keys**share.keys)
 
 
-def _ratio(seen: _Seen) -> tuple[int, int, float, float]:
-    queries, keys = seen.theirs.shape[-2:]
-    return queries, keys, float(keys), float(seen.theirs.flatten()[0] / seen.equal.flatten()[0])
+def _ratio(one: _Map) -> tuple[int, int, float, float]:
+    queries, keys = one.theirs.shape[-2:]
+    return queries, keys, float(keys), float(one.theirs.flatten()[0] / one.equal.flatten()[0])
 
 
-def _holds(empty: Empty, seen: _Seen, tolerance: float) -> bool:
+def _holds(empty: Empty, one: _Map, tolerance: float) -> bool:
     """Whether a map is what is said."""
-    share = value_of(empty.share, *seen.theirs.shape[-2:])
-    return relative_error(seen.theirs, seen.open if empty.open else seen.equal * share) <= tolerance
+    share = value_of(empty.share, *one.theirs.shape[-2:])
+    return relative_error(one.theirs, one.open if empty.open else one.equal * share) <= tolerance

@@ -41,15 +41,15 @@ def with_low_numbers(experiment: Any, convention: Convention, bias: ScoreBias) -
     experiment: passes.sinkhorn.match.RegionExperiment.
     """
     example = bias.node.meta["example"]
-    tables, given = _tables(bias.node), depends_on_data(bias.node)
+    tables, is_data = _tables(bias.node), depends_on_data(bias.node)
     # A table may have a number that hides keys, which the data did not ask for.
     hard = any(bool(((x <= MASKED_BELOW) | (x >= -MASKED_BELOW)).any()) for x in (example, *tables))
-    if not given and not hard and not tables:
+    if not is_data and not hard and not tables:
         return bias
     index = experiment.region.inputs.index(bias.node)
     if _follows(experiment, convention, bias, index):
         return replace(bias, all_or_nan=_is_nan_without_keys(experiment, index))
-    if (bool(example.any()) or not given) and not hard:
+    if (bool(example.any()) or not is_data) and not hard:
         return replace(bias, small=True)
     raise NoFit(
         f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
@@ -70,12 +70,12 @@ def _follows(experiment: Any, convention: Convention, bias: ScoreBias, index: in
     loop, settings = loop_of(convention)
     patterns = _patterns(neutral, varies(bias.node, -2))
     for (hidden, spread), low in itertools.product(patterns, VALUES):
-        s = experiment.scores(spread).to(experiment.own.cut.precision)
+        s = experiment.scores(spread).to(experiment.rounded.cut.precision)
         value = torch.where(hidden, low, neutral)
         added = experiment.added(value * bias.coefficient).to(s.dtype)
-        seen = replace(SiteTensors.of_scores(s), bias=added, scored=False)
-        ours = apply_operator(loop, seen, None, settings)
-        theirs = experiment.own.attention(s, experiment.replaced(index, value))
+        operands = replace(SiteTensors.of_scores(s), bias=added, scored=False)
+        ours = apply_operator(loop, operands, None, settings)
+        theirs = experiment.rounded.attention(s, experiment.replaced(index, value))
         if not relative_error(ours, theirs) <= ALIKE:
             return False
     return True
@@ -85,7 +85,7 @@ def _is_nan_without_keys(experiment: Any, index: int) -> bool:
     """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
     nothing = torch.full_like(experiment.neutral[index], -math.inf)
     inputs = experiment.replaced(index, nothing)
-    return bool(experiment.own.attention(experiment.scores(), inputs).isnan().all())
+    return bool(experiment.rounded.attention(experiment.scores(), inputs).isnan().all())
 
 
 def _patterns(neutral: Tensor, by_query: bool) -> Iterator[tuple[Tensor, float]]:

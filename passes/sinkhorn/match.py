@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -46,12 +46,13 @@ from asapc.passes.early_stop import (
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
+    Lengths,
     NoFit,
     assigned,
     first_fit,
+    once,
     outcome,
     relative_error,
-    small_sizes,
 )
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
@@ -104,22 +105,24 @@ class RegionExperiment(Experiment, Trials):
         inputs = [region.score.result, *map(Canonical, region.inputs)]
         super().__init__(program.graph, inputs, region.value.map, region.inside, precision=precision)
         self.program, self.region = program, region
+        self.entering = [region.score.node, *region.inputs]
         shape = region.score.result.shape
-        self.sizes = small_sizes(self.cut, shape[:-2], shape[-2:])
+        self.leads, self.tokens = shape[:-2], shape[-2:]
+        self.sizes = self.small()
         self.neutral: list[Tensor] = []
 
     @cached_property
-    def own(self) -> RegionExperiment:
+    def rounded(self) -> RegionExperiment:
         """The same in float32, unless the region is in float64."""
         wide = self.region.score.node.meta["val"].dtype == torch.float64
         return self if wide else RegionExperiment(self.program, self.region, torch.float32)
 
-    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
+    def size(self, at: Lengths | None = None) -> tuple[int, ...]:
         """Of the scores, at `few` unless told."""
         return self.shape(self.region.score.result, self.few if at is None else at)
 
     def attention(
-        self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: dict[Any, int] | None = None
+        self, scores: Tensor, inputs: Sequence[Tensor] | None = None, at: Lengths | None = None
     ) -> Tensor:
         """[B, H, N, M], with the neutral inputs unless told."""
         at = self.few if at is None else at
@@ -127,11 +130,11 @@ class RegionExperiment(Experiment, Trials):
         given = (x.to(self.cut.precision) if x.is_floating_point() else x for x in (scores, *inputs))
         return self.run([*given], at).reshape(scores.shape)
 
-    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: Lengths | None = None, mild: bool = False) -> Sample | None:
         a = self.attention(scores, at=at)
         return None if overflown(a) else Sample(scores, a, mild=mild)
 
-    def resized(self, at: dict[Any, int] | None = None) -> list[Tensor]:
+    def resized(self, at: Lengths | None = None) -> list[Tensor]:
         """The neutral inputs at another size."""
         at = self.few if at is None else at
         return [
@@ -139,15 +142,15 @@ class RegionExperiment(Experiment, Trials):
             for node, value in zip(self.region.inputs, self.neutral, strict=True)
         ]
 
-    def replaced(self, index: int, value: Tensor, at: dict[Any, int] | None = None) -> list[Tensor]:
+    def replaced(self, index: int, value: Tensor) -> list[Tensor]:
         """The neutral inputs with another in place of one."""
-        inputs = self.resized(at)
+        inputs = self.resized()
         inputs[index] = value
         return inputs
 
     def hiding(
         self, hidden: Mapping[int, Tensor], score: float = HIDDEN_SCORE,
-        at: dict[Any, int] | None = None,
+        at: Lengths | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """The neutral inputs, of which these hide the tokens outside [n] or [B, n]; by a number that they
         add, if they are no booleans."""
@@ -158,7 +161,7 @@ class RegionExperiment(Experiment, Trials):
         return inputs
 
     def masked(
-        self, masks: Masks, active: Tensor | None, at: dict[Any, int] | None = None
+        self, masks: Masks, active: Tensor | None, at: Lengths | None = None
     ) -> tuple[list[Tensor], dict[str, Any]]:
         """The neutral inputs with masks that hide the tokens outside `active`, and what they keep, as a
         Sample has it; all tokens are shown without either.  active: [n], of queries and keys alike."""
@@ -181,7 +184,7 @@ class RegionExperiment(Experiment, Trials):
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The first region of each place that is a finite loop, or why the likeliest is none."""
-    known: dict[object, Known] = {}
+    known: dict[object, Known | NoFit] = {}
     return first_of_each(places, lambda region, stops: _examine(program, region, stops, known))
 
 
@@ -190,44 +193,43 @@ def first_of_each(
 ) -> Iterator[Found]:
     """The first site among the regions of each place, or why the likeliest is none, if that is known."""
     for place in places:
-        first: Site | Unidentified | None = None
+        best: Site | Unidentified | None = None
         for region in place.regions:
-            found = examine(region, place.stops)
-            if first is None or isinstance(found, Site):
-                first = found
-            if isinstance(found, Site):
+            result = examine(region, place.stops)
+            if isinstance(result, Site):
+                best = result
                 break
-        if first is not None:
-            yield place.value.node, first
+            best = best or result
+        if best is not None:
+            yield place.value.node, best
 
 
 def _examine(
-    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known | NoFit]
 ) -> AttentionSite | Unidentified:
     """Run the experiments on one region.  stops: of its loop.  known: of the regions before."""
     shape = region.score.result.shape
     if len(shape) not in (3, 4):
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
     elsewhere = used_outside(region)
-    region, found = _read(program, region, stops, known)
-    if isinstance(found, NoFit) and found.reason == OTHER_SCORES and same(*shape[-2:]):
+    region, loop = _read(program, region, stops, known)
+    if isinstance(loop, NoFit) and loop.reason == OTHER_SCORES and same(*shape[-2:]):
         turned = replace(region, score=region.score.turned())  # scores of keys and queries, a turned map
-        way, again = _read(program, turned, stops, known)
-        region, found = (region, found) if isinstance(again, NoFit) else (way, again)
-    if isinstance(found, NoFit):
-        return Unidentified(str(found))
+        turned, of_turned = _read(program, turned, stops, known)
+        region, loop = (region, loop) if isinstance(of_turned, NoFit) else (turned, of_turned)
+    if isinstance(loop, NoFit):
+        return Unidentified(str(loop))
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
-    fit, masks, bias = found
+    fit, (mask, query_mask), bias = loop
     softmax = not program.softmax and any(node.target in SOFTMAX for node in region.inside)
-    convention = fit.convention
+    convention = replace(fit.convention, bias=bias is not None, early_stop=bool(stops))
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
         return Unidentified("not Sinkhorn: rows only")
-    heads = heads_of(region)
-    convention = replace(convention, bias=bias is not None, early_stop=bool(stops))
     return AttentionSite(
-        site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
-        fit.error, region.score, region.value, masks[0], region.inside, region.inputs, bias, masks[1],
+        site_name(program, region.value.node), convention, heads_of(region),
+        int(region.score.map.shape[-1]), fit.error, region.score, region.value, mask, region.inside,
+        region.inputs, bias, query_mask,
     )  # fmt: skip
 
 
@@ -235,50 +237,45 @@ Masks = tuple[KeyMask | None, KeyMask | None]
 """Of keys and of queries; one that hides both is there twice."""
 KEPT = ("keep", "query_keep")
 Loop = tuple[Fit[Convention], Masks, ScoreBias | None]
-Known = tuple[tuple[Node, ...], Loop | NoFit]
-"""What was found in a region with these inputs."""
+Known = tuple[tuple[Node, ...], Loop]
+"""The loop of a region with these inputs."""
 
 
 def _read(
-    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known | NoFit]
 ) -> tuple[Region, Loop | NoFit]:
-    """A region whose inputs hide together or each by itself, whichever is a loop, and what was found; of
-    one that is none, why of the former."""
+    """A region whose inputs hide together or each by itself, whichever is a loop, and its loop; or why
+    the former is none."""
     whole = rooted(region, heads_of(region))
-    found = outcome(lambda: _identified(program, whole, stops, known))
-    if isinstance(found, NoFit) and whole is not region:
+    together = outcome(lambda: _identified(program, whole, stops, known))
+    if isinstance(together, NoFit) and whole is not region:
         apart = outcome(lambda: _identified(program, region, stops, known))
-        return region, found if isinstance(apart, NoFit) and apart.reason != MULTIPLIED else apart
-    return whole, found
+        return region, together if isinstance(apart, NoFit) and apart.reason != MULTIPLIED else apart
+    return whole, together
 
 
 def _identified(
-    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known | NoFit]
 ) -> Loop:
-    """What experiments say of a region, or have said of another that computes the same: the layers of a
-    model are examined once, and every one of them is replayed.  Raises NoFit."""
+    """What experiments show of a region, or of another that computes the same: the layers of a model are
+    examined once, and every one of them is replayed.  Raises NoFit."""
     experiment = RegionExperiment(program, region)
-    entering = [region.score.node, *region.inputs]
-    residuals = residuals_cut(program, stops, entering).fingerprint() if stops else None
-    alike = (  # all that decides what is found
+    residuals = residuals_cut(program, stops, experiment.entering).fingerprint() if stops else None
+    alike = (  # all that decides the loop
         experiment.cut.fingerprint(), residuals, tuple(stop.threshold for stop in stops),
-        region.score.result.order, region.value.left_order, heads_of(region),
+        region.score.result.order, region.value.map.order, heads_of(region),
         tuple(made_alike(node) for node in region.inputs),
     )  # fmt: skip
 
-    def found_anew() -> Loop:
+    def examined() -> Known:
         fit, masks, bias = run_experiments(experiment)
         if stops:
-            _check_stops(program, stops, experiment, fit, masks)
-        return fit, masks, bias
+            _check_stops(experiment, stops, fit.convention, masks)
+        return region.inputs, (fit, masks, bias)
 
-    if alike not in known:
-        known[alike] = region.inputs, outcome(found_anew)
-    inputs, found = known[alike]
-    if isinstance(found, NoFit):
-        raise found
-    loop: Loop = moved_nodes(found, dict(zip(inputs, region.inputs, strict=True)))
-    return loop
+    inputs, loop = once(known, alike, examined)
+    moved: Loop = moved_nodes(loop, dict(zip(inputs, region.inputs, strict=True)))
+    return moved
 
 
 def run_experiments(
@@ -288,56 +285,43 @@ def run_experiments(
 
     shown: what inputs that only hide entries hold where they do not; what they hide is for the caller.
     """
-    region = experiment.region
-    roles: list[str] = []
-    for node in region.inputs:
-        if not _fits(node, region):
-            raise NoFit(
-                f"the scores do not tell how many heads they have, which {spoken(node)} tells apart"
-            )
-        role = "band" if node in shown else _input_role(experiment, node)
-        if role is None:
-            raise NoFit(f"the attention depends on {spoken(node)}, which is neither a mask nor a bias")
-        roles.append(role)
+    nodes = experiment.region.inputs
+    roles = ["band" if node in shown else _input_role(experiment, node) for node in nodes]
     _find_neutral(experiment, roles, shown)
-    try:
-        fit = _without_masks(experiment)
-    except NoFit:
-        s = 0.1 * experiment.noise()
-        ones = [x + 1 if x.is_floating_point() else x for x in experiment.neutral]
-        zero, one = (experiment.attention(s, given) for given in (None, ones))
-        if not (zero > 0).all() and (one > 0).all():
-            raise NoFit(MULTIPLIED) from None
-        raise
+    fit = _without_masks(experiment)
     roles = [
         "bias" if role == "additive" and _adds_more(node) and not _may_hide(experiment, index) else role
-        for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True))
+        for index, (node, role) in enumerate(zip(nodes, roles, strict=True))
     ]
     masks: Masks = (None, None)
     hiding = [index for index, role in enumerate(roles) if role in ("mask", "additive")]
     if hiding:
         fit, masks = _masked(experiment, fit, hiding)
-    bias: ScoreBias | None = None
-    for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
-        is_mask = any(mask is not None and mask.node is node for mask in masks)
-        if role == "bias" or (is_mask and role == "additive" and _adds_more(node)):
-            if bias is not None:
-                raise NoFit(f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})")
-            coefficient = _bias_coefficient(experiment, index, fit.convention)
-            bias = ScoreBias(node, coefficient, _merged(node, region))
-            if not is_mask:
-                bias = with_low_numbers(experiment, fit.convention, bias)
-    others = [mask.node for mask in masks if mask is not None and bias is not None]
-    if bias is not None and others and bias.node not in others:
-        error = _error_together(experiment, fit.convention, masks, bias)
-        if not error <= HELD:
-            names = f"{spoken(others[0])} and {spoken(bias.node)}"
-            raise NoFit(f"with {names} at once: another loop", error)
+    adding = [
+        index for index, (node, role) in enumerate(zip(nodes, roles, strict=True))
+        if role == "bias" or (role == "additive" and _adds_more(node))
+    ]  # fmt: skip
+    if len(adding) > 1:
+        names = " and ".join(spoken(nodes[index]) for index in adding[:2])
+        raise NoFit(f"two biases enter the scores ({names})")
+    bias = _bias(experiment, adding[0], fit.convention, masks) if adding else None
     return fit, masks, bias
 
 
 def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
-    """The loop where nothing is hidden or added."""
+    """The loop where nothing is hidden or added.  Raises NoFit."""
+    try:
+        return _plain_loop(experiment)
+    except NoFit:
+        s = 0.1 * experiment.noise()
+        ones = [x + 1 if x.is_floating_point() else x for x in experiment.neutral]
+        zero, one = (experiment.attention(s, inputs) for inputs in (None, ones))
+        if not (zero > 0).all() and (one > 0).all():
+            raise NoFit(MULTIPLIED) from None
+        raise
+
+
+def _plain_loop(experiment: RegionExperiment) -> Fit[Convention]:
     shape, inside = experiment.region.score.result.shape, experiment.region.inside
     first = experiment.attention(experiment.noise())
     if not bool(first.isfinite().all()):
@@ -354,29 +338,48 @@ def _without_masks(experiment: RegionExperiment) -> Fit[Convention]:
     experiment.bounds = bounds_of(inside)
     fit = experiment.fitted(partial(identify, made=Convention, guesses=guesses_of(inside)))
     heads = experiment.size()[1] if len(shape) == 4 else experiment.size()[0] / PROBE_BATCH
-    experiment.check_larger_sizes(fit.convention, shape, heads)
+    experiment.check_larger_loops(fit.convention, heads)
     return fit
 
 
 Way = tuple[int | None, int | None]
 """Which of some masks hides keys, and which hides queries."""
-Seen = tuple[Tensor, Tensor, list[Tensor], bool]
-"""Scores, the map, what every mask keeps [B, n], and whether the scores are mild."""
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """The map of scores some of whose tokens are hidden.  kept: [B, n], by every mask."""
+
+    scores: Tensor
+    attention: Tensor
+    kept: Sequence[Tensor]
+    mild: bool = True
+
+    def sample(self, way: Way) -> Sample:
+        keep, query_keep = (None if number is None else self.kept[number] for number in way)
+        return Sample(self.scores, self.attention, keep, self.mild, query_keep=query_keep)
+
+    def left(self, way: Way) -> float:
+        """The most attention that anything hidden has."""
+        sample = self.sample(way)
+        kept = ((-1, sample.keep), (-2, sample.query_keep))
+        lines = ((sample.attention.abs().transpose(axis, -1), x) for axis, x in kept if x is not None)
+        return max(float(a.masked_fill(x[:, None, None], 0.0).max()) for a, x in lines)
 
 
 def _masked(
     experiment: RegionExperiment, fit: Fit[Convention], places: Sequence[int]
 ) -> tuple[Fit[Convention], Masks]:
     """The loop with an input that hides tokens, by low scores that it adds or as a boolean, or with one
-    input for keys and another for queries."""
+    input for keys and another for queries.  Raises NoFit."""
     region, nodes = experiment.region, [experiment.region.inputs[index] for index in places]
     ways, named = _ways(region, nodes), " and ".join(map(spoken, nodes))
     if not ways:
         raise NoFit(f"two masks enter the scores ({named})")
     first, *others = _hidden(experiment, places)
-    if not bool(first[1].isfinite().all()):
+    if not bool(first.attention.isfinite().all()):
         raise NoFit(f"masking keys through {named} gives NaN or infinity")
-    together, ways = ways, [way for way in ways if _left(_sample(first, way)) <= 1e-12]
+    together, ways = ways, [way for way in ways if first.left(way) <= 1e-12]
     if not ways:
         raise NoFit(f"keys masked through {named} still receive attention")
     hides = HIDDEN_SCORE
@@ -384,39 +387,46 @@ def _masked(
         hides, example = _highest(experiment, places, first), node.meta["example"]
         if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
             raise NoFit(f"keys masked through {named} still receive attention at {MASKED_BELOW:g}")
-    every = [first, *(x for x in others if not overflown(x[1]))]
-    mildest = experiment.samples[: len(experiment.sizes)]
-
-    def tried(way: Way, power: int | None, every: list[Seen] = every) -> tuple[Fit[Convention], Way]:
-        mild = every[:1] if len(places) == 1 else [x for x in every if x[-1]]
-        mask: Mask = "key" if way[1] is None else "query" if way[0] is None else "both"
-        loop = replace(fit.convention, mask=mask, output_factor=OutputFactor(shown=power))
-        seen, milder = ([_sample(x, way) for x in some] for some in (every, mild))
-        return with_factor(loop, [*experiment.samples, *seen], [*mildest, *milder]), way
-
-    powers = {way: (None, 1, -1) if _counts_queries(way) else (None,) for way in ways}
-    tries = ((way, power) for way in ways for power in powers[way])
+    every = [first, *(x for x in others if not overflown(x.attention))]
     try:
-        masked, way = first_fit(partial(tried, *each) for each in tries)
+        fit, way = _masked_fit(experiment, fit.convention, ways, every)
     except NoFit as no_fit:
         if (0, 0) in set(together).difference(ways):
-            alone = [(s, a * kept[0][:, None, :, None], kept, mild) for s, a, kept, mild in every]
-            if not isinstance(outcome(lambda: tried((0, 0), None, alone)), NoFit):
+            alone = [replace(x, attention=x.attention * x.kept[0][:, None, :, None]) for x in every]
+            without = outcome(lambda: _masked_fit(experiment, fit.convention, [(0, 0)], alone))
+            if not isinstance(without, NoFit):
                 raise NoFit(SHOWN_QUERIES.format(named)) from None
         raise NoFit(f"with {named} as {'key mask' if len(nodes) == 1 else 'masks'}: {no_fit}") from None
     masks = []
     for number, (index, node) in enumerate(zip(places, nodes, strict=True)):
-        neutral, examples = experiment.neutral[index], EmptyExamples(experiment, masked.convention, index)
+        neutral, examples = experiment.neutral[index], EmptyExamples(experiment, fit.convention, index)
         additive = neutral.dtype != torch.bool
         if _counts_queries(way):
-            gives = examples.beside([place for place in places if place != index], number == way[0])
+            empty = examples.beside([place for place in places if place != index], number == way[0])
         else:
-            gives = examples.of_scores(hides) if additive else examples.of_mask()
+            empty = examples.of_scores(hides) if additive else examples.of_mask()
         polarity = None if additive else bool(not neutral.flatten()[0])
         is_bias = additive and _adds_more(node)
-        masks.append(KeyMask(node, polarity, _merged(node, region), is_bias, gives, hides))
+        masks.append(KeyMask(node, polarity, _merged(node, region), is_bias, empty, hides))
     of_keys, of_queries = (None if number is None else masks[number] for number in way)
-    return masked, (of_keys, of_queries)
+    return fit, (of_keys, of_queries)
+
+
+def _masked_fit(
+    experiment: RegionExperiment, plain: Convention, ways: Sequence[Way], every: Sequence[_Hidden]
+) -> tuple[Fit[Convention], Way]:
+    """The first way to hide tokens that gives everything observed.  Raises NoFit."""
+    mild = every[:1] if len(every[0].kept) == 1 else [x for x in every if x.mild]
+    mildest = experiment.samples[: len(experiment.sizes)]
+
+    def fitted(way: Way, power: int | None) -> tuple[Fit[Convention], Way]:
+        mask: Mask = "key" if way[1] is None else "query" if way[0] is None else "both"
+        loop = replace(plain, mask=mask, output_factor=OutputFactor(shown=power))
+        samples, milder = ([x.sample(way) for x in some] for some in (every, mild))
+        return with_factor(loop, [*experiment.samples, *samples], [*mildest, *milder]), way
+
+    powers = {way: (None, 1, -1) if _counts_queries(way) else (None,) for way in ways}
+    return first_fit(partial(fitted, way, power) for way in ways for power in powers[way])
 
 
 def _counts_queries(way: Way) -> bool:
@@ -427,7 +437,7 @@ def _counts_queries(way: Way) -> bool:
 def _ways(region: Region, nodes: Sequence[Node]) -> list[Way]:
     """The likeliest first.  Queries are hidden by masks of tokens alone, not by those of keys alone."""
     sizes = region.score.result.shape[:-3:-1]
-    ways: list[list[Way]] = [[(0, None), (0, 0), (None, 0)], [(0, 1), (1, 0)]]
+    ways: list[Way] = [(0, None), (0, 0), (None, 0)] if len(nodes) == 1 else [(0, 1), (1, 0)]
 
     def fits(way: Way) -> bool:
         if way == (0, None) and nodes[0] not in region.roots:  # it broadcasts to the keys
@@ -436,23 +446,10 @@ def _ways(region: Region, nodes: Sequence[Node]) -> list[Way]:
         pairs = zip(way, sizes, strict=True)
         return queries and all(i is None or same(nodes[i].meta["val"].shape[-1], x) for i, x in pairs)
 
-    return [way for own in ways[len(nodes) - 1 : len(nodes)] for way in own if fits(way)]
+    return [way for way in ways if fits(way)] if len(nodes) <= 2 else []
 
 
-def _sample(seen: Seen, way: Way) -> Sample:
-    scores, attention, kept, mild = seen
-    keep, query_keep = (None if number is None else kept[number] for number in way)
-    return Sample(scores, attention, keep, mild, query_keep=query_keep)
-
-
-def _left(sample: Sample) -> float:
-    """The most attention that anything hidden has."""
-    kept = ((-1, sample.keep), (-2, sample.query_keep))
-    lines = ((sample.attention.abs().transpose(axis, -1), x) for axis, x in kept if x is not None)
-    return max(float(a.masked_fill(x[:, None, None], 0.0).max()) for a, x in lines)
-
-
-def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[Seen]:
+def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[_Hidden]:
     """Some tokens hidden first; all but one, too, and where there are two masks, those of one alone; and
     others in every example, since what is made of a mask may be made of other examples' too."""
     tokens = [torch.arange(experiment.neutral[index].shape[-1]) for index in places]
@@ -473,20 +470,22 @@ def _hidden(experiment: RegionExperiment, places: Sequence[int]) -> Iterator[See
             x.expand(len(a), -1) if x.dim() == 1 else x.repeat_interleave(len(a) // len(x), 0)
             for x in shown
         ]
-        yield s, a, kept, spread == 1.0
+        yield _Hidden(s, a, kept, spread == 1.0)
 
 
-def _error_together(
-    experiment: RegionExperiment, convention: Convention, masks: Masks, bias: ScoreBias
-) -> float:
-    """Of the convention where tokens are hidden and scores have a bias."""
-    given, kept = experiment.masked(masks, torch.arange(max(experiment.size()[-2:])) % 3 != 1)
-    place = experiment.region.inputs.index(bias.node)
-    noise = torch.randn(given[place].shape, generator=experiment.generator, dtype=torch.float64)
-    given[place] = noise / abs(bias.coefficient)
-    s = experiment.scores()
-    added = experiment.added(given[place]) * bias.coefficient / convention.score_multiplier
-    return convention_error(convention, [Sample(s + added, experiment.attention(s, given), **kept)])
+def _bias(experiment: RegionExperiment, index: int, convention: Convention, masks: Masks) -> ScoreBias:
+    """What an input adds to the scores, alone and where tokens are hidden.  Raises NoFit."""
+    node, hiding = experiment.region.inputs[index], [mask.node for mask in masks if mask is not None]
+    coefficient = _bias_coefficient(experiment, index, convention)
+    bias = ScoreBias(node, coefficient, _merged(node, experiment.region))
+    if node in hiding:
+        return bias
+    bias = with_low_numbers(experiment, convention, bias)
+    if hiding:
+        error = _bias_error(experiment, convention, index, coefficient, masks)
+        if not error <= HELD:
+            raise NoFit(f"with {spoken(hiding[0])} and {spoken(node)} at once: another loop", error)
+    return bias
 
 
 def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Convention) -> float:
@@ -494,54 +493,57 @@ def _bias_coefficient(experiment: RegionExperiment, index: int, convention: Conv
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
     """
-    name, generator = experiment.region.inputs[index].name, experiment.generator
-    multiplier = convention.score_multiplier
-    probe = torch.randn(experiment.neutral[index].shape, generator=generator, dtype=torch.float64)
-    dense = experiment.added(probe)
-
-    def attention(scores: Tensor, strength: float) -> Tensor:
-        return experiment.attention(scores, experiment.replaced(index, probe * strength))
-
-    def apart(coefficient: float) -> float:
-        seen = []
-        for spread, strength in BIASES:
-            s = experiment.scores(spread)
-            strength = strength / abs(coefficient)
-            a = attention(s, strength)
-            if bool(a.isfinite().all()):
-                seen.append(Sample(s + strength * coefficient / multiplier * dense, a))
-        return convention_error(convention, seen)
-
-    candidates = [1.0, multiplier]
+    name = experiment.region.inputs[index].name
+    probe = experiment.normal(experiment.neutral[index].shape)
+    candidates = [1.0, convention.score_multiplier]
     if probe.shape[-2] != 1:
-        alone = Sample(dense, attention(torch.zeros_like(dense), 1.0))
-        measured = outcome(lambda: score_multiplier([alone]))
+        dense = experiment.added(probe)
+        attention = experiment.attention(torch.zeros_like(dense), experiment.replaced(index, probe))
+        measured = outcome(lambda: score_multiplier([Sample(dense, attention)]))
         if isinstance(measured, NoFit):
             raise NoFit(f"{name} enters the attention, but not as an additive score bias")
         candidates = [measured]
-    error, coefficient = min((apart(candidate), candidate) for candidate in candidates)
+    error, coefficient = min((_bias_error(experiment, convention, index, x), x) for x in candidates)
     if not error <= HELD:
         raise NoFit(f"with {name} as score bias: another loop", error)
     return coefficient
 
 
+def _bias_error(
+    experiment: RegionExperiment, convention: Convention, index: int, coefficient: float,
+    masks: Masks = (None, None),
+) -> float:  # fmt: skip
+    """Of the convention where so much of an input is added to the scores; at mild ones, of which masks
+    hide some tokens, where there are any."""
+    inputs, kept = experiment.masked(masks, torch.arange(max(experiment.size()[-2:])) % 3 != 1)
+    samples = []
+    for spread, strength in BIASES[:1] if kept else BIASES:
+        inputs[index] = strength / abs(coefficient) * experiment.normal(inputs[index].shape)
+        s = experiment.scores(spread)
+        attention = experiment.attention(s, inputs)
+        if kept or bool(attention.isfinite().all()):
+            added = experiment.added(inputs[index]) * coefficient / convention.score_multiplier
+            samples.append(Sample(s + added, attention, **kept))
+    return convention_error(convention, samples)
+
+
 def _check_stops(
-    program: Program, stops: Sequence[Stop], experiment: RegionExperiment, fit: Fit[Convention],
-    masks: Masks,
+    experiment: RegionExperiment, stops: Sequence[Stop], convention: Convention, masks: Masks
 ) -> None:
     """That no early stop would change anything."""
     region, few = experiment.region, experiment.few
-    shape = region.score.result.shape
-    many = assigned((size, MANY_EXAMPLES) for size in shape[:-2])
-    long = assigned((size, MANY_TOKENS) for size in shape[-2:])
+    many = dict.fromkeys(experiment.examples, MANY_EXAMPLES)
+    long = assigned((size, MANY_TOKENS) for size in experiment.tokens)
 
-    def feed(units: Tensor, at: dict[Any, int], active: Tensor | None) -> tuple[list[Tensor], Sample]:
-        s = units / abs(fit.convention.score_multiplier)
+    def feed(units: Tensor, at: Lengths, active: Tensor | None) -> tuple[list[Tensor], Sample]:
+        s = units / abs(convention.score_multiplier)
         inputs, kept = experiment.masked(masks, active, at)
         return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, **kept)
 
-    entering = [region.score.node, *region.inputs]
-    loop = Stopping(program, stops, entering, region.inside, fit.convention, experiment.size, feed)
+    entering = experiment.entering
+    loop = Stopping(
+        experiment.program, stops, entering, region.inside, convention, experiment.size, feed
+    )
     tokens, places = slice(0, 8), torch.arange(max(experiment.size()[-2:]))
     crowds = [Crowd(few), *of_many(few, many)]
     if long:
@@ -561,50 +563,46 @@ def check_choice(one: Tensor, other: Tensor) -> None:
 def guesses_of(inside: Collection[Node]) -> Guesses:
     """Numbers in the region that may keep a division from being one by 0, in order, and what else of the
     ways to do so its operators leave open."""
-    found: dict[float, set[str]] = {}
+    constants: dict[float, set[str]] = {}
     for node in inside:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(value, float) and 0.0 < value <= SMALL_CONSTANT:
-                found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
+                constants.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
         slack = padding_of(node)  # a row and a column that stay as they are add it to every sum
         for value in () if slack is None else (math.exp(min(slack, MOST_SLACK)), slack):
             if 0.0 < value < math.exp(MOST_SLACK):
-                found.setdefault(value, set()).add("add")
+                constants.setdefault(value, set()).add("add")
     targets = {node.target for node in inside}
     starts = [
         *(["softmax"] if targets & SOFTMAX else []), "plain",
         *(["row", "matrix", "tensor"] if targets & MAXIMA else []),
     ]  # fmt: skip
-    return Guesses(tuple(found), sorted(set().union(*found.values())), starts)
+    return Guesses(tuple(constants), sorted(set().union(*constants.values())), starts)
 
 
 def bounds_of(inside: Collection[Node]) -> list[float]:
     """Numbers in the region that scores are bounded by or compared with before its first sum, larger than
     they are here."""
     scores = itertools.takewhile(lambda node: node.target not in SUMS, inside)
-    found = {
+    bounds = {
         abs(value) for node in scores if operator_name(node) in BOUNDS or is_bool(node)
         for value in pytree.tree_leaves((node.args, node.kwargs))
         if isinstance(value, int | float) and not isinstance(value, bool)
     }  # fmt: skip
-    return sorted(x for x in found if SPREADS[-1] < x < HUGE)
+    return sorted(x for x in bounds if SPREADS[-1] < x < HUGE)
 
 
-def _input_role(experiment: RegionExperiment, node: Node) -> str | None:
-    """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
+def _input_role(experiment: RegionExperiment, node: Node) -> str:
+    """mask (bool), additive (float, may hide keys) or bias (float).  Raises NoFit for anything else."""
     queries, keys = experiment.size()[-2:]
-    shape = experiment.cut.shape_of(node, experiment.few)
-    if node in experiment.region.roots:
+    shape, dtype = experiment.cut.shape_of(node, experiment.few), node.meta["val"].dtype
+    if not _fits(node, experiment.region):
+        raise NoFit(f"the scores do not tell how many heads they have, which {spoken(node)} tells apart")
+    if node in experiment.region.roots or (dtype == torch.bool and shape[-1:] == (keys,)):
         return "mask"
-    if not shape or shape[-1] != keys:
-        return None
-    if node.meta["val"].dtype == torch.bool:
-        return "mask"
-    if not node.meta["val"].is_floating_point() or len(shape) < 2:
-        return None
+    if not dtype.is_floating_point or shape[-2:] not in ((queries, keys), (1, keys)):
+        raise NoFit(f"the attention depends on {spoken(node)}, which is neither a mask nor a bias")
     example = node.meta.get("example")
-    if shape[-2] not in (queries, 1):
-        return None
     # Without padding in the example a padding mask is all zero: it must still be known for a mask.
     hides = isinstance(example, Tensor) and bool((example <= MASKED_BELOW).any())
     silent = isinstance(example, Tensor) and not bool(example.any())
@@ -665,9 +663,8 @@ def _left_of_hidden(experiment: RegionExperiment, index: int, scores: Tensor) ->
     """The most attention that keys have which an input hides, or queries, if it may hide those."""
     active = torch.arange(experiment.neutral[index].shape[-1]) % 3 != 1
     attention = experiment.attention(scores, experiment.hiding({index: active}))
-    seen = scores, attention, [active[None]], True
     ways = _ways(experiment.region, [experiment.region.inputs[index]])
-    return min(_left(_sample(seen, way)) for way in ways)
+    return min(_Hidden(scores, attention, [active[None]]).left(way) for way in ways)
 
 
 def _may_hide(experiment: RegionExperiment, index: int) -> bool:
@@ -677,13 +674,12 @@ def _may_hide(experiment: RegionExperiment, index: int) -> bool:
     return low or not _left_of_hidden(experiment, index, zero) > 1e-12
 
 
-def _highest(experiment: RegionExperiment, places: Sequence[int], seen: Seen) -> float:
-    """The highest added score that hides tokens as HIDDEN_SCORE did in what was seen."""
-    scores, before, kept, _ = seen
-    hidden = {index: x[0] for index, x in zip(places, kept, strict=True)}
+def _highest(experiment: RegionExperiment, places: Sequence[int], lowest: _Hidden) -> float:
+    """The highest added score that hides tokens as HIDDEN_SCORE did."""
+    hidden = {index: x[0] for index, x in zip(places, lowest.kept, strict=True)}
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
-        attention = experiment.attention(scores, experiment.hiding(hidden, score))
-        if relative_error(attention, before) <= STABILISED:
+        attention = experiment.attention(lowest.scores, experiment.hiding(hidden, score))
+        if relative_error(attention, lowest.attention) <= STABILISED:
             return score
     return HIDDEN_SCORE
 

@@ -19,8 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
-from asapc.passes.cut import Cut
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, larger_sizes, relative_error
+from asapc.passes.experiment import EXACT, STABILISED, Lengths, NoFit, Sized, relative_error
 
 MAX_HALF_STEPS = 1024
 BOTH: tuple[Side, ...] = ("row", "column")
@@ -163,14 +161,14 @@ def identify(
     sides: Sequence[Side] = BOTH  # of given marginals, no constant ones
     if not any(sample.is_given for sample in samples):
         sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
-    found: tuple[Budget, Stabiliser | None] | None
+    loop: tuple[Budget, Stabiliser | None] | None
     if sides:
-        found = budget_of(samples, multiplier, sides, tolerance, guesses, most)
+        loop = budget_of(samples, multiplier, sides, tolerance, guesses, most)
     else:  # a large constant takes a part of every mass
-        found = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
-    if found is None:
+        loop = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
+    if loop is None:
         raise NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    budget, stabiliser = found
+    budget, stabiliser = loop
     masked = {"mask": "key"} if any(sample.keep is not None for sample in samples) else {}
     convention = made(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser, **masked)
     fit = with_factor(convention, samples, mildest)
@@ -195,9 +193,9 @@ def budget_of(
     at_mild = _budget(groups_of(mildest, multiplier), sides, most)
     # A constant of 1e-6 is seen at mild scores, too, and a large one is nothing else.
     if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
-        found = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
-        if found is not None:
-            return found
+        stabilised = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
+        if stabilised is not None:
+            return stabilised
         raise NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps"
             f"{' with these marginals' if samples[0].is_given else ''} "
@@ -209,9 +207,9 @@ def budget_of(
     budget = _budget(groups_of(samples, multiplier), sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
-        found = _stabilised(samples, multiplier, sides, guesses, most)
-        if found is not None:
-            budget, stabiliser = found
+        stabilised = _stabilised(samples, multiplier, sides, guesses, most)
+        if stabilised is not None:
+            budget, stabiliser = stabilised
     if not budget.error <= max(tolerance, HELD):
         raise NoFit(
             f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
@@ -281,44 +279,33 @@ def overflown(attention: Tensor) -> bool:
     return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
 
-class Trials(ABC):
+class Trials(Sized, ABC):
     """A loop on scores that are drawn one after the other.
 
-    sizes: at which it is observed, the smallest first, where nothing else is told.
     rough: what multiplies them on the way, as seen first.  samples: what was observed, the mildest first.
     bounds: numbers that the code holds scores against, beyond which something else may happen.
     """
 
-    cut: Cut
-    sizes: list[dict[Any, int]]
     rough = 1.0
     bounds: Sequence[float] = ()
     samples: Sequence[Sample] = ()
 
-    @cached_property
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(0)
-
-    @property
-    def few(self) -> dict[Any, int]:
-        return self.sizes[0]
-
     @abstractmethod
-    def size(self, at: dict[Any, int] | None = None) -> tuple[int, ...]:
+    def size(self, at: Lengths | None = None) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""
 
     @abstractmethod
-    def on(self, scores: Tensor, at: dict[Any, int] | None = None, mild: bool = False) -> Sample | None:
+    def on(self, scores: Tensor, at: Lengths | None = None, mild: bool = False) -> Sample | None:
         """What is observed of these scores, None where they overflow."""
 
-    def noise(self, at: dict[Any, int] | None = None) -> Tensor:
-        return torch.randn(self.size(at), generator=self.generator, dtype=torch.float64)
+    def noise(self, at: Lengths | None = None) -> Tensor:
+        return self.normal(self.size(at))
 
-    def scores(self, spread: float = 1.0, at: dict[Any, int] | None = None) -> Tensor:
+    def scores(self, spread: float = 1.0, at: Lengths | None = None) -> Tensor:
         """Random ones of so many units of epsilon."""
         return spread * self.noise(at) / abs(self.rough)
 
-    def drawn(self, drawn: Drawn, at: dict[Any, int] | None = None) -> Sample | None:
+    def drawn(self, drawn: Drawn, at: Lengths | None = None) -> Sample | None:
         return self.on(drawn.scores(self.size(at), self.generator) / abs(self.rough), at, drawn.mild)
 
     def fitted(self, identify: Callable[[Sequence[Sample]], Fit[C]]) -> Fit[C]:
@@ -348,16 +335,13 @@ class Trials(ABC):
             f"({rival.first_side}s first) give the same attention in every test"
         )
 
-    def check_larger_sizes(self, convention: FiniteLoop, shape: Sequence[Any], heads: float) -> None:
-        """Hold a convention against what there is where tokens or examples are many: log(1 / N + 1e-6) is
-        log(1 / N) for a few.  shape: of the scores.  Raises NoFit."""
-        depth = convention.half_steps * heads
-        for at in larger_sizes(self.cut, self.few, shape[:-2], shape[-2:], depth):
+    def check_larger_loops(self, convention: FiniteLoop, heads: float) -> None:
+        """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
+        def error_at(at: Lengths) -> float:
             sample = self.drawn(Drawn(1.0), at)
-            error = math.inf if sample is None else convention_error(convention, [sample])
-            if not error <= HELD:
-                sizes = " x ".join(map(str, self.size(at)))
-                raise NoFit(f"another loop where scores are {sizes}", error)
+            return math.inf if sample is None else convention_error(convention, [sample])
+
+        self.check_larger(convention.half_steps * heads, error_at, HELD, "loop")
 
 
 def with_factor(convention: C, samples: Sequence[Sample], mildest: Sequence[Sample]) -> Fit[C]:
@@ -542,11 +526,11 @@ def _moved(before: Tensor, after: Tensor) -> float:
 
 def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
     """Largest error relative to the largest entry, where each matrix counts up to a number but 0."""
-    given, mass = (x.sum((-1, -2), keepdim=True) for x in (observed, ours))
-    if bool(((given == 0) & (mass > 0)).any()):
+    theirs, mass = (x.sum((-1, -2), keepdim=True) for x in (observed, ours))
+    if bool(((theirs == 0) & (mass > 0)).any()):
         return math.inf
     scale = observed.abs().amax((-1, -2), keepdim=True).clamp(min=1e-300)
-    error = float(((ours * (given / mass.clamp(min=1e-300)) - observed).abs() / scale).max())
+    error = float(((ours * (theirs / mass.clamp(min=1e-300)) - observed).abs() / scale).max())
     return math.inf if error != error else error
 
 
@@ -621,18 +605,18 @@ the map has any."""
 
 def masses_of(convention: Convention | PlanConvention, samples: Sequence[Sample]) -> list[Mass]:
     """Of every example with active keys."""
-    found: list[Mass] = []
+    masses: list[Mass] = []
     plain = replace(convention, output_factor=OutputFactor(shown=convention.output_factor.shown))
     for sample in samples:
         queries, keys = sample.scores.shape[-2:]
         ours = map_of(plain, sample).masked_fill(sample.attention == 0, 0.0)
         ratios = sample.attention.sum((1, 2, 3)) / ours.sum((1, 2, 3))
         active = [keys] * len(ratios) if sample.keep is None else sample.keep.sum(-1).tolist()
-        found += [
+        masses += [
             (queries, keys, float(n), float(ratio))
             for n, ratio in zip(active, ratios, strict=True) if n and sample.scores.numel()
         ]  # fmt: skip
-    return found
+    return masses
 
 
 def factor_of(observed: Sequence[Mass]) -> OutputFactor:

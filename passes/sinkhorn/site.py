@@ -63,7 +63,7 @@ class LoopSite(Site):
         shape = self.score.result.shape
         return Part(
             (self.score.left, self.score.right, *self.inputs), self.value.left,
-            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
+            frozenset((self.score.node, *self.inside)), self.value.map.order, shape[0], shape[-2],
             shape[-1], tuple((mask.node, mask.true_means_masked) for mask in self.masks),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from asapc.ir import Program
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.softmax import SoftmaxConvention
 from asapc.passes.cut import Part
-from asapc.passes.experiment import EXACT, Experiment, NoFit, outcome, small_sizes, snapped
+from asapc.passes.experiment import EXACT, Experiment, NoFit, outcome, snapped
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import site_name
 from asapc.passes.regions import Region
@@ -37,7 +37,7 @@ class SoftmaxSite(Site):
         batch, *_, queries, keys = score.result.shape
         return Part(
             (score.left, score.right), value.left, frozenset((score.node, *self.region.inside)),
-            value.left_order, batch, queries, keys,
+            value.map.order, batch, queries, keys,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:
@@ -60,10 +60,10 @@ def _probed(program: Program, region: Region) -> SoftmaxSite:
     """log A of a softmax is the scores, up to a number for each row."""
     score, value = region.score, region.value
     experiment = Experiment(program.graph, [score.result], value.map, region.inside)
-    lengths, *_ = small_sizes(experiment.cut, score.result.shape[:-2], score.result.shape[-2:])
-    generator = torch.Generator().manual_seed(0)
+    experiment.leads, experiment.tokens = score.result.shape[:-2], score.result.shape[-2:]
+    lengths, *_ = experiment.small()
     shape = experiment.dims(score.result, lengths)
-    scores = torch.randn(shape, generator=generator, dtype=torch.float64)
+    scores = torch.randn(shape, generator=experiment.generator, dtype=torch.float64)
     attention = experiment.run([scores], lengths)
     logs, centred = (x - x.mean(-1, keepdim=True) for x in (attention.log(), scores))
     multiplier = snapped(float((logs * centred).sum() / centred.square().sum()))
