@@ -163,7 +163,7 @@ def _compiled(
     device: torch.device,
     progress: Progress,
 ) -> Compiled:
-    teacher = _teacher(model)
+    teacher = teacher_of(model)
     untouched = uncompiled(model) if isinstance(model, nn.Module) else teacher.model
     source = data_of(data, forward_signature(teacher))
     require_splits(source)  # before the work, not after it
@@ -200,7 +200,7 @@ def _compiled(
     return Compiled(compiled, report)
 
 
-def _teacher(model: nn.Module | str) -> Teacher:
+def teacher_of(model: nn.Module | str) -> Teacher:
     if isinstance(model, str):
         return load_teacher(model)
     if not isinstance(model, nn.Module):

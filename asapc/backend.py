@@ -33,6 +33,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 
+from asapc import broken
 from asapc.errors import InputError
 from asapc.formats.limits import MOST, limits
 from asapc.inputs.data import Batch
@@ -304,7 +305,10 @@ def rewritten(
     fuses: whether small sites are faster without operators.  Raises Left if the graph stays as it is.
     """
     values = dict(zip(_inputs(graph), inputs, strict=True))
-    with torch.random.fork_rng(devices=[]), _plainly(x for x in inputs if isinstance(x, Tensor)):
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if not tensors:
+        raise Left("it is given no tensors")
+    with torch.random.fork_rng(devices=[]), _plainly(tensors):
         lowerable, known = identified(graph, values)
         example = lowerable.example(values)
     wanted, small = _worth(known, example) if fuses else ([*known.sites], [])
@@ -467,8 +471,15 @@ def backend(
     """
     others = dict(options or {})
     inner = str(others.pop("inner", "inductor"))
+    why = None
+    try:
+        again = _patched(graph, inputs, inner)
+        if again is not None:
+            return again
+    except Exception as error:  # of capturing the model's code, which runs as it is
+        why = reason(error)
     made, facts = _made(graph, inputs, inner)
-    note(facts, graph, inputs)
+    note(replace(facts, broken_for=why), graph, inputs)
     if inner != "inductor":
         return torch._dynamo.lookup_backend(inner)(made, list(inputs))
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
@@ -482,6 +493,24 @@ def backend(
             "Inductor needs a C++ compiler", got=reason(error),
             help='install g++, or torch.compile(model, backend="asapc", options={"inner": "eager"})',
         ) from error  # fmt: skip
+
+
+def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[..., Any] | None:
+    """What runs once, where a loop that breaks the graph has been patched; see asapc.broken."""
+    with torch.random.fork_rng(devices=[]), _plainly(x for x in inputs if isinstance(x, Tensor)):
+        found = broken.patched(graph)
+    if found is None:
+        return None
+    codes, model, analysis = found
+    facts = Facts(inner, tuple(analysis.sites), tuple(analysis.left_alone))
+    note(facts, graph, inputs, model)
+
+    def run(*given: Any) -> Any:
+        for code in codes:
+            torch._dynamo.eval_frame.reset_code(code)
+        return graph(*given)
+
+    return run
 
 
 def _made(graph: GraphModule, inputs: Sequence[Any], inner: str) -> tuple[GraphModule, Facts]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_zoo import Gated, module
+from attention_zoo import Gated, LogDomainPlain, SinkhornDistance, module
 from plan_nets import Scaled
 from torch import Tensor, nn
 
@@ -412,6 +412,36 @@ def test_a_long_first_call_says_what_it_does(monkeypatch: pytest.MonkeyPatch) ->
     with logged() as messages:
         compiled(Attention())(tokens())
     assert any("still identifying" in message for message in messages)
+
+
+def around(self: Any, x: Tensor) -> Tensor:
+    return x + self.attention(self.first(x))[0]
+
+
+def test_a_loop_that_ends_early_is_one_operator_and_the_model_stays_as_it_is() -> None:
+    model = module(around, first=nn.Linear(16, 16), attention=LogDomainPlain(4)).eval()
+    fast, x, names = compiled(model, "eager"), tokens(), model.state_dict().keys()
+    with torch.no_grad():
+        for given in (x, x, tokens(5, 17), x):
+            assert_same(fast(given), model(given))
+        for call, count in ((fast, 1), (model, 0)):
+            with torch.profiler.profile() as profile:
+                call(x)
+            assert sum("asapc::sinkhorn" in event.name for event in profile.events()) == count
+    assert operators(model) == ["sinkhorn"] and model.state_dict().keys() == names
+
+
+def test_a_loop_that_cannot_be_patched_says_why() -> None:
+    def dropping(self: Any, x: Tensor) -> Tensor:
+        return self.dropout(self.sink(self.first(x) @ x.transpose(-1, -2))) @ x
+
+    model = module(
+        dropping, first=nn.Linear(16, 16), sink=SinkhornDistance(0.5, 4), dropout=nn.Dropout(0.1)
+    ).eval()
+    x = tokens()
+    with torch.no_grad():
+        assert_same(compiled(model, "eager")(x), model(x))
+    assert "drops entries of its maps" in str(asapc.explain(model))
 
 
 def test_graphs_are_explained_by_model() -> None:

@@ -13,7 +13,8 @@ LAYERS = [  # the lowest first
     "features", "operators", "kernels", "models",
     "inputs", "program", "measure", "calibration", "passes", "artifact",
     "onnx", "training", "report",
-    "stages", "pipeline", "study", "api", "backend", "session", "options", "demo", "cli", "__main__",
+    "stages", "pipeline", "study", "api", "broken", "backend", "session", "options", "demo", "cli",
+    "__main__",
 ]  # fmt: skip
 
 

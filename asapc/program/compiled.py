@@ -189,6 +189,7 @@ class Forward:
     inside: the modules whose code the graph has, as they were captured.
     constants: what the graph holds of weights.
     questions: what its code asked about the mode it runs in, if there are no modules (program.state).
+    traced: only Dynamo sees it; otherwise the module's own code runs.
     """
 
     module: nn.Module
@@ -200,6 +201,7 @@ class Forward:
     inside: tuple[Inside, ...] = ()
     constants: Constants = field(default_factory=Constants)
     questions: tuple[str, ...] = ()
+    traced: bool = False
     warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -273,6 +275,9 @@ class Forward:
         copied = None if torch.compiler.is_compiling() else self._of_copy(sys._getframe(1))
         if copied is not None:
             return copied(*args, **kwargs)
+        if self.traced and not torch.compiler.is_dynamo_compiling():
+            with self._hidden():
+                return self.original(*args, **kwargs)
         flat, problem = self.call.flat(args, kwargs)
         if problem is None:
             problem = self._another(flat)

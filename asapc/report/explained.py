@@ -22,7 +22,8 @@ class Facts:
     """What became of one of Dynamo's graphs.
 
     sites: operators now, by the modules that they are in; left: loops that stay the model's own code.
-    reason: why all of it does.  broken_at: the line of the model at which Dynamo breaks the graph.
+    reason: why all of it does.  broken_at: the line of the model at which Dynamo breaks the graph;
+    broken_for: why a loop there could not be replaced, if that was tried.
     """
 
     inner: str
@@ -30,6 +31,7 @@ class Facts:
     left: tuple[LeftAlone, ...] = ()
     reason: str | None = None
     broken_at: str | None = None
+    broken_for: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -41,6 +43,7 @@ class Facts:
             "left": [{"name": x.name, "reason": x.reason} for x in self.left],
             "reason": self.reason,
             "broken_at": self.broken_at,
+            "broken_for": self.broken_for,
         }
 
     def lines(self) -> Iterator[str]:
@@ -54,9 +57,10 @@ class Facts:
         elif not self.sites and not self.left:
             yield "  no loop of rows and columns, and no attention"
         if self.broken_at is not None:
+            instead = " here; torch.compile(asapc.compile(model, data).model) replaces it"
+            why = instead if self.broken_for is None else f": {self.broken_for}"
             yield (
-                f"  ends at a graph break, {self.broken_at}: a loop that crosses it stays as it is here; "
-                "torch.compile(asapc.compile(model, data).model) replaces it"
+                f"  ends at a graph break, {self.broken_at}: a loop that crosses it stays as it is{why}"
             )
 
 
@@ -80,7 +84,10 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return 'no graph: compile with torch.compile(model, backend="asapc") and call it first'
+            return (
+                'no graph: compile with torch.compile(model, backend="asapc") and call it first. If you '
+                "did, Dynamo skips its code, and torch.compile(asapc.compile(model, data).model) does not"
+            )
         blocks = [
             "\n".join([f"graph {number}, compiled by {facts.inner}", *facts.lines()])
             for number, facts in enumerate(self.graphs, 1)
@@ -110,10 +117,14 @@ class _Seen:
 _SEEN: dict[Any, _Seen] = {}  # by Dynamo's number of the compilation, which it may begin anew
 
 
-def note(facts: Facts, graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """Keep what became of a graph, for explain."""
+def note(
+    facts: Facts, graph: GraphModule, inputs: Sequence[Any], model: nn.Module | None = None
+) -> None:
+    """Keep what became of a graph, for explain.  model: whose loop broke it."""
     stacks = [(node.meta.get("nn_module_stack") or {}).values() for node in graph.graph.nodes]
     kinds = frozenset(kind for stack in stacks for _, kind in stack if isinstance(kind, type))
+    if model is not None:
+        kinds, inputs = kinds | {type(model)}, [*inputs, *model.parameters()]
     tensors = tuple(weakref.ref(x) for x in inputs if isinstance(x, Tensor))
     number = CompileContext.current_compile_id() or object()
     _SEEN.pop(number, None)
