@@ -24,7 +24,7 @@ from torch.fx import Node
 from asapc.ir import MOVES, Convention, Ending, PlanConvention, Program, Stop
 from asapc.measure.differences import number_outputs
 from asapc.operators.catalogue import by_name, ordered
-from asapc.operators.plan import row_duals
+from asapc.operators.plan import row_duals, settings_of
 from asapc.passes.branches import Trace, spoken
 from asapc.passes.cut import (
     HALVES,
@@ -259,24 +259,23 @@ def ending_of(
         for ones, moves, summed in itertools.product((False, True), MOVES, (False, True))
     }
     theirs, generator = [], torch.Generator().manual_seed(5)
-    in_order = [stops[x] for x in residuals]
-    precise, own = (residuals_cut(loop.program, in_order, loop.inputs, x) for x in (torch.float64, None))
-    form = "plan" if convention.written is None else convention.written.form
+    in_order, settings = [stops[x] for x in residuals], settings_of(convention)
+    cuts = [residuals_cut(loop.program, in_order, loop.inputs, x) for x in (torch.float64, None)]
     for at, spread in itertools.product(lengths, UNEVEN):
         noise = spread * torch.randn(tuple(loop.size(at)), generator=generator, dtype=torch.float64)
         noise[:1] *= 2.0  # a mean over examples is no largest one
         for number, drawn in enumerate((noise, *hidden(noise))):
             tensors, given = loop.feed(drawn, at, None)
-            if number:
-                tensors = [x.to(n.meta["val"].dtype) for x, n in zip(tensors, loop.inputs, strict=True)]
+            pairs = zip(tensors, loop.inputs, strict=True)
+            tensors = [x.to(node.meta["val"].dtype) if number else x for x, node in pairs]
             scores = convention.score_multiplier * given.scores
-            made = torch.stack((own if number else precise).run(tensors, at)).flatten().double()
+            made = torch.stack(cuts[number > 0].run(tensors, at)).flatten().double()
             theirs.append((made, HIDDEN if number else STABILISED))
             for _, alike in itertools.groupby(ours, lambda rule: rule.ones):
                 rules = [*alike]
                 masses = rules[0].masses(*given.marginals, scores)
-                loop_of = half_steps, rows_first, convention.damping, form if number else "plan"
-                f = [*row_duals(scores, *masses, *loop_of)]
+                form = settings.get("form", "plan") if number else "plan"
+                f = [*row_duals(scores, *masses, half_steps, rows_first, convention.damping, form)]
                 for rule in rules:
                     changed = [rule.change(*pair) for pair in itertools.pairwise(f)]
                     ours[rule].append(torch.stack(changed).double())

@@ -211,9 +211,9 @@ def _ended_plan(a: SimpleNamespace, s: Tensor, ending: Ending, factor: Tensor) -
         f, g = (torch.stack(x).index_select(0, done)[0] for x in both)
         logs = s + f[..., None] + g[..., None, :]
     else:
-        logs, written = s, (*loop[:2], a.form, a.shares, a.damping)
-        plans = itertools.islice(plan_meaning.written_steps(s, *masses, *written), a.half_steps + 1)
-        for step, (log_plan, _) in enumerate(plans):
+        written = a.rows_first, a.form, a.shares, a.damping
+        steps, logs = plan_meaning.written_steps(s, *masses, *written), s
+        for step, (log_plan, _) in enumerate(itertools.islice(steps, a.half_steps + 1)):
             logs = torch.where(done == step, log_plan(), logs)
     return (logs + factor.log() if a.log else logs.exp() * factor).to(a.scores.dtype)
 

@@ -50,37 +50,27 @@ def log_plan_of(
     return scores
 
 
-def written_log_plan(
-    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
-    form: str, shares: bool, damping: Sequence[float] | None,
-) -> Tensor:  # fmt: skip
-    """log P in the dtype of the scores, its terms added in the order in which a teacher's code adds them.
+def written_steps(
+    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, rows_first: bool, form: str, shares: bool,
+    damping: Sequence[float] | None,
+) -> Iterator[tuple[Callable[[], Tensor], Tensor]]:  # fmt: skip
+    """(What gives log P, f [.., N]) before the first and after every half-step, in the dtype of the
+    scores, its terms added in the order in which a teacher's code adds them.
 
     Next to a mask of -1e9 a float32 dual keeps no digit: what is left of a row or column that is hidden
     as a whole depends on that order. s, log_mu, log_nu: as log_plan_of takes them; form, shares: as in
-    ir.Written.
+    ir.Written, whose "softmax" tells no f.
     """
-    steps = written_steps(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
-    last, _ = next(itertools.islice(steps, half_steps, None))
-    return last()
-
-
-def written_steps(
-    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
-    form: str, shares: bool, damping: Sequence[float] | None,
-) -> Iterator[tuple[Callable[[], Tensor], Tensor]]:  # fmt: skip
-    """(What gives log P, f [.., N]) before the first and after every half-step of written_log_plan."""
     f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
     # Counted, not asked for: a graph of this holds for every size.
     logs = [torch.ones_like(x).sum(axis, keepdim=True).log() for x, axis in ((f, -2), (g, -1))]
     mu = -logs[0] * shares if log_mu is None else log_mu.to(s.dtype)[..., :, None]
     nu = -logs[1] * shares if log_nu is None else log_nu.to(s.dtype)[..., None, :]
-    (rows, columns), step, turn = damping or (1.0, 1.0), 0, True
-    while True:
+    (rows, columns), turn = damping or (1.0, 1.0), True
+    for step in itertools.count():
         given, count = (log_mu, logs[0]) if turn else (log_nu, logs[1])
-        off = None if shares or given is not None else count
-        yield partial(_added, form, s, f, g, off), f[..., 0]
-        turn, step = (step % 2 == 0) == rows_first, step + 1
+        yield partial(_added, form, s, f, g, count * (given is None and not shares)), f[..., 0]
+        turn = (step % 2 == 0) == rows_first
         axis, mass = (-1, mu) if turn else (-2, nu)
         if form == "softmax":
             s = s.log_softmax(axis) + mass
@@ -97,13 +87,11 @@ def written_steps(
             g = columns * (mass - (s + f).logsumexp(axis, keepdim=True))
 
 
-def _added(form: str, s: Tensor, f: Tensor, g: Tensor, off: Tensor | None) -> Tensor:
+def _added(form: str, s: Tensor, f: Tensor, g: Tensor, off: Tensor) -> Tensor:
     """log P of scores that are changed themselves, or of duals."""
     if form in ("softmax", "logs"):
-        log_plan = s
-    else:
-        log_plan = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
-    return log_plan if off is None else log_plan - off
+        return s - off
+    return (s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g) - off
 
 
 def plan(
@@ -139,7 +127,8 @@ def plan(
             half_steps = half_steps_until(ending, moved, half_steps, rows_first)
     factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if is_written:
-        logs = written_log_plan(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
+        written = written_steps(s, log_mu, log_nu, rows_first, form, shares, damping)
+        logs = next(itertools.islice(written, half_steps, None))[0]()
         return (logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor).to(dtype)
     if constant is None:
         log_plan = log_plan_of(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
@@ -184,12 +173,11 @@ def row_duals(
 ) -> Iterator[Tensor]:  # fmt: skip
     """f [B, H, N] of scores in units of epsilon: 0, and after every half-step on rows.  form: of
     ir.Written, in whose order and in the dtype of the scores they are computed, "plan" for none."""
-    loop = scores, log_mu, log_nu, half_steps, rows_first
     if form == "plan":
-        all_f = (f for f, _ in duals(*loop, damping))
+        all_f = (f for f, _ in duals(scores, log_mu, log_nu, half_steps, rows_first, damping))
     else:
-        own = "logs" if form == "softmax" else form  # of which a softmax does not tell f
-        all_f = (f for _, f in written_steps(*loop, own, True, damping))
+        form = "logs" if form == "softmax" else form
+        all_f = (f for _, f in written_steps(scores, log_mu, log_nu, rows_first, form, True, damping))
     steps = enumerate(itertools.islice(all_f, half_steps + 1))
     return (f for step, f in steps if step == 0 or (step % 2 == 1) == rows_first)
 

@@ -1565,7 +1565,7 @@ template <class X, class S> class Planned {
   X *s_, *kernel_, *a_, *mu_, *row_tops_, *before_, *moved_, *off_, *b_, *nu_, *column_tops_, *total_, low_, high_;
 };
 
-// written_log_plan of operators/plan.py, of one matrix.
+// written_steps of operators/plan.py, of one matrix.
 template <class T> class InOrder {
   static constexpr int L = kLanes<T>;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
