@@ -507,7 +507,7 @@ def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[
 
     def run(*given: Any) -> Any:
         for code in codes:
-            torch._dynamo.eval_frame.reset_code(code)
+            torch._C._dynamo.eval_frame.reset_code(code)
         return graph(*given)
 
     return run

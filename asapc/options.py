@@ -108,9 +108,7 @@ class Judged:
     junit: str | None = option(None, "Also write the checks to this file, as JUnit XML.", metavar="FILE")
 
 
-def command(
-    name: str | None = None, processes: bool = False, timed: bool = False
-) -> Callable[..., Any]:
+def command(name: str | None = None, processes: bool = False, timed: bool = False) -> Callable[..., Any]:
     """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options, of which
     those that are False by default are switches.
 

@@ -85,9 +85,7 @@ def outcome(experiments: Callable[[], Result]) -> Result | NoFit:
         return NoFit(f"the region cannot be run on its own: {type(error).__name__}: {line}")
 
 
-def once(
-    known: dict[object, Result | NoFit], key: object, experiments: Callable[[], Result]
-) -> Result:
+def once(known: dict[object, Result | NoFit], key: object, experiments: Callable[[], Result]) -> Result:
     """What the experiments give, or gave for another region with this key.  Raises NoFit."""
     result = known[key] if key in known else outcome(experiments)
     known[key] = result
@@ -253,9 +251,7 @@ class Experiment(Sized):
         """A value with canonical axes as the graph's own tensor has them."""
         return tensor.raw(value, self.cut.shape_of(tensor.node, lengths))
 
-    def run(
-        self, values: Sequence[Tensor], lengths: Lengths, masks: Sequence[Tensor] = ()
-    ) -> Tensor:
+    def run(self, values: Sequence[Tensor], lengths: Lengths, masks: Sequence[Tensor] = ()) -> Tensor:
         """The output with canonical axes, float64."""
         pairs = zip(self.inputs, values, strict=True)
         raw = [self.raw(tensor, value, lengths) for tensor, value in pairs]
@@ -271,9 +267,7 @@ class Experiment(Sized):
             made.append(mask)
         return made
 
-    def observe(
-        self, values: Sequence[Tensor], lengths: Lengths, padded: Tensor | None = None
-    ) -> Tensor:
+    def observe(self, values: Sequence[Tensor], lengths: Lengths, padded: Tensor | None = None) -> Tensor:
         """The output [B, H, X, Y], with these tokens padded."""
         result = self.run(values, lengths, self.masks(lengths, padded))
         return result.reshape(self.shape(self.output, lengths))

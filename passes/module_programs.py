@@ -265,9 +265,7 @@ class _Reader:
         call = (self.program.args, self.program.kwargs)
         return recorded(self.program.graph, wanted, call) if wanted else {}
 
-    def cut(
-        self, inside: _Inside, sites: Sequence[Site], values: Mapping[Node, Tensor]
-    ) -> ModuleProgram:
+    def cut(self, inside: _Inside, sites: Sequence[Site], values: Mapping[Node, Tensor]) -> ModuleProgram:
         """The module's program with its layers marked.  Raises Undescribable."""
         traced = inside.call
         name = self._full(traced.name)

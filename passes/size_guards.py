@@ -110,9 +110,7 @@ def by_the_model() -> bool:
     return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_MODELS)
 
 
-def keep_to_guards(
-    exported: ExportedProgram, example: Batch, questions: Sequence[Question] = ()
-) -> None:
+def keep_to_guards(exported: ExportedProgram, example: Batch, questions: Sequence[Question] = ()) -> None:
     """Narrow the ranges of a program's sizes, in its shape environment, to where its guards hold.
 
     They hold for the example.  questions: of the model's own code.

@@ -26,9 +26,7 @@ class Reading:
         None, "Weights for a factory: .safetensors, .pt or .pth.", metavar="FILE"
     )
     kwargs: str | None = option(None, "Keyword arguments for a factory.", metavar="JSON")
-    trust: bool = option(
-        False, "Trust the file: allow any operator and any memory (see SECURITY.md)."
-    )
+    trust: bool = option(False, "Trust the file: allow any operator and any memory (see SECURITY.md).")
     trust_remote_code: bool = option(False, "Run code from a transformers folder MODEL that you trust.")
     device: str = option(
         AUTO, "auto, cpu, cuda, or cuda:1; auto uses a GPU if there is one.", metavar="DEVICE"

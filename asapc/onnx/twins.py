@@ -370,9 +370,7 @@ def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budg
     return torch.where(total == -math.inf, 0.0, clouds.cost_offset() - total) * weights
 
 
-_DUALS = Backend(
-    {"gaussian": _gaussian, "lse": _c_transforms}, _coarse
-)
+_DUALS = Backend({"gaussian": _gaussian, "lse": _c_transforms}, _coarse)
 dual = _DUALS.dual
 dual_and_row_mass = _DUALS.dual_and_row_mass
 

@@ -187,9 +187,7 @@ def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) ->
     return Prepared(module, operators, forward, constants_of(model, sites))
 
 
-def constants_of(
-    model: nn.Module, sites: Sequence[Mapping[str, Any]]
-) -> Callable[[], Constants]:
+def constants_of(model: nn.Module, sites: Sequence[Mapping[str, Any]]) -> Callable[[], Constants]:
     """The sites' constants among the model's weights, with the values at the time of the call."""
     names = [str(name) for site in sites for name in site["constants"]]
     tensors = tensors_of(model)

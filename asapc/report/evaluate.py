@@ -118,9 +118,7 @@ def _read(
         yield _Models(artifact, surrounding, source, metric)
 
 
-def _measured(
-    models: _Models, measuring: Measuring, progress: Progress, processes: Processes
-) -> Report:
+def _measured(models: _Models, measuring: Measuring, progress: Progress, processes: Processes) -> Report:
     artifact, source, size, fast = models.artifact, models.source, models.batch_size, measuring.fast
     limit = None if measuring.max_memory is None else MemoryLimit(measuring.max_memory)
     if limit is not None:

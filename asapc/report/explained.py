@@ -117,9 +117,7 @@ class _Seen:
 _SEEN: dict[Any, _Seen] = {}  # by Dynamo's number of the compilation, which it may begin anew
 
 
-def note(
-    facts: Facts, graph: GraphModule, inputs: Sequence[Any], model: nn.Module | None = None
-) -> None:
+def note(facts: Facts, graph: GraphModule, inputs: Sequence[Any], model: nn.Module | None = None) -> None:
     """Keep what became of a graph, for explain.  model: whose loop broke it."""
     stacks = [(node.meta.get("nn_module_stack") or {}).values() for node in graph.graph.nodes]
     kinds = frozenset(kind for stack in stacks for _, kind in stack if isinstance(kind, type))

@@ -41,14 +41,7 @@ from asapc.passes.esp.probe import (
     tied_points,
 )
 from asapc.passes.esp.site import EspSite
-from asapc.passes.experiment import (
-    STABILISED,
-    Experiment,
-    Lengths,
-    NoFit,
-    once,
-    outcome,
-)
+from asapc.passes.experiment import STABILISED, Experiment, Lengths, NoFit, once, outcome
 from asapc.passes.products import (
     SORTS,
     UNSTABLE,

@@ -25,14 +25,7 @@ from asapc.ir import LotConvention, OutputFactor, PlanConvention, Program, Side
 from asapc.operators.lot import lot as lot_reference
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
-from asapc.passes.cut import (
-    ancestors,
-    data_dependent,
-    descendants,
-    is_tensor,
-    reached,
-    separate,
-)
+from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached, separate
 from asapc.passes.early_stop import Crowd, Stopping, check_stops, of_many
 from asapc.passes.experiment import (
     STABILISED,

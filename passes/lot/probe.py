@@ -173,9 +173,7 @@ def per_head(
     return (table, True) if alike(by_example(table, batch), folded) else None
 
 
-def identify_half(
-    code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]
-) -> HalfFit:
+def identify_half(code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]) -> HalfFit:
     """The finite loop between tokens and pivots that reproduces the code to 1e-6.  Raises NoFit.
 
     pivots: candidates [H, R, D].  masses: candidates.

@@ -541,9 +541,7 @@ def _check_stops(
         return [experiment.raw(region.score.result, s, at), *inputs], Sample(s, s, **kept)
 
     entering = experiment.entering
-    loop = Stopping(
-        experiment.program, stops, entering, region.inside, convention, experiment.size, feed
-    )
+    loop = Stopping(experiment.program, stops, entering, region.inside, convention, experiment.size, feed)
     tokens, places = slice(0, 8), torch.arange(max(experiment.size()[-2:]))
     crowds = [Crowd(few), *of_many(few, many)]
     if long:

@@ -348,9 +348,7 @@ def with_factor(convention: C, samples: Sequence[Sample], mildest: Sequence[Samp
     """The convention with the output factor that the mildest samples show, held against all of them.
     Its power of the shown queries stays.  Raises NoFit."""
     factor = factor_of(masses_of(convention, mildest))
-    convention = replace(
-        convention, output_factor=replace(factor, shown=convention.output_factor.shown)
-    )
+    convention = replace(convention, output_factor=replace(factor, shown=convention.output_factor.shown))
     error = convention_error(convention, samples)
     if not error <= HELD:
         raise NoFit("one head or example runs this loop and another does not", error)

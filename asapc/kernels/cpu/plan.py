@@ -78,9 +78,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     out, lost = native.plan(given, log_mu, log_nu, offset, way)
     if lost is not None:
         matrices = (-1, queries, keys)
-        _beyond(
-            given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype
-        )
+        _beyond(given.view(matrices), (batch, heads), task, out.view(matrices), lost, scores.dtype)
     for logs, is_first in ((log_mu, task.rows_first), (log_nu, not task.rows_first)):
         if logs is not None and stabiliser is None and (is_first or settings["half_steps"] > 1):
             empty = logs.amax(-1).isneginf()
@@ -128,9 +126,7 @@ def _way_of_changes(
     )
 
 
-def _given(
-    scores: Tensor, task: Task, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _given(scores: Tensor, task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores and masses as the engine reads them."""
     given = scores if scores.dtype is dtype else scores.to(dtype)
     if task.settings["by_head"] is not None:

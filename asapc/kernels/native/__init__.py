@@ -196,9 +196,7 @@ def lot(
 
     z, mass = pivots.expand(batch, -1, -1, -1).to(dtype), each(pivot_mass)
     run = loop(key_multiplier, key_half_steps, keys_first, 1.0)
-    mixed, widest = sinkhorn_loop(
-        z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass
-    )
+    mixed, widest = sinkhorn_loop(z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass)
     factor = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
     if pivot_weight is not None:
         factor = factor * each(pivot_weight).to(dtype)[..., None]
