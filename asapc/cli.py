@@ -238,8 +238,8 @@ def whole(
     run.note("3 of 3: measuring")
     around = written.manifest["capture"] == "module"
     result = pipeline.report(
-        written, data, limits, model=model if around else None,
-        reading=replace(reading, trust=True), measuring=measuring, progress=run.progress,
+        written, data, limits, model=model if around else None, reading=replace(reading, trust=True),
+        measuring=measuring, progress=run.progress,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)

@@ -14,7 +14,6 @@ import itertools
 import re
 from collections.abc import Collection, Sequence
 from types import CodeType
-from typing import Any
 
 import torch
 
@@ -153,7 +152,8 @@ def questions_of(code: CodeType) -> set[str]:
         if step.opname.startswith("LOAD_"):
             label = frozenset(map(str, names)).union(*(carriers.get(str(name), ()) for name in names))
             label |= held & {"device"}  # of which an attribute is a part
-            label = frozenset() if step.opname == "LOAD_CONST" and not _is_single(step.argval) else label
+            single = isinstance(step.argval, bool | type(None) | type(...))
+            label = frozenset() if step.opname == "LOAD_CONST" and not single else label
         elif step.opname.startswith("CALL"):
             of_text = held & {"device"} if _callee(taken) == {"str"} else frozenset[str]()
             label = _callee(taken) if _is_dtype(_callee(taken)) else of_text
@@ -217,10 +217,6 @@ def _is_dtype(label: Collection[str]) -> bool:
 def _held(label: Collection[str]) -> frozenset[str]:
     """What of these a value with such a label may hold: a dtype, a device."""
     return frozenset(kind for kind in ("dtype", "device") if any(kind in name for name in label))
-
-
-def _is_single(value: Any) -> bool:
-    return value is None or value is Ellipsis or isinstance(value, bool)
 
 
 def instructions_of(code: CodeType) -> list[dis.Instruction]:

@@ -95,8 +95,7 @@ def report(
 
 def _tell_shortage(models: _Models, needed: int, most: int, progress: Progress) -> None:
     """Warn before the work if there are fewer examples than the limits need."""
-    unseen = Unseen(models.artifact, models.source)
-    held = models.source.count(1, select=unseen.select, limit=most)
+    held = models.source.count(1, select=Unseen(models.artifact, models.source).select, limit=most)
     if held is not None and held < needed:
         how = f"pass --examples {needed}" if held == most else "pass more with --data"
         progress.note(f"warning: the limits need {needed} examples, the report will have {held}: {how}")

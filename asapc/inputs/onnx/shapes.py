@@ -221,10 +221,6 @@ def shape_of(x: Any, *, start: int = 0, end: int | None = None) -> Any:
     return shape[start:end]
 
 
-def size_of(x: Any) -> Any:
-    return math.prod(shape_of(x))
-
-
 def constant_of_shape(shape: Any, *, value: tuple[Any, torch.dtype] = (0.0, torch.float32)) -> Any:
     sizes = ints(shape, "the shape of ConstantOfShape")
     number, dtype = value
