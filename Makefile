@@ -51,7 +51,7 @@ native-check: $(VENV)/.installed-dev
 	    ASAN_OPTIONS=detect_leaks=0 ASAPC_NATIVE=$(CHECKED) OMP_NUM_THREADS=2 \
 	    $(BIN)/pytest -q -s tests/test_kernels.py tests/test_every_operator.py tests/test_stabilised.py tests/test_plan.py \
 	    tests/test_plan_hidden.py tests/test_esp.py tests/test_lot.py tests/test_banded.py tests/test_endings.py \
-	    tests/test_features.py
+	    tests/test_features.py tests/test_loop_gradients.py
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
