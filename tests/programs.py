@@ -38,7 +38,7 @@ from program_texts import (
 from torch import Tensor, nn
 
 from asapc import pipeline
-from asapc.api import _teacher
+from asapc.api import teacher_of
 from asapc.artifact import load, read_manifest
 from asapc.calibration.stored import Calibration, save_calibration
 from asapc.errors import AsapcError
@@ -185,7 +185,7 @@ def compiled_of(
 ) -> tuple[nn.Module, nn.Module | None, list[str]]:
     """(the patched copy, the model read from the artefact alone, the sites' operators)."""
     with tempfile.TemporaryDirectory(prefix="programs-") as place:
-        folder, teacher = Path(place), _teacher(model)
+        folder, teacher = Path(place), teacher_of(model)
         recipe = Recipe.from_dict({"operator": "lossless", "batch_size": 8})
         source = data_of(data, forward_signature(teacher))
         calibration = Calibration(teacher.fingerprint, recipe.to_dict(), "whole", {}, "", "parallel", ())
