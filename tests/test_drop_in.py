@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import asapc
 from asapc import pipeline
-from asapc.api import _teacher
+from asapc.api import teacher_of
 from asapc.artifact import read_artifact, write_refreshed
 from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import data_of
@@ -79,7 +79,7 @@ LOSSLESS = {"operator": "lossless", "batch_size": 16}
 def compiled(
     model: nn.Module, data: dict[str, Tensor], folder: Path, recipe: dict[str, Any] = LOSSLESS
 ) -> Path:
-    teacher, own, quiet = _teacher(model), Recipe.from_dict(recipe), make_progress(quiet=True)
+    teacher, own, quiet = teacher_of(model), Recipe.from_dict(recipe), make_progress(quiet=True)
     source = data_of(data, forward_signature(teacher))
     analyse = analysed_once()
     pipeline.calibrate(teacher, source, folder / "calib", own, quiet, analyse=analyse)
