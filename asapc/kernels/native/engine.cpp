@@ -345,11 +345,12 @@ template <class S, class W> class Head {
     for (int64_t i = 0; row_mass_ && i < p.queries; ++i)
       if (row_mass_[i] > 0) least = std::min(least, double(row_mass_[i]));
     spare_ = std::max(0.0, -std::log(least) - 8) / 2;
-    kept_ = p.to_columns || count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(count_) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
     stabilised_ = p.rule.form != kPlain, unshifted_ = p.rule.unshifted;
     is_softmax_ = p.rows_first && p.half_steps == 1 && !stabilised_ && !row_mass_;
+    const bool once = is_softmax_ && !slopes;  // which needs a block of rows at a time alone
+    kept_ = p.to_columns || (!once && count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes);
     if (stabilised_) share_ = 1;
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
