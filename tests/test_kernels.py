@@ -461,6 +461,8 @@ def test_one_c_transform_from_the_keys_dual_is_softmax_attention(
     spread: float, by_engine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of scores of any spread in float32: what leaves the format is nothing beside a row's largest."""
+    if by_engine and native.missing() is not None:
+        pytest.skip(str(native.missing()))
     if not by_engine:
         monkeypatch.setattr(native, "missing", lambda: "ASAPC_NATIVE=0")
     q, k, v = tokens(2, 3, 37, 8)
