@@ -368,7 +368,7 @@ template <class S, class W> class Head {
     sees_all_ = is_sparse_ = false;
     std::fill_n(a_, count_, W(1)), std::fill_n(top_, padded_, W(0));
     for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_);
-    past_a_.clear(), past_b_.assign(b_, b_ + padded_);
+    if (slopes_) past_b_.assign(b_, b_ + padded_);
     each_pass([&](const Pass& pass) {
       if (slopes_ && !pass.closes_rows && !pass.closes_columns) return true;
       if (!linear_pass(pass)) return false;
@@ -2524,7 +2524,8 @@ template <class S> int64_t band(const Band& p) {
 
 // Duals of a loop on clusters, of features/coarse.py.  x: [B, H, N, D]; y: [B, H, M, D]; pivots: [H, R, D], or [B, H, R, D]
 // if `each`, or null for the points of features/farthest.py; x_keep: [B, N] and y_keep: [B, M] bytes or null; column:
-// [B, H, N], u + |x|^2 / 2 with u up to a constant; mass: [B, H, M], row_mass, or null. At least one half-step.
+// [B, H, N], u + |x|^2 / 2 with u up to a constant; mass: [B, H, M], that of the points y, or null. At least one
+// half-step.
 struct Coarse {
   const void *x, *y, *pivots;
   const uint8_t *x_keep, *y_keep;
