@@ -442,8 +442,10 @@ def test_a_token_of_no_mass_is_closed_by_its_own_half_step(masked: bool, queries
         dual[..., -1] = -math.inf
         settings = (None, bias, dual if source else None, None if source else dual, 0.3, half_steps)
         exact = asap_meaning.asap(*map(double, (q, k, v, *settings)), ATTENTION)
-        found = ops.asap(q, k, v, *settings, ATTENTION).double()
+        with explained() as choices:
+            found = ops.asap(q, k, v, *settings, ATTENTION).double()
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        assert len(choices) == 1
 
 
 def test_without_the_engine_the_plain_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:

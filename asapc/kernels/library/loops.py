@@ -47,13 +47,13 @@ def _run(
     name = plain.func.__name__
     start_name, loop = as_loop(plain.keywords)
     start = None if start_name is None else plain.keywords[start_name]
+    if start is not None and start.is_cpu and bool(start.isneginf().any()):
+        return dispatch.plainly(plain, q, k, "a dual of -inf, which its own half-step forgets")
     from_key = loop.first_side == "row" and v is not None and v.numel() > 0 and q.numel() > 0
     backend = dispatch.attention_backend(name, q, k, v, bias, loop.half_steps, from_key)
     if backend == "plain":
         return plain()
     if backend == "cpu":
-        if start is not None and bool(start.isneginf().any()):
-            return dispatch.plainly(plain, q, k, "a dual of -inf, which its own half-step forgets")
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, start, loop)
         if loop.half_steps > 1 or not from_key:
             dispatch.note(name, q, k, lambda: native.path(q, k, widest))
