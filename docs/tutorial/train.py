@@ -36,6 +36,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # for tensors this small, several threads wait more than they compute
     model = train(build(), steps=240)
     save_file(model.state_dict(), "my.safetensors")
-    for name, count in (("my.npz", 1024), ("test.npz", 512)):
+    for name, count in (("my.npz", 1024), ("test.npz", 256)):
         tokens, topics = texts(count, length=256)
         np.savez(name, tokens=tokens, labels=topics)  # labels: for accuracy only
