@@ -52,7 +52,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Pow: math.pow,
 }  # fmt: skip
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "min": min, "max": max, "abs": abs, "int": int, "round": round, "torch.sym_float": float,
+    "min": min, "max": max, "abs": abs, "int": int, "round": round, "float": float,
     "math.trunc": math.trunc, "math.floor": math.floor, "math.ceil": math.ceil,
 }  # fmt: skip
 
@@ -242,7 +242,7 @@ def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
             condition, then, otherwise = of(test), of(body), of(other)
             return lambda sizes: then(sizes) if condition(sizes) else otherwise(sizes)
         case ast.Call(func=function, args=arguments, keywords=[]):
-            name = ast.unparse(function)
+            name = ast.unparse(function).removeprefix("torch.sym_")  # sym_max since torch 2.14
             if name in _FUNCTIONS:
                 return _applied(_FUNCTIONS[name], [*map(of, arguments)])
     raise _Unreadable
