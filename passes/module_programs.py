@@ -161,6 +161,7 @@ class _Reader:
         needed = set(_nodes_of(site))
         last = max(needed, key=self.order.__getitem__)
         reason = "no module holds it"
+        smallest: _Inside | None = None
         for number, call in enumerate(self.program.calls):  # inner calls come first
             if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
@@ -178,10 +179,23 @@ class _Reader:
                     problem = "is given scores that may hide tokens in other calls"
                 if problem is None and mapless and self._gives_the_map(site, inside):
                     problem = "returns its attention map, which a convolution on the values leaves out"
-                if problem is None:
+                if problem is None and (smallest or not self._gives_unread_steps(site, call)):
                     return inside
+                smallest = inside if problem is None else smallest
                 reason = f"{call.name or 'the model'} {problem}"
-        return reason
+            if smallest is not None and inside is not smallest:
+                break  # the rest of the model is not taken for the sake of speed
+        return smallest or reason
+
+    def _gives_unread_steps(self, site: Site, call: ModuleCall) -> bool:
+        """Whether a module returns duals of the loop that nothing outside reads. Its program would run the
+        loop as written for them, beside the operator; in the module around it they are dead code."""
+        part = site.part()
+        return any(
+            node in part.inside and node is not part.output
+            and not any(self.order[user] >= call.end for user in node.users)
+            for node in call.outputs
+        )
 
     def _gives_the_map(self, site: Site, inside: _Inside) -> bool:
         """Whether a module gives the site's map, or what is made of it, where the model reads neither."""

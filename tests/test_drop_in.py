@@ -813,7 +813,20 @@ class Loop(nn.Module):
         for _ in range(3):
             source = -torch.logsumexp(scores + target, -1, keepdim=True)
             target = -torch.logsumexp(scores + source, -2, keepdim=True)
-        return torch.exp(scores + source + target)
+        return self.given(torch.exp(scores + source + target), source, target)
+
+    def given(self, plan: Tensor, *_: Tensor) -> Any:
+        return plan
+
+
+class WithDuals(Loop):
+    """Of scores that are no products, which makes it a plan."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return super().forward(scores.tanh())
+
+    def given(self, *plan_and_duals: Tensor) -> Any:
+        return plan_and_duals
 
 
 class Around(nn.Module):
@@ -872,6 +885,19 @@ class Hooked(Model):
         self.inner.k.register_forward_pre_hook(lambda _, args: (args[0] - 1,))
 
 
+class Unread(Model):
+    """Nothing reads the duals that the loop returns beside its plan: it is not run as written for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.loop = nn.Sequential(WithDuals(), First())
+
+
+class First(nn.Module):
+    def forward(self, found: tuple[Tensor, ...]) -> Tensor:
+        return found[0]
+
+
 def cut(model: nn.Module, x: Tensor) -> Any:
     (program,) = capture(model, (x,), {}).programs
     sites = [own for own in match(program) if not isinstance(own, Refusal)]
@@ -881,8 +907,9 @@ def cut(model: nn.Module, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "name", "layers"),
-    [(Hooked, "inner", {"q", "k", "v"}), (Aside, "", {"inner.q", "inner.k", "inner.v", "last"})],
-)
+    [(Hooked, "inner", {"q", "k", "v"}), (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
+     (Unread, "inner.loop", set())],
+)  # fmt: skip
 def test_the_smallest_module_that_computes_the_site_by_itself(model, name, layers):
     torch.manual_seed(0)
     built, x = model().eval(), torch.randn(3, 5, 4)

@@ -408,6 +408,15 @@ def test_what_is_held_in_many_ways_is_looked_at_once():
     assert state.encoded({thing}) != before
 
 
+def test_an_absent_attribute_is_not_encoded_at_every_call():
+    module, reads = nn.Identity(), state.Reads((((("attr", "later"),), state.ABSENT),))
+    with mock.patch.object(state, "encoded", wraps=state.encoded) as looked:
+        assert reads.difference(module) is reads.difference(module) is None
+        assert looked.call_count == 0
+        module.later = 1.0
+        assert reads.difference(module) is not None
+
+
 def test_a_guard_passes_again_when_all_is_as_it_was():
     one = copy.deepcopy(made(OfNames)[1])[0]
     inside = one.forward.inside[0]

@@ -769,6 +769,8 @@ def _glance(tensor: Tensor) -> tuple[int, Any]:
 
 def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
     """A function that tells whether an object was changed in place, or None if it cannot be."""
+    if thing is GONE:
+        return None
     if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
         return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
