@@ -188,8 +188,8 @@ class _Reader:
         return smallest or reason
 
     def _gives_unread_steps(self, site: Site, call: ModuleCall) -> bool:
-        """Whether a module returns duals of the loop that nothing outside reads. Its program would run the
-        loop as written for them, beside the operator; in the module around it they are dead code."""
+        """Whether a module returns duals of the loop that nothing outside reads. Its program would run
+        the loop as written for them, beside the operator; in the module around it they are dead code."""
         part = site.part()
         return any(
             node in part.inside and node is not part.output

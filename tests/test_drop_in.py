@@ -886,7 +886,7 @@ class Hooked(Model):
 
 
 class Unread(Model):
-    """Nothing reads the duals that the loop returns beside its plan: it is not run as written for them."""
+    """Nothing reads the duals that the loop returns beside its plan: it does not run twice for them."""
 
     def __init__(self) -> None:
         super().__init__()
