@@ -382,13 +382,15 @@ def _with_operators(
 @contextlib.contextmanager
 def _plainly(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Run without gradients, autocast and Dynamo's own tracing context."""
-    with _without_autocast(tensors), tracing(None), torch.inference_mode(False), torch.no_grad():
+    with _apart(tensors), tracing(None), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
-def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+def _apart(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Run without autocast, and unseen by a checkpoint around the call, which counts what is saved."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach))
         for device in {x.device.type for x in tensors}:
             if torch.amp.is_autocast_available(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -429,7 +431,7 @@ def _check(theirs: Whole, ours: Whole) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in outputs):
         program = Program("", ours, (), {}, None)  # type: ignore[arg-type]
         theirs.exact = ours.exact = True  # what autocast rounds is no difference of gradients
-        with _without_autocast(trained), tracing(None):
+        with _apart(trained), tracing(None):
             why = no_gradient(theirs, [program], Batch(tuple(trained), {}, None, []), ())
         if why is not None:
             raise Left(why)

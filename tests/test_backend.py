@@ -17,6 +17,7 @@ import torch
 from attention_zoo import Gated, LogDomainPlain, SinkhornDistance, module
 from plan_nets import Scaled
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import asapc
 from asapc import backend as under_test
@@ -373,6 +374,13 @@ def test_inference_mode_then_gradients() -> None:
         assert_same(fast(x), model(x))
     assert_same(fast(x), model(x))
     assert operators(model) == ["sinkhorn", "sinkhorn"]
+
+
+def test_a_checkpoint_around_the_first_call_counts_what_the_model_saves() -> None:
+    model, x = Attention(), tokens().requires_grad_()
+    ours = checkpoint(compiled(model), x, use_reentrant=False)
+    assert_same(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (ours, model(x))))
+    assert operators(model) == ["sinkhorn"]
 
 
 def test_what_is_not_recognised_runs_as_it_is() -> None:

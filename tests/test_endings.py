@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis
 from asapc.passes.replay import Replay
 from asapc.program.calls import sites_of
+from asapc.program.compiled import OwnCodeWarning
 from asapc.program.runner import Runner
 from asapc.report.tables import convention_text
 
@@ -449,6 +451,12 @@ def test_its_own_code_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asapc.passes.price.Price.slower_than", lambda *_: (4, 9))
     batches = [{"scores": random(8, 9, 7, seed=seed)} for seed in range(4)]
     recipe = {"batch_size": 8, "max_examples": 8, "selection_examples": 8}
-    result = asapc.compile(Loop(summed).eval(), batches, recipe=recipe, examples=4)
+    net = Loop(summed).eval()
+    result = asapc.compile(net, batches, recipe=recipe, examples=4)
     (site,) = result.report.facts["sites"]
     assert site["operator"] == "plan" and "which its captured code does not" in site["reason"]
+    x, ours = 4 * random(2, 9, 7), copy.deepcopy(result.model)
+    with pytest.warns(OwnCodeWarning, match="a loop that ends early computes in single or double"):
+        assert torch.equal(ours(x.bfloat16()), net(x.bfloat16()))
+    with torch.autocast("cpu", torch.float16), pytest.warns(OwnCodeWarning, match="ends early"):
+        assert torch.equal(result.model(x), net(x))

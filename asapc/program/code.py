@@ -24,10 +24,13 @@ from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate, map_arg
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc, which graphs call
+from asapc.errors import BranchError
+from asapc.operators.catalogue import by_name
 
 assert _library is not None
 aten = torch.ops.aten
 
+_PLAN = torch.ops.asapc.plan.default
 # Nodes that only check the dtype, layout and device of the trace.
 _CHECKS = (aten._assert_tensor_metadata.default,)
 _KEPT_META = ("site",)  # what a node keeps of its meta when it is pickled
@@ -195,8 +198,10 @@ def _moved(
     """The graph for weights of another dtype, on another device.
 
     cast: the dtype of autocast, None where that is off. The traced dtype's largest number overflows it.
+    Raises BranchError where rounding would decide at which half-step a loop ends early.
     """
     graph = copy.deepcopy(graph)
+    rounds = cast is not None or (dtype != traced and dtype.itemsize < torch.float32.itemsize)
     largest = torch.finfo(traced).max if traced.is_floating_point else math.inf
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     in_place_of_largest = torch.finfo(cast).max if cast is not None else limit
@@ -213,6 +218,8 @@ def _moved(
 
     for node in graph.nodes:
         if node.op == "call_function":
+            if rounds and node.target is _PLAN and by_name(_PLAN, node.args)["threshold"] is not None:
+                raise BranchError("a loop that ends early computes in single or double precision", True)
             node.args = map_aggregate(node.args, moved)
             node.kwargs = map_aggregate(node.kwargs, moved)
         if node.target is torch.ops.aten.index_put.default:  # whose values may be a constant that stays
