@@ -43,11 +43,6 @@ class Clouds:
         """|x|^2 / 2, cost minus score coordinates of the predicted dual: [B, H, N]."""
         return self.x.square().sum(-1) / 2
 
-    def unbiased(self, some: slice) -> Clouds:
-        """Some examples of the batch, without the bias."""
-        keeps = (self.x_keep, self.y_keep, self.x_real)
-        return Clouds(self.x[some], self.y[some], *(None if x is None else x[some] for x in keeps))
-
     def centre(self, values: Tensor) -> Tensor:
         """values [B, H, N] or [B, H, N, F] minus their mean over the points with mass, 0 elsewhere."""
         keep = self._keep_of(values)

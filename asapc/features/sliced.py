@@ -18,8 +18,6 @@ Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the general case is ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -29,8 +27,6 @@ from asapc.features.gaussian import moments
 
 KINDS = ("random", "orthogonal", "axis", "principal")
 AT_MOST_DIM = ("axis", "principal")
-Sort = Callable[[Tensor], tuple[Tensor, Tensor]]
-SortValues = Callable[[Tensor], Tensor]
 
 
 def _project(points: Tensor, keep: Tensor | None, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,13 +38,7 @@ def _project(points: Tensor, keep: Tensor | None, theta: Tensor) -> tuple[Tensor
     if keep is None:
         return values, torch.full((1, 1, 1, 1), points.shape[2], device=points.device)
     keep = keep[:, None, None, :]
-    last = torch.finfo(values.dtype).max  # not inf: the CPU twin's sort key has no room for it
-    return values.masked_fill(~keep, last), keep.sum(-1, keepdim=True)
-
-
-def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending along the last dimension: sorted values and the order that sorts."""
-    return torch.sort(values, dim=-1, stable=True)
+    return values.masked_fill(~keep, torch.finfo(values.dtype).max), keep.sum(-1, keepdim=True)
 
 
 def _drop_massless(ordered: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
@@ -64,22 +54,16 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     return potentials(clouds, parameter).transpose(-1, -2)
 
 
-def potentials(
-    clouds: Clouds, theta: Tensor, sort: Sort = stable_sort, sort_values: SortValues | None = None
-) -> Tensor:
-    """The same in the layout it is sorted in: [B, H, L, N].
-
-    Both sorts run along the last dimension, and may order ties freely and overwrite their input;
-    sort_values returns no order.
-    """
+def potentials(clouds: Clouds, theta: Tensor) -> Tensor:
+    """The same in the layout it is sorted in: [B, H, L, N]."""
     a, n_x = _project(clouds.x, clouds.x_keep, theta)
     b, n_y = _project(clouds.y, clouds.y_keep, theta)
     num_x, num_y = a.shape[-1], b.shape[-1]
     if num_x * num_y == 0:
         return torch.zeros_like(a)
-    ordered, order = sort(a)
+    ordered, order = torch.sort(a, dim=-1, stable=True)
     ordered = _drop_massless(ordered, clouds.x_keep, n_x)
-    ordered_y = _drop_massless(sort_values(b) if sort_values else sort(b)[0], clouds.y_keep, n_y)
+    ordered_y = _drop_massless(torch.sort(b, dim=-1, stable=True)[0], clouds.y_keep, n_y)
     if clouds.x_keep is None and clouds.y_keep is None and num_x == num_y:
         slope = ordered_y[..., :-1]
     else:

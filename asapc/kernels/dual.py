@@ -13,8 +13,8 @@ from torch import Tensor
 from asapc.features import CLUSTERED, feature_list
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 
-# (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
-Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
+# (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred; None where it cannot
+Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor | None]
 
 
 def finished(total: Tensor, clouds: Clouds) -> Tensor:
@@ -71,17 +71,18 @@ class Backend:
             assert width is not None
             weights = coefficients[:, used : used + width].to(clouds.x.dtype)
             used += width
-            fast = self.contributions.get(feature.family)
             if feature.family in CLUSTERED:
                 wanted = want_mass and mass is None
                 column, found = self.dual_and_mass(clouds, parameter, feature.count, budget, wanted)
                 mass = found if mass is None else mass
                 contributions.append(column * weights)
-            elif fast is not None:
-                contributions.append(fast(clouds, parameter, weights, budget))
-            else:
+                continue
+            fast = self.contributions.get(feature.family)
+            contribution = fast and fast(clouds, parameter, weights, budget)
+            if contribution is None:
                 columns = feature.columns(clouds, parameter, budget)
-                contributions.append((columns @ weights[:, :, None])[..., 0])
+                contribution = (columns @ weights[:, :, None])[..., 0]
+            contributions.append(contribution)
         if not contributions:
             contributions.append(torch.zeros_like(clouds.x[..., 0]))
         return self.finish(reduce(torch.add, contributions), clouds), mass

@@ -1,13 +1,12 @@
-"""CPU twins of operators.asap.dual and dual_and_row_mass: each family's fast path, where it has one."""
+"""CPU twins of operators.asap.dual and dual_and_row_mass: the engine's features, where it runs."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from asapc.features import coarse
+from asapc.features import coarse, gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels import native
-from asapc.kernels.cpu import sliced
 from asapc.kernels.dual import Backend
 
 
@@ -17,10 +16,20 @@ def _dual_and_mass(
     """As features.coarse.dual_and_mass, the dual up to a constant; without gradients."""
     found = None
     if native.missing() is None and budget.half_steps > 0:
-        found = native.coarse(clouds, pivots, count, budget, want_mass)
+        found = native.feature("coarse", clouds, pivots, None, count, budget, want_mass)
     return coarse.dual_and_mass(clouds, pivots, count, budget, want_mass) if found is None else found
 
 
-_BACKEND = Backend({"sliced": sliced.contribution}, _dual_and_mass)
+def _sliced(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget) -> Tensor | None:
+    found = native.feature("sliced", clouds, theta, weights) if native.missing() is None else None
+    return None if found is None else found[0]
+
+
+def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor | None:
+    found = native.feature("gaussian", clouds, None) if native.missing() is None else None
+    return None if found is None else gaussian.weighted(clouds, found[0], weights)
+
+
+_BACKEND = Backend({"sliced": _sliced, "gaussian": _gaussian}, _dual_and_mass)
 dual = _BACKEND.dual
 dual_and_row_mass = _BACKEND.dual_and_row_mass

@@ -35,8 +35,9 @@ BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has
 PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
 SLOPES = Struct("6Pqd")
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
-ESP, BAND, COARSE = Struct("10P15q2d"), Struct("5P12qd"), Struct("7P17q")
+ESP, BAND, FEATURE = Struct("10P15q2d"), Struct("5P12qd"), Struct("8P18q")
 FORMS = ("scaling", "plan")  # after the loop without a constant
+FAMILIES = ("coarse", "sliced", "gaussian")
 
 
 @cache
@@ -73,16 +74,16 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [PROBLEM.size, SLOPES.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, COARSE.size]
+    own = [PROBLEM.size, SLOPES.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, FEATURE.size]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
     except ValueError:  # of a version that had no such list
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
-    for name in ("plan", "band", "coarse"):
+    for name in ("plan", "band", "feature"):
         getattr(library, f"asapc_{name}").restype = ctypes.c_int64
-    for name in ("sinkhorn", "plan", "esp", "band", "coarse"):
+    for name in ("sinkhorn", "plan", "esp", "band", "feature"):
         getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p] * (1 + (name == "sinkhorn"))
     return library
 
@@ -352,30 +353,38 @@ def banded(
     return out.to(v.dtype)
 
 
-def coarse(
-    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    """As features.coarse.dual_and_mass, the dual up to a constant; None where the linear domain does not
-    hold it."""
+def feature(
+    family: str, clouds: Clouds, parameter: Tensor | None, weights: Tensor | None = None, count: int = 0,
+    budget: Budget | None = None, want_mass: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """A column [B, H, N] of one of FAMILIES; and, of coarse, the mass [B, H, M] of the points y if wanted.
+
+    coarse: as features.coarse.dual_and_mass, the dual up to a constant.  sliced: features.sliced.columns
+    times weights [1|H, L].  gaussian: features.gaussian.brenier_potential.  The last two are 0 at points
+    without mass.  None where a head is not held: by the linear domain, or by the steps to a square root.
+    """
     (batch, heads, points, dim), others = clouds.x.shape, clouds.y.shape[2]
     dtype = clouds.x.dtype
     x, y = _rows(clouds.x, dtype), _rows(clouds.y, dtype)
     x_keep, y_keep = _masks(y, x, None, clouds.x_keep, clouds.y_keep)
-    each = pivots is not None and pivots.dim() == 4
-    if pivots is not None:
-        count = pivots.shape[-2]
-        shape = (*((batch,) if each else ()), heads, count, dim)
-        pivots = pivots.detach().to(dtype).expand(shape).contiguous()
+    each = len(weights) > 1 if weights is not None else parameter is not None and parameter.dim() == 4
+    if parameter is not None:
+        count = parameter.shape[-2]
+        leading = () if weights is not None else (batch, heads) if each else (heads,)
+        parameter = parameter.detach().to(dtype).expand(*leading, count, dim).contiguous()
+    if weights is not None:
+        weights = weights.detach().to(dtype).expand(heads if each else 1, count).contiguous()
     column = x.new_empty((batch, heads, points))
     mass = x.new_empty((batch, heads, others)) if want_mass else None
-    given = (x, y, pivots, x_keep, y_keep, column, mass)
-    lost = _engine().asapc_coarse(COARSE.pack(
+    given = (x, y, parameter, weights, x_keep, y_keep, column, mass)
+    lost = _engine().asapc_feature(FEATURE.pack(
         *(0 if tensor is None else tensor.data_ptr() for tensor in given), batch, heads, points, others,
-        dim, count, each, *x.stride()[:3], *y.stride()[:3], budget.half_steps, budget.starts_on_x,
-        dtype is torch.float64, torch.get_num_threads(),
+        dim, count, each, *x.stride()[:3], *y.stride()[:3], FAMILIES.index(family),
+        budget.half_steps if budget else 0, bool(budget and budget.starts_on_x), dtype is torch.float64,
+        torch.get_num_threads(),
     ))  # fmt: skip
     if lost < 0:
-        raise MemoryError(f"asapc: {count} clusters of {others} points do not fit the memory")
+        raise MemoryError(f"asapc: features of {points} and {others} points do not fit the memory")
     return None if lost else (column, mass)
 
 

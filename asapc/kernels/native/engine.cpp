@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
 // operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
 // asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py, asapc_band the loop
-// of operators/banded.py and asapc_coarse the predictions of features/coarse.py.
+// of operators/banded.py and asapc_feature the predictions of features/.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -2522,37 +2522,63 @@ template <class S> int64_t band(const Band& p) {
 
 }  // namespace
 
-// Duals of a loop on clusters, of features/coarse.py.  x: [B, H, N, D]; y: [B, H, M, D]; pivots: [H, R, D], or [B, H, R, D]
-// if `each`, or null for the points of features/farthest.py; x_keep: [B, N] and y_keep: [B, M] bytes or null; column:
-// [B, H, N], u + |x|^2 / 2 with u up to a constant; mass: [B, H, M], that of the points y, or null. At least one
-// half-step.
-struct Coarse {
-  const void *x, *y, *pivots;
+// A feature of two clouds, of features/.  x: [B, H, N, D]; y: [B, H, M, D]; x_keep: [B, N] and y_keep: [B, M] bytes or
+// null; column: [B, H, N].
+//
+//     kCoarse     u + |x|^2 / 2 of a loop on clusters, at least one half-step, with u up to a constant; mass: [B, H, M],
+//                 that of the points y, or null. parameter: pivots [H, R, D], or [B, H, R, D] if `each`, or null for the
+//                 points of features/farthest.py
+//     kSliced     potentials of slices, parameter: [L, D], times their weights [L], or [H, L] if `each`
+//     kGaussian   beta(x)
+//
+// The last two are 0 at points without mass.
+enum Family { kCoarse, kSliced, kGaussian };
+
+struct Feature {
+  const void *x, *y, *parameter, *weights;
   const uint8_t *x_keep, *y_keep;
   void *column, *mass;
-  int64_t batch, heads, points, others, dim, clusters, each;
+  int64_t batch, heads, points, others, dim, count, each;
   Strides x_strides, y_strides;
-  int64_t half_steps, x_first, is_double, threads;
+  int64_t family, half_steps, x_first, is_double, threads;
 };
 
 namespace {
 
-// One head. S: the points' format.
-template <class S> class Clustered {
+// One head of two clouds.  S: the points' format.
+template <class S> class TwoClouds {
+ protected:
   static constexpr int64_t L = kLanes<S>, P = 2 * L;
 
- public:
-  Clustered(const Coarse& p, int64_t index, Scratch& scratch)
+  TwoClouds(const Feature& p, int64_t index)
       : p_(p), points_(p.x_keep, p.points, index / p.heads), others_(p.y_keep, p.others, index / p.heads),
-        clusters_(nullptr, p.clusters, 0), n_(points_.active.size()), m_(others_.active.size()),
-        size_(rounded_up(p.clusters, P)), scratch_(scratch) {
-    const int64_t batch = index / p.heads, head = index % p.heads;
+        n_(points_.active.size()), m_(others_.active.size()), head_(index % p.heads) {
     const auto at = [&](const void* from, const Strides& s) {
-      return static_cast<const S*>(from) + batch * s.batch + head * s.head;
+      return static_cast<const S*>(from) + index / p.heads * s.batch + head_ * s.head;
     };
     x_ = at(p.x, p.x_strides), y_ = at(p.y, p.y_strides);
-    pivots_ = p.pivots ? static_cast<const S*>(p.pivots) + (p.each ? index : head) * p.clusters * p.dim : nullptr;
     column_ = static_cast<S*>(p.column) + index * p.points;
+  }
+
+  const S* point(int64_t i) const { return x_ + points_.active[i] * p_.x_strides.token; }
+  const S* other(int64_t j) const { return y_ + others_.active[j] * p_.y_strides.token; }
+
+  const Feature& p_;
+  const Tokens points_, others_;
+  const int64_t n_, m_, head_;
+  const S *x_, *y_;
+  S* column_;
+};
+
+template <class S> class Clustered : TwoClouds<S> {
+  using Base = TwoClouds<S>;
+  using Base::p_, Base::points_, Base::others_, Base::n_, Base::m_, Base::x_, Base::y_, Base::column_;
+  using Base::L, Base::P, Base::point, Base::other;
+
+ public:
+  Clustered(const Feature& p, int64_t index, Scratch& scratch)
+      : Base(p, index), clusters_(nullptr, p.count, 0), size_(rounded_up(p.count, P)), scratch_(scratch) {
+    pivots_ = p.parameter ? static_cast<const S*>(p.parameter) + (p.each ? index : this->head_) * p.count * p.dim : nullptr;
     mass_ = p.mass ? static_cast<S*>(p.mass) + index * p.others : nullptr;
     const int64_t rows = rounded_up(n_, 2 * kLanes<S>), panels = pivots_ ? size_ : std::max(size_, rounded_up(m_, P));
     scratch.reserve((panels * (p.dim + 1) + size_ * (p.dim + kRows + 4) + p.dim + n_ * size_) * sizeof(S) +
@@ -2583,9 +2609,6 @@ template <class S> class Clustered {
     S share;
   };
 
-  const S* point(int64_t i) const { return x_ + points_.active[i] * p_.x_strides.token; }
-  const S* other(int64_t j) const { return y_ + others_.active[j] * p_.y_strides.token; }
-
   S square(const S* x) const {
     V<S> sum{};
     int64_t d = 0;
@@ -2606,7 +2629,7 @@ template <class S> class Clustered {
   bool find_farthest() {
     pack_tokens(y_, p_.y_strides.token, others_, p_.dim, S(1), panels_);
     const S* last = centre_;
-    for (int64_t c = 0; c < p_.clusters; ++c) {
+    for (int64_t c = 0; c < p_.count; ++c) {
       for (int64_t start = 0; start < m_; start += P)
         for (int64_t side = start; side < start + P; side += L) {
           V<S> sum{};
@@ -2629,7 +2652,7 @@ template <class S> class Clustered {
   bool join() {
     pack_tokens(pivots_, p_.dim, clusters_, p_.dim, S(1), panels_);
     std::fill_n(half_squares_, size_, S(kInfinity)), std::fill_n(counts_, size_, S(0));
-    for (int64_t c = 0; c < p_.clusters; ++c) half_squares_[c] = square(pivots_ + c * p_.dim) / 2;
+    for (int64_t c = 0; c < p_.count; ++c) half_squares_[c] = square(pivots_ + c * p_.dim) / 2;
     members_.reserve(m_);
     for (int64_t row = 0; row < m_; row += kRows) {
       const int64_t count = multiply(row, m_, [this](int64_t j) { return other(j); });
@@ -2661,7 +2684,7 @@ template <class S> class Clustered {
 
   // Clusters' means, those of none at the centre, and variances, by moments about the centre.
   void find_moments() {
-    std::fill_n(means_, p_.clusters * p_.dim, S(0)), std::fill_n(second_, size_, S(0));
+    std::fill_n(means_, p_.count * p_.dim, S(0)), std::fill_n(second_, size_, S(0));
     for (const auto& [j, c, share] : members_) {
       S *mean = means_ + c * p_.dim, squares = 0;
       const S* y = other(j);
@@ -2677,7 +2700,7 @@ template <class S> class Clustered {
       }
       second_[c] += share * (squares + sum_of<S>(sum));
     }
-    for (int64_t c = 0; c < p_.clusters; ++c) {
+    for (int64_t c = 0; c < p_.count; ++c) {
       S* mean = means_ + c * p_.dim;
       const S each = counts_[c] > 0 ? S(1) / counts_[c] : S(0);
       for (int64_t d = 0; d < p_.dim; ++d) mean[d] *= each;
@@ -2695,8 +2718,8 @@ template <class S> class Clustered {
       for (int64_t r = 0; r < count; ++r) {
         const S half_square = column_[points_.active[row + r]];
         S *s = scores_ + (row + r) * size_, *from = block_ + r * size_;
-        for (int64_t c = 0; c < p_.clusters; ++c) s[c] = from[c] + half_square * second_[c];
-        std::fill(s + p_.clusters, s + size_, s[0]);
+        for (int64_t c = 0; c < p_.count; ++c) s[c] = from[c] + half_square * second_[c];
+        std::fill(s + p_.count, s + size_, s[0]);
         V<S> high = load(s), low = high;
         for (int64_t c = L; c < size_; c += L) {
           const V<S> here = load(s + c);
@@ -2746,21 +2769,302 @@ template <class S> class Clustered {
     return true;
   }
 
-  const Coarse& p_;
-  const Tokens points_, others_, clusters_;
-  const int64_t n_, m_, size_;
+  const Tokens clusters_;
+  const int64_t size_;
   Scratch& scratch_;
   std::vector<Member> members_;
-  const S *x_, *y_, *pivots_;
-  S *column_, *mass_, *panels_, *away_, *means_, *block_, *centre_, *counts_, *second_, *half_squares_, *of_cluster_, *scores_;
+  const S* pivots_;
+  S *mass_, *panels_, *away_, *means_, *block_, *centre_, *counts_, *second_, *half_squares_, *of_cluster_, *scores_;
 };
 
-// Returns how many heads the linear domain does not hold; -1 where there is not enough memory.
-template <class S> int64_t coarse(const Coarse& p) {
-  const double by_cluster = double(p.points + p.others) * double(p.dim + 4) + double(p.points) * double(2 * p.half_steps + 16);
+// Sorts every lane of registers by itself: the comparisons are the same whatever the numbers. Sorted halves are merged
+// by a bitonic network, three of its rounds for each time that eight registers are loaded, and part after part of what
+// a cache holds. What is beyond the last register counts as infinity.  tagged: registers of tags go with the numbers.
+template <class S, bool tagged> class Network {
+ public:
+  typedef typename Lanes<S>::Bits Tags;
+
+  Network(V<S>* numbers, Tags* tags, int64_t count) : numbers_(numbers), tags_(tags), count_(count) {}
+
+  // size: of memory, a power of two, 8 at least.
+  void sort(int64_t start, int64_t size) const {
+    if (start >= count_) return;
+    if (size == 8) return eight<1, 3, 1, 7, 2, 1>(start, start + 4, 1);
+    const int64_t step = size / 8;
+    sort(start, size / 2), sort(start + size / 2, size / 2);
+    for (int64_t i = start; i < std::min(start + step, count_ - step); ++i)
+      eight<7, 2, 1>(i, 2 * start + size - 1 - i - 3 * step, step);
+    finish(start, start + size, step);
+  }
+
+ private:
+  // Parts of this size, none of which has a number of another.
+  void finish(int64_t start, int64_t end, int64_t size) const {
+    const int64_t step = size / 8;
+    for (end = std::min(end, count_); size > 1 && start < end; start += std::max<int64_t>(size, 8)) {
+      if (size == 2) eight<1>(start, start + 4, 1);
+      if (size == 4) eight<2, 1>(start, start + 4, 1);
+      for (int64_t i = start; i < std::min(start + step, count_ - step); ++i) eight<4, 2, 1>(i, i + 4 * step, step);
+      if (size > 8) finish(start, start + size, step);
+    }
+  }
+
+  // Four registers from each of two on, a step apart. Those meet whose places among the eight differ by these bits.
+  template <int... bits> INLINE void eight(int64_t low, int64_t high, int64_t step) const {
+    V<S> x[8];
+    Tags tags[8];
+    const auto at = [=](int e) { return e < 4 ? low + e * step : high + (e - 4) * step; };
+#pragma GCC unroll 8
+    for (int e = 0; e < 8; ++e) {
+      x[e] = numbers_[at(e)];
+      if (tagged) tags[e] = tags_[at(e)];
+    }
+    (meet<bits>(x, tags), ...);
+#pragma GCC unroll 8
+    for (int e = 0; e < 8; ++e) {
+      numbers_[at(e)] = x[e];
+      if (tagged) tags_[at(e)] = tags[e];
+    }
+  }
+
+  template <int bits> static INLINE void meet(V<S> (&x)[8], Tags (&tags)[8]) {
+#pragma GCC unroll 8
+    for (int e = 0; e < 8; ++e) {
+      const int other = e ^ bits;
+      if (other < e) continue;
+      const auto swaps = x[e] > x[other];
+      x[e] = swaps ? std::exchange(x[other], swaps ? x[e] : x[other]) : x[e];
+      if (tagged) tags[e] = swaps ? std::exchange(tags[other], swaps ? tags[e] : tags[other]) : tags[e];
+    }
+  }
+
+  V<S>* const numbers_;
+  Tags* const tags_;
+  const int64_t count_;
+};
+
+// Potentials of slices, one in each lane of a register.
+template <class S> class Sliced : TwoClouds<S> {
+  using Base = TwoClouds<S>;
+  using Base::p_, Base::points_, Base::others_, Base::n_, Base::m_, Base::column_, Base::L, Base::P;
+  using Tags = typename Network<S, true>::Tags;
+
+ public:
+  Sliced(const Feature& p, int64_t index, Scratch& scratch)
+      : Base(p, index), slices_(nullptr, p.count, 0), size_(rounded_up(p.count, P)), room_x_(room(n_)), room_y_(room(m_)) {
+    scratch.reserve(size_ * (p.dim + 1) * sizeof(S) + (3 * room_x_ + 2 * room_y_) * kBytes + 7 * kBytes);
+    theta_ = scratch.take<S>(size_ * p.dim), weights_ = scratch.take<S>(size_), tags_ = scratch.take<Tags>(room_x_);
+    for (int64_t side = 0; side < 2; ++side) x_[side] = scratch.take<V<S>>(room_x_), y_[side] = scratch.take<V<S>>(room_y_);
+  }
+
+  bool run() {
+    std::fill_n(column_, p_.points, S(0));
+    if (points_.none) return true;
+    pack_tokens(static_cast<const S*>(p_.parameter), p_.dim, slices_, p_.dim, S(1), theta_);
+    std::fill_n(weights_, size_, S(0));
+    std::copy_n(static_cast<const S*>(p_.weights) + (p_.each ? this->head_ * p_.count : 0), p_.count, weights_);
+    for (int64_t start = 0; start < p_.count; start += P) {
+      project(n_, theta_ + start * p_.dim, [this](int64_t i) { return this->point(i); }, x_);
+      project(m_, theta_ + start * p_.dim, [this](int64_t j) { return this->other(j); }, y_);
+      for (int64_t side = 0, slice = start; side < 2 && slice < p_.count; ++side, slice += L) add(side, slice);
+    }
+    return true;
+  }
+
+ private:
+  static int64_t room(int64_t count) {
+    int64_t found = 8;
+    while (found < count) found *= 2;
+    return found;
+  }
+
+  template <class At> void project(int64_t count, const S* theta, const At& at, V<S>* const* to) const {
+    S part[kRows * P];
+    for (int64_t row = 0; row < count; row += kRows) {
+      const S* tokens[kRows];
+      for (int64_t r = 0; r < kRows; ++r) tokens[r] = at(std::min(row + r, count - 1));
+      tile<S>(tokens, p_.dim, theta, part, P);
+      for (int64_t r = 0; r < std::min<int64_t>(kRows, count - row); ++r)
+        for (int64_t side = 0; side < 2; ++side) to[side][row + r] = load(part + r * P + side * L);
+    }
+    for (int64_t side = 0; side < 2; ++side) std::fill(to[side] + count, to[side] + room(count), all(S(kInfinity)));
+  }
+
+  void add(int64_t side, int64_t slice) {
+    V<S> *const x = x_[side], *const y = y_[side], sum{};
+    for (int64_t i = 0; i < room_x_; ++i) tags_[i] = Tags{} + typename Lanes<S>::Int(i);
+    Network<S, true>(x, tags_, n_).sort(0, room_x_), Network<S, false>(y, nullptr, m_).sort(0, room_y_);
+    if (others_.none) std::fill_n(y, m_, V<S>{});
+    const int64_t lanes = std::min<int64_t>(L, p_.count - slice);
+    for (int64_t r = 0; r < n_; ++r) {
+      if (r) sum += (x[r] - x[r - 1]) * ((x[r] + x[r - 1]) / 2 - (m_ ? y[(r * m_ + n_ - 1) / n_ - 1] : V<S>{}));
+      const V<S> potential = sum * load(weights_ + slice);
+      for (int64_t e = 0; e < lanes; ++e) column_[points_.active[tags_[r][e]]] += potential[e];
+    }
+  }
+
+  const Tokens slices_;
+  const int64_t size_, room_x_, room_y_;
+  S *theta_, *weights_;
+  V<S> *x_[2], *y_[2];
+  Tags* tags_;
+};
+
+// beta of clouds as Gaussians. Matrices are [D, D] in rows of whole panels, with zeros at their ends.
+template <class S> class Gaussian : TwoClouds<S> {
+  using Base = TwoClouds<S>;
+  using Base::p_, Base::points_, Base::others_, Base::n_, Base::m_, Base::column_, Base::L, Base::P;
+
+ public:
+  Gaussian(const Feature& p, int64_t index, Scratch& scratch)
+      : Base(p, index), dim_(p.dim), deep_(rounded_up(p.dim, P)), entries_(rounded_up(p.dim, kRows) * deep_) {
+    scratch.reserve(((std::max(n_, m_) + 2 + kRows) * deep_ + 2 * entries_) * sizeof(S) + 7 * entries_ * sizeof(double) + 16 * kBytes);
+    shifted_ = scratch.take<S>(std::max(n_, m_) * deep_), block_ = scratch.take<S>(kRows * deep_);
+    mean_x_ = scratch.take<S>(deep_), mean_y_ = scratch.take<S>(deep_);
+    spread_x_ = scratch.take<S>(entries_), spread_y_ = scratch.take<S>(entries_);
+    for (double*& matrix : matrices_) matrix = scratch.take<double>(entries_);
+  }
+
+  // Returns whether the square root converged.
+  bool run() {
+    std::fill_n(column_, p_.points, S(0));
+    if (points_.none || others_.none) return true;
+    const double trace_y = find_moments(m_, [this](int64_t j) { return this->other(j); }, mean_y_, spread_y_);
+    const double trace_x = find_moments(n_, [this](int64_t i) { return this->point(i); }, mean_x_, spread_x_);
+    if (!std::isfinite(trace_x + trace_y)) apply(std::nan(""));
+    else if (find_matrix<S>(trace_y) || find_matrix<double>(trace_y)) apply(0);
+    else return false;
+    return true;
+  }
+
+ private:
+  // Leaves the points less their mean in shifted_; returns the trace of their covariance.
+  template <class At> double find_moments(int64_t count, const At& at, S* mean, S* spread) {
+    std::fill_n(mean, deep_, S(0));
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t d = 0; d < dim_; ++d) mean[d] += at(t)[d];
+    for (int64_t d = 0; d < dim_; ++d) mean[d] /= S(count);
+    for (int64_t t = 0; t < count; ++t) {
+      S* const to = shifted_ + t * deep_;
+      for (int64_t d = 0; d < dim_; ++d) to[d] = at(t)[d] - mean[d];
+      std::fill(to + dim_, to + deep_, S(0));
+    }
+    product<S>(shifted_, 1, deep_, count, shifted_, spread);
+    double trace = 0;
+    for (int64_t e = 0; e < dim_ * deep_; ++e) spread[e] /= S(count);
+    for (int64_t d = 0; d < dim_; ++d) trace += double(spread[d * (deep_ + 1)]);
+    return trace;
+  }
+
+  // to = left right of right [depth, D]; entries of left's row `step` apart, and its rows `apart`.
+  template <class W> void product(const W* left, int64_t apart, int64_t step, int64_t depth, const W* right, W* to) const {
+    for (int64_t row = 0; row < dim_; row += kRows) {
+      const W* x[kRows];
+      for (int64_t r = 0; r < kRows; ++r) x[r] = left + std::min(row + r, dim_ - 1) * apart;
+      for (int64_t start = 0; start < deep_; start += 2 * kLanes<W>)
+        tile<W>(x, depth, right + start, to + row * deep_ + start, deep_, deep_, step);
+    }
+  }
+  template <class W> void product(const W* left, const W* right, W* to) const { product<W>(left, deep_, 1, dim_, right, to); }
+
+  // U with U'U the matrix, in its place; false where there is none.
+  template <class W> bool factor(W* matrix) const {
+    for (int64_t k = 0; k < dim_; ++k) {
+      W* const row = matrix + k * deep_;
+      const W pivot = std::sqrt(row[k]);
+      if (!(pivot > 0)) return false;
+      std::fill_n(row, k, W(0));
+      for (int64_t j = k; j < dim_; ++j) row[j] /= pivot;
+      for (int64_t i = k + 1; i < dim_; ++i) {
+        const W part = -row[i];
+        add_rows<1>(row, 0, deep_, &part, matrix + i * deep_);
+      }
+    }
+    return true;
+  }
+
+  // A in spread_y_, by the steps of features/gaussian.py.
+  template <class W> bool find_matrix(double trace) {
+    W *own[7], *&root = own[0], *&inverse = own[1], *&next = own[2], *&step = own[3];
+    for (int i = 0; i < 7; ++i) own[i] = reinterpret_cast<W*>(matrices_[i]);
+    W *const spread = own[4], *const upper = own[5], *const lower = own[6];
+    std::copy_n(spread_x_, dim_ * deep_, spread), std::copy_n(spread_y_, dim_ * deep_, upper);
+    const auto add_to_diagonal = [this](W* matrix, W value) {
+      for (int64_t d = 0; d < dim_; ++d) matrix[d * (deep_ + 1)] += value;
+    };
+    add_to_diagonal(upper, W(1e-6 * trace + std::sqrt(double(std::numeric_limits<W>::min()))));
+    if (!factor(upper)) return false;
+    std::fill_n(lower, dim_ * deep_, W(0)), std::fill_n(inverse, dim_ * deep_, W(0));
+    for (int64_t i = 0; i < dim_; ++i)
+      for (int64_t j = 0; j <= i; ++j) lower[i * deep_ + j] = upper[j * deep_ + i];
+    product(upper, spread, next), product(next, lower, root), add_to_diagonal(root, W(0.25));
+    const W norm = std::sqrt(std::inner_product(root, root + dim_ * deep_, root, W(0)));
+    for (int64_t e = 0; e < dim_ * deep_; ++e) root[e] /= norm;
+    add_to_diagonal(inverse, W(1));
+    W low = W(0.25) / norm;
+    for (int left = 30; ; --left) {
+      product(inverse, root, step), add_to_diagonal(step, W(-1));
+      W error = 0;
+      for (int64_t e = 0; e < dim_ * deep_; ++e) error = std::abs(step[e]) <= error ? error : std::abs(step[e]);
+      if (error <= (sizeof(W) == 4 ? W(1e-4) : W(1e-10))) break;
+      if (left == 0 || !(error <= W(1e6))) return false;
+      const W scale = 3 / (1 + std::sqrt(low) + low), most = scale * (3 - scale) * (3 - scale) / 4, own_part = std::sqrt(scale) / 2;
+      for (int64_t e = 0; e < dim_ * deep_; ++e) step[e] *= -scale * own_part;
+      add_to_diagonal(step, (3 - scale) * own_part);
+      product(root, step, next), std::swap(root, next);
+      product(step, inverse, next), std::swap(inverse, next);
+      low = std::min(most, W(1));
+    }
+    for (int64_t e = 0; e < dim_ * deep_; ++e) root[e] *= std::sqrt(norm);
+    add_to_diagonal(root, W(0.5));
+    if (!factor(root)) return false;
+    for (int64_t i = 0; i < dim_; ++i) {  // half of A: root' half = upper
+      W* const row = upper + i * deep_;
+      for (int64_t k = 0; k < i; ++k) {
+        const W part = -root[k * deep_ + i];
+        add_rows<1>(upper + k * deep_, 0, deep_, &part, row);
+      }
+      for (int64_t j = 0; j < dim_; ++j) row[j] /= root[i * (deep_ + 1)];
+    }
+    product<W>(upper, 1, deep_, dim_, upper, lower);
+    std::copy_n(lower, dim_ * deep_, spread_y_);
+    return true;
+  }
+
+  // beta(x) + added.
+  void apply(double added) {
+    for (int64_t d = 0; d < dim_; ++d) added += double(mean_x_[d]) * double(mean_y_[d]);
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, n_ - row);
+      const S* x[kRows];
+      for (int64_t r = 0; r < kRows; ++r) x[r] = shifted_ + (row + std::min(r, count - 1)) * deep_;
+      for (int64_t start = 0; start < deep_; start += P) tile<S>(x, dim_, spread_y_ + start, block_ + start, deep_, deep_);
+      for (int64_t r = 0; r < count; ++r) {
+        V<S> sum{};
+        for (int64_t d = 0; d < deep_; d += L)
+          sum += (load(block_ + r * deep_ + d) / 2 + load(mean_y_ + d)) * load(x[r] + d);
+        column_[points_.active[row + r]] = sum_of<S>(sum) + S(added);
+      }
+    }
+  }
+
+  const int64_t dim_, deep_, entries_;
+  S *shifted_, *block_, *mean_x_, *mean_y_, *spread_x_, *spread_y_;
+  double* matrices_[7];
+};
+
+// Returns how many heads are not held; -1 where there is not enough memory.
+template <class S> int64_t predict(const Feature& p) {
+  const double tokens = double(p.points + p.others), loop = double(p.points) * double(2 * p.half_steps + 16);
+  const double products = p.family == kCoarse ? double(p.count) * (tokens * double(p.dim + 4) + loop)
+                          : p.family == kSliced ? tokens * double(p.count) * double(p.dim + 64)
+                                                : (tokens + 32 * double(p.dim)) * double(p.dim * p.dim);
   std::atomic<int64_t> lost{0};
-  const bool fits = each(p.batch * p.heads, double(p.batch * p.heads) * double(p.clusters) * by_cluster, p.threads,
-                         [&](int64_t index, Scratch& scratch) { lost += !Clustered<S>(p, index, scratch).run(); });
+  const bool fits = each(p.batch * p.heads, double(p.batch * p.heads) * products, p.threads, [&](int64_t index, Scratch& scratch) {
+    lost += p.family == kCoarse ? !Clustered<S>(p, index, scratch).run()
+            : p.family == kSliced ? !Sliced<S>(p, index, scratch).run()
+                                  : !Gaussian<S>(p, index, scratch).run();
+  });
   return fits ? int64_t(lost) : -1;
 }
 
@@ -2768,7 +3072,7 @@ template <class S> int64_t coarse(const Coarse& p) {
 
 // What Python's side must agree with: a build of another version would read other fields.
 extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
-                                           sizeof(Esp),     sizeof(Band),   sizeof(Coarse)};
+                                           sizeof(Esp),     sizeof(Band),   sizeof(Feature)};
 
 // Returns how many matrices are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* plan) {
@@ -2792,6 +3096,6 @@ extern "C" int64_t asapc_band(const Band* problem) {
 }
 
 // Returns how many heads are not held; -1 where there is not enough memory.
-extern "C" int64_t asapc_coarse(const Coarse* problem) {
-  return problem->is_double ? coarse<double>(*problem) : coarse<float>(*problem);
+extern "C" int64_t asapc_feature(const Feature* feature) {
+  return feature->is_double ? predict<double>(*feature) : predict<float>(*feature);
 }
