@@ -183,10 +183,11 @@ def test_where_a_factory_may_be(factory, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "prefix"), [(None, "module."), ("state_dict", ""), ("model_state_dict", ""), ("model", "")],
-)
+    ("wrap", "prefix"), [(None, "module."), (None, "_orig_mod.module."), ("state_dict", "model."),
+                         ("model_state_dict", ""), ("model", "")],
+)  # fmt: skip
 def test_a_factory_with_weights(factory, tmp_path, wrap, prefix):
-    """As checkpoints have them, DataParallel's too."""
+    """As checkpoints have them, those of DataParallel, torch.compile and trainers, too."""
     state = {f"{prefix}linear.weight": torch.ones(3, 2), f"{prefix}linear.bias": torch.ones(3)}
     path = tmp_path / "w.pt"
     torch.save(state if wrap is None else {wrap: state, "epoch": 3}, path)

@@ -198,9 +198,7 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
 def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str, Tensor]:
     """The weights under the model's names.  Raises InputError where names or shapes do not agree."""
     expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    prefix = "module."  # left by DataParallel
-    if state.keys() != expected.keys() and all(name.startswith(prefix) for name in state):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    state = _unwrapped(state, expected)
     # tied weights are saved once: a name whose tensor is another, present name's is not missing
     present = {_memory(tensor) for name, tensor in expected.items() if name in state}
     missing = [name for name, t in expected.items() if name not in state and _memory(t) not in present]
@@ -220,6 +218,17 @@ def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str,
             help="check the architecture's arguments (config.json or --kwargs) against the weights",
         )  # fmt: skip
     return state
+
+
+def _unwrapped(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without what a wrapper put before all names: DataParallel "module.", torch.compile
+    "_orig_mod.", a trainer the attribute that held the model. As they were where that does not help."""
+    stripped = state
+    while stripped and not stripped.keys() & expected.keys():
+        if len({name.partition(".")[0] for name in stripped}) > 1 or "" in stripped:
+            return state
+        stripped = {name.partition(".")[2]: tensor for name, tensor in stripped.items()}
+    return stripped
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
