@@ -408,13 +408,69 @@ def test_what_is_held_in_many_ways_is_looked_at_once():
     assert state.encoded({thing}) != before
 
 
-def test_an_absent_attribute_is_not_encoded_at_every_call():
-    module, reads = nn.Identity(), state.Reads((((("attr", "later"),), state.ABSENT),))
-    with mock.patch.object(state, "encoded", wraps=state.encoded) as looked:
-        assert reads.difference(module) is reads.difference(module) is None
-        assert looked.call_count == 0
-        module.later = 1.0
-        assert reads.difference(module) is not None
+def test_a_value_of_another_thread_is_guarded():
+    model, compiled = copy.deepcopy(made(OfHidden))
+    x, told = torch.randn(2, 5, 4), list[str]()
+    compiled(x)
+
+    def elsewhere() -> None:
+        LOCAL.tau = 2.0
+        told.extend(own_code(model, compiled, x))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert_told(told, "LOCAL.tau")
+
+
+class Held(nn.Module):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, value = nn.ReLU(), 1.0
+
+        def taking(number: float = 1.0) -> float:
+            return number * value
+
+        def emptying() -> None:
+            nonlocal value
+            del value
+
+        self.taking, self.emptying = taking, emptying
+
+
+class HeldTwice(Held):
+    scale = 2.0
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    (lambda one, patch: None, None),
+    (lambda one, patch: patch.setattr(Held, "act", 3.0, raising=False), "act"),
+    (lambda one, patch: patch.setattr(Held, "later", 3.0, raising=False), "later"),
+    (lambda one, patch: setattr(one, "later", 3.0), "later"),
+    (lambda one, patch: setattr(one, "scale", 3.0), "scale"),
+    (lambda one, patch: patch.setattr(Held, "scale", 3.0), "scale"),
+    (lambda one, patch: setattr(one, "__class__", HeldTwice), "scale"),
+    (lambda one, patch: one.emptying(), "value"),
+    (lambda one, patch: setattr(one.taking, "__defaults__", (3.0,)), "taking"),
+    (lambda one, patch: setattr(one.taking, "__code__", (lambda: 3.0 + 0 * one).__code__), "taking"),
+])  # fmt: skip
+def test_what_is_checked_at_every_call(change, what, monkeypatch):
+    """It is looked up again only where it may be another."""
+    one = Held()
+    paths: list[Any] = [(("attr", name),) for name in ("act", "later", "scale", "taking")]
+    paths += [(("attr", "taking"), ("cell", "value")), (("attr", "taking"), ("default", 0))]
+    values = ((steps, state.found(one, steps)) for steps in paths)
+    reads = state.Reads(tuple(
+        (steps, state.ABSENT if value is state.GONE else state.encoded(value)) for steps, value in values
+    ))  # fmt: skip
+    assert reads.difference(one) is None
+    with mock.patch.object(state, "found", wraps=state.found) as looked:
+        assert reads.difference(one) is None and looked.call_count == 0
+        change(one, monkeypatch)
+        difference = reads.difference(one)
+        assert (difference and difference[0]) == what and (looked.call_count > 0) == (what is not None)
 
 
 def test_a_guard_passes_again_when_all_is_as_it_was():

@@ -11,6 +11,7 @@ code of the user's runs, and nothing is imported, because a manifest is not trus
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import enum
@@ -92,6 +93,7 @@ _WITH_PARTS = (
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, ModuleType)  # what code may replace in a library
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
+_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)  # a class of which shows attributes, and runs no code
 
 
 @dataclass(frozen=True)
@@ -670,9 +672,10 @@ class Reads(Record):
         if torch.compiler.is_compiling():
             return self._traced_difference(module)
         watched, objects, values = self._watched
-        same = watched is module and all(get() is value for get, value in objects)
-        if same and all(get() == value for get, value in values):
-            return None
+        with contextlib.suppress(ValueError):  # of a cell that is empty now
+            same = watched is module and all(get() is value for get, value in objects)
+            if same and all(get() == value for get, value in values):
+                return None
         for steps, expected in self.values:
             value = found(module, steps)
             now = ABSENT if value is GONE else encoded(value)
@@ -712,14 +715,14 @@ def _shown(found: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) and value[0] == "object" else shortened(found)
 
 
-_Checks = list[tuple[Callable[[], Any], Any]]
+_Check = tuple[functools.partial[Any], Any]
 
 
-def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks]:
+def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[list[_Check], list[_Check]]:
     """Pairs (get, value): nothing on these paths has changed if get() is the value for all of the first
-    list, and equal to it for all of the second."""
-    objects: _Checks = []
-    values: _Checks = []
+    list, and equal to it for all of the second.  They run at every call, nearly all of them in C."""
+    objects: list[_Check] = []
+    values: list[_Check] = []
     checked: set[Steps] = set()
     for steps in paths:
         thing: Any = module
@@ -727,25 +730,65 @@ def _checks(module: nn.Module, paths: Sequence[Steps]) -> tuple[_Checks, _Checks
             inner, prefix = _stepped(thing, step), steps[: place + 1]
             if prefix not in checked:
                 checked.add(prefix)
-                own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
-                if isinstance(own, dict) and step[1] in own and own[step[1]] is inner:
-                    objects.append((functools.partial(dict.get, own, step[1], GONE), inner))
-                elif step == ("attr", "forward") and _of_class(thing) is inner:
-                    objects.append((functools.partial(_of_class, thing), inner))
-                elif (
-                    step in (("part", HOOKS), ("part", BASES)) or step[0] == "environ"
-                    or isinstance(inner, torch.Size)
-                ):  # fmt: skip
-                    values.append((functools.partial(_stepped, thing, step), inner))
-                elif step == ("part", WEIGHTS):
+                take = functools.partial(_stepped, thing, step)
+                if step == ("part", WEIGHTS):
                     values.append((functools.partial(_versions, thing), _versions(thing)))
+                elif isinstance(inner, torch.Size) or step in (("part", HOOKS), ("environ", step[1])):
+                    values.append((take, inner))
                 else:
-                    objects.append((functools.partial(_stepped, thing, step), inner))
+                    held = _held_by(thing, step, inner)
+                    objects += [(take, inner)] if held is None else held
+                if isinstance(inner, FunctionType):  # whose code is replaced where a file is loaded again
+                    objects.append((functools.partial(getattr, inner, "__code__"), inner.__code__))
                 look = _changed_in_place(inner)
                 if look is not None:
                     values.append((look, look()))
             thing = inner
-    return objects, values
+    return [*{(get.func, *map(id, get.args)): (get, value) for get, value in objects}.values()], values
+
+
+def _held_by(thing: Any, step: Step, inner: Any) -> list[_Check] | None:
+    """Pairs as above, which hold as long as the step leads to the same object; None where only taking the
+    step can tell.  None of them runs code of the user's."""
+    kind, name = step
+    read = functools.partial(getattr, thing, str(name), GONE)
+    if kind == "global" and isinstance(thing, FunctionType):
+        return [_entry(thing.__globals__, name)]
+    if kind == "key" and isinstance(thing, dict):
+        return [_entry(thing, name)]
+    if kind == "item" and type(thing) is tuple:
+        return []
+    if kind == "default" and isinstance(thing, FunctionType) and isinstance(name, int):
+        return [(functools.partial(getattr, thing, "__defaults__"), thing.__defaults__)]
+    if kind == "cell" and isinstance(thing, FunctionType) and inner is not GONE:
+        cell = (thing.__closure__ or ())[thing.__code__.co_freevars.index(str(name))]
+        return [(functools.partial(getattr, cell, "cell_contents"), inner)]
+    if step == ("part", BASES):
+        return [(functools.partial(getattr, thing, "__mro__"), thing.__mro__)]
+    if kind == "part" and name in _ALL_PARTS and not isinstance(thing, nn.Module) and read() is inner:
+        return [(read, inner)]
+    if step == ("attr", "forward") and _of_class(thing) is inner:
+        return [(functools.partial(_of_class, thing), inner)]
+    runs_code = hasattr(type(inner), "__get__") and not isinstance(inner, FunctionType | property)
+    metaclass = type(thing if isinstance(thing, type) else type(thing))
+    if kind != "attr" or runs_code or metaclass not in _METACLASSES:
+        return None
+    if isinstance(thing, type):
+        return [(read, inner)] if read() is inner else None
+    own, of_class = _dict_of(thing), functools.partial(getattr, type(thing), str(name), GONE)
+    if type(own) is not dict or "_former_parameters" in own or isinstance(thing, threading.local):
+        return None
+    entries = [_entry(own, name)]
+    if name not in own:
+        entries += [(functools.partial(type, thing), type(thing)), (of_class, of_class())]
+        if of_class() is GONE and isinstance(thing, nn.Module):
+            entries += [_entry(x, name) for x in (thing._parameters, thing._buffers, thing._modules)]
+    values = (value for get, value in entries if get.func is not type and value is not GONE)
+    return entries if next(values, GONE) is inner else None
+
+
+def _entry(holder: dict[Any, Any], name: Any) -> _Check:
+    return functools.partial(dict.get, holder, name, GONE), dict.get(holder, name, GONE)
 
 
 def _of_class(thing: Any) -> Any:
@@ -767,12 +810,10 @@ def _glance(tensor: Tensor) -> tuple[int, Any]:
     return version, tensor.detach().view(-1)[:: tensor.numel() // FEW + 1].tolist()
 
 
-def _changed_in_place(thing: Any) -> Callable[[], Any] | None:
+def _changed_in_place(thing: Any) -> functools.partial[Any] | None:
     """A function that tells whether an object was changed in place, or None if it cannot be."""
-    if thing is GONE:
+    if thing is GONE or isinstance(thing, FunctionType):
         return None
-    if isinstance(thing, FunctionType):  # whose code is replaced where a file is loaded again
-        return functools.partial(getattr, thing, "__code__")
     if isinstance(thing, Tensor):
         return functools.partial(_glance, thing)
     plain_keys = not isinstance(thing, dict) or all(type(key) in (str, int) for key in thing)
