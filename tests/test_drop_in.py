@@ -251,6 +251,23 @@ def test_its_own_constants_follow_it():
     assert meta.device.type == "meta" and meta.dtype == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_positions_keep_their_dtype(dtype):
+    """Of which bfloat16 holds those up to 256."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[0]).float()[:, None] * self.speed
+        return x * angles.cos().to(x.dtype) + self.table[(angles[:, 0] * 8).long()]
+
+    model = module(forward, table=nn.Parameter(torch.randn(800, 3)))
+    model.register_buffer("speed", torch.tensor([0.25, 0.5, 2.0]))
+    exported = torch.export.export(model, (torch.ones(400, 3),)).module()
+    code = copy.deepcopy(GraphCode(flat_graph(exported), torch.float32))
+    x = torch.randn(400, 3).to(dtype)
+    (ours,) = code(model.to(dtype), [x])
+    torch.testing.assert_close(ours, model(x), rtol=0, atol=1e-6)
+
+
 def test_it_runs_in_inference_mode_and_under_autocast(make, expected):
     with torch.inference_mode():
         torch.testing.assert_close(logits(make(), *inputs()), expected, rtol=1e-5, atol=1e-6)

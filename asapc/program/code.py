@@ -33,7 +33,10 @@ aten = torch.ops.aten
 _PLAN = torch.ops.asapc.plan.default
 # Nodes that only check the dtype, layout and device of the trace.
 _CHECKS = (aten._assert_tensor_metadata.default,)
-_KEPT_META = ("site",)  # what a node keeps of its meta when it is pickled
+_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
+_RANGES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default}
+WIDE = "wide"  # in the meta of a node: in half precision it stays in float32
+_KEPT_META = ("site", WIDE)  # what a node keeps of its meta when it is pickled
 _numbers = itertools.count()
 
 
@@ -108,8 +111,55 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
                 nodes[node].target = rename(str(node.target))
             elif node.op == "call_function":
                 nodes[node].kwargs = {**node.kwargs, **_unsaid(node)}
+    _keep_counts(module, graph, nodes)
     sweep(graph)
     return graph
+
+
+def _keep_counts(module: GraphModule, graph: Graph, nodes: Mapping[Node, Node]) -> None:
+    """arange(n).float() -> f(positions, buffers) + x: f in float32, for bfloat16 has no 257.
+
+    What is computed of sizes, integers and buffers alone is wide from where it is made a float to where
+    it meets other data.  nodes: those of the graph by those of the module's.
+    """
+    known, wide = set[Node](), set[Node]()
+    for node in nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            is_known = not isinstance(operator.attrgetter(str(node.target))(module), nn.Parameter)
+        elif isinstance(value, Tensor):
+            of_known = node.op == "call_function" and known >= {*node.all_input_nodes}
+            is_known = of_known or not value.is_floating_point()
+        else:
+            is_known = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        if not is_known:
+            continue
+        known.add(node)
+        inputs = {x.meta["val"].dtype for x in _tensors(node)}
+        counted = inputs <= {torch.int32, torch.int64} if node.target in _CASTS else (
+            node.target in _RANGES and node.kwargs.get("dtype") is None)  # fmt: skip
+        if _is_single(node) and (counted or wide & {*node.all_input_nodes}):
+            wide.add(node)
+    users = {user for node in wide for user in node.users if user in nodes}
+    if any(user.target is not operator.getitem and _has_an_effect(user) for user in users):
+        return  # written in place, where a cast would be another tensor
+    narrow = {x for node in wide for x in _tensors(node) if _is_single(x) and x not in wide}
+    for one in sorted(wide | narrow):
+        inside = {nodes[user] for user in one.users if user in wide}
+        outside = {nodes[user] for user in one.users if user not in known and user in nodes}
+        with graph.inserting_after(nodes[one]):
+            cast = graph.call_function(aten.to.dtype, (nodes[one], torch.float32))
+        for user in outside if one in wide else inside:
+            user.replace_input_with(nodes[one], cast)
+        (nodes[one] if one in wide else cast).meta[WIDE] = True
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
+
+
+def _is_single(node: Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) is torch.float32
 
 
 def _unsaid(node: Node) -> dict[str, Any]:
@@ -201,14 +251,14 @@ def _moved(
     Raises BranchError where rounding would decide at which half-step a loop ends early.
     """
     graph = copy.deepcopy(graph)
-    rounds = cast is not None or (dtype != traced and dtype.itemsize < torch.float32.itemsize)
+    narrows = dtype != traced and dtype.itemsize < torch.float32.itemsize
     largest = torch.finfo(traced).max if traced.is_floating_point else math.inf
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     in_place_of_largest = torch.finfo(cast).max if cast is not None else limit
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.dtype):
-            return dtype if value == traced else value
+            return dtype if value == traced and not (narrows and WIDE in node.meta) else value
         if isinstance(value, torch.device):
             return device
         if type(value) is float and math.isfinite(value):
@@ -218,7 +268,8 @@ def _moved(
 
     for node in graph.nodes:
         if node.op == "call_function":
-            if rounds and node.target is _PLAN and by_name(_PLAN, node.args)["threshold"] is not None:
+            ends = node.target is _PLAN and by_name(_PLAN, node.args)["threshold"] is not None
+            if ends and (narrows or cast is not None):
                 raise BranchError("a loop that ends early computes in single or double precision", True)
             node.args = map_aggregate(node.args, moved)
             node.kwargs = map_aggregate(node.kwargs, moved)
