@@ -272,19 +272,6 @@ class Prompts(nn.Module):
         return attended
 
 
-def matches(b: int, n: int, g: torch.Generator) -> dict[str, Any]:
-    """Two pictures' keypoints in double precision, and ten matches that are known."""
-    given: dict[str, Any] = {"file_name": "", "all_matches": torch.randint(0, n - 7, (2, 10, 1), generator=g)}
-    for number, count in (("0", n), ("1", n - 7)):
-        given |= {
-            f"keypoints{number}": torch.rand(1, count, 2, generator=g) * 400,
-            f"descriptors{number}": normal(128, 1, count, generator=g),
-            f"scores{number}": torch.rand(count, 1, generator=g).double(),
-            f"image{number}": torch.zeros(1, 1, 480, 640),
-        }  # fmt: skip
-    return {"data": given}
-
-
 def keypoints(dim: int, image: tuple[int, ...]) -> Inputs:
     """Of two pictures, as SuperGlue and OpenGlue take them."""
 
@@ -529,8 +516,8 @@ def repository_rows(folder: Path) -> list[Row]:
         of("Thinklab-SJTU", "graph matching", "PCA-GM", "utils.sinkhorn",
            lambda m: Call(lambda scores: m.Sinkhorn(10)(scores.sigmoid())), square(), (4, 32), (3, 20)),
         of("DanielShalam", "affinities of a set", "BPA", "bpa.ot",
-           lambda m: Call(lambda costs: m.log_sinkhorn(costs[0], 0.1, 10).exp()), square("costs"), (1, 256),
-           (1, 100), False),
+           lambda m: Call(lambda costs: m.log_sinkhorn(costs[0], 0.1, 10).exp()), square("costs"),
+           (1, 256), (1, 100), False),
         of("DanielShalam", "affinities of a batch", "BPA", "bpa.ot",
            lambda m: Call(lambda costs: m.log_sinkhorn(costs.sigmoid(), 0.1, 10).exp()), square("costs"),
            (4, 100), (3, 40), False),
@@ -543,16 +530,16 @@ def repository_rows(folder: Path) -> list[Row]:
                "texts": normal(b, 4, 15, 64, generator=g), "pixels": normal(b, n, 64, generator=g)},
            (2, 256), (3, 100), False, unneeded=(
                "mmseg", "mmseg.models", "mmseg.models.builder", "mmseg.models.decode_heads",
-               "mmseg.models.decode_heads.decode_head", "mmseg.models.losses", "mmcv", "mmcv.runner", "timm",
-               "timm.models", "timm.models.layers")),
+               "mmseg.models.decode_heads.decode_head", "mmseg.models.losses", "mmcv", "mmcv.runner",
+               "timm", "timm.models", "timm.models.layers")),
         of("NVIDIA", "router of experts", "Megatron-LM", "megatron.core.transformer.moe.moe_utils",
            lambda m: Call(lambda scores: m.sinkhorn(scores[0])), scores(16), (1, 512), (1, 100), False),
         of("changwxx", "assignment to classes", "UniOT-for-UniDA", "utils.lib",
            lambda m: Call(lambda logits: m.sinkhorn(logits, 0.05, 3)), logits(200), (4, 64), (3, 40),
            unneeded=("ot",)),
         of("facebookresearch", "targets of pairs", "OTTER/models", "model_util",
-           lambda m: Call(lambda scores: m.sinkhorn(-scores.tanh(), 0.15, 5)), square(), (4, 256), (3, 100),
-           unneeded=("utils", "utils.utils")),
+           lambda m: Call(lambda scores: m.sinkhorn(-scores.tanh(), 0.15, 5)), square(), (4, 256),
+           (3, 100), unneeded=("utils", "utils.utils")),
         of("Gary-code", "order of sentences", "Sinkhorn-Network", "models.sorting_network",
            lambda m: m.SinkhornNetwork(20, 20, 1.0), lambda b, _, g: {
                "seq": normal(b, 20, 2352, generator=g)}, (8, 0), (5, None)),
@@ -566,24 +553,23 @@ def repository_rows(folder: Path) -> list[Row]:
                             "nu": normal(b, n - 7, generator=g).softmax(-1)}, (4, 256), (3, 100), False),
         of("juyebshin", "map elements", "InstaGraM/model", "graphmap",
            lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 100),
-                          alpha=torch.tensor(1.0)), square(), (2, 300), (3, 100), unneeded=("tkinter.messagebox", "turtle")),
+                          alpha=torch.tensor(1.0)), square(), (2, 300), (3, 100),
+           unneeded=("tkinter.messagebox", "turtle")),
         of("facebookresearch", "targets of masked siamese networks", "msn", "src.losses",
            lambda m: Call(lambda logits: m.distributed_sinkhorn(logits.exp(), use_dist=False)),
            logits(512), (4, 64), (3, 40), unneeded=("src.utils",)),
         of("cvg", "optimal transport, T = 100", "glue-factory", "gluefactory_nonfree.superglue",
            lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 50),
-                          alpha=torch.tensor(1.0)), scores(), (2, 512), (3, 100), unneeded=("gluefactory", "gluefactory.models", "gluefactory.models.base_model")),
-        of("HeatherJiaZG", "training, a loss of matches", "SuperGlue-pytorch", "models.superglue",
-           lambda m: m.SuperGlue({"GNN_layers": ["self", "cross"] * 2}).double(), matches, (1, 256),
-           (1, 100), False),
+                          alpha=torch.tensor(1.0)), scores(), (2, 512), (3, 100),
+           unneeded=("gluefactory", "gluefactory.models", "gluefactory.models.base_model")),
         of("gpeyre", "transport cost, early stop", "SinkhornAutoDiff", "sinkhorn_pointcloud",
            lambda m: Call(lambda x, y: m.sinkhorn_loss(x[0], y[0], 0.1, len(x[0]), 50)),
            lambda b, n, g: {"x": normal(n, 2, generator=g)[None], "y": normal(n, 2, generator=g)[None]},
            (1, 100), (1, 60), False),
         of("Megvii-BaseDetection", "boxes to anchors",
            "OTA/playground/detection/coco/ota.x101.fpn.coco.800size.1x", "fcos",
-           lambda m: Call(lambda mu, nu, C: m.SinkhornDistance(0.1, 50)(mu, nu, C)[1]), anchors, (2, 1024),
-           (3, 500), False, unneeded=(
+           lambda m: Call(lambda mu, nu, C: m.SinkhornDistance(0.1, 50)(mu, nu, C)[1]), anchors,
+           (2, 1024), (3, 500), False, unneeded=(
                "cvpods", "cvpods.layers", "cvpods.modeling", "cvpods.modeling.box_regression",
                "cvpods.modeling.losses", "cvpods.modeling.meta_arch",
                "cvpods.modeling.meta_arch.retinanet", "cvpods.modeling.postprocessing",
@@ -601,14 +587,7 @@ def repository_rows(folder: Path) -> list[Row]:
            lambda m: sharpened(m.ManifoldConstrainedHyperConnections(
                4, dim=64, num_fracs=2, branch=nn.Linear(64, 64), layer_index=0, log_domain_sinkhorn=True),
                ("dynamic", "static"), 1.0),
-           lambda b, n, g: {"residuals": normal(4 * b, n, 64, generator=g)}, (4, 512), (3, 100)),
-        of("locuslab", "projection onto a Wasserstein ball", "projected_sinkhorn",
-           "projected_sinkhorn.projected_sinkhorn",
-           lambda m: Call(lambda x, y: m.projected_sinkhorn(
-               x.flatten(1).softmax(-1).view_as(x), y.flatten(1).softmax(-1).view_as(y),
-               m.wasserstein_cost(x), 0.1, 1000.0, maxiters=20)),
-           lambda b, _, g: {"x": normal(b, 1, 16, 16, generator=g), "y": normal(b, 1, 16, 16, generator=g)},
-           (4, 0), (3, None), False, unneeded=("lambertw",)),
+           lambda b, n, g: {"residuals": normal(4 * b, n, 64, generator=g)}, (4, 512), (2, 100)),
         of("anucvml", "optimal transport layer", "ddn/ddn/pytorch", "optimal_transport",
            lambda m: m.OptimalTransportLayer(gamma=5.0, maxiters=100),
            lambda b, n, g: {"M": torch.rand(b, n, n - 3, generator=g)}, (4, 100), (3, 60)),

@@ -229,7 +229,8 @@ class Written(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         plan, rows = scores.sigmoid() + 1e-4, scores.shape[1]
         for step in range(8):
-            sums, shares = plan.sum(-1 - step % 2, keepdim=True).expand(plan.shape), torch.zeros_like(plan)
+            sums = plan.sum(-1 - step % 2, keepdim=True).expand(plan.shape)
+            shares = torch.zeros_like(plan)
             for b in range(len(plan)):
                 shares[b, :rows] = 1 / sums[b, :rows]
             plan = plan * shares
