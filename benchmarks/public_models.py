@@ -227,6 +227,51 @@ def patches(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def square(name: str = "scores") -> Inputs:
+    return lambda b, n, g: {name: normal(b, n, n, generator=g)}
+
+
+def anchors(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    """Costs between 9 boxes, the last of which is the background, and anchors, and the masses of both."""
+    masses = torch.cat([torch.full((8,), 8.0), torch.tensor([n - 64.0])])
+    return {"mu": masses.expand(b, -1), "nu": torch.ones(b, n), "C": torch.rand(b, 9, n, generator=g)}
+
+
+def reordered(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    """True is padding."""
+    return {"x": normal(b, n, 64, generator=g), "key_padding_mask": ~padded(b, n, g)}
+
+
+class Reordering(nn.Module):
+    """Sinkhorn attention of a sequence to itself, tokens first."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        attended: Tensor = self.core(x, x, x, key_padding_mask)[0]
+        return attended
+
+
+def reordering(module: Any) -> nn.Module:
+    module.FairseqDropout = lambda p, **_: nn.Dropout(p)
+    return Reordering(module.SinkhornAttention(64, 4, sinkhorn_iters=8))
+
+
+class Prompts(nn.Module):
+    """Several prompts a class, attending to the places of a picture."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, texts: Tensor, pixels: Tensor) -> Tensor:
+        attended: Tensor = self.core(texts.permute(1, 2, 0, 3), pixels, pixels)[0]
+        return attended
+
+
 def keypoints(dim: int, image: tuple[int, ...]) -> Inputs:
     """Of two pictures, as SuperGlue and OpenGlue take them."""
 
@@ -464,6 +509,85 @@ def repository_rows(folder: Path) -> list[Row]:
            lambda m: Call(lambda scores: m.Sinkhorn(*balanced(scores, 0.1))),
            lambda b, _, g: {"scores": normal(b, 49, 4, generator=g)}, (32, 0), (5, None),
            unneeded=("clip",)),
+        of("fukexue", "registration, slack of zeros", "RGM", "utils.sinkhorn",
+           lambda m: m.Sinkhorn(20, skaddcr=True), square("s"), (4, 256), (3, 100)),
+        of("fukexue", "registration, sums", "RGM", "utils.sinkhorn",
+           lambda m: Call(lambda scores: m.Sinkhorn(20)(scores.sigmoid())), scores(), (4, 256), (3, 100)),
+        of("Thinklab-SJTU", "graph matching", "PCA-GM", "utils.sinkhorn",
+           lambda m: Call(lambda scores: m.Sinkhorn(10)(scores.sigmoid())), square(), (4, 32), (3, 20)),
+        of("DanielShalam", "affinities of a set", "BPA", "bpa.ot",
+           lambda m: Call(lambda costs: m.log_sinkhorn(costs[0], 0.1, 10).exp()), square("costs"),
+           (1, 256), (1, 100), False),
+        of("DanielShalam", "affinities of a batch", "BPA", "bpa.ot",
+           lambda m: Call(lambda costs: m.log_sinkhorn(costs.sigmoid(), 0.1, 10).exp()), square("costs"),
+           (4, 100), (3, 40), False),
+        of("George0828Zhang", "reordering attention, padded",
+           "sinkhorn-simultrans/simultaneous_translation/modules", "sinkhorn_attention", reordering,
+           reordered, (4, 256), (3, 100), False,
+           unneeded=("fairseq", "fairseq.modules", "fairseq.modules.fairseq_dropout")),
+        of("cubeyoung", "prompts to pixels", "OTSeg/models/decode_heads", "decode_seg",
+           lambda m: Prompts(m.AttentionOT(64, 4)), lambda b, n, g: {
+               "texts": normal(b, 4, 15, 64, generator=g), "pixels": normal(b, n, 64, generator=g)},
+           (2, 256), (3, 100), False, unneeded=(
+               "mmseg", "mmseg.models", "mmseg.models.builder", "mmseg.models.decode_heads",
+               "mmseg.models.decode_heads.decode_head", "mmseg.models.losses", "mmcv", "mmcv.runner",
+               "timm", "timm.models", "timm.models.layers")),
+        of("NVIDIA", "router of experts", "Megatron-LM", "megatron.core.transformer.moe.moe_utils",
+           lambda m: Call(lambda scores: m.sinkhorn(scores[0])), scores(16), (1, 512), (1, 100), False),
+        of("changwxx", "assignment to classes", "UniOT-for-UniDA", "utils.lib",
+           lambda m: Call(lambda logits: m.sinkhorn(logits, 0.05, 3)), logits(200), (4, 64), (3, 40),
+           unneeded=("ot",)),
+        of("facebookresearch", "targets of pairs", "OTTER/models", "model_util",
+           lambda m: Call(lambda scores: m.sinkhorn(-scores.tanh(), 0.15, 5)), square(), (4, 256),
+           (3, 100), unneeded=("utils", "utils.utils")),
+        of("Gary-code", "order of sentences", "Sinkhorn-Network", "models.sorting_network",
+           lambda m: m.SinkhornNetwork(20, 20, 1.0), lambda b, _, g: {
+               "seq": normal(b, 20, 2352, generator=g)}, (8, 0), (5, None)),
+        of("facebookresearch", "targets of DINO", "dinov3", "dinov3.loss.dino_clstoken_loss",
+           lambda m: Targets(m.DINOLoss(512), "sinkhorn_knopp_teacher", teacher_temp=0.07), logits(512),
+           (4, 64), (3, 40)),
+        of("vdvchen", "matching with masses", "SGMNet", "sgmnet.match_model",
+           lambda m: Call(lambda scores, mu, nu: m.sinkhorn(scores, mu, nu, 20)),
+           lambda b, n, g: {"scores": normal(b, n, n - 7, generator=g),
+                            "mu": normal(b, n, generator=g).softmax(-1),
+                            "nu": normal(b, n - 7, generator=g).softmax(-1)}, (4, 256), (3, 100), False),
+        of("juyebshin", "map elements", "InstaGraM/model", "graphmap",
+           lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 100),
+                          alpha=torch.tensor(1.0)), square(), (2, 300), (3, 100),
+           unneeded=("tkinter.messagebox", "turtle")),
+        of("facebookresearch", "targets of masked siamese networks", "msn", "src.losses",
+           lambda m: Call(lambda logits: m.distributed_sinkhorn(logits.exp(), use_dist=False)),
+           logits(512), (4, 64), (3, 40), unneeded=("src.utils",)),
+        of("cvg", "optimal transport, T = 100", "glue-factory", "gluefactory_nonfree.superglue",
+           lambda m: Call(lambda scores, alpha: m.log_optimal_transport(scores, alpha, 50),
+                          alpha=torch.tensor(1.0)), scores(), (2, 512), (3, 100),
+           unneeded=("gluefactory", "gluefactory.models", "gluefactory.models.base_model")),
+        of("gpeyre", "transport cost, early stop", "SinkhornAutoDiff", "sinkhorn_pointcloud",
+           lambda m: Call(lambda x, y: m.sinkhorn_loss(x[0], y[0], 0.1, len(x[0]), 50)),
+           lambda b, n, g: {"x": normal(n, 2, generator=g)[None], "y": normal(n, 2, generator=g)[None]},
+           (1, 100), (1, 60), False),
+        of("Megvii-BaseDetection", "boxes to anchors",
+           "OTA/playground/detection/coco/ota.x101.fpn.coco.800size.1x", "fcos",
+           lambda m: Call(lambda mu, nu, C: m.SinkhornDistance(0.1, 50)(mu, nu, C)[1]), anchors,
+           (2, 1024), (3, 500), False, unneeded=(
+               "cvpods", "cvpods.layers", "cvpods.modeling", "cvpods.modeling.box_regression",
+               "cvpods.modeling.losses", "cvpods.modeling.meta_arch",
+               "cvpods.modeling.meta_arch.retinanet", "cvpods.modeling.postprocessing",
+               "cvpods.structures", "cvpods.utils")),
+        of("yoosof9", "transport of profiles, early stop", "ReCon/ReCon_source_code/ot_local",
+           "ot_pytorch_sinkhorn", lambda m: Call(lambda scores: m.sinkhorn(
+               scores.sigmoid(), gamma=5.0, maxiters=20)), scores(), (4, 100), (3, 40), False),
+        of("lucidrains", "ViT, three proposals a token", "hyper-connections", "hyper_connections.vit",
+           lambda m: sharpened(m.ViT(
+               image_size=64, patch_size=8, num_classes=10, dim=64, depth=2, heads=2, dim_head=32,
+               mlp_dim=128, mhc_kwargs={"num_dynamic_alpha_proposals": 3}), ("dynamic", "static"), 1.0),
+           images(64), (4, 0), (3, None)),
+        of("lucidrains", "fractions of streams, logarithms", "hyper-connections",
+           "hyper_connections.manifold_constrained_hyper_connections",
+           lambda m: sharpened(m.ManifoldConstrainedHyperConnections(
+               4, dim=64, num_fracs=2, branch=nn.Linear(64, 64), layer_index=0, log_domain_sinkhorn=True),
+               ("dynamic", "static"), 1.0),
+           lambda b, n, g: {"residuals": normal(4 * b, n, 64, generator=g)}, (4, 512), (2, 100)),
         of("anucvml", "optimal transport layer", "ddn/ddn/pytorch", "optimal_transport",
            lambda m: m.OptimalTransportLayer(gamma=5.0, maxiters=100),
            lambda b, n, g: {"M": torch.rand(b, n, n - 3, generator=g)}, (4, 100), (3, 60)),

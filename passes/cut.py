@@ -473,7 +473,10 @@ def line_of(size: Any) -> Line | None:
     if expression is None or len(expression.free_symbols) != 1:
         return None
     (symbol,) = expression.free_symbols
-    first, second, *others = ((n, evaluate(size, {symbol: n})) for n in (2, 3, 5, 8, 1009, 1013))
+    try:
+        first, second, *others = ((n, evaluate(size, {symbol: n})) for n in (2, 3, 5, 8, 1009, 1013))
+    except ZeroDivisionError:  # it divides by n // 4
+        return None
     factor = second[1] - first[1]
     line = Line(symbol, factor, first[1] - factor * first[0])
     return line if factor and all(value == factor * n + line.more for n, value in others) else None

@@ -223,6 +223,20 @@ class Columns(nn.Module):
         return a * kernel * b.t()
 
 
+class Written(nn.Module):
+    """Shares are written into zeros, example by example."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        plan, rows = scores.sigmoid() + 1e-4, scores.shape[1]
+        for step in range(8):
+            sums = plan.sum(-1 - step % 2, keepdim=True).expand(plan.shape)
+            shares = torch.zeros_like(plan)
+            for b in range(len(plan)):
+                shares[b, :rows] = 1 / sums[b, :rows]
+            plan = plan * shares
+        return plan
+
+
 class OneQuery(nn.Module):
     """One seed pools everything: its plan is what its columns' mass is, whatever the scores."""
 

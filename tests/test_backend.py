@@ -120,6 +120,11 @@ def with_a_learnt_dustbin(self: Any, x: Tensor) -> Tensor:
     return (scores + f[:, :, None] + g[:, None] - norm)[:, :-1].exp() @ x
 
 
+def of_streams(self: Any, x: Tensor) -> Tensor:
+    """Four a text."""
+    return self.attention(x.reshape(x.shape[0] // 4, -1, 16))
+
+
 def beside_a_cache(self: Any, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     """Whose length is of no concern to the attention."""
     whole = past.shape[1] // 4 * 4
@@ -323,6 +328,15 @@ def test_a_learnt_dustbin_is_no_mask() -> None:
     with torch.no_grad():
         assert_same(compiled(model, "eager")(x), model(x))
     assert operators() == ["plan"]
+
+
+def test_a_length_may_be_a_quotient() -> None:
+    model = module(of_streams, attention=Attention()).eval()
+    fast = compiled(model, "eager", dynamic=True)
+    with torch.no_grad():
+        for x in (tokens(8)[:, 0], tokens(12)[:, 0]):
+            assert_same(fast(x), model(x))
+    assert {*operators(model)} == {"sinkhorn"}
 
 
 def test_lengths_of_other_tensors_are_free() -> None:

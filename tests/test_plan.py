@@ -642,11 +642,12 @@ def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
         torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-5)
 
 
-def test_scalings_of_one_matrix_are_columns() -> None:
-    net = nets.Columns().eval()
-    analysis = analysed(net, random(9, 7))
+@pytest.mark.parametrize("name, batch", [("Columns", ()), ("Written", (3,))])
+def test_scalings_that_are_columns_or_written_into_zeros(name: str, batch: tuple[int, ...]) -> None:
+    net = build(name)
+    analysis = analysed(net, random(*batch, 9, 7))
     assert [site.convention.half_steps for site in analysis.sites] == [8]
-    replays(net, analysis, random(6, 11, seed=1))
+    replays(net, analysis, random(*batch, 6, 7 if batch else 11, seed=1))
 
 
 def test_scalings_of_masses_of_1_may_end_early() -> None:

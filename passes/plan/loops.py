@@ -51,7 +51,7 @@ TURNS = {aten.transpose.int, aten.permute.default}
 STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
     aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.expand.default,
-    aten.where.self, aten.masked_fill.Scalar, aten.select.int, *SQUEEZES, *VIEWS,
+    aten.where.self, aten.masked_fill.Scalar, aten.select.int, aten.slice.Tensor, *SQUEEZES, *VIEWS,
 }  # fmt: skip
 MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 

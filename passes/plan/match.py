@@ -523,9 +523,9 @@ class _Trials(Trials):
                 continue
             logs = double_centre(o.attention.log())
             terms = [double_centre(x) for x in (o.scores, *added)]
-            weights = torch.linalg.lstsq(
-                torch.stack([x.flatten() for x in terms], -1), logs.flatten()
-            ).solution
+            table = torch.stack([x.flatten() for x in terms], -1)
+            # Beside columns of zeros, torch's gelsy now and then takes the rank to be 0.
+            weights = torch.linalg.lstsq(table, logs.flatten(), driver="gelsd").solution
             per_head = [
                 (logs[:, h] * terms[0][:, h]).sum() / terms[0][:, h].square().sum()
                 for h in range(size[1])
