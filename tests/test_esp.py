@@ -16,7 +16,7 @@ from torch import Tensor
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Ties
 from asapc.operators import esp as meaning
-from asapc.operators import matching, ranks
+from asapc.operators import ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 EPS = torch.finfo(torch.float32).eps
@@ -297,25 +297,6 @@ def test_a_long_head_is_right(temperature: float) -> None:
     exact = meaning.esp_soft(q.double(), k.double(), v.double(), *settings)
     plain = meaning.esp_soft(q, k, v, *settings)
     assert error(own, exact) <= 2 * error(plain, exact) + 1e-6
-
-
-def test_tied_costs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pairs are counted a few at a time, from tables of distances where that is less."""
-    q, k, v, keep, query_keep = tying((3, 2, 31, 17, 4, 3), True, "crossed")
-    directions = torch.eye(4).repeat(6, 1)
-    settings = (keep, query_keep, directions, torch.tensor([0.5]), False, False, 1.0)
-    whole = meaning.esp_hard(q, k, v, *settings)
-    tables: list[int] = []
-    cost_matrix = matching.cost_matrix
-
-    def counted(q: Tensor, k: Tensor, squared: bool) -> Tensor:
-        tables.append(len(q))
-        return cost_matrix(q, k, squared)
-
-    monkeypatch.setattr(matching, "cost_matrix", counted)
-    monkeypatch.setattr(matching, "GATHERED_AT_ONCE", 300)
-    torch.testing.assert_close(meaning.esp_hard(q, k, v, *settings), whole)
-    assert tables
 
 
 def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import workers
 from asapc.kernels.dispatch import explained
-from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
 from asapc.operators.stabilised import stabilised_sinkhorn
@@ -30,12 +28,10 @@ ATTENTION = [1.0, 1.0, 0.0, 0.0]  # N * P
 HALF_STEPS = 7
 
 
-@pytest.fixture(params=["kept", "streamed"])
-def memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """K of a head kept, or formed again block by block: a few rows at these sizes."""
-    streamed = Thresholds(tile_bytes=1 << 10, resident_bytes=0)
-    with using(streamed) if request.param == "streamed" else nullcontext():
-        yield
+@pytest.fixture(params=[native.RESIDENT_BYTES, 0], ids=["kept", "streamed"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K of a head kept, or formed again block by block."""
+    monkeypatch.setattr(native, "RESIDENT_BYTES", request.param)
 
 
 def double(value: Any) -> Any:
@@ -239,10 +235,9 @@ def test_coarse_keys_far_below_the_padded_ones() -> None:
 
 
 def test_an_error_in_a_worker_reaches_the_caller() -> None:
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            if start == 3:
-                raise ValueError("start 3")
+    def work(start: int) -> None:
+        if start == 3:
+            raise ValueError("start 3")
 
     with pytest.raises(ValueError, match="start 3"):
         workers.each_worker(work, range(8))
@@ -331,9 +326,12 @@ def test_sizes_that_differ_are_an_error_and_masks_of_one_example_are_everybodys(
     (1 << 24, 1.0, ", linear domain"), (1 << 24, 4.0, ", linear domain in float64"),
     (1 << 10, 1.0, ", streamed, linear domain"), (1 << 10, 100.0, ", streamed, log domain"),
 ])  # fmt: skip
-def test_the_engine_tells_where_it_computed(resident: int, spread: float, path: str) -> None:
+def test_the_engine_tells_where_it_computed(
+    resident: int, spread: float, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (x * spread for x in tokens(2, 2, 40, 4))
-    with using(Thresholds(resident_bytes=resident)), explained() as choices:
+    monkeypatch.setattr(native, "RESIDENT_BYTES", resident)
+    with explained() as choices:
         ops.sinkhorn(q, k, v, None, None, 0.5, 4, True, ATTENTION)
     assert [(c.operator, c.kernel) for c in choices] == [("sinkhorn", f"CPU, {native.described()}{path}")]
 

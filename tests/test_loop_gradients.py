@@ -16,7 +16,6 @@ from asapc.ir import Side
 from asapc.kernels import native
 from asapc.kernels.cpu import gradients as cpu
 from asapc.kernels.loop import Loop, Tail
-from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import sinkhorn as meaning
 
 assert asapc.kernels.library
@@ -146,15 +145,17 @@ def test_the_gradient_of_scores_beside_which_duals_keep_no_digit() -> None:
 @pytest.mark.parametrize(
     ("first", "spread", "started"), [("row", 1.0, True), ("column", 12.0, False), ("row", 12.0, True)]
 )
-def test_a_head_that_is_not_kept(first: Side, spread: float, started: bool) -> None:
+def test_a_head_that_is_not_kept(
+    first: Side, spread: float, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of a few rows, formed again at every visit: the same gradients."""
+    monkeypatch.setattr(native, "RESIDENT_BYTES", 0)
     for biased, masked in [(False, False), (True, True)]:
         case = given(
             23, 17, torch.float64, first, spread=spread, masked=masked, biased=biased, started=started
         )
         loop = Loop(0.5, 6, first, [1.0, 0.0, 1.0, 0.0])
-        with using(Thresholds(resident_bytes=0)):
-            assert_honest(by_kernel(case, loop), case, loop)
+        assert_honest(by_kernel(case, loop), case, loop)
 
 
 @pytest.mark.parametrize("first", ["row", "column"])

@@ -16,7 +16,7 @@ Source: block-wise paper, Propositions 1 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -84,11 +84,10 @@ def _for_heads(
         serially = entries <= SHORT_ENTRIES
         count = max(1, min(int(GROUP_ENTRIES / entries), count // torch.get_num_threads()))
 
-    def some(starts: Iterator[int]) -> None:
-        for first in starts:
-            part = slice(first, first + count)
-            *tensors, here = (x[part] for x in flat)
-            work(part, _Band([x.to(dtype) for x in tensors], here, loop, low, high))
+    def some(first: int) -> None:
+        part = slice(first, first + count)
+        *tensors, here = (x[part] for x in flat)
+        work(part, _Band([x.to(dtype) for x in tensors], here, loop, low, high))
 
     each_worker(some, range(0, batch * heads, count), serially)
 

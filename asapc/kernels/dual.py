@@ -13,7 +13,7 @@ from torch import Tensor
 from asapc.features import CLUSTERED, feature_list
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 
-# (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred; None where it cannot
+# (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred, or None
 Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor | None]
 
 

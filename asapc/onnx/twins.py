@@ -290,7 +290,7 @@ def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
     clouds = ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
     ordered = matching.Ranked(order_x), matching.Ranked(order_y)
     pairs = matching.match(clouds, *ordered, a.coupling)
-    cost = matching.matched_costs(clouds, *ordered, pairs, a.coupling, a.squared_cost)
+    cost = matching.matched_costs(clouds, pairs, a.squared_cost)
     count = ranks.active(clouds.query_keep, clouds.q)[:, None, None]
     weights = matching.slice_weights(cost, a.inverse_temperature, count, a.mean_cost, a.slice_weight)
     table: Tensor = clean_values(widen(a.v), a.keep).flatten(0, 2)

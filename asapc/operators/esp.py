@@ -33,6 +33,7 @@ from asapc.operators.matching import (
     recomputed,
     scatter_sum,
     slice_weights,
+    tie_apart,
 )
 from asapc.operators.pair import pair
 from asapc.operators.ranks import (
@@ -249,14 +250,13 @@ def _esp_hard(
 
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
-    O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
-    their cost takes D for every tied pair. Where a map is wanted and tokens tie, and while a CUDA graph
-    is recorded or a program exported, which must not depend on the data, the plans are formed; else keys
-    are gathered.
+    O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix: keys are gathered. The plans are formed
+    where different points tie and share, where a map is wanted and tokens tie, where masked tokens are
+    coupled monotonely, of which each example meets another number, and while a CUDA graph is recorded or
+    a program exported, which must not depend on the data.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
-    masked = keep is not None or query_keep is not None
 
     def formed() -> Tensor:
         def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
@@ -267,17 +267,19 @@ def _esp_hard(
 
     if torch.compiler.is_exporting() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return formed()
-    if masked and coupling == "monotone":
-        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties, slice_weight))
+    if coupling == "monotone" and not (keep is None and query_keep is None):
+        return formed()
     clouds = clouds_of(q, k, keep, query_keep, slices)
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
         return clouds.q.new_zeros(*clouds.q.shape[:3], width)
     ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
+    if any(map(tie_apart, ordered, (clouds.q, clouds.k))):
+        return formed()
     matching = match(clouds, *ordered, coupling)
     if v is None and matching.means:
         return formed()
-    cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
+    cost = matched_costs(clouds, matching, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
     weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
@@ -286,30 +288,6 @@ def _esp_hard(
     else:
         result = gather_sum(matching, clean_values(widen(v), keep), weights)
     return close(result, keep, query_keep, output_factor)
-
-
-def _one_at_a_time(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
-) -> Tensor:
-    """_esp_hard of each example's active tokens: how many keys a query meets depends on their number."""
-    width = k.shape[2] if v is None else v.shape[3]
-    results = []
-    for example in range(q.shape[0]):
-        rows, columns = (
-            torch.arange(points.shape[2], device=q.device) if mask is None
-            else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
-        )  # fmt: skip
-        part_v = None if v is None else v[example, None, :, columns]
-        part = _esp_hard(
-            q[example, None, :, rows], k[example, None, :, columns], part_v, None, None, *settings
-        )
-        result = part.new_zeros(1, q.shape[1], q.shape[2], width)
-        if v is None:
-            wide = part.new_zeros(*part.shape[:3], width).index_copy(3, columns, part)
-            results.append(result.index_copy(2, rows, wide))
-        else:
-            results.append(result.index_copy(2, rows, part))
-    return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 
 esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)

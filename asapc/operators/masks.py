@@ -7,6 +7,7 @@ every precision. Anything between is a bias of the scores, which no mask can sta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in fl
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
 
+def _require(fine: Tensor, rule: str, got: Callable[[], str], help: str | None = None) -> None:
+    """Raises InputError where not all is fine; on a GPU, where nothing waits for a number, it is a
+    device-side assertion."""
+    if fine.device.type != "cpu":
+        torch._assert_async(fine.all(), rule)
+    elif not bool(fine.all()):
+        raise InputError(rule, got=got(), help=help)
+
+
 def hidden_queries(keep: Tensor) -> Tensor:
     """[B, 1, N, 1], what added to scores hides queries as keep [B, N] hides keys."""
     return torch.where(keep[:, None, :, None], 0.0, -math.inf)
@@ -36,17 +46,15 @@ def hidden_queries(keep: Tensor) -> Tensor:
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps, in its shape.  hides: scores up to here hide a key.
 
-    Raises InputError on a number between 0 and `hides`, above 0, or NaN; on a GPU, where nothing waits
-    for a number, it is a device-side assertion.
+    Raises InputError on a number between 0 and `hides`, above 0, or NaN.
     """
-    kept = mask > hides
-    hard = ((mask <= hides) | (mask == 0)).all()
-    if mask.device.type != "cpu":
-        torch._assert_async(hard, RULE)
-    elif not bool(hard):
-        soft = mask[~(mask <= hides) & (mask != 0)]
-        raise InputError(RULE, got=f"{len(soft)} others, such as {float(soft[0]):g}", help=HELP)
-    return kept
+    hard = (mask <= hides) | (mask == 0)
+    _require(hard, RULE, lambda: _others(mask[~hard]), HELP)
+    return mask > hides
+
+
+def _others(numbers: Tensor) -> str:
+    return f"{len(numbers)} others, such as {float(numbers[0]):g}"
 
 
 def keys_of_empty(
@@ -59,7 +67,7 @@ def keys_of_empty(
     mask: [B or 1, M], added to scores.  q: [B, H, N, D]; k: [B, H, M, D].  reach: last places of the
     number below which products q k are lost.  is_bias: its numbers may differ where they leave scores
     as they are.
-    Raises InputError where they do neither; on a GPU, it is a device-side assertion.
+    Raises InputError where they do neither.
     """
     empty = ~keep.any(-1)
     on_cpu = mask.device.type == "cpu"
@@ -72,41 +80,30 @@ def keys_of_empty(
     size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
     lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
     clear = ~empty | lost | (fine if is_bias else fine & alike)
-    if not on_cpu:
-        torch._assert_async(clear.all(), RULE_OF_EMPTY)
-    elif not bool(clear.all()):
+
+    def got() -> str:
         number = float(highest.expand(len(keep))[~clear][0])
-        got = f"{number:g} beside scores that are neither larger nor smaller than its last place"
-        raise InputError(RULE_OF_EMPTY, got=got, help=HELP_OF_EMPTY)
+        return f"{number:g} beside scores that are neither larger nor smaller than its last place"
+
+    _require(clear, RULE_OF_EMPTY, got, HELP_OF_EMPTY)
     return keep | (empty & fine)[:, None]
 
 
 def is_one(mask: Tensor) -> Tensor:
     """True where a mask of zeros and ones is 1, in its shape.
 
-    Raises InputError on another number; on a GPU, it is a device-side assertion.
+    Raises InputError on another number.
     """
-    one = mask == 1
-    known = (one | (mask == 0)).all()
-    if mask.device.type != "cpu":
-        torch._assert_async(known, RULE_OF_NUMBERS)
-    elif not bool(known):
-        others = mask[~one & (mask != 0)]
-        raise InputError(RULE_OF_NUMBERS, got=f"{len(others)} others, such as {float(others[0]):g}")
-    return one
+    known = (mask == 1) | (mask == 0)
+    _require(known, RULE_OF_NUMBERS, lambda: _others(mask[~known]))
+    return mask == 1
 
 
 def some_keys(keep: Tensor) -> Tensor:
-    """keep [B, M] of examples that all have an active key.
-
-    Raises InputError where one has none; on a GPU, it is a device-side assertion.
-    """
-    some = keep.any(-1)
-    if keep.device.type != "cpu":
-        torch._assert_async(some.all(), RULE_OF_NONE)
-    elif keep.numel() and not bool(some.all()):
-        first = int((~some).nonzero()[0])
-        raise InputError(RULE_OF_NONE, got=f"none in example {first} of the batch", help=HELP_OF_EMPTY)
+    """keep [B, M] of examples that all have an active key.  Raises InputError where one has none."""
+    some = keep.any(-1) | (keep.device.type == "cpu" and keep.numel() == 0)
+    first = (~some).nonzero
+    _require(some, RULE_OF_NONE, lambda: f"none in example {int(first()[0])} of the batch", HELP_OF_EMPTY)
     return keep.clone()
 
 
@@ -114,16 +111,12 @@ def rows_kept(bias: Tensor, small: bool) -> Tensor:
     """True on the rows of a bias [*, N or 1, M] that are not all -inf: [*, N or 1, 1].
 
     small: whether all its numbers must be such that scores are kept beside them.
-    Raises InputError where they are not; on a GPU, it is a device-side assertion.
+    Raises InputError where they are not.
     """
     if small:
         dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
-        kept = (bias.abs() < 2.0 * FINE / torch.finfo(dtype).eps).all()
-        if bias.device.type != "cpu":
-            torch._assert_async(kept, RULE_OF_BIAS)
-        elif not bool(kept):
-            largest = float(bias.flatten()[bias.abs().argmax()])
-            raise InputError(RULE_OF_BIAS, got=f"{largest:g}", help=HELP)
+        kept = bias.abs() < 2.0 * FINE / torch.finfo(dtype).eps
+        _require(kept, RULE_OF_BIAS, lambda: f"{float(bias.flatten()[bias.abs().argmax()]):g}", HELP)
     return ~all_hidden(bias, -1, keepdim=True)
 
 

@@ -4,8 +4,8 @@ Equal ranks meet, or those that a coupling pairs (operators.ranks). Where tokens
 of the number of gathers: tied keys become one more row, their mean, and so does what a tied group of
 queries receives, so that what ties cost grows with their number. No N x M matrix is formed.
 
-The cost of a slice is linear in its plan. Ties of equal points leave it as any order of them has it;
-of a tied group of different points every pair counts, which is the only work here that is not linear.
+The cost of a slice is linear in its plan, and ties of equal points leave it as any order of them has it.
+Of a tied group of different points every pair counts: such plans are formed instead, see operators.esp.
 
 How much there is to do depends on the data: only what follows orders without ties may be traced, and not
 the stairs of the monotone coupling.
@@ -213,19 +213,21 @@ def _shared(
     return (first, *rows[1:]), shares, bag
 
 
-def matched_costs(
-    clouds: Clouds, queries: Ranked, keys: Ranked, matching: Matching, coupling: Coupling, squared: bool
-) -> Tensor:
-    """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
+def tie_apart(tokens: Ranked, points: Tensor) -> bool:
+    """Whether any that tie are different points [B, H, N, D]."""
+    if tokens.same is None:
+        return False
+    where = torch.nn.functional.pad(tokens.same, (1, 0)).flatten().nonzero()[:, 0]
+    rows, flat = (tokens.order + _starts(points)).flatten(), points.flatten(0, 2)
+    return bool((flat[rows[where]] != flat[rows[where - 1]]).any())
 
-    O(L N D) work, and that of every pair of different points in tied groups. The keys of several
-    slices are gathered together.
+
+def matched_costs(clouds: Clouds, matching: Matching, squared: bool) -> Tensor:
+    """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64, where only equal points tie.
+
+    O(L N D) work. The keys of several slices are gathered together.
     """
-    groups = _different(clouds, queries, keys, coupling)
-    left_out = None if clouds.query_keep is None else ~spread(clouds.query_keep, queries.order)
-    if groups is not None:
-        apart = torch.empty_like(groups.touched).scatter_(-1, queries.order, groups.touched)
-        left_out = apart if left_out is None else left_out | apart
+    left_out = None if clouds.query_keep is None else ~spread(clouds.query_keep, clouds.x)
 
     def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
         total: Tensor | float = 0.0
@@ -236,120 +238,18 @@ def matched_costs(
             total = total + (away if share is None else away * share)
         assert isinstance(total, Tensor)
         if left_out is not None:
-            total = total.masked_fill(left_out[:, :, part.start : part.stop], 0.0)
+            total = total.masked_fill(left_out, 0.0)
         return total.sum(-1, dtype=torch.float64)
 
     most = GATHERED_AT_ONCE
     step = most if torch.compiler.is_exporting() else max(1, most // max(1, clouds.q.numel()))
     parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
-    total = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
-    return total if groups is None else total + _tied_costs(clouds, queries, keys, groups, squared)
+    return torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
 
 
 def distance(apart: Tensor, squared: bool) -> Tensor:
     """The norm along the last dimension, whose gradient is 0 at 0, or its square."""
     return apart.square().sum(-1) if squared else torch.linalg.vector_norm(apart, dim=-1)
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Tied groups of different points, [B, H, L, N] and [B, H, L, M]: ranges of ranks; others alone.
-
-    touched: ranks of queries whose cost they change.  low, high: the ranks of keys that those meet.
-    """
-
-    coupling: Coupling
-    queries: tuple[Tensor, Tensor]
-    keys: tuple[Tensor, Tensor]
-    touched: Tensor
-    low: Tensor
-    high: Tensor
-
-
-def _different(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling) -> _Groups | None:
-    """None where all that tie are equal points."""
-    x, any_x = _bounds(queries, clouds.q)
-    y, any_y = _bounds(keys, clouds.k)
-    if not (any_x or any_y):
-        return None
-    if clouds.one_to_one():
-        coupling = "monotone"
-    n, m = (count[:, None, None, None] for count in counts(clouds))
-    low, high = partners(coupling, *x, n, m)
-    last = keys.order.shape[-1] - 1
-    low, high = low.clamp(max=last), high.clamp(1, last + 1)  # ranks of padded tokens stay inside
-    seen = torch.nn.functional.pad((y[1] - y[0] > 1).cumsum(-1), (1, 0))
-    touched = (x[1] - x[0] > 1) | (seen.gather(-1, high) > seen.gather(-1, low))
-    touched &= torch.arange(touched.shape[-1], device=touched.device) < n
-    return _Groups(coupling, x, y, touched, y[0].gather(-1, low), y[1].gather(-1, high - 1))
-
-
-def _bounds(tokens: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Of tied groups of different points, and whether there are any."""
-    rank = torch.arange(tokens.order.shape[-1], device=points.device).expand(tokens.order.shape)
-    alone = (rank, rank + 1)
-    if tokens.same is None or tokens.first is None or tokens.end is None:
-        return alone, False
-    where = torch.nn.functional.pad(tokens.same, (1, 0)).flatten().nonzero()[:, 0]
-    rows = (tokens.order + _starts(points)).flatten()
-    flat = points.flatten(0, 2)
-    differ = (flat[rows[where]] != flat[rows[where - 1]]).any(-1)
-    if not bool(differ.any()):
-        return alone, False
-    starts = where - where % rank.shape[-1] + tokens.first.flatten()[where]
-    mark = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, starts[differ], True)
-    here = mark.view(rank.shape).gather(-1, tokens.first)
-    return (torch.where(here, tokens.first, rank), torch.where(here, tokens.end, rank + 1)), True
-
-
-def _tied_costs(clouds: Clouds, queries: Ranked, keys: Ranked, groups: _Groups, squared: bool) -> Tensor:
-    """What the touched ranks add to the cost of their slices, every pair counted: [B, H, L].
-
-    Where many pairs tie, the same two points do so in several slices: query by query, the distances
-    to all keys are taken once.
-    """
-    n, m = (count.expand(len(clouds.q)) for count in counts(clouds))
-    rows_q, rows_k = ((tokens.order + _starts(points)).flatten()
-                      for tokens, points in ((queries, clouds.q), (keys, clouds.k)))  # fmt: skip
-    where = groups.touched.flatten().nonzero()[:, 0]
-    where = where[rows_q[where].argsort(stable=True)]
-    low, met = groups.low.flatten()[where], (groups.high - groups.low).flatten()[where]
-    (g, g_end), (h, h_end) = ((a.flatten(), b.flatten()) for a, b in (groups.queries, groups.keys))
-    batch, heads, slices, num_queries = queries.order.shape
-    num_keys = clouds.k.shape[2]
-
-    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
-        count = met[part]
-        ranks = where[part].repeat_interleave(count)
-        before = (count.cumsum(0) - count).repeat_interleave(count)
-        within = torch.arange(len(ranks), device=ranks.device) - before
-        line = ranks // num_queries
-        others = line * num_keys + low[part].repeat_interleave(count) + within
-        example = line // (heads * slices)
-        bounds = (g[ranks], g_end[ranks], h[others], h_end[others])
-        mass = group_mass(groups.coupling, *bounds, n[example], m[example])
-        mass = mass / ((bounds[1] - bounds[0]) * (bounds[3] - bounds[2]))
-        away = distances(q.flatten(0, 2), k.flatten(0, 2), rows_q[ranks], rows_k[others])
-        return mass.new_zeros(batch * heads * slices).index_add(0, line, mass * away)
-
-    def distances(q: Tensor, k: Tensor, row: Tensor, other: Tensor) -> Tensor:
-        first, last = row[0], row[-1]
-        head = first // num_queries
-        if len(row) < 2 * num_keys * (last - first + 1) or bool(head != last // num_queries):
-            return distance(q[row] - k[other], squared)
-        start = head * num_keys
-        table = cost_matrix(q[first : last + 1], k[start : start + num_keys], squared)
-        return table.flatten()[(row - first) * num_keys + other - start]
-
-    most = max(1, GATHERED_AT_ONCE // max(1, clouds.q.shape[3]))
-    piece = (met.cumsum(0) - met) // most
-    if len(piece) and bool(piece[-1] > 0):  # else one piece, of as many heads as there are
-        piece = piece + rows_q[where] // num_queries * (piece[-1] + 1)
-    total, start = torch.zeros((), dtype=torch.float64, device=where.device), 0
-    for size in piece.unique_consecutive(return_counts=True)[1].tolist():
-        total = total + recomputed(costs, clouds.q, clouds.k, slice(start, start + size))
-        start += size
-    return total.view(batch, heads, slices)
 
 
 def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:

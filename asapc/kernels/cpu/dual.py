@@ -14,20 +14,20 @@ def _dual_and_mass(
     clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As features.coarse.dual_and_mass, the dual up to a constant; without gradients."""
-    found = None
     if native.missing() is None and budget.half_steps > 0:
-        found = native.feature("coarse", clouds, pivots, None, count, budget, want_mass)
-    return coarse.dual_and_mass(clouds, pivots, count, budget, want_mass) if found is None else found
+        column, mass, held = native.feature("coarse", clouds, pivots, None, count, budget, want_mass)
+        if held:
+            return column, mass
+    return coarse.dual_and_mass(clouds, pivots, count, budget, want_mass)
 
 
 def _sliced(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget) -> Tensor | None:
-    found = native.feature("sliced", clouds, theta, weights) if native.missing() is None else None
-    return None if found is None else found[0]
+    return None if native.missing() else native.feature("sliced", clouds, theta, weights)[0]
 
 
 def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor | None:
-    found = native.feature("gaussian", clouds, None) if native.missing() is None else None
-    return None if found is None else gaussian.weighted(clouds, found[0], weights)
+    beta = None if native.missing() else native.brenier_potential(clouds)
+    return None if beta is None else gaussian.weighted(clouds, beta, weights)
 
 
 _BACKEND = Backend({"sliced": _sliced, "gaussian": _gaussian}, _dual_and_mass)

@@ -21,11 +21,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asapc.errors import BranchError
+from asapc.features.clouds import WIDE
 from asapc.ir import Ending, Stabiliser
 from asapc.kernels import native
 from asapc.kernels.plan import SMALL, Changes, Settings, Task, is_small
@@ -86,6 +88,29 @@ def plan(scores: Tensor, task: Task) -> Tensor:
                 none = -math.inf if settings["log"] else 0.0
                 out.view(-1, queries, keys).masked_fill_(empty.view(-1, 1, 1), none)
     return out if scores.dtype is dtype else out.to(scores.dtype)
+
+
+def at_once(scores: Tensor, *settings: Any) -> Tensor | None:
+    """`plan` of scores without masses, with the settings as a call has them: the engine's first answer.
+    None where more has to be looked at."""
+    if scores.dtype not in WIDE or not scores.numel():
+        return None
+    hashable = (tuple(x) if isinstance(x, list) else x for x in settings)
+    way = _way_at_once(*scores.shape[2:], scores.dtype, *hashable)
+    if not way:
+        return None
+    out, lost = native.plan(scores.contiguous(), None, None, 0.0, way)
+    return out if lost is None else None
+
+
+@lru_cache(4096)
+def _way_at_once(queries: int, keys: int, dtype: torch.dtype, *settings: Any) -> bytes:
+    known = Task.of_values(None, None, settings).known
+    of_tensor = known.stabiliser is not None and known.stabiliser.start == "tensor"
+    if known.ending is not None or known.values["by_head"] is not None or of_tensor:
+        return b""
+    way = _way(known, (False, False), queries, keys, dtype, True)
+    return b"" if way is OF_LOGS else way
 
 
 def changes(scores: Tensor, task: Task, ending: Ending) -> Changes:

@@ -7,42 +7,37 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 
 import torch
 
 
-def each_worker(
-    work: Callable[[Iterator[int]], None], starts: Sequence[int], serially: bool = False
-) -> None:
-    """Call work(starts to do) once per thread that torch would use here, without gradients.
+def each_worker(work: Callable[[int], None], starts: Sequence[int], serially: bool = False) -> None:
+    """Call work(start) for each, without gradients, on as many threads as torch would use here.
 
-    Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
+    A worker takes the next start when it is done: a core that is busy elsewhere gets fewer.
     serially: a single start goes to a worker, too. Its operators are so short that threads would wait for
     each other longer than they compute, the more so on busy cores.
     """
-    count = min(torch.get_num_threads(), len(starts))
-    waiting = deque(starts)
+    threads, waiting = torch.get_num_threads(), deque(starts)
+    inference = torch.is_inference_mode_enabled()
 
     def taken() -> Iterator[int]:
-        while True:
-            try:
-                start = waiting.popleft()
-            except IndexError:
-                return
-            yield start
-
-    inference = torch.is_inference_mode_enabled()
+        with suppress(IndexError):
+            while True:
+                yield waiting.popleft()
 
     def run(_worker: int) -> None:
         with torch.inference_mode(inference), torch.no_grad():  # both are per thread
-            work(taken())
+            for start in taken():
+                work(start)
 
-    if count < 1 or (count == 1 and not (serially and torch.get_num_threads() > 1)):
+    count = min(threads, len(starts))
+    if count < 1 or (count == 1 and not (serially and threads > 1)):
         run(0)
-        return
-    for _ in _workers(os.getpid(), torch.get_num_threads()).map(run, range(count)):
-        pass
+    else:
+        list(_workers(os.getpid(), threads).map(run, range(count)))
 
 
 @cache

@@ -18,9 +18,8 @@ from asapc.kernels import dispatch, native
 from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import of_reference, save, saved
-from asapc.kernels.library.registration import Plain, packed, without_autocast
+from asapc.kernels.library.registration import Plain, operator, register_fake
 from asapc.operators import esp as reference
-from asapc.operators.catalogue import by_name
 
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
@@ -36,7 +35,9 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
     return native.esp(**{"v": None, **given})
 
 
-# Not a custom_op: those run with autograd switched off below them.
+@operator
+@torch.inference_mode(False)  # which an operator's kernel may not record gradients without
+@torch.enable_grad()
 def esp_hard_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
     query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool,
@@ -49,13 +50,11 @@ def esp_hard_gradients(
     }  # fmt: skip
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
     hard: Any = reference.esp_hard_attention if v is None else reference.esp_hard
-    with without_autocast(leaves.values()), torch.enable_grad():
-        output = hard(
-            **leaves, keep=keep, query_keep=query_keep, slices=slices, squared_cost=squared_cost,
-            mean_cost=mean_cost, output_factor=output_factor, coupling=coupling, ties=ties,
-            query_power=query_power, key_power=key_power,
-            **({} if "slice_weight" in leaves else {"slice_weight": None}),
-        )  # fmt: skip
+    output = hard(
+        **{"slice_weight": None, **leaves}, keep=keep, query_keep=query_keep, slices=slices,
+        squared_cost=squared_cost, mean_cost=mean_cost, output_factor=output_factor, coupling=coupling,
+        ties=ties, query_power=query_power, key_power=key_power,
+    )  # fmt: skip
     inputs = [*leaves.values()]
     if output.requires_grad:
         grads = torch.autograd.grad(output, inputs, grad_out, allow_unused=True, materialize_grads=True)
@@ -63,22 +62,12 @@ def esp_hard_gradients(
         grads = tuple(map(torch.zeros_like, inputs))
     found = dict(zip(leaves, grads, strict=True))
     none = q.new_empty(0)
-    dq, dk, dv, dtau, dweight = (packed(found.get(name, none)) for name in WITH_GRADIENT)
+    dq, dk, dv, dtau, dweight = (found.get(name, none) for name in WITH_GRADIENT)
     return dq, dk, dv, dtau, dweight
 
 
 WITH_GRADIENT = ("q", "k", "v", "inverse_temperature", "slice_weight")
-_library = torch.library.Library("asapc", "FRAGMENT")
-_library.define(
-    esp_hard_gradients.__name__ + torch.library.infer_schema(esp_hard_gradients, mutates_args=())
-)
-_library.impl("esp_hard_gradients", esp_hard_gradients, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("asapc::esp_hard_gradients", lib=_library)
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    arguments = by_name(torch.ops.asapc.esp_hard_gradients.default, inputs)
-    return fakes.gradients(arguments, *WITH_GRADIENT)
+register_fake(esp_hard_gradients, lambda arguments: fakes.gradients(arguments, *WITH_GRADIENT))
 
 
 def _twice_differentiable(v: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -96,7 +85,7 @@ def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tenso
         if torch.is_grad_enabled():
             found = of_reference(_twice_differentiable, arguments, needed, [grad])
             return tuple(found.get(name) for name in needed)
-        grads = torch.ops.asapc.esp_hard_gradients(grad_out=grad, **{"v": None, **arguments})
+        grads = esp_hard_gradients(grad_out=grad, **{"v": None, **arguments})
         found = dict(zip(WITH_GRADIENT, grads, strict=True))
         return tuple(found.get(name) if need else None for name, need in needed.items())
 

@@ -38,6 +38,8 @@ def _at_once(
     """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
     if dispatch.listening() or native.missing() is not None:
         return None
+    if log_mu is None and log_nu is None and (found := cpu_plan.at_once(scores, *settings)) is not None:
+        return found
     task = Task.of_values(log_mu, log_nu, settings).ended(scores, cpu_plan.changes)
     return cpu_plan.plan(scores, task)
 

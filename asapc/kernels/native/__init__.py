@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
+from asapc.features.gaussian import brenier_matrix
 from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.plan import Task
-from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as lot_reference
 from asapc.operators.banded import seen_keys, within
 from asapc.operators.ranks import clouds_of
@@ -36,8 +36,9 @@ PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
 SLOPES = Struct("6Pqd")
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
 ESP, BAND, FEATURE = Struct("10P15q2d"), Struct("5P12qd"), Struct("8P18q")
+RESIDENT_BYTES = 1 << 26  # the largest K of a head that is kept; others are formed again in every pass
 FORMS = ("scaling", "plan")  # after the loop without a constant
-FAMILIES = ("coarse", "sliced", "gaussian")
+FAMILIES = ("coarse", "sliced", "moments", "gaussian")
 
 
 @cache
@@ -141,7 +142,7 @@ def sinkhorn_loop(
         *[0 if x is None else x.data_ptr() for x in given], batch, heads, queries, keys, dim, width,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
-        to_columns, dtype is torch.float64, thresholds().resident_bytes, torch.get_num_threads(),
+        to_columns, dtype is torch.float64, RESIDENT_BYTES, torch.get_num_threads(),
         loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
@@ -224,10 +225,12 @@ def plan(
     uniform.  offset: what is subtracted before exp where the start has none.  settings: of plan_settings.
     """
     queries, keys = scores.shape[-2:]
-    groups = scores.numel() // (queries * keys)
-    out, held = torch.empty_like(scores), torch.empty(groups, dtype=torch.bool)
-    lost = _planned(scores, log_mu, log_nu, out, held, None, False, offset, settings)
-    return out, (~held).nonzero().squeeze(1) if lost else None
+    out = torch.empty_like(scores)
+    if not _planned(scores, log_mu, log_nu, out, None, None, False, offset, settings):
+        return out, None
+    held = torch.empty(scores.numel() // (queries * keys), dtype=torch.bool)
+    _planned(scores, log_mu, log_nu, out, held, None, False, offset, settings)
+    return out, (~held).nonzero().squeeze(1)
 
 
 def plan_changes(
@@ -241,23 +244,23 @@ def plan_changes(
     """
     groups = scores.numel() // (scores.shape[-2] * scores.shape[-1])
     changes = scores.new_empty((groups, steps), dtype=torch.float64)
-    held = torch.empty(groups, dtype=torch.bool)
-    lost = _planned(scores, log_mu, log_nu, None, held, changes, of_scalings, 0.0, settings)
+    lost = _planned(scores, log_mu, log_nu, None, None, changes, of_scalings, 0.0, settings)
     return None if lost else changes
 
 
 def _planned(
-    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, out: Tensor | None, held: Tensor,
-    changes: Tensor | None, of_scalings: bool, offset: float, settings: bytes,
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, out: Tensor | None,
+    held: Tensor | None, changes: Tensor | None, of_scalings: bool, offset: float, settings: bytes,
 ) -> int:  # fmt: skip
-    """How many matrices are not held."""
+    """How many matrices are not held, which are noted in `held` [G]."""
+    queries, keys = scores.shape[-2:]
     given = (scores, log_mu, log_nu, out, held, changes)
     lost: int = _engine().asapc_plan(PLAN.pack(
         *[0 if x is None else x.data_ptr() for x in given], log_mu is not None and len(log_mu) > 1,
-        log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), of_scalings, offset, len(held),
+        log_nu is not None and len(log_nu) > 1, torch.get_num_threads(), of_scalings, offset,
+        scores.numel() // (queries * keys),
     ) + settings)  # fmt: skip
     if lost < 0:
-        queries, keys = scores.shape[-2:]
         raise MemoryError(f"asapc: plans of {queries} x {keys} entries do not fit the memory")
     return lost
 
@@ -354,14 +357,15 @@ def banded(
 
 
 def feature(
-    family: str, clouds: Clouds, parameter: Tensor | None, weights: Tensor | None = None, count: int = 0,
-    budget: Budget | None = None, want_mass: bool = False,
-) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
-    """A column [B, H, N] of one of FAMILIES; and, of coarse, the mass [B, H, M] of the points y if wanted.
+    family: str, clouds: Clouds, parameter: Tensor | None = None, weights: Tensor | None = None,
+    count: int = 0, budget: Budget | None = None, want_mass: bool = False,
+) -> tuple[Tensor, Tensor | None, bool]:  # fmt: skip
+    """A column [B, H, N] of one of FAMILIES; and of coarse, if wanted, the mass [B, H, M] of points y;
+    whether the linear domain holds every head.
 
     coarse: as features.coarse.dual_and_mass, the dual up to a constant.  sliced: features.sliced.columns
-    times weights [1|H, L].  gaussian: features.gaussian.brenier_potential.  The last two are 0 at points
-    without mass.  None where a head is not held: by the linear domain, or by the steps to a square root.
+    times weights [1|H, L].  moments: of x and y the covariance and, as one row more, the mean
+    [B, H, 2, D + 1, D].  gaussian: beta by the matrix A.  Potentials are 0 at points without mass.
     """
     (batch, heads, points, dim), others = clouds.x.shape, clouds.y.shape[2]
     dtype = clouds.x.dtype
@@ -374,7 +378,8 @@ def feature(
         parameter = parameter.detach().to(dtype).expand(*leading, count, dim).contiguous()
     if weights is not None:
         weights = weights.detach().to(dtype).expand(heads if each else 1, count).contiguous()
-    column = x.new_empty((batch, heads, points))
+    of_points = (2, dim + 1, dim) if family == "moments" else (points,)
+    column = x.new_empty((batch, heads, *of_points))
     mass = x.new_empty((batch, heads, others)) if want_mass else None
     given = (x, y, parameter, weights, x_keep, y_keep, column, mass)
     lost = _engine().asapc_feature(FEATURE.pack(
@@ -385,7 +390,14 @@ def feature(
     ))  # fmt: skip
     if lost < 0:
         raise MemoryError(f"asapc: features of {points} and {others} points do not fit the memory")
-    return None if lost else (column, mass)
+    return column, mass, not lost
+
+
+def brenier_potential(clouds: Clouds) -> Tensor:
+    """As of features.gaussian, 0 at points without mass."""
+    moments, *_ = feature("moments", clouds)
+    beta, *_ = feature("gaussian", clouds, brenier_matrix(*moments[..., :-1, :].unbind(2)))
+    return beta
 
 
 def _rule(
@@ -436,10 +448,10 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def path(q: Tensor, k: Tensor, widest: float) -> tuple[str, str]:
     """What ran on these and why, for people to read.  widest: as sinkhorn_loop has it."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    size, kept = q.shape[2] * k.shape[2] * dtype.itemsize, thresholds().resident_bytes
+    size = q.shape[2] * k.shape[2] * dtype.itemsize
     why, streamed = f"a head's scores take {size / 2**20:.2f} MiB", ""
-    if size > kept:
-        why, streamed = f"{why}, more than the {kept / 2**20:g} MiB that are kept", ", streamed"
+    if size > RESIDENT_BYTES:
+        why, streamed = f"{why}, more than the {RESIDENT_BYTES / 2**20:g} MiB that are kept", ", streamed"
     domain, span = "linear domain", f"rows of scores span at most {widest:.1f}"
     needed = precision(widest, dtype)
     if needed is not dtype:

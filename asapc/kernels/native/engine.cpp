@@ -22,11 +22,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -140,12 +138,31 @@ template <class T, bool squares = false, int sides = 2> INLINE void tile(const T
     for (int side = 0; side < sides; ++side) store(out + r * stride + side * L, sum[r][side]);
 }
 
-// sums[r] = sum_j rows[r][j] b[j], of R rows `stride` apart; size: a multiple of two registers.
+// kRows rows from the first on, the last one again for those from `end` on.  at: where a row begins.
+template <class T> struct Rows {
+  const int64_t first, count;
+  const T* x[kRows];
+
+  template <class At> INLINE Rows(int64_t row, int64_t end, const At& at)
+      : first(row), count(std::min<int64_t>(kRows, end - row)) {
+    for (int64_t r = 0; r < kRows; ++r) x[r] = at(row + std::min(r, count - 1));
+  }
+};
+
+// The same for `width` columns of panels, each `next` after the last one.
+template <class T, bool squares = false> INLINE void tiles(const Rows<T>& rows, int64_t depth, const T* panels, int64_t next,
+    int64_t width, T* out, int64_t stride, int64_t across = 2 * kLanes<T>, int64_t step = 1) {
+  for (int64_t start = 0; start < width; start += 2 * kLanes<T>, panels += next)
+    tile<T, squares>(rows.x, depth, panels, out + start, stride, across, step);
+}
+
+// sums[r] = sum_j rows[r][j] b[j], of R rows `stride` apart.
 template <int R, class T>
 INLINE void dots(const T* rows, int64_t stride, int64_t size, const T* b, T* sums) {
   constexpr int L = kLanes<T>;
   V<T> sum[R][2] = {};
-  for (int64_t j = 0; j < size; j += 2 * L) {
+  int64_t j = 0;
+  for (; j + 2 * L <= size; j += 2 * L) {
     const V<T> left = load(b + j), right = load(b + j + L);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -155,21 +172,27 @@ INLINE void dots(const T* rows, int64_t stride, int64_t size, const T* b, T* sum
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sums[r] = sum_of<T>(sum[r][0] + sum[r][1]);
+  for (; j < size; ++j)
+    for (int r = 0; r < R; ++r) sums[r] += rows[r * stride + j] * b[j];
 }
 
-// total[j] += sum_r a[r] rows[r][j]
+// total[j] += sum_r a[r] rows[r][j]; next: as many rows that are read soon, or null.
 template <int R, class T>
-INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const T* a, T* total) {
+INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const T* a, T* total, const T* next = nullptr) {
   constexpr int L = kLanes<T>;
   V<T> factors[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) factors[r] = all(a[r]);
-  for (int64_t j = 0; j < size; j += L) {
+  int64_t j = 0;
+  for (; j + L <= size; j += L) {
     V<T> sum = load(total + j);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum += factors[r] * load(rows + r * stride + j);
+    for (int r = 0; next && r < R; ++r) __builtin_prefetch(next + r * stride + j, 0, 2);
     store(total + j, sum);
   }
+  for (; j < size; ++j)
+    for (int r = 0; r < R; ++r) total[j] += a[r] * rows[r * stride + j];
 }
 
 // to[j] += sum_r weights[r][j] x[r] for every token j; x: [R, width], whole registers.
@@ -192,6 +215,14 @@ INLINE void add_products(const T* weights, int64_t stride, int64_t size, const T
 template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
   if (count == kRows) return body(0, std::integral_constant<int, kRows>{});
   for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
+}
+
+// Calls body(closes rows, closes columns) for each pair of half-steps, and for one that is left at either end.
+template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, const Body& body) {
+  for (int64_t left = half_steps; left > 0; rows_turn = true) {
+    body(rows_turn, left > int(rows_turn));
+    left -= rows_turn ? 2 : 1;
+  }
 }
 
 // The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
@@ -296,21 +327,23 @@ void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width
   }
 }
 
-// to[r] = factors[r] x[r] values for `count` of kRows rows, entries of x[r] `step` apart; values: panels of
-// pack_values, [depth, width].
-template <class S, class W>
-INLINE void multiply(const W* const* x, int64_t count, int64_t depth, const W* values, int64_t width,
-                     const W* factors, S* const* to, int64_t step = 1) {
+// to(i) = factor(i) x(i) values for every row i, entries of x(i) `step` apart; values: panels of pack_values, [depth,
+// width], which are `next` apart.
+template <class W, class Factor, class To>
+INLINE void multiply(const Rows<W>& rows, int64_t depth, const W* values, int64_t next, int64_t width,
+                     const Factor& factor, const To& to, int64_t step = 1) {
   constexpr int64_t E = 2 * kLanes<W>;
-  for (int64_t start = 0; start < width; start += E) {
+  for (int64_t start = 0; start < width; start += E, values += next) {
     W part[kRows * E];
     const int64_t here = std::min(E, width - start);
-    if (here > E / 2) tile<W>(x, depth, values + start * depth, part, E, E, step);
-    else tile<W, false, 1>(x, depth, values + start * depth, part, E, E, step);
-    for (int64_t r = 0; r < count; ++r) {
-      S* out = to[r] + start;
-      if (here == E) for (int64_t e = 0; e < E; ++e) out[e] = S(factors[r] * part[r * E + e]);
-      else for (int64_t e = 0; e < here; ++e) out[e] = S(factors[r] * part[r * E + e]);
+    if (here > E / 2) tile<W>(rows.x, depth, values, part, E, E, step);
+    else tile<W, false, 1>(rows.x, depth, values, part, E, E, step);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      auto* const out = to(rows.first + r) + start;
+      typedef std::remove_reference_t<decltype(*out)> S;
+      const W own = factor(rows.first + r);
+      if (here == E) for (int64_t e = 0; e < E; ++e) out[e] = S(own * part[r * E + e]);
+      else for (int64_t e = 0; e < here; ++e) out[e] = S(own * part[r * E + e]);
     }
   }
 }
@@ -409,15 +442,11 @@ template <class S, class W> class Head {
   }
 
   template <class Run> void each_pass(const Run& run) {
-    bool rows_turn = p_.rows_first;
-    int64_t left = p_.half_steps;
-    for (bool first = true;; first = false) {
-      const bool closes_rows = rows_turn && left > 0;
-      const bool closes_columns = left > (closes_rows ? 1 : 0);
-      if (!run(Pass{first, closes_rows, closes_columns}) || !closes_columns) return;
-      left -= closes_rows ? 2 : 1;
-      rows_turn = true;
-    }
+    bool first = true, goes_on = true;
+    each_pair(p_.rows_first, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
+      goes_on = goes_on && run(Pass{first, closes_rows, closes_columns}), first = false;
+    });
+    if (goes_on && !ends_on_rows_) run(Pass{false, false, false});
   }
 
   void take(Scratch& scratch) {
@@ -447,10 +476,8 @@ template <class S, class W> class Head {
 
   // S [count, padded] of a block of rows; past the last key, the first one's score.
   void form_scores(int64_t row, int64_t count) {
-    const S* x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = q_ + rows_[std::min(row + r, row + count - 1)] * p_.q_strides.token;
-    for (int64_t start = 0; start < padded_; start += P)
-      tile<S>(x, dim_, panels_ + start * dim_, scores_ + start, padded_);
+    const Rows<S> x(row, row + count, [this](int64_t i) { return q_ + rows_[i] * p_.q_strides.token; });
+    tiles<S>(x, dim_, panels_, P * dim_, padded_, scores_, padded_);
     for (int64_t r = 0; r < count; ++r) {
       S* s = scores_ + r * padded_;
       if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
@@ -541,6 +568,7 @@ template <class S, class W> class Head {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
       W *a = a_ + row, sums[kRows];
+      const bool ahead = kept_ && !pass.first && row + 2 * kRows <= count_;  // from where memory is slow
       if (pass.first || !kept_) {
         if (!form_kernel(row, count, rows, sums)) return false;
         if (pass.first && !pass.closes_rows && !stabilised_) start_rows(row, count);
@@ -558,8 +586,8 @@ template <class S, class W> class Head {
                      : divided ? a[r] * W(mass > 0) : a[r] / mass;
       }
       if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale);
-      else by_rows(count, [&](int64_t r, auto R) {
-        add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_);
+      else by_rows(count, [&, next = ahead ? rows + kRows * stride_ : nullptr](int64_t r, auto R) {
+        add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_, next);
       });
     }
     if (!pass.closes_columns) {
@@ -697,30 +725,18 @@ template <class S, class W> class Head {
       }
       return;
     }
-    const W* x[kRows];
-    W factors[kRows];
-    S* to[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t here = std::min<int64_t>(r, count - 1);
-      x[r] = rows + here * stride_, factors[r] = W(a[here] * scale), to[r] = out_ + rows_[row + here] * p_.width;
-    }
-    multiply(x, count, size_, values_, p_.width, factors, to);
+    const Rows<W> x(0, count, [=, this](int64_t r) { return rows + r * stride_; });
+    multiply(x, size_, values_, E * size_, p_.width, [=](int64_t r) { return W(a[r] * scale); },
+             [=, this](int64_t r) { return out_ + rows_[row + r] * p_.width; });
   }
 
   // diag(weights) K^T diag(a) v of the rows' values, by blocks of columns.
   void apply_to_columns(const W* weights, double scale) {
     ::pack_values(v_, p_.v_strides.token, queries_, p_.width, a_, values_);
-    const W* x[kRows];
-    W factors[kRows];
-    S* to[kRows];
-    for (int64_t start = 0; start < size_; start += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, size_ - start);
-      for (int64_t r = 0; r < kRows; ++r) {
-        const int64_t j = start + std::min(r, count - 1);
-        x[r] = kernel_ + j, factors[r] = W(weights[j] * scale), to[r] = out_ + active_[j] * p_.width;
-      }
-      multiply(x, count, count_, values_, p_.width, factors, to, stride_);
-    }
+    for (int64_t start = 0; start < size_; start += kRows)
+      multiply(Rows<W>(start, size_, [this](int64_t j) { return kernel_ + j; }), count_, values_, E * count_, p_.width,
+               [=](int64_t j) { return W(weights[j] * scale); },
+               [this](int64_t j) { return out_ + active_[j] * p_.width; }, stride_);
   }
 
   // Visits K by blocks of rows.
@@ -731,15 +747,6 @@ template <class S, class W> class Head {
       if (!kept_) form_kernel(row, count, rows, sums);
       body(row, count, rows);
     }
-  }
-
-  // to = x panels [count, padded] of a block, each panel `next` after the last one; entries of x[r] `step` apart.
-  void products(const W* x, int64_t apart, int64_t step, int64_t count, int64_t depth, const W* panels, int64_t next,
-                int64_t across, W* to) const {
-    const W* rows[kRows];
-    for (int64_t r = 0; r < kRows; ++r) rows[r] = x + std::min(r, count - 1) * apart;
-    for (int64_t start = 0; start < padded_; start += E, panels += next)
-      tile<W>(rows, depth, panels, to + start, padded_, across, step);
   }
 
   void take_rows(const S* from, int64_t stride, int64_t width, int64_t row, int64_t count, W factor, W* to) const {
@@ -775,7 +782,8 @@ template <class S, class W> class Head {
     const auto form = [&](int64_t row, int64_t count) {  // <grad_i, v_j>
       const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
       take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
-      products(grads.data(), wide, 1, count, p_.width, panels.data(), E * p_.width, E, z.data());
+      const Rows<W> x(0, count, [&](int64_t r) { return &grads[r * wide]; });
+      tiles<W>(x, p_.width, panels.data(), E * p_.width, padded_, z.data(), padded_);
     };
     double allowed = 0;
     each_block([&](int64_t row, int64_t count, const W* rows) {
@@ -809,22 +817,19 @@ template <class S, class W> class Head {
     ::pack_values(k_, p_.k_strides.token, keys_, p_.dim, ones.data(), keys.data());
     each_block([&](int64_t row, int64_t count, const W* rows) {
       form(row, count);
-      products(left.data() + row, 1, count_, count, depth, right.data(), E, padded_, weights.data());
-      const W *x[kRows], multiplier = W(p_.multiplier);
-      W factors[kRows];
-      S* to[kRows];
-      for (int64_t r = 0; r < kRows; ++r) {
-        const int64_t here = std::min(r, count - 1);
-        x[r] = &z[here * padded_], factors[r] = multiplier;
-        to[r] = static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[row + here]) * p_.dim;
-      }
+      const Rows<W> steps(row, row + count, [&](int64_t i) { return left.data() + i; });
+      tiles<W>(steps, depth, right.data(), E, padded_, weights.data(), padded_, padded_, count_);
+      const W multiplier = W(p_.multiplier);
       for (int64_t r = 0; r < count; ++r)
         for (int64_t j = 0; j < padded_; j += L) {
           W* const slope = &z[r * padded_ + j];
           const V<W> applied = load(slope) * load(b_ + j) * (a_[row + r] * scale);
           store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
         }
-      multiply(x, count, size_, keys.data(), p_.dim, factors, to);
+      const Rows<W> x(row, row + count, [&](int64_t i) { return &z[(i - row) * padded_]; });
+      multiply(x, size_, keys.data(), E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
+        return static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[i]) * p_.dim;
+      });
       take_rows(q_, p_.q_strides.token, p_.dim, row, count, multiplier, points.data());
       by_rows(count, [&](int64_t r, auto R) {
         add_products<R.value>(&z[r * padded_], padded_, size_, &points[r * deep], deep, dk.data());
@@ -926,32 +931,14 @@ struct Scaling {
   Rule rule;
 };
 
-// sums[r] = sum_j rows[r][j] b[j] and total[j] += sum_r a[r] rows[r][j] of R rows, whatever their length.
+// The same of numbers of several matrices.
 template <int R, class X> INLINE void row_sums(const X* rows, int64_t size, const X* b, X* sums) {
-  int64_t j = 0;
-  if constexpr (!kIsVector<X>) {
-    j = size / (2 * kLanes<X>) * (2 * kLanes<X>);
-    dots<R>(rows, size, j, b, sums);
-  }
-  for (; j < size; ++j)
-    for (int r = 0; r < R; ++r) sums[r] += rows[r * size + j] * b[j];
+  if constexpr (!kIsVector<X>) return dots<R>(rows, size, size, b, sums);
+  else for (int64_t j = 0; j < size; ++j) for (int r = 0; r < R; ++r) sums[r] += rows[r * size + j] * b[j];
 }
 template <int R, class X> INLINE void add_to_columns(const X* rows, int64_t size, const X* a, X* total) {
-  int64_t j = 0;
-  if constexpr (!kIsVector<X>) {
-    j = size / kLanes<X> * kLanes<X>;
-    add_rows<R>(rows, size, j, a, total);
-  }
-  for (; j < size; ++j)
-    for (int r = 0; r < R; ++r) total[j] += a[r] * rows[r * size + j];
-}
-
-// Calls body(closes rows, closes columns) for each pair of half-steps, and for one that is left at either end.
-template <class Body> INLINE void each_pair(bool rows_turn, int64_t half_steps, const Body& body) {
-  for (int64_t left = half_steps; left > 0; rows_turn = true) {
-    body(rows_turn, left > int(rows_turn));
-    left -= rows_turn ? 2 : 1;
-  }
+  if constexpr (!kIsVector<X>) return add_rows<R>(rows, size, size, a, total);
+  else for (int64_t j = 0; j < size; ++j) for (int r = 0; r < R; ++r) total[j] += a[r] * rows[r * size + j];
 }
 
 // New scalings of rows or columns, those of one matrix by registers, up to whose end all these arrays reach.
@@ -1003,56 +990,6 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
   });
 }
 
-// Threads that wait for calls, where torch's are not at hand. A call's own thread works too, and waits for no
-// thread that has not begun.
-class Pool {
- public:
-  void run(int64_t helpers, const std::function<void()>& work) {
-    Call call{&work, 0};
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (threads_ < helpers && add_thread()) {}
-    waiting_.insert(waiting_.end(), helpers, &call);
-    lock.unlock();
-    wake_.notify_all();
-    work();
-    lock.lock();
-    waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &call), waiting_.end());
-    done_.wait(lock, [&] { return call.running == 0; });
-  }
-
- private:
-  struct Call {
-    const std::function<void()>* work;
-    int running;
-  };
-
-  bool add_thread() try {
-    std::thread([this] { serve(); }).detach();
-    return ++threads_ > 0;
-  } catch (const std::system_error&) {
-    return false;
-  }
-
-  void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return !waiting_.empty(); });
-      Call* call = waiting_.front();
-      waiting_.pop_front();
-      ++call->running;
-      lock.unlock();
-      (*call->work)();
-      lock.lock();
-      if (--call->running == 0) done_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  std::deque<Call*> waiting_;
-  int64_t threads_ = 0;
-};
-
 // Whether this process was forked and has started no program since, or cannot be asked: where its parent had
 // threads of torch's, it waits for them forever.
 bool is_fork() {
@@ -1064,19 +1001,23 @@ bool is_fork() {
   return found != 1 || (flags & 0x40) != 0;  // PF_FORKNOEXEC
 }
 
-// Never destroyed: its threads wait until the process ends. A fork has none of them, and gets its own.
-Pool* pool = nullptr;
-bool forked = false;
-std::once_flag pool_made;
-
+// Calls work on so many threads: torch's, or where they are not at hand, some that end with the call.
 void work_on(int64_t threads, const std::function<void()>& work) {
-  std::call_once(pool_made, [] {
-    pool = new Pool, forked = is_fork();
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool, forked = true; });
+  static bool forked = false;
+  static std::once_flag asked;
+  std::call_once(asked, [] {
+    forked = is_fork();
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
   });
   const auto call = [](void* of) { (*static_cast<const std::function<void()>*>(of))(); };
-  if (GOMP_parallel && !forked) GOMP_parallel(call, const_cast<std::function<void()>*>(&work), unsigned(threads), 0);
-  else pool->run(threads - 1, work);
+  if (GOMP_parallel && !forked) return GOMP_parallel(call, const_cast<std::function<void()>*>(&work), unsigned(threads), 0);
+  std::vector<std::thread> others;
+  try {
+    while (int64_t(others.size()) + 1 < threads) others.emplace_back(std::cref(work));
+  } catch (const std::system_error&) {  // there may be no more; those that there are do all the work
+  }
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 // Calls body(index, scratch) for each, by as many threads as that is worth; whether there was enough memory.
@@ -1095,6 +1036,13 @@ template <class Body> bool each(int64_t count, double products, int64_t threads,
   if (products < kSmall || std::min(threads, count) < 2) work();
   else work_on(threads, work);
   return fits;
+}
+
+// How many of body(index, scratch) are lost; -1 where there is not enough memory.
+template <class Body> int64_t count_lost(int64_t count, double products, int64_t threads, const Body& body) {
+  std::atomic<int64_t> lost{0};
+  const bool fits = each(count, products, threads, [&](int64_t index, Scratch& scratch) { lost += body(index, scratch); });
+  return fits ? int64_t(lost) : -1;
 }
 
 template <class S> double run(const Problem& p, const Slopes* slopes) {
@@ -1116,7 +1064,7 @@ template <class S> double run(const Problem& p, const Slopes* slopes) {
 }  // namespace
 
 // Plans, or their logarithms, from scores; kernels/native/__init__.py fills it in.  scores, out: [matrices, rows,
-// columns]; held: [matrices] bytes, whether what was written means something. log_mu, log_nu: logarithms of masses, of
+// columns]; held: [matrices] bytes, whether what was written means something, or null. log_mu, log_nu: logarithms of masses, of
 // every matrix where mu_each and nu_each, of all alike otherwise, or null for row_mass and column_mass each. offset:
 // what is subtracted from scores before exp where `start` has nothing else. near: scores beyond it are not held; lost:
 // tokens of a lower log mass have a logarithm of the plan, but no part in sums.
@@ -1169,14 +1117,14 @@ template <class X, class S> class Planned {
 
  public:
   Planned(const Plan& p, bool is_turned, int64_t index, Scratch& scratch)
-      : p_(p), is_turned_(is_turned), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
+      : p_(p), is_turned_(is_turned || kIsVector<X>), n_(p.rows), m_(p.columns), first_(index * W), count_(std::min(W, p.matrices - first_)),
         padded_(rounded_up(n_ * m_, L)), stabilised_(p.rule.form != kPlain), nothing_(p.is_kernel ? T(0) : -kInf),
         least_(p.is_kernel ? T(std::exp(-kSafeRange<T>)) : T(-kSafeRange<T>)), most_(p.is_kernel ? 1 / least_ : -least_) {
     const bool apart = p.log && !p.is_kernel && !p.changes;  // the logarithms of K are needed beside it
     scratch.reserve(((1 + apart) * padded_ + 6 * n_ + 4 * m_ + 10 * L) * sizeof(X) + 12 * kBytes);
     s_ = scratch.take<X>(padded_), kernel_ = apart ? scratch.take<X>(padded_) : s_;
-    for (X** side : {&a_, &mu_, &row_tops_, &before_, &moved_, &off_}) *side = scratch.take<X>(rounded_up(n_, L));
-    for (X** side : {&b_, &nu_, &column_tops_, &total_}) *side = scratch.take<X>(rounded_up(m_, L));
+    for (X** side : {&a_, &mu_, &row_tops_, &before_, &moved_, &off_}) *side = scratch.take<X>(whole(n_));
+    for (X** side : {&b_, &nu_, &column_tops_, &total_}) *side = scratch.take<X>(whole(m_));
     given_ = kIsVector<X> || is_turned ? nullptr : static_cast<const S*>(p.scores) + first_ * n_ * m_;
     std::fill_n(own_, W, p.factor);
   }
@@ -1200,21 +1148,26 @@ template <class X, class S> class Planned {
     if (shifts) find_tops<true>();
     if (none([this](int64_t g) { return may_be_held(g); })) return count_;
     if (!shifts) form_kernel();
-    std::fill_n(a_, rounded_up(n_, L), X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
-    std::fill_n(b_, rounded_up(m_, L), X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
-    std::fill_n(total_, rounded_up(m_, L), X{});
+    std::fill_n(a_, whole(n_), X{} + (p_.start_share ? T(1) / T(n_) : T(1)));
+    std::fill_n(b_, whole(m_), X{} + (p_.start_share ? T(1) / T(m_) : T(1)));
+    std::fill_n(total_, whole(m_), X{});
     const Scaling loop{n_, m_, p_.half_steps, p_.rows_first, p_.row_power, p_.column_power, p_.rule};
     if (p_.changes) follow(loop);
     else scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
     if (none([this](int64_t g) { return is_held(g); })) return count_;
     if (!p_.changes && p_.log) put_log_plan(held);
     else if (!p_.changes) put_plan();
-    if constexpr (!kIsVector<X>) if (is_turned_) turn(s_, n_, m_, T(1), static_cast<S*>(p_.out) + first_ * n_ * m_);
+    if (is_turned_ && !p_.changes) {
+      S* const out = static_cast<S*>(p_.out) + first_ * n_ * m_;
+      if constexpr (kIsVector<X>) turn(reinterpret_cast<const T*>(s_), W, n_ * m_, count_, T(1), out, n_ * m_);
+      else turn(s_, m_, n_, m_, T(1), out, n_);
+    }
     std::copy_n(held, count_, p_.held + first_);
     return std::count(held, held + count_, false);
   }
 
  private:
+  static int64_t whole(int64_t size) { return kIsVector<X> ? size : rounded_up(size, L); }  // registers
   static T of(const X& x, int64_t g) {
     if constexpr (kIsVector<X>) return x[g];
     else return x;
@@ -1245,7 +1198,7 @@ template <class X, class S> class Planned {
   // One side's masses.  Those of a balanced loop are of total 1: the other side's total is gauge, and the last one's is
   // put back.
   void take_masses(const void* given, int64_t each, int64_t size, double alike, bool is_last, X* to) {
-    std::fill_n(to, rounded_up(size, L), given ? X{} : X{} + T(alike));
+    std::fill_n(to, whole(size), given ? X{} : X{} + T(alike));
     const bool shares = !p_.damped && !stabilised_ && !p_.changes;
     for (int64_t g = 0; given && g < (each ? count_ : 1); ++g) {
       const S* logs = logs_of(given, each, size, g);
@@ -1269,31 +1222,31 @@ template <class X, class S> class Planned {
   void take_scores() {
     const S* from = static_cast<const S*>(p_.scores) + first_ * n_ * m_;
     const T factor = T(p_.multiplier);
-    if constexpr (!kIsVector<X>) if (is_turned_) turn(from, m_, n_, factor, s_);
-    if (!is_turned_ && !given_)
-      for (int64_t g = 0; g < W; ++g)
-        for (int64_t e = 0, at = std::min(g, count_ - 1) * n_ * m_; e < n_ * m_; ++e) set(s_[e], g, from[at + e] * factor);
-    std::fill(s_ + n_ * m_, s_ + padded_, X{});
+    std::fill(count_ < W ? s_ : s_ + n_ * m_, s_ + padded_, X{});
+    if constexpr (kIsVector<X>) turn(from, n_ * m_, count_, n_ * m_, factor, reinterpret_cast<T*>(s_), W);
+    else if (is_turned_) turn(from, n_, m_, n_, factor, s_, m_);
+    else if (!given_) for (int64_t e = 0; e < n_ * m_; ++e) s_[e] = from[e] * factor;
   }
   template <class Y> static INLINE Y score(const S* given, const X* s, T factor, int64_t e) {
     if constexpr (kIsVector<X>) return s[e];
     else return given ? Y(get<Y>(given + e) * factor) : get<Y>(s + e);
   }
 
-  // to = factor from', of one matrix [rows, columns], by squares as far as they go.
-  template <class Y, class Z> static void turn(const Y* from, int64_t rows, int64_t columns, T factor, Z* to) {
+  // to = factor from', of one matrix [rows, columns], by squares as far as they go; rows of either begin so far apart.
+  template <class Y, class Z> static void turn(const Y* from, int64_t across, int64_t rows, int64_t columns, T factor, Z* to,
+                                               int64_t apart) {
     const int64_t right = columns / L * L, bottom = rows / L * L;
     for (int64_t i = 0; i < bottom; i += L)
       for (int64_t j = 0; j < right; j += L) {
         V<T> x[L];
 #pragma GCC unroll 16
-        for (int r = 0; r < L; ++r) x[r] = load_as<T>(from + (i + r) * columns + j) * factor;
+        for (int r = 0; r < L; ++r) x[r] = load_as<T>(from + (i + r) * across + j) * factor;
         turn_square<T>(x);
 #pragma GCC unroll 16
-        for (int r = 0; r < L; ++r) store_as<T>(to + (j + r) * rows + i, x[r]);
+        for (int r = 0; r < L; ++r) store_as<T>(to + (j + r) * apart + i, x[r]);
       }
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = i < bottom ? right : 0; j < columns; ++j) to[j * rows + i] = Z(from[i * columns + j] * factor);
+      for (int64_t j = i < bottom ? right : 0; j < columns; ++j) to[j * apart + i] = Z(from[i * across + j] * factor);
   }
 
   // The largest score of every row and column, the lowest that is not masked, and the highest; of a kernel that is
@@ -1412,11 +1365,12 @@ template <class X, class S> class Planned {
   bool may_be_held(int64_t g) const {
     const T low = of(low_, g), high = of(high_, g);
     if (stabilised_) return (p_.is_kernel || low >= least_) && high <= most_;
+    if (!p_.damped && low >= least_) return true;
     const auto near = [&](int64_t size, const X* mass, const X* tops) {
-      return all_of(size, [&](int64_t i) { return is_absent(mass, tops, i, g) || of(tops[i], g) >= least_; });
+      return all_of(size, [&](int64_t i) { return of(tops[i], g) >= least_ || is_absent(mass, tops, i, g); });
     };
     const bool seen = near(n_, mu_, row_tops_) && near(m_, nu_, column_tops_);
-    if (!p_.damped) return seen || low >= least_;
+    if (!p_.damped) return seen;
     return seen && low >= (p_.is_kernel ? std::exp(-kBound) : -kBound) && high <= (p_.is_kernel ? std::exp(kBound) : kBound);
   }
   bool is_held(int64_t g) const {
@@ -1431,9 +1385,9 @@ template <class X, class S> class Planned {
       };
       return all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
-    const auto finite = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
+    const auto finite = [&, most = T(0.5 / p_.rule.least)](int64_t size, const X* scaling, const X* mass, const X* tops) {
       return all_of(size, [&](int64_t i) {  // none is divided by less
-        return is_absent(mass, tops, i, g) || of(scaling[i], g) < of(mass[i], g) / T(2 * p_.rule.least);
+        return of(scaling[i], g) < of(mass[i], g) * most || is_absent(mass, tops, i, g);
       });
     };
     if (!finite(n_, a_, mu_, row_tops_) || !finite(m_, b_, nu_, column_tops_)) return false;
@@ -1498,7 +1452,7 @@ template <class X, class S> class Planned {
   // for their digits, as of padding at -1e12, unless put_lost finds their tokens' duals.
   void put_log_plan(bool* held) {
     const auto logs = [](const X* from, int64_t size, X* to) {
-      for (int64_t e = 0; e < rounded_up(size, L) * W; e += L)
+      for (int64_t e = 0; e < whole(size) * W; e += L)
         store(reinterpret_cast<T*>(to) + e, log_of<T>(load(reinterpret_cast<const T*>(from) + e)));
     };
     if (p_.is_kernel || stabilised_) logs(kernel_, n_ * m_, s_);  // beside a constant, of masked entries too
@@ -1522,7 +1476,6 @@ template <class X, class S> class Planned {
     if (is_turned_) along(m_, [=](int64_t j, auto kind, int) { put<decltype(kind)>(own + j, value(j, kind)); });
     else along(m_, [=](int64_t j, auto kind, int) {
       if constexpr (!kIsVector<X>) put<decltype(kind)>(out + j, value(j, kind));
-      else for (int64_t g = 0; g < count_; ++g) out[g * n_ * m_ + j] = value(j, kind)[g];
     });
   }
 
@@ -1557,7 +1510,7 @@ template <class X, class S> class Planned {
   static constexpr double kBound = 2.0 / 3 * kSafeRange<T>;  // of damped scalings and scores
 
   const Plan& p_;
-  const bool is_turned_;
+  const bool is_turned_;            // plans are turned from s_ to where they are wanted
   const int64_t n_, m_, first_, count_, padded_;
   const bool stabilised_;
   const T nothing_, least_, most_;  // a hidden entry, and the ends of the safe range; their exp for a kernel
@@ -1712,14 +1665,15 @@ template <class T> class InOrder {
   T* s_;
 };
 
-template <class T> int64_t plan_all(const Plan& given) {
+template <class T> int64_t plan_all(Plan given) {
+  std::vector<uint8_t> held(given.held ? 0 : given.matrices);
+  if (!given.held) given.held = held.data();
   const bool fixed = given.beside || given.changes || given.rule.gauge != 1.0 || (given.log && (given.log_mu || given.log_nu));
   const bool turns = !fixed && pass_of<T>(given.columns, given.rows) < pass_of<T>(given.rows, given.columns);
   const Plan p = turns ? turned(given) : given;
   const int64_t step = p.beside ? kLanes<T> : 1;
   const double products = double(p.matrices) * double(p.rows) * double(p.columns) * double(p.half_steps + 16);
-  std::atomic<int64_t> lost{0};
-  const bool fits = each((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
+  return count_lost((p.matrices + step - 1) / step, products, p.threads, [&](int64_t index, Scratch& scratch) {
     int64_t here = p.beside ? Planned<V<T>, T>(p, false, index, scratch).run() : Planned<T, T>(p, turns, index, scratch).run();
     for (int64_t g = index * step; here && g < std::min((index + 1) * step, p.matrices); ++g) {
       if (p.held[g]) continue;
@@ -1727,9 +1681,8 @@ template <class T> int64_t plan_all(const Plan& given) {
       else if (p.rule.form != kPlain && !p.is_double) Planned<double, T>(given, false, g, scratch).run();
       here -= p.held[g];
     }
-    lost += here;
+    return here;
   });
-  return fits ? int64_t(lost) : -1;
 }
 
 }  // namespace
@@ -1989,12 +1942,9 @@ template <class T> class SoftHead : SlicedHead<T> {
   void form_cost() {
     pack_tokens(this->k_, p_.dim, keys_, p_.dim, T(1), panels_);
     for (int64_t row = 0; row < n_; row += kRows) {
-      const T* x[kRows];
-      for (int r = 0; r < kRows; ++r)
-        x[r] = this->q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
+      const Rows<T> x(row, n_, [this](int64_t i) { return this->q_ + queries_.active[i] * p_.dim; });
       T* to = cost_ + row * padded_;
-      for (int64_t start = 0; start < padded_; start += P)
-        tile<T, true>(x, p_.dim, panels_ + start * p_.dim, to + start, padded_);
+      tiles<T, true>(x, p_.dim, panels_, P * p_.dim, padded_, to, padded_);
       if (!p_.squared) for (int64_t j = 0; j < kRows * padded_; ++j) to[j] = std::sqrt(to[j]);
     }
   }
@@ -2057,10 +2007,8 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
     double total = 0;
     for (int64_t row = 0; row < n_; row += kRows) {
-      const T* rows[kRows];
-      for (int r = 0; r < kRows; ++r) rows[r] = sorts_ + std::min(row + r, n_ - 1) * ranks_;
-      for (int64_t start = 0; start < padded_; start += P)
-        tile<T>(rows, n_, spread_ + start * n_, plan_ + row * padded_ + start, padded_);
+      const Rows<T> x(row, n_, [this](int64_t i) { return sorts_ + i * ranks_; });
+      tiles<T>(x, n_, spread_, P * n_, padded_, plan_ + row * padded_, padded_);
     }
     for (int64_t row = 0; row < n_; ++row) {
       V<T> sum{};
@@ -2149,15 +2097,9 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
     std::fill_n(ones_, m_, T(1));
     pack_values(this->v_, p_.width, keys_, p_.width, ones_, values_);
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const T* x[kRows];
-      T *to[kRows], factors[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t i = std::min(row + r, n_ - 1);
-        x[r] = mean_ + i * padded_, to[r] = out_ + queries_.active[i] * p_.width, factors[r] = factor;
-      }
-      multiply(x, std::min<int64_t>(kRows, n_ - row), m_, values_, p_.width, factors, to);
-    }
+    for (int64_t row = 0; row < n_; row += kRows)
+      multiply(Rows<T>(row, n_, [this](int64_t i) { return mean_ + i * padded_; }), m_, values_, P * m_, p_.width,
+               [=](int64_t) { return factor; }, [this](int64_t i) { return out_ + queries_.active[i] * p_.width; });
   }
 
   const int64_t padded_, ranks_;
@@ -2365,7 +2307,7 @@ template <class S, class W> class Banded {
   // In the linear domain: whether it holds what is written.
   bool linear() {
     form();
-    for (int64_t i = 0; i < rows_; ++i) for_row(i, [&](W* row, int64_t wide) { exponentiate(row, wide, i); });
+    for (int64_t i = 0; i < rows_; ++i) exponentiate(i);
     const W highest = *std::max_element(top_, top_ + rows_);
     for (int64_t i = 0; i < rows_; ++i) a_[i] = row_mass_[i] > 0 ? W(std::exp(top_[i] - highest)) : W(0);
     std::fill_n(b_, padded_, W(1));
@@ -2406,25 +2348,19 @@ template <class S, class W> class Banded {
       end = std::max(end, windows_[w].start + windows_[w].wide);
     return end;
   }
-  template <class Body> void for_row(int64_t i, const Body& body) {
-    const Window& here = windows_[i / kRows];
-    body(kernel_ + here.at + i % kRows * here.wide, here.wide);
-  }
   // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
   void form() {
     for (int64_t j = 0; j < padded_; ++j) hide_[j] = j < p_.keys && keep_[j] ? W(0) : W(-kInfinity);
     for (size_t w = 0; w < windows_.size(); ++w) {
       const Window& here = windows_[w];
       if (w % kTogether == 0) pack(here.start, end_of(w));
-      const W* x[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t i = std::min<int64_t>(w * kRows + r, p_.queries - 1);
-        x[r] = block_ + r * p_.dim;
-        for (int64_t d = 0; d < p_.dim; ++d) block_[r * p_.dim + d] = W(q_[i * p_.dim + d]) * W(p_.multiplier);
-      }
+      const Rows<S> q(w * kRows, p_.queries, [this](int64_t i) { return q_ + i * p_.dim; });
+      const Rows<W> x(0, kRows, [this](int64_t r) { return block_ + r * p_.dim; });
+      for (int r = 0; r < kRows; ++r)
+        for (int64_t d = 0; d < p_.dim; ++d) block_[r * p_.dim + d] = W(q.x[r][d]) * W(p_.multiplier);
       const W* from = panel_ + here.start - windows_[w / kTogether * kTogether].start;
       W* scores = kernel_ + here.at;
-      for (int64_t t = 0; t < here.wide; t += P) tile<W>(x, p_.dim, from + t, scores + t, here.wide, across_);
+      tiles<W>(x, p_.dim, from, P, here.wide, scores, here.wide, across_);
       for (int64_t r = 0; r < kRows; ++r) hide(w * kRows + r, scores + r * here.wide, here);
     }
     double seen = 0, present = 0;
@@ -2456,7 +2392,9 @@ template <class S, class W> class Banded {
     top_[i] = max_of<W>(top), row_mass_[i] = top_[i] > W(-kInfinity);
   }
 
-  void exponentiate(W* row, int64_t wide, int64_t i) {
+  void exponentiate(int64_t i) {
+    const int64_t wide = windows_[i / kRows].wide;
+    W* const row = kernel_ + windows_[i / kRows].at + i % kRows * wide;
     if (!(row_mass_[i] > 0)) return (void)std::fill_n(row, wide, W(0));
     const V<W> top = all(top_[i]), lowest = all(W(-std::numeric_limits<W>::max()));
     V<W> least{};
@@ -2478,18 +2416,11 @@ template <class S, class W> class Banded {
         std::fill(to + count, to + P, W(0));
       }
     const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
-    for (int64_t w = 0; w < int64_t(windows_.size()); ++w) {
-      const Window& here = windows_[w];
-      const W* x[kRows];
-      for (int r = 0; r < kRows; ++r) x[r] = kernel_ + here.at + r * here.wide;
-      for (int64_t panel = 0; panel < value_panels_; ++panel) {
-        W part[kRows * P];
-        tile<W>(x, here.wide, values_ + (panel * padded_ + here.start) * P, part, P);
-        const int64_t count = std::min(P, p_.width - panel * P);
-        for (int64_t i = w * kRows; i < std::min<int64_t>((w + 1) * kRows, p_.queries); ++i)
-          for (int64_t e = 0; e < count; ++e)
-            out_[i * p_.width + panel * P + e] = S(closed * a_[i] * part[i % kRows * P + e]);
-      }
+    for (int64_t row = 0; row < p_.queries; row += kRows) {
+      const Window& here = windows_[row / kRows];
+      const Rows<W> x(row, p_.queries, [&](int64_t i) { return kernel_ + here.at + i % kRows * here.wide; });
+      multiply(x, here.wide, values_ + here.start * P, P * padded_, p_.width,
+               [=, this](int64_t i) { return closed * a_[i]; }, [this](int64_t i) { return out_ + i * p_.width; });
     }
   }
 
@@ -2511,13 +2442,11 @@ template <class S, class W> class Banded {
 // Returns how many heads neither format holds in the linear domain; -1 where there is not enough memory.
 template <class S> int64_t band(const Band& p) {
   const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
-  std::atomic<int64_t> lost{0};
-  const bool fits = each(p.groups, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
-                         [&](int64_t index, Scratch& scratch) {
-    if (Banded<S, S>(p, index, scratch).linear()) return;
-    lost += std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
+  const double products = entries * double(p.dim + p.width + 2 * p.half_steps + 16);
+  return count_lost(p.groups, products, p.threads, [&](int64_t index, Scratch& scratch) {
+    if (Banded<S, S>(p, index, scratch).linear()) return false;
+    return std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
   });
-  return fits ? int64_t(lost) : -1;
 }
 
 }  // namespace
@@ -2529,10 +2458,11 @@ template <class S> int64_t band(const Band& p) {
 //                 that of the points y, or null. parameter: pivots [H, R, D], or [B, H, R, D] if `each`, or null for the
 //                 points of features/farthest.py
 //     kSliced     potentials of slices, parameter: [L, D], times their weights [L], or [H, L] if `each`
-//     kGaussian   beta(x)
+//     kMoments    column is [B, H, 2, D + 1, D]: of x and of y the covariance and, in the last row, the mean
+//     kGaussian   beta(x) by the matrix parameter: [B, H, D, D]
 //
-// The last two are 0 at points without mass.
-enum Family { kCoarse, kSliced, kGaussian };
+// Points without mass have no part in these, and potentials of 0.
+enum Family { kCoarse, kSliced, kMoments, kGaussian };
 
 struct Feature {
   const void *x, *y, *parameter, *weights;
@@ -2562,6 +2492,13 @@ template <class S> class TwoClouds {
 
   const S* point(int64_t i) const { return x_ + points_.active[i] * p_.x_strides.token; }
   const S* other(int64_t j) const { return y_ + others_.active[j] * p_.y_strides.token; }
+
+  template <class At> void find_mean(int64_t count, const At& at, S* mean) const {
+    std::fill_n(mean, p_.dim, S(0));
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t d = 0; d < p_.dim; ++d) mean[d] += at(t)[d];
+    for (int64_t d = 0; d < p_.dim; ++d) mean[d] /= S(std::max<int64_t>(count, 1));
+  }
 
   const Feature& p_;
   const Tokens points_, others_;
@@ -2594,7 +2531,7 @@ template <class S> class Clustered : TwoClouds<S> {
     for (int64_t i = 0; i < p_.points; ++i) column_[i] = square(x_ + i * p_.x_strides.token) / 2;
     if (mass_) std::fill_n(mass_, p_.others, S(0));
     if (others_.none || n_ == 0) return true;
-    find_centre();
+    this->find_mean(m_, [this](int64_t j) { return other(j); }, centre_);
     if (!(pivots_ || find_farthest()) || !join()) return false;
     find_moments();
     const double range = form_scores();
@@ -2616,13 +2553,6 @@ template <class S> class Clustered : TwoClouds<S> {
     S total = sum_of<S>(sum);
     for (; d < p_.dim; ++d) total += x[d] * x[d];
     return total;
-  }
-
-  void find_centre() {
-    std::fill_n(centre_, p_.dim, S(0));
-    for (int64_t j = 0; j < m_; ++j)
-      for (int64_t d = 0; d < p_.dim; ++d) centre_[d] += other(j)[d];
-    for (int64_t d = 0; d < p_.dim; ++d) centre_[d] /= S(m_);
   }
 
   // The point farthest from the centre, and one after the other that farthest from all of them, as pivots in means_.
@@ -2675,11 +2605,9 @@ template <class S> class Clustered : TwoClouds<S> {
 
   // block_[r] = x_r . panels of so many rows from one on, whose number is returned.
   template <class At> int64_t multiply(int64_t row, int64_t rows, const At& at) {
-    const S* x[kRows];
-    const int64_t count = std::min<int64_t>(kRows, rows - row);
-    for (int64_t r = 0; r < kRows; ++r) x[r] = at(row + std::min(r, count - 1));
-    for (int64_t start = 0; start < size_; start += P) tile<S>(x, p_.dim, panels_ + start * p_.dim, block_ + start, size_);
-    return count;
+    const Rows<S> x(row, rows, at);
+    tiles<S>(x, p_.dim, panels_, P * p_.dim, size_, block_, size_);
+    return x.count;
   }
 
   // Clusters' means, those of none at the centre, and variances, by moments about the centre.
@@ -2815,16 +2743,11 @@ template <class S, bool tagged> class Network {
     Tags tags[8];
     const auto at = [=](int e) { return e < 4 ? low + e * step : high + (e - 4) * step; };
 #pragma GCC unroll 8
-    for (int e = 0; e < 8; ++e) {
-      x[e] = numbers_[at(e)];
-      if (tagged) tags[e] = tags_[at(e)];
-    }
+    for (int e = 0; e < 8; ++e) x[e] = numbers_[at(e)], tags[e] = tagged ? tags_[at(e)] : Tags{};
     (meet<bits>(x, tags), ...);
 #pragma GCC unroll 8
-    for (int e = 0; e < 8; ++e) {
-      numbers_[at(e)] = x[e];
-      if (tagged) tags_[at(e)] = tags[e];
-    }
+    for (int e = 0; e < 8; ++e)
+      if (numbers_[at(e)] = x[e]; tagged) tags_[at(e)] = tags[e];
   }
 
   template <int bits> static INLINE void meet(V<S> (&x)[8], Tags (&tags)[8]) {
@@ -2857,9 +2780,9 @@ template <class S> class Sliced : TwoClouds<S> {
     for (int64_t side = 0; side < 2; ++side) x_[side] = scratch.take<V<S>>(room_x_), y_[side] = scratch.take<V<S>>(room_y_);
   }
 
-  bool run() {
+  void run() {
     std::fill_n(column_, p_.points, S(0));
-    if (points_.none) return true;
+    if (points_.none) return;
     pack_tokens(static_cast<const S*>(p_.parameter), p_.dim, slices_, p_.dim, S(1), theta_);
     std::fill_n(weights_, size_, S(0));
     std::copy_n(static_cast<const S*>(p_.weights) + (p_.each ? this->head_ * p_.count : 0), p_.count, weights_);
@@ -2868,23 +2791,19 @@ template <class S> class Sliced : TwoClouds<S> {
       project(m_, theta_ + start * p_.dim, [this](int64_t j) { return this->other(j); }, y_);
       for (int64_t side = 0, slice = start; side < 2 && slice < p_.count; ++side, slice += L) add(side, slice);
     }
-    return true;
   }
 
  private:
   static int64_t room(int64_t count) {
-    int64_t found = 8;
-    while (found < count) found *= 2;
-    return found;
+    return count > 8 ? 2 * room((count + 1) / 2) : 8;
   }
 
   template <class At> void project(int64_t count, const S* theta, const At& at, V<S>* const* to) const {
     S part[kRows * P];
     for (int64_t row = 0; row < count; row += kRows) {
-      const S* tokens[kRows];
-      for (int64_t r = 0; r < kRows; ++r) tokens[r] = at(std::min(row + r, count - 1));
-      tile<S>(tokens, p_.dim, theta, part, P);
-      for (int64_t r = 0; r < std::min<int64_t>(kRows, count - row); ++r)
+      const Rows<S> tokens(row, count, at);
+      tile<S>(tokens.x, p_.dim, theta, part, P);
+      for (int64_t r = 0; r < tokens.count; ++r)
         for (int64_t side = 0; side < 2; ++side) to[side][row + r] = load(part + r * P + side * L);
     }
     for (int64_t side = 0; side < 2; ++side) std::fill(to[side] + count, to[side] + room(count), all(S(kInfinity)));
@@ -2910,162 +2829,83 @@ template <class S> class Sliced : TwoClouds<S> {
   Tags* tags_;
 };
 
-// beta of clouds as Gaussians. Matrices are [D, D] in rows of whole panels, with zeros at their ends.
+// Moments of clouds, and beta by the matrix that is found from them. Rows are of whole panels, with zeros at their ends.
 template <class S> class Gaussian : TwoClouds<S> {
   using Base = TwoClouds<S>;
   using Base::p_, Base::points_, Base::others_, Base::n_, Base::m_, Base::column_, Base::L, Base::P;
 
  public:
   Gaussian(const Feature& p, int64_t index, Scratch& scratch)
-      : Base(p, index), dim_(p.dim), deep_(rounded_up(p.dim, P)), entries_(rounded_up(p.dim, kRows) * deep_) {
-    scratch.reserve(((std::max(n_, m_) + 2 + kRows) * deep_ + 2 * entries_) * sizeof(S) + 7 * entries_ * sizeof(double) + 16 * kBytes);
-    shifted_ = scratch.take<S>(std::max(n_, m_) * deep_), block_ = scratch.take<S>(kRows * deep_);
-    mean_x_ = scratch.take<S>(deep_), mean_y_ = scratch.take<S>(deep_);
-    spread_x_ = scratch.take<S>(entries_), spread_y_ = scratch.take<S>(entries_);
-    for (double*& matrix : matrices_) matrix = scratch.take<double>(entries_);
+      : Base(p, index), index_(index), dim_(p.dim), deep_(rounded_up(p.dim, P)) {
+    scratch.reserve((std::max(n_, m_) + dim_ + kRows + 2) * deep_ * sizeof(S) + 6 * kBytes);
+    shifted_ = scratch.take<S>(std::max(n_, m_) * deep_), matrix_ = scratch.take<S>(dim_ * deep_);
+    block_ = scratch.take<S>(kRows * deep_), mean_x_ = scratch.take<S>(deep_), mean_y_ = scratch.take<S>(deep_);
   }
 
-  // Returns whether the square root converged.
-  bool run() {
-    std::fill_n(column_, p_.points, S(0));
-    if (points_.none || others_.none) return true;
-    const double trace_y = find_moments(m_, [this](int64_t j) { return this->other(j); }, mean_y_, spread_y_);
-    const double trace_x = find_moments(n_, [this](int64_t i) { return this->point(i); }, mean_x_, spread_x_);
-    if (!std::isfinite(trace_x + trace_y)) apply(std::nan(""));
-    else if (find_matrix<S>(trace_y) || find_matrix<double>(trace_y)) apply(0);
-    else return false;
-    return true;
+  void put_moments() {
+    S* to = static_cast<S*>(p_.column) + index_ * 2 * (dim_ + 1) * dim_;
+    put_moments(points_.none ? 0 : n_, [this](int64_t i) { return this->point(i); }, to);
+    put_moments(others_.none ? 0 : m_, [this](int64_t j) { return this->other(j); }, to + (dim_ + 1) * dim_);
+  }
+
+  // beta(x) = (m_y + A (x - m_x) / 2) (x - m_x) + m_y m_x
+  void put_potential() {
+    std::fill_n(column_, p_.points, S(0)), std::fill_n(mean_y_, deep_, S(0));
+    if (points_.none) return;
+    this->find_mean(others_.none ? 0 : m_, [this](int64_t j) { return this->other(j); }, mean_y_);
+    shift(n_, [this](int64_t i) { return this->point(i); });
+    const S* matrix = static_cast<const S*>(p_.parameter) + index_ * dim_ * dim_;
+    for (S* row = matrix_; row < matrix_ + dim_ * deep_; row += deep_, matrix += dim_)
+      std::fill(std::copy_n(matrix, dim_, row), row + deep_, S(0));
+    const S both = std::inner_product(mean_x_, mean_x_ + dim_, mean_y_, S(0));
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const Rows<S> x(row, n_, [this](int64_t i) { return shifted_ + i * deep_; });
+      tiles<S>(x, dim_, matrix_, P, deep_, block_, deep_, deep_);
+      for (int64_t r = 0; r < x.count; ++r) {
+        V<S> sum{};
+        for (int64_t d = 0; d < deep_; d += L) sum += (load(block_ + r * deep_ + d) / 2 + load(mean_y_ + d)) * load(x.x[r] + d);
+        column_[points_.active[row + r]] = sum_of<S>(sum) + both;
+      }
+    }
   }
 
  private:
-  // Leaves the points less their mean in shifted_; returns the trace of their covariance.
-  template <class At> double find_moments(int64_t count, const At& at, S* mean, S* spread) {
-    std::fill_n(mean, deep_, S(0));
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t d = 0; d < dim_; ++d) mean[d] += at(t)[d];
-    for (int64_t d = 0; d < dim_; ++d) mean[d] /= S(count);
+  // Points less their mean.
+  template <class At> void shift(int64_t count, const At& at) {
+    this->find_mean(count, at, mean_x_);
     for (int64_t t = 0; t < count; ++t) {
       S* const to = shifted_ + t * deep_;
-      for (int64_t d = 0; d < dim_; ++d) to[d] = at(t)[d] - mean[d];
+      for (int64_t d = 0; d < dim_; ++d) to[d] = at(t)[d] - mean_x_[d];
       std::fill(to + dim_, to + deep_, S(0));
     }
-    product<S>(shifted_, 1, deep_, count, shifted_, spread);
-    double trace = 0;
-    for (int64_t e = 0; e < dim_ * deep_; ++e) spread[e] /= S(count);
-    for (int64_t d = 0; d < dim_; ++d) trace += double(spread[d * (deep_ + 1)]);
-    return trace;
   }
 
-  // to = left right of right [depth, D]; entries of left's row `step` apart, and its rows `apart`.
-  template <class W> void product(const W* left, int64_t apart, int64_t step, int64_t depth, const W* right, W* to) const {
+  template <class At> void put_moments(int64_t count, const At& at, S* to) {
+    shift(count, at);
     for (int64_t row = 0; row < dim_; row += kRows) {
-      const W* x[kRows];
-      for (int64_t r = 0; r < kRows; ++r) x[r] = left + std::min(row + r, dim_ - 1) * apart;
-      for (int64_t start = 0; start < deep_; start += 2 * kLanes<W>)
-        tile<W>(x, depth, right + start, to + row * deep_ + start, deep_, deep_, step);
+      const Rows<S> x(row, dim_, [this](int64_t i) { return shifted_ + i; });
+      tiles<S>(x, count, shifted_, P, deep_, block_, deep_, deep_, deep_);
+      for (int64_t r = 0; r < x.count; ++r)
+        for (int64_t d = 0; d < dim_; ++d) *to++ = block_[r * deep_ + d] / S(std::max<int64_t>(count, 1));
     }
-  }
-  template <class W> void product(const W* left, const W* right, W* to) const { product<W>(left, deep_, 1, dim_, right, to); }
-
-  // U with U'U the matrix, in its place; false where there is none.
-  template <class W> bool factor(W* matrix) const {
-    for (int64_t k = 0; k < dim_; ++k) {
-      W* const row = matrix + k * deep_;
-      const W pivot = std::sqrt(row[k]);
-      if (!(pivot > 0)) return false;
-      std::fill_n(row, k, W(0));
-      for (int64_t j = k; j < dim_; ++j) row[j] /= pivot;
-      for (int64_t i = k + 1; i < dim_; ++i) {
-        const W part = -row[i];
-        add_rows<1>(row, 0, deep_, &part, matrix + i * deep_);
-      }
-    }
-    return true;
+    std::copy_n(mean_x_, dim_, to);
   }
 
-  // A in spread_y_, by the steps of features/gaussian.py.
-  template <class W> bool find_matrix(double trace) {
-    W *own[7], *&root = own[0], *&inverse = own[1], *&next = own[2], *&step = own[3];
-    for (int i = 0; i < 7; ++i) own[i] = reinterpret_cast<W*>(matrices_[i]);
-    W *const spread = own[4], *const upper = own[5], *const lower = own[6];
-    std::copy_n(spread_x_, dim_ * deep_, spread), std::copy_n(spread_y_, dim_ * deep_, upper);
-    const auto add_to_diagonal = [this](W* matrix, W value) {
-      for (int64_t d = 0; d < dim_; ++d) matrix[d * (deep_ + 1)] += value;
-    };
-    add_to_diagonal(upper, W(1e-6 * trace + std::sqrt(double(std::numeric_limits<W>::min()))));
-    if (!factor(upper)) return false;
-    std::fill_n(lower, dim_ * deep_, W(0)), std::fill_n(inverse, dim_ * deep_, W(0));
-    for (int64_t i = 0; i < dim_; ++i)
-      for (int64_t j = 0; j <= i; ++j) lower[i * deep_ + j] = upper[j * deep_ + i];
-    product(upper, spread, next), product(next, lower, root), add_to_diagonal(root, W(0.25));
-    const W norm = std::sqrt(std::inner_product(root, root + dim_ * deep_, root, W(0)));
-    for (int64_t e = 0; e < dim_ * deep_; ++e) root[e] /= norm;
-    add_to_diagonal(inverse, W(1));
-    W low = W(0.25) / norm;
-    for (int left = 30; ; --left) {
-      product(inverse, root, step), add_to_diagonal(step, W(-1));
-      W error = 0;
-      for (int64_t e = 0; e < dim_ * deep_; ++e) error = std::abs(step[e]) <= error ? error : std::abs(step[e]);
-      if (error <= (sizeof(W) == 4 ? W(1e-4) : W(1e-10))) break;
-      if (left == 0 || !(error <= W(1e6))) return false;
-      const W scale = 3 / (1 + std::sqrt(low) + low), most = scale * (3 - scale) * (3 - scale) / 4, own_part = std::sqrt(scale) / 2;
-      for (int64_t e = 0; e < dim_ * deep_; ++e) step[e] *= -scale * own_part;
-      add_to_diagonal(step, (3 - scale) * own_part);
-      product(root, step, next), std::swap(root, next);
-      product(step, inverse, next), std::swap(inverse, next);
-      low = std::min(most, W(1));
-    }
-    for (int64_t e = 0; e < dim_ * deep_; ++e) root[e] *= std::sqrt(norm);
-    add_to_diagonal(root, W(0.5));
-    if (!factor(root)) return false;
-    for (int64_t i = 0; i < dim_; ++i) {  // half of A: root' half = upper
-      W* const row = upper + i * deep_;
-      for (int64_t k = 0; k < i; ++k) {
-        const W part = -root[k * deep_ + i];
-        add_rows<1>(upper + k * deep_, 0, deep_, &part, row);
-      }
-      for (int64_t j = 0; j < dim_; ++j) row[j] /= root[i * (deep_ + 1)];
-    }
-    product<W>(upper, 1, deep_, dim_, upper, lower);
-    std::copy_n(lower, dim_ * deep_, spread_y_);
-    return true;
-  }
-
-  // beta(x) + added.
-  void apply(double added) {
-    for (int64_t d = 0; d < dim_; ++d) added += double(mean_x_[d]) * double(mean_y_[d]);
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, n_ - row);
-      const S* x[kRows];
-      for (int64_t r = 0; r < kRows; ++r) x[r] = shifted_ + (row + std::min(r, count - 1)) * deep_;
-      for (int64_t start = 0; start < deep_; start += P) tile<S>(x, dim_, spread_y_ + start, block_ + start, deep_, deep_);
-      for (int64_t r = 0; r < count; ++r) {
-        V<S> sum{};
-        for (int64_t d = 0; d < deep_; d += L)
-          sum += (load(block_ + r * deep_ + d) / 2 + load(mean_y_ + d)) * load(x[r] + d);
-        column_[points_.active[row + r]] = sum_of<S>(sum) + S(added);
-      }
-    }
-  }
-
-  const int64_t dim_, deep_, entries_;
-  S *shifted_, *block_, *mean_x_, *mean_y_, *spread_x_, *spread_y_;
-  double* matrices_[7];
+  const int64_t index_, dim_, deep_;
+  S *shifted_, *matrix_, *block_, *mean_x_, *mean_y_;
 };
 
 // Returns how many heads are not held; -1 where there is not enough memory.
 template <class S> int64_t predict(const Feature& p) {
-  const double tokens = double(p.points + p.others), loop = double(p.points) * double(2 * p.half_steps + 16);
-  const double products = p.family == kCoarse ? double(p.count) * (tokens * double(p.dim + 4) + loop)
-                          : p.family == kSliced ? tokens * double(p.count) * double(p.dim + 64)
-                                                : (tokens + 32 * double(p.dim)) * double(p.dim * p.dim);
-  std::atomic<int64_t> lost{0};
-  const bool fits = each(p.batch * p.heads, double(p.batch * p.heads) * products, p.threads, [&](int64_t index, Scratch& scratch) {
-    lost += p.family == kCoarse ? !Clustered<S>(p, index, scratch).run()
-            : p.family == kSliced ? !Sliced<S>(p, index, scratch).run()
-                                  : !Gaussian<S>(p, index, scratch).run();
+  const double tokens = double(p.points + p.others), width = double(p.family <= kSliced ? p.count : p.dim);
+  const double products = tokens * width * double(p.dim + 2 * p.half_steps + 16);
+  return count_lost(p.batch * p.heads, double(p.batch * p.heads) * products, p.threads, [&](int64_t index, Scratch& scratch) {
+    if (p.family == kCoarse) return !Clustered<S>(p, index, scratch).run();
+    if (p.family == kSliced) Sliced<S>(p, index, scratch).run();
+    if (p.family == kMoments) Gaussian<S>(p, index, scratch).put_moments();
+    if (p.family == kGaussian) Gaussian<S>(p, index, scratch).put_potential();
+    return false;
   });
-  return fits ? int64_t(lost) : -1;
 }
 
 }  // namespace
@@ -3074,28 +2914,16 @@ template <class S> int64_t predict(const Feature& p) {
 extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
                                            sizeof(Esp),     sizeof(Band),   sizeof(Feature)};
 
-// Returns how many matrices are not held; -1 where there is not enough memory.
-extern "C" int64_t asapc_plan(const Plan* plan) {
-  return plan->is_double ? plan_all<double>(*plan) : plan_all<float>(*plan);
-}
-
 // slopes: null but for gradients. Returns the widest range of scores in a row, or that of a row that logarithms were
 // needed for; -1 where there is not enough memory.
-extern "C" double asapc_sinkhorn(const Problem* problem, const Slopes* slopes) {
-  return problem->is_double ? run<double>(*problem, slopes) : run<float>(*problem, slopes);
+extern "C" double asapc_sinkhorn(const Problem* p, const Slopes* slopes) {
+  return p->is_double ? run<double>(*p, slopes) : run<float>(*p, slopes);
 }
 
 // Returns whether there was enough memory.
-extern "C" int asapc_esp(const Esp* esp) {
-  return esp->is_double ? sort<double>(*esp) : sort<float>(*esp);
-}
+extern "C" int asapc_esp(const Esp* p) { return p->is_double ? sort<double>(*p) : sort<float>(*p); }
 
-// Returns how many heads are not held; -1 where there is not enough memory.
-extern "C" int64_t asapc_band(const Band* problem) {
-  return problem->is_double ? band<double>(*problem) : band<float>(*problem);
-}
-
-// Returns how many heads are not held; -1 where there is not enough memory.
-extern "C" int64_t asapc_feature(const Feature* feature) {
-  return feature->is_double ? predict<double>(*feature) : predict<float>(*feature);
-}
+// Return how many matrices or heads are not held; -1 where there is not enough memory.
+extern "C" int64_t asapc_plan(const Plan* p) { return p->is_double ? plan_all<double>(*p) : plan_all<float>(*p); }
+extern "C" int64_t asapc_band(const Band* p) { return p->is_double ? band<double>(*p) : band<float>(*p); }
+extern "C" int64_t asapc_feature(const Feature* p) { return p->is_double ? predict<double>(*p) : predict<float>(*p); }
