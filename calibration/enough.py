@@ -82,17 +82,10 @@ def _lacks(fit: AnySiteCalibration, fits: Fits) -> Iterator[tuple[Literal["examp
     if not isinstance(fit, SiteCalibration):
         return
     columns = max(predictor.coefficients.shape[1] for predictor in fit.amortised.predictors)
-    together = [fit] if fit.sharing != "shared" else _sharing(fit, fits)
+    together = [fit]
+    if fit.sharing == "shared":  # all that have these coefficients
+        every = [x for others in fits.values() for x in others if isinstance(x, SiteCalibration)]
+        together = [x for x in every if dict(x.settings) == dict(fit.settings)]
     rows = sum(member.tokens // len(member.amortised.predictors) for member in together)
     if rows < ROWS * columns:
         yield "rows", rows, ROWS * columns
-
-
-def _sharing(fit: SiteCalibration, fits: Fits) -> list[SiteCalibration]:
-    """The fits that share their coefficients with this one, including itself."""
-    return [
-        other
-        for others in fits.values()
-        for other in others
-        if isinstance(other, SiteCalibration) and dict(other.settings) == dict(fit.settings)
-    ]

@@ -60,7 +60,8 @@ class Case:
 
     keep:   which keys are active: all, some, one, none, mixed, but_one.
     soft:   value of an additive mask, where not that of the program.
-    mode:   eval, grad, inputs (that require gradients), inference, train, autocast, load, step, event.
+    mode:   eval, grad, inputs (that require gradients), inference, train, autocast, load, step, event, or
+            the dtype that the model is moved to.
     calls:  how often it is called.
     """
 
@@ -92,6 +93,7 @@ def cases_of(spec: Spec) -> list[Case]:
         Case("faint", spread=1e-3), Case("loud", spread=6.0), Case("very loud", spread=40.0),
         Case("huge", spread=1e3), Case("strided", transposed=True), Case("part", part=True),
         Case("loaded", mode="load"), Case("stepped", mode="step"),
+        Case("in float64", mode="float64"), Case("in bfloat16", mode="bfloat16"),
     ]  # fmt: skip
     if not spec["dropout"]:
         cases += [Case("training", mode="train")]
@@ -241,6 +243,8 @@ def _results(
     if case.mode == "event":
         _event(subject, spec)
     model.train(case.mode == "train")
+    if case.mode in ("float64", "bfloat16") and dtype == torch.float32:
+        model.to(dtype := getattr(torch, case.mode))
     found: dict[str, Tensor] = {}
     for call in range(case.calls):
         inputs = {
@@ -352,7 +356,8 @@ def difference(
             return float("inf"), f"{name}: {shape} for {[*true.shape]}"
         steep = "gradient" in name
         largest = max(_largest(true), 5e-3 * steepest if steep else 0.0, 1e-30)
-        tolerance = 0.1 if case.mode == "autocast" else TOLERANCE * (steepness if steep else 1)
+        coarse = case.mode in ("autocast", "bfloat16")
+        tolerance = 0.1 if coarse else TOLERANCE * (steepness if steep else 1)
         precise = [exact.tensors[name] for exact in exacts if name in exact.tensors]
         known = torch.stack([t.isfinite() for t in (true, *precise)]).all(0)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
@@ -194,10 +193,6 @@ def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
     return rule
 
 
-def _joined_by(name: str, x: Shard, own: Tensor) -> Tensor:
-    return getattr(x.group.all_of(own), name)(0)
-
-
 def _places(target: Any, bound: Bound) -> tuple[list[Tensor], list[int], Any] | None:
     """The parts that a view makes of a tensor in which only the tokens' axis has a stride, and that axis
     in each part.  None if a part has lost it, or is a copy."""
@@ -321,7 +316,8 @@ RULES: dict[str, Rule] = {
         (_by_token(_dims), "softmax _softmax log_softmax _log_softmax cumsum sort topk argsort glu"),
         (_reduction(lambda x, own: x.group.summed(own)), "sum"),
         (_reduction(lambda x, own: x.group.summed(own * (x.local.shape[x.axis] / x.size))), "mean"),
-        *((_reduction(partial(_joined_by, name)), name) for name in ("amax", "amin", "any", "all")),
+        (_reduction(lambda x, own: x.group.all_of(own).amax(0)), "amax any"),
+        (_reduction(lambda x, own: x.group.all_of(own).amin(0)), "amin all"),
         (_reduction(None),
          "var std argmax argmin max min logsumexp prod linalg_vector_norm norm"),
         (_seen, "transpose permute t slice split split_with_sizes chunk unbind"),

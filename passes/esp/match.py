@@ -215,18 +215,13 @@ def _with_mask(trial: Experiment, fit: EspFit, mask: Node) -> EspFit:
             f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
             masked.error,
         )
-    far = [drawn(trial, _negative, few, low, masked=True) for low in FAR]
+    far = [drawn(trial, lambda *given: -apart(*given).abs(), few, low, masked=True) for low in FAR]
     if not fit.measured(far).error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
             f"hide those by a lower number, such as {HIDDEN_SCORE:g}"
         )
     return replace(fit, error=max(fit.error, masked.error))
-
-
-def _negative(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Points all of whose coordinates are below 0."""
-    return -apart(shape, generator).abs()
 
 
 def _check_larger_sizes(trial: Experiment, fit: EspFit) -> None:
