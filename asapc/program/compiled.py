@@ -8,8 +8,8 @@ Forward is the `forward` of a compiled model and of a patched module (asapc.prog
 teacher's signature and reports a call that differs from the captured one: a caller cannot change what
 was a constant of the trace.
 
-Moved to another dtype, the graph computes in that dtype throughout. In a float32 trace `.float()` gives
-the tensor that it is called on, which cannot be told from its cast: casts follow, as constants do.
+Moved to another dtype, the graph computes in that dtype, in half precision except on positions. In a
+float32 trace `.float()` gives the tensor that it is called on: casts follow, as constants do.
 """
 
 from __future__ import annotations
