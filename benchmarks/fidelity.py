@@ -3,9 +3,9 @@
     python benchmarks/fidelity.py benchmarks/results/cpu > benchmarks/fidelity.md
 
 The folder holds study.json files by name: <teacher>.json for the teachers imdb, agnews (of
-benchmarks/grids/text.yaml), mnist7, mnist4 (mnist.yaml) and cifar10 (cifar10.yaml), and for the text
-teachers <teacher>_paper.json (text_paper.yaml) and <teacher>_accuracy.json (text_accuracy.yaml, on the
-test set). What is missing is left out, and said to be.
+benchmarks/grids/text.yaml) and cifar10 (cifar10.yaml), and for the text teachers <teacher>_paper.json
+(text_paper.yaml) and <teacher>_accuracy.json (text_accuracy.yaml, on the test set). What is missing is
+left out, and said to be. Papers' tables with seeds: benchmarks/papers.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ TEXT = ("imdb", "agnews")
 VALUES = {"own": "the layer's own values", "keys": "the keys as values"}
 Study = Mapping[str, Any]
 Row = Mapping[str, Any]
-
 
 
 def paper(slices: int, c_transforms: int) -> dict[str, Any]:
@@ -84,31 +83,6 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("coarse:32 gaussian for slices", {**_OURS, "aim": "aligned", "features": "coarse:32 gaussian"}),
     ("farthest:32 gaussian", {**_OURS, "aim": "aligned", "features": "farthest:32 gaussian"}),
 ]
-_MNIST = {"features": "sliced:256:random lse token_bias"}
-
-
-def asap(c_transforms: int) -> dict[str, Any]:
-    """Of a row-ending teacher: one c-transform from its last source dual ends on columns, two on rows."""
-    return {**_MNIST, "aim": "last", "c_transforms": c_transforms}
-
-
-# Table C.7: accuracy / agreement in percent.
-MNIST = {
-    "mnist7": [
-        ("Sinkhorn teacher, T = 5", None, 96.27, 100.0),
-        ("softmax replacement", {"features": "Sinkhorn, 1 half-steps"}, 13.89, 13.88),
-        ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 76.86, 77.54),
-        ("ASAP-0: 256 slices, lse, token bias", asap(1), 88.76, 90.12),
-        ("ASAP", asap(2), 95.18, 97.27),
-    ],
-    "mnist4": [
-        ("Sinkhorn teacher, T = 5", None, 96.89, 100.0),
-        ("softmax replacement", {"features": "Sinkhorn, 1 half-steps"}, 10.77, 10.76),
-        ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 90.75, 91.77),
-        ("ASAP-0: 256 slices, lse, token bias", asap(1), 94.61, 96.18),
-        ("ASAP", asap(2), 96.19, 97.96),
-    ],
-}  # fmt: skip
 
 
 def find(study: Study, wanted: Mapping[str, Any]) -> Row | None:
@@ -154,9 +128,8 @@ def paper_rows(study: Study) -> str:
             own = row["attention_rel_l2"]
             rows.append((label, figure(error), figure(own), verdict(own, error), figure(rmse),
                          figure(row["output_rmse"]), figure(row["site_ms"])))  # fmt: skip
-    return table(
-        ("row", "paper: attention l2", "ours", "", "paper: output RMSE", "ours", "ours: ms"), rows
-    )
+    columns = ("row", "paper: attention l2", "ours", "", "paper: output RMSE", "ours", "ours: ms")
+    return table(columns, rows)
 
 
 def own_rows(study: Study) -> str:
@@ -173,10 +146,8 @@ def own_rows(study: Study) -> str:
          figure(row["predict_ms"]), "*" if row["pareto"] else "")
         for row in chosen
     ]  # fmt: skip
-    columns = (
-        "ours", "attention l2", "worst", "output RMSE", "agreement %", "site ms", "of it predicting",
-        "Pareto",
-    )  # fmt: skip
+    columns = ("ours", "attention l2", "worst", "output RMSE", "agreement %", "site ms",
+               "of it predicting", "Pareto")  # fmt: skip
     return table(columns, rows)
 
 
@@ -239,10 +210,8 @@ def fits(study: Study) -> str:
             seconds = (figure(own["fit_seconds"]) for own in pair)
             judged = verdict(row["plan_kl"], least["plan_kl"])
             rows.append((name_of(row), *plan, judged, *error, *seconds))
-    columns = (
-        "the same features and examples", "plan KL: LS", "KL", "", "attention l2: LS", "KL",
-        "fit s: LS", "KL",
-    )  # fmt: skip
+    columns = ("the same features and examples", "plan KL: LS", "KL", "", "attention l2: LS", "KL",
+               "fit s: LS", "KL")  # fmt: skip
     return table(columns, rows)
 
 
@@ -256,24 +225,6 @@ def accuracies(study: Study) -> str:
         rows.append((name_of(row), error, percent(row["accuracy_compiled"]), drop, same))
     first = f"{study['examples']} test examples"
     return table((first, "attention l2", "accuracy %", "drop, points", "agreement %"), rows)
-
-
-def mnist(study: Study, teacher: str) -> str:
-    rows = []
-    for label, wanted, accuracy, agreement in MNIST[teacher]:
-        if wanted is None:
-            own, same = study["baseline"]["accuracy_teacher"], 1.0
-        else:
-            row = find(study, wanted) or {}
-            own, same = row.get("accuracy_compiled"), row.get("prediction_agreement")
-        ours = "not measured" if own is None else f"{percent(own)} / {percent(same)}"
-        rows.append((label, f"{accuracy:.2f} / {agreement:.2f}", ours, ""))
-    known = [find(study, wanted) for _, wanted, _, _ in MNIST[teacher] if wanted]
-    others = [row for row in study["rows"] if row not in known and row["ridge"] == 1e-3]
-    for row in sorted(others, key=lambda row: row["attention_rel_l2"]):
-        ours = f"{percent(row['accuracy_compiled'])} / {percent(row['prediction_agreement'])}"
-        rows.append((name_of(row), "-", ours, figure(row["attention_rel_l2"])))
-    return table(("row", "paper: accuracy / agreement %", "ours", "ours: attention l2"), rows)
 
 
 def cifar(study: Study) -> str:
@@ -336,7 +287,7 @@ def main() -> None:
     blocks = [
         "# Fidelity, next to the paper's tables",
         "Written by `python benchmarks/fidelity.py benchmarks/results/cpu`. The teachers are ours, "
-        "trained by `train.py` of `examples/text`, `mnist` and `cifar10` on the same data sets but "
+        "trained by `train.py` of `examples/text` and `examples/cifar10` on the same data sets but "
         "smaller than the paper's (3 layers of 3 heads, D = 32; the paper: 6 layers of 8 heads, and "
         "IMDb at N = 512), "
         "so a row compares methods, not teachers: a method can be closer or further here. `WORSE` "
@@ -353,17 +304,11 @@ def main() -> None:
     if "agnews" in studies:
         blocks += text_section("AG News, T = 10, padded", studies["agnews"],
                                studies.get("agnews_accuracy"), False)  # fmt: skip
-    for teacher, patch in (("mnist7", 7), ("mnist4", 4)):
-        if teacher in studies:
-            blocks += [f"## Shallow MNIST, patch {patch}, T = 5, row-ending (Table C.7)",
-                       setting(studies[teacher]), mnist(studies[teacher], teacher),
-                       "### Least squares against KL", fits(studies[teacher])]  # fmt: skip
     if "cifar10" in studies:
         blocks += ["## CIFAR-10, T = 10, N = 65, column-ending", setting(studies["cifar10"]),
                    cifar(studies["cifar10"])]  # fmt: skip
     parts = [name + part for name in TEXT for part in ("", "_paper", "_accuracy")]
-    wanted = ("mnist7", "mnist4", "cifar10", *parts)
-    missing = [name for name in wanted if name not in studies]
+    missing = [name for name in ("cifar10", *parts) if name not in studies]
     if missing:
         blocks.append(f"Not measured: {', '.join(missing)}.")
     print("\n\n".join(blocks))
