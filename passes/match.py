@@ -61,7 +61,10 @@ def match(program: Program) -> Outcomes:
     ]  # fmt: skip
     apart = _loops_apart([loop for loop in loops if not taken & {*loop.sums}], left, reasons)
     results = [(site.at, _unless_it_departs(program, site)) for site in sites.values()]
-    results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
+    # Weights inside of what is refused as a whole have no reason of their own.
+    within = {x for p in left for x in reasons.get(p.value.node, UNKNOWN).inside - {p.value.node}}
+    explained = [place for place in left if place.regions or place.at not in within]
+    results += [(place.at, _refused(program, place, reasons)) for place in explained]
     for loop in apart:
         known = reasons[loop.at]
         refusal = Refusal(site_name(program, loop.at), known.reason, (known.node or loop.at).name)
@@ -115,15 +118,6 @@ def _is_within(loop: Loop, place: Place) -> bool:
         return True
     operands = (place.value.left, place.value.right)
     return not place.regions and bool(sums & ancestors(*operands, until=BARRIERS))
-
-
-def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list[Place]:
-    """The places that are refused: weights inside of what is refused as a whole have no reason of
-    their own."""
-    within: set[Node] = set()
-    for place in left:
-        within |= reasons.get(place.value.node, UNKNOWN).inside - {place.value.node}
-    return [place for place in left if place.regions or place.at not in within]
 
 
 def _refused(program: Program, place: Place, reasons: dict[Node, Unidentified]) -> Refusal:

@@ -29,7 +29,10 @@ def put_back(
     graph whose tensors are changed in place.  Raises Left where such a tensor is needed.
     """
     copying = _Copying(graph, lifted, stands)
-    behind = _behind_operators(lifted, stands)
+    behind: set[Node] = set()  # operators, and what is made of them for which nothing stands
+    for node in lifted.graph.nodes:
+        if node.target in CALLS or behind & ({*node.all_input_nodes} - stands.keys()):
+            behind.add(node)
     replaced = [copying.replace(node) for node in stands if node in behind]
     output = copying.graph.graph.output_node()
     theirs, ours = _outputs(lifted.graph.output_node()), _outputs(output)
@@ -48,16 +51,6 @@ def put_back(
     copying.graph.graph.lint()
     copying.graph.recompile()
     return copying.graph, sources
-
-
-def _behind_operators(lifted: GraphModule, stands: Mapping[Node, Node]) -> set[Node]:
-    """The operators' calls, and what is computed of them by nodes that stand for none of the graph's."""
-    behind: set[Node] = set()
-    for node in lifted.graph.nodes:
-        sources = [source for source in node.all_input_nodes if source not in stands]
-        if node.target in CALLS or behind & {*sources}:
-            behind.add(node)
-    return behind
 
 
 def _outputs(output: Node) -> list[Any]:
@@ -130,13 +123,9 @@ def _remove_dead(graph: GraphModule, replaced: set[Node], changed: set[Node]) ->
         sharing.setdefault(storage_of(node), set()).add(node)
     dead = {node for node in (*replaced, *ancestors(*replaced), *changing) if node.op != "placeholder"}
 
-    def is_seen(node: Node) -> bool:
-        """Whether a tensor that it changes is seen by what stays."""
-        storages = {storage_of(x) for x in node.all_input_nodes if x in changed}
-        return any(sharing[storage] - dead for storage in storages)
-
     def stays(node: Node) -> bool:
-        return bool({*node.users} - dead) or (node in changing and is_seen(node))
+        written = {storage_of(x) for x in node.all_input_nodes if x in changed and node in changing}
+        return bool({*node.users} - dead) or any(sharing[storage] - dead for storage in written)
 
     while alive := {node for node in dead if stays(node)}:
         dead -= alive

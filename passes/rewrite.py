@@ -59,7 +59,10 @@ def _replace(graph: GraphModule, index: int, operands: Operands, choice: Replace
         if isinstance(choice, Amortised):
             replacement = _amortised_call(graph, index, operands, choice)
         elif isinstance(choice, Hardened):
-            replacement = _hardened_call(graph, operands, choice)
+            exact = choice.kind == "exact"
+            name = "esp_hard" if exact else "esp_released_hard"
+            settings = _without_temperature(operands) if exact else operands.settings
+            replacement = operands.again(graph.graph, OPERATORS[name], settings)
         else:
             replacement = _distilled_call(graph, index, operands, choice)
     operands.call.replace_all_uses_with(replacement)
@@ -85,13 +88,6 @@ def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Progr
 def set_argument(call: Node, name: str, value: Any) -> None:
     """Give an operator call another value of one argument, in place."""
     call.args = ordered(call.target, by_name(call.target, call.args) | {name: value})
-
-
-def _hardened_call(graph: GraphModule, o: Operands, choice: Hardened) -> Node:
-    """A soft call with its sorts hard."""
-    if choice.kind == "exact":
-        return o.again(graph.graph, OPERATORS["esp_hard"], _without_temperature(o))
-    return o.again(graph.graph, OPERATORS["esp_released_hard"], o.settings)
 
 
 def _without_temperature(o: Operands) -> dict[str, Any]:

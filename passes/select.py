@@ -167,7 +167,12 @@ def select(
     if largest is not None and picked and not all(opened.forced for opened in sites):
         with progress.phase("timing the whole model"):
             picked = search.not_slower(picked, largest)
-    choices |= {opened.site.name: _choice(opened, t) for opened, t in zip(sites, picked, strict=True)}
+    choices |= {
+        opened.site.name: Choice(
+            tried.candidate.operator, _reason(opened, tried), tried.candidate.replacement,
+            tried.errors.get("attention_rel_l2"), tried.candidate.fit,
+        ) for opened, tried in zip(sites, picked, strict=True)
+    }  # fmt: skip
     held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
         "objective": recipe.objective,
@@ -395,17 +400,13 @@ def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> Non
             if beyond:
                 tried.verdict = f"{EXCEEDS}: {beyond}"
             elif slower is not None and (tried.approximate or not drop_maps):
-                tried.verdict = _slower(tried.price, opened.teacher, slower)
+                took = f"{tried.price.median[slower]:.3g} ms, not {opened.teacher.median[slower]:.3g} ms"
+                tried.verdict = f"slower than the teacher at {_text(slower)}: {took}"
             elif tried.approximate:
                 tried.verdict = _hardly_cheaper(tried, exact, objective)
         if exact.verdict:  # nothing exact beats the teacher's own code
             left = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
             opened.tried.insert(0, left)
-
-
-def _slower(price: Price, teacher: Price, shape: Shape) -> str:
-    took = f"{price.median[shape]:.3g} ms, not {teacher.median[shape]:.3g} ms"
-    return f"slower than the teacher at {_text(shape)}: {took}"
 
 
 def _hardly_cheaper(tried: Tried, exact: Tried, objective: str) -> str:
@@ -526,13 +527,11 @@ class Search:
         nothing = (0.0,) * len(limits)
         if opened.forced:
             return [Option(0.0, nothing)]
-        options = []
-        for t in opened.tried:
-            damages = nothing
-            if t.approximate and not t.verdict:
-                damages = tuple(_damage(key, t.alone[key]) for key in limits)
-            options.append(Option(math.inf if t.verdict else _cost(t, self.objective), damages))
-        return options
+        return [
+            Option(math.inf, nothing) if t.verdict else Option(_cost(t, self.objective), tuple(
+                _damage(key, t.alone[key]) for key in limits) if t.approximate else nothing)
+            for t in opened.tried
+        ]  # fmt: skip
 
     def _replacements(self, picked: Sequence[Tried]) -> dict[str, Replacement]:
         pairs = zip(self.sites, (t.candidate.replacement for t in picked), strict=True)
@@ -617,14 +616,6 @@ def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
 
 
 # Telling
-
-
-def _choice(opened: OpenSite, tried: Tried) -> Choice:
-    candidate = tried.candidate
-    return Choice(
-        candidate.operator, _reason(opened, tried), candidate.replacement,
-        tried.errors.get("attention_rel_l2"), candidate.fit,
-    )  # fmt: skip
 
 
 def _reason(opened: OpenSite, tried: Tried) -> str:

@@ -300,7 +300,7 @@ class Unbalanced(nn.Module):
 class Stopping(nn.Module):
     """Ends where a half-step changes little, as libraries of transport do: looked at now and then."""
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float = 1e-2) -> None:
         super().__init__()
         self.threshold = threshold
 

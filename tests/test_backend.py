@@ -120,11 +120,6 @@ def with_a_learnt_dustbin(self: Any, x: Tensor) -> Tensor:
     return (scores + f[:, :, None] + g[:, None] - norm)[:, :-1].exp() @ x
 
 
-def of_streams(self: Any, x: Tensor) -> Tensor:
-    """Four a text."""
-    return self.attention(x.reshape(x.shape[0] // 4, -1, 16))
-
-
 def beside_a_cache(self: Any, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     """Whose length is of no concern to the attention."""
     whole = past.shape[1] // 4 * 4
@@ -263,19 +258,14 @@ def test_numbers_that_operators_hold_are_guarded() -> None:
 
 
 def test_small_attention_stays_inductors_and_larger_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Attention(), tokens()
     monkeypatch.setattr(under_test, "SMALL_PLAN", 0)  # of scores that are given
-    _, _, left = rewritten_for(model, x)
-    assert [site.reason for site in left if site.reason.startswith("so small")]
+    for model, x in ((Scaled(), torch.randn(8, 150, 6)), (Attention(), tokens())):  # plain scalings, too
+        _, sites, left = rewritten_for(model, x)
+        assert not sites and [site.reason for site in left if site.reason.startswith("so small")]
     monkeypatch.setattr(under_test, "SMALL", 0)
     torch._dynamo.reset()
     _, sites, _ = rewritten_for(model, x)
     assert len(sites) == 1
-
-
-def test_plain_scalings_are_cheap_in_inductor() -> None:
-    _, sites, left = rewritten_for(Scaled(), torch.randn(8, 150, 6))
-    assert not sites and [site.reason for site in left if site.reason.startswith("so small")]
 
 
 def rewritten_for(model: nn.Module, x: Tensor) -> Any:
@@ -331,8 +321,8 @@ def test_a_learnt_dustbin_is_no_mask() -> None:
 
 
 def test_a_length_may_be_a_quotient() -> None:
-    model = module(of_streams, attention=Attention()).eval()
-    fast = compiled(model, "eager", dynamic=True)
+    model = module(lambda self, x: self.attention(x.reshape(len(x) // 4, -1, 16)), attention=Attention())
+    fast = compiled(model.eval(), "eager", dynamic=True)
     with torch.no_grad():
         for x in (tokens(8)[:, 0], tokens(12)[:, 0]):
             assert_same(fast(x), model(x))

@@ -187,9 +187,7 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
     collector = site_collector(name, fit.convention, recipe)
     facts = {**fit_document(fit), "seconds": 1.0}
 
-    def finished(
-        heads: int = 2, head_dim: int = 8, own: Any = collector, **other: Any
-    ) -> bool:
+    def finished(heads: int = 2, head_dim: int = 8, own: Any = collector, **other: Any) -> bool:
         pending = Pending(0, name, 0, own, heads=heads, head_dim=head_dim)
         return _finished(pending, fit_tensors(pending.key, fit), facts | other) is not None
 

@@ -244,10 +244,7 @@ def test_half_steps(name: str) -> None:
     inputs, _ = scored(*case.given())
     for start, far in ((False, None), (True, None), (True, 0.5), (True, 500.0)):
         f, g = (case.dual(first) / math.log(2) if start else None for first in ("column", "row"))
-        own = (
-            half_step.close_rows(inputs, g),
-            half_step.close_columns(inputs, f),
-        )
+        own = (half_step.close_rows(inputs, g), half_step.close_columns(inputs, f))
         if far is not None:  # from earlier duals, which may be anything
             early = [x + far * torch.arange(x.shape[2], device=x.device).sin() for x in own]
             own = (

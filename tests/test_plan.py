@@ -218,12 +218,6 @@ class Shifted(nn.Module):
         return plan
 
 
-def test_a_kernel_that_may_be_negative_is_none() -> None:
-    analysis = analysed(Shifted(), random(3, 10, 16) / 4)
-    (left,) = analysis.left_alone
-    assert left.status == "refused" and not analysis.sites
-
-
 class Filled(nn.Module):
     """A kernel with zeros, which its loop fills: one by one, or rows and columns of them."""
 
@@ -241,10 +235,10 @@ class Filled(nn.Module):
         return plan
 
 
-@pytest.mark.parametrize("dim", [None, -1, -2])
-def test_zeros_of_a_kernel_that_the_loop_fills(dim: int | None) -> None:
+@pytest.mark.parametrize("net", [Shifted(), Filled(None), Filled(-1), Filled(-2)], ids=str)
+def test_a_kernel_that_may_be_negative_or_whose_zeros_are_filled_is_none(net: nn.Module) -> None:
     """Sharp scores have zeros, too, and rows and columns of them."""
-    analysis = analysed(Filled(dim), random(3, 10, 16))
+    analysis = analysed(net, random(3, 10, 16) / (4 if isinstance(net, Shifted) else 1))
     (left,) = analysis.left_alone
     assert left.status == "refused" and not analysis.sites
 
@@ -337,6 +331,7 @@ DAMPED = {
 REFUSED = {
     "OneQuery": "with one query the plan does not depend on the scores: it is kept as it is",
     "Stepped": "nearest are",
+    "Stopping": "ends early where a residual is at most 0.01, which changes the plan",
     "Duals": "a value of the loop other than its plan is also used elsewhere",
 }
 
@@ -642,12 +637,14 @@ def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
         torch.testing.assert_close(ours, net(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, batch", [("Columns", ()), ("Written", (3,))])
-def test_scalings_that_are_columns_or_written_into_zeros(name: str, batch: tuple[int, ...]) -> None:
-    net = build(name)
-    analysis = analysed(net, random(*batch, 9, 7))
-    assert [site.convention.half_steps for site in analysis.sites] == [8]
-    replays(net, analysis, random(*batch, 6, 7 if batch else 11, seed=1))
+@pytest.mark.parametrize("net, half_steps, example, other", [
+    (nets.Columns(), 8, (9, 7), (6, 11)), (nets.Written(), 8, (3, 9, 7), (3, 6, 7)),
+    (nets.Stopping(1e-12), 24, (4, 9, 7), (3, 9, 7)),
+], ids=["scalings are columns", "shares written into zeros", "a stop that changes nothing"])  # fmt: skip
+def test_half_steps_are_counted(net: nn.Module, half_steps: int, example: Any, other: Any) -> None:
+    analysis = analysed(net.eval(), random(*example))
+    assert [site.convention.half_steps for site in analysis.sites] == [half_steps]
+    replays(net, analysis, random(*other, seed=1))
 
 
 def test_scalings_of_masses_of_1_may_end_early() -> None:
@@ -656,18 +653,6 @@ def test_scalings_of_masses_of_1_may_end_early() -> None:
     assert [site.convention.ending.ones for site in analysis.sites] == [True]
     for spread in (0.01, 0.3, 1.0):
         replays(net, analysis, spread * random(6, 11, 11, seed=1))
-
-
-def test_a_stop_that_changes_nothing_is_left_out() -> None:
-    net = nets.Stopping(1e-12).eval()
-    analysis = analysed(net, random(4, 9, 7))
-    assert [site.convention.half_steps for site in analysis.sites] == [24]
-    replays(net, analysis, random(3, 9, 7, seed=1))
-
-
-def test_a_stop_that_changes_the_plan_is_refused() -> None:
-    (refused,) = analysed(nets.Stopping(1e-2), random(4, 9, 7)).left_alone
-    assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
 
 
 def test_softmaxes_side_by_side_are_no_loop() -> None:

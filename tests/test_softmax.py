@@ -372,9 +372,7 @@ def test_a_hidden_number_that_is_a_size_is_left_in_the_mask() -> None:
 
 
 def test_the_reason_why_a_softmax_layer_is_none() -> None:
-    shared = module(
-        lambda self, q, k: functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-    )
+    shared = module(lambda self, q, k: functional.scaled_dot_product_attention(q, k, k, enable_gqa=True))
 
     def reason(model: nn.Module, *args: Tensor) -> str:
         program, (refusal,) = found_in(model, *args)

@@ -137,7 +137,11 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         code: GraphCode = SequenceCode(flat, dtype, sequence_group, token_axes(call))
     else:
         code = GraphCode(flat, dtype)
-    sites = _holding(manifest["sites"], stage)
+    sites = [  # without constants where the model's own code stays
+        {**site, "constants": {}}
+        if stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") else site
+        for site in manifest["sites"]
+    ]  # fmt: skip
     _put_constants(artifact, graph, sites)
     plain = manifest["programs"][0]["plain"]
     if plain != sorted(graph.state_dict()):  # of a model whose state dict has weights, and none of these
@@ -155,15 +159,6 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     if stage == "graph" and sequence_group is None:
         shown_by(model, Summary(source, lines, artifact.folder.absolute()))
     return model
-
-
-def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[str, Any]]:
-    """The sites of a stage, without constants where the model's own code stays."""
-    return [
-        {**site, "constants": {}}
-        if stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") else site
-        for site in sites
-    ]  # fmt: skip
 
 
 def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mapping[str, Any]]) -> None:

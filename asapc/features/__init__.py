@@ -116,13 +116,11 @@ class Feature:
         """Number of columns F; None if it depends on a size that is None."""
         return FAMILIES[self.family].width(dim, tokens, self.count)
 
-    def parameter_for(self, clouds: Clouds, parameter: Tensor | None) -> Tensor | None:
-        """The parameter for these clouds: the fitted one, unless it is derived from the clouds."""
-        derived = FAMILIES[self.family].derived
-        return parameter if derived is None else derived(clouds, self.count)
-
     def columns(self, clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
-        return FAMILIES[self.family].columns(clouds, self.parameter_for(clouds, parameter), budget)
+        """By the fitted parameter, unless it is derived from the clouds."""
+        family = FAMILIES[self.family]
+        own = parameter if family.derived is None else family.derived(clouds, self.count)
+        return family.columns(clouds, own, budget)
 
 
 CLUSTERED = ("coarse", "farthest")  # families that run the loop on clusters around pivots

@@ -193,7 +193,11 @@ class _Band:
             plan.mul_(of_f[..., None] if closes_rows else self.windows(of_g)[:, :, None])
             slopes -= plan
             if closes_rows:
-                of_g = self._without_gauge(of_g - self.sums(plan.sum(-2)))
+                # Without what rounding made of its sum, which is 0: as a constant that is added to a dual
+                # is taken from the next one, it would not fade along the chain as the rest does.
+                of_g = of_g - self.sums(plan.sum(-2))
+                gauge = of_g.sum(1, keepdim=True) / self.active.sum(1, keepdim=True).clamp(min=1)
+                of_g = of_g - gauge.masked_fill(~self.active, 0.0)
                 of_f = torch.zeros_like(of_f)
             else:
                 of_f, of_g = of_f - plan.sum(-1), torch.zeros_like(of_g)
@@ -204,9 +208,3 @@ class _Band:
                     break
         dq = self.flat(slopes @ self.windows(self.k)) * self.loop.score_multiplier
         return dq, self.sums(slopes.transpose(-1, -2) @ self.rows(self.q)), dv, depth
-
-    def _without_gauge(self, of_g: Tensor) -> Tensor:
-        """Without what rounding made of its sum, which is 0: as a constant that is added to a dual
-        is taken from the next one, it would not fade along the chain as the rest does."""
-        count = self.active.sum(1, keepdim=True).clamp(min=1)
-        return of_g - (of_g.sum(1, keepdim=True) / count).masked_fill(~self.active, 0.0)

@@ -68,7 +68,9 @@ class AttentionFidelity:
         relative = difference / torch.linalg.vector_norm(teacher, dim=(-2, -1)).clamp(min=_TINY)
         self._relative.append(relative.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
         self._active.append(keep.sum(-1).cpu())
-        self._kl += float(_generalised_kl(teacher, compiled).sum()) / num_queries
+        ratio_of_logs = teacher.clamp(min=_TINY).log() - compiled.clamp(min=_TINY).log()
+        # sum P log(P / P^) - P + P^.  clamp lets a NaN through, so a broken map is not hidden.
+        self._kl += float((teacher * ratio_of_logs - teacher + compiled).sum()) / num_queries
         for side, attention in enumerate((teacher, compiled)):
             missing = (attention.sum(-1) - 1).abs()
             self._row[side] += float(missing.masked_fill(~queries[:, None, :], 0.0).sum())
@@ -303,13 +305,6 @@ def _known(**intervals: bootstrap.Interval | None) -> dict[str, bootstrap.Interv
 
 
 _TINY = 1e-300
-
-
-def _generalised_kl(exact: Tensor, approximate: Tensor) -> Tensor:
-    """sum P log(P / P^) - P + P^ of each matrix, finite where P^ underflows; [B, H]."""
-    ratio = exact.clamp(min=_TINY).log() - approximate.clamp(min=_TINY).log()
-    # clamp lets a NaN through, so a broken map is not hidden.
-    return (exact * ratio - exact + approximate).sum((-2, -1))
 
 
 def _or_inf(value: float) -> float:

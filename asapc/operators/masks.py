@@ -74,7 +74,8 @@ def keys_of_empty(
     if keep.numel() * q.numel() == 0 or (on_cpu and not bool(empty.any())):
         return keep.clone()
     highest = mask.amax(-1)
-    unit = last_place(highest, q.dtype)
+    exponent = highest.double().abs().log2().floor()  # of its unit in the last place
+    unit = torch.where(highest.isfinite(), torch.finfo(q.dtype).eps * 2.0**exponent, math.inf)
     alike = (mask == highest[:, None]).all(-1)
     fine = unit <= FINE
     size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
@@ -129,12 +130,6 @@ def all_hidden(scores: Tensor, axis: int, keepdim: bool = False) -> Tensor:
     if isinstance(size, int) and size == 0:  # of which there is no largest; a symbolic size is not asked
         return scores.sum(axis, keepdim=keepdim) == 0
     return torch.isneginf(scores.amax(axis, keepdim=keepdim))
-
-
-def last_place(number: Tensor, dtype: torch.dtype) -> Tensor:
-    """The unit in the last place of finite numbers [*] in a dtype."""
-    exponent = number.double().abs().log2().floor()
-    return torch.where(number.isfinite(), torch.finfo(dtype).eps * 2.0**exponent, math.inf)
 
 
 def largest_products(q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:

@@ -263,13 +263,9 @@ class Forward:
 
     def _another(self, flat: Sequence[Any]) -> str | None:
         problem = asked(self.questions, self.module, flat) if self.questions else None
-        if problem is not None:
-            return problem
         for inside in self.inside:
-            problem = inside.difference(self.module, flat)
-            if problem is not None:
-                return problem
-        return None
+            problem = inside.difference(self.module, flat) if problem is None else problem
+        return problem
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copied = None if torch.compiler.is_compiling() else self._of_copy(sys._getframe(1))

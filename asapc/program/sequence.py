@@ -96,18 +96,15 @@ class _Run(Interpreter):
             if sharded is not NotImplemented:
                 return sharded
         result = target(**pytree.tree_map(whole, bound))
-        axis = _token_axis(result, self.sizes) if name in _MADE else None
+        if name not in _MADE:
+            return result
+        # Positions, or other tensors made from sizes alone, of every token: cutting them is always right.
+        axes = range(min(1, result.dim() - 1), result.dim())
+        axis = next((axis for axis in axes if result.shape[axis] in self.sizes), None)
         return result if axis is None else Shard.of(result, axis, self.group)
 
 
 _MADE = ("arange", "zeros", "ones", "full")
-
-
-def _token_axis(made: Tensor, sizes: Set[int]) -> int | None:
-    """The axis along which positions, or other tensors made from sizes alone, may have an entry for every
-    token: cutting them is always right."""
-    axes = range(min(1, made.dim() - 1), made.dim())
-    return next((axis for axis in axes if made.shape[axis] in sizes), None)
 
 
 def _on_local(target: Any, bound: Bound) -> Any:

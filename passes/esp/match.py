@@ -96,11 +96,11 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     queries, keys = value.map.shape[-2:]
     above = ancestors(attention, until=LAYERS)
 
-    def sorts_tokens(node: Node) -> bool:  # a router's top experts are none
-        sizes = node.all_input_nodes[0].meta["val"].shape
-        return any(same(size, queries) or same(size, keys) for size in sizes)
-
-    sorts = [node for node in above if node.target in SORTS and sorts_tokens(node)]
+    sorts = [  # of tokens: a router's top experts are none
+        node for node in above if node.target in SORTS and any(
+            same(size, queries) or same(size, keys) for size in node.all_input_nodes[0].meta["val"].shape
+        )
+    ]
     if not sorts:
         return None
     sorted_later = ancestors(*sorts, until=LAYERS)
@@ -215,7 +215,7 @@ def _with_mask(trial: Experiment, fit: EspFit, mask: Node) -> EspFit:
             f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
             masked.error,
         )
-    far = [drawn(trial, lambda *given: -apart(*given).abs(), few, low, masked=True) for low in FAR]
+    far = [drawn(trial, lambda *of: -apart(*of).abs(), few, low, masked=True) for low in FAR]
     if not fit.measured(far).error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "

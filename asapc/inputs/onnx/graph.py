@@ -323,9 +323,9 @@ def take_apart(nodes: Sequence[Node]) -> list[Node]:
     """
     first: dict[tuple[str, tuple[int, ...]], Node] = {}
     for node in nodes:
-        order = _order(node)
-        if order is not None and node.inputs[0] is not None:
-            first.setdefault((node.inputs[0], order), node)
+        order = node.attributes.get("perm") if node.kind == "Transpose" else None
+        if order is not None and len(order) >= 3 and node.inputs[0] is not None:
+            first.setdefault((node.inputs[0], tuple(order)), node)
     straight: dict[str, Node] = {}  # by the output of its transpose
     for (source, order), node in first.items():
         partner = first.get((source, (*order[:-2], order[-1], order[-2])))
@@ -348,9 +348,3 @@ def take_apart(nodes: Sequence[Node]) -> list[Node]:
             node = replace(node, inputs=(partner.outputs[0],), attributes={"perm": swap})
         append(node)
     return result
-
-
-def _order(node: Node) -> tuple[int, ...] | None:
-    """The permutation of a Transpose of three axes or more."""
-    order = node.attributes.get("perm") if node.kind == "Transpose" else None
-    return tuple(order) if order is not None and len(order) >= 3 else None

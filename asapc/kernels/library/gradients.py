@@ -170,7 +170,9 @@ def differentiate(
         arguments: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor],
         told: list[Tensor] | None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        if _is_of_nothing(arguments.get("v"), output_grads):
+        values = arguments.get("v")  # of no keys' values the output is 0, whatever else is given
+        no_values = isinstance(values, Tensor) and not values.numel()
+        if no_values or all(x is None or not x.numel() for x in output_grads):
             return {n: x.new_zeros(x.shape) for n, x in arguments.items() if isinstance(x, Tensor)}
         if as_loop is not None and not torch.is_grad_enabled():
             found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop, told)
@@ -181,12 +183,6 @@ def differentiate(
         return of_reference(reference, arguments, needed, output_grads)
 
     registered.register_autograd(backward, setup_context=setup_context)
-
-
-def _is_of_nothing(values: Any, output_grads: Sequence[Tensor]) -> bool:
-    """Whether there is no output, or one of no keys' values, which is 0 whatever else is given."""
-    without_values = isinstance(values, Tensor) and not values.numel()
-    return without_values or all(x is None or not x.numel() for x in output_grads)
 
 
 def of_reference(
