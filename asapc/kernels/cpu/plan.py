@@ -91,9 +91,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
 
 
 def at_once(scores: Tensor, *settings: Any) -> Tensor | None:
-    """`plan` of scores without masses, with the settings as a call has them: the engine's first answer.
-    None where more has to be looked at."""
-    if scores.dtype not in WIDE or not scores.numel():
+    """`plan` of small matrices without masses, with the settings as a call has them: the engine's first
+    answer.  None where more has to be looked at, which computes it again."""
+    if scores.dtype not in WIDE or not scores.numel() or not is_small(scores):
         return None
     hashable = (tuple(x) if isinstance(x, list) else x for x in settings)
     way = _way_at_once(*scores.shape[2:], scores.dtype, *hashable)

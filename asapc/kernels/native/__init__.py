@@ -226,11 +226,9 @@ def plan(
     """
     queries, keys = scores.shape[-2:]
     out = torch.empty_like(scores)
-    if not _planned(scores, log_mu, log_nu, out, None, None, False, offset, settings):
-        return out, None
     held = torch.empty(scores.numel() // (queries * keys), dtype=torch.bool)
-    _planned(scores, log_mu, log_nu, out, held, None, False, offset, settings)
-    return out, (~held).nonzero().squeeze(1)
+    lost = _planned(scores, log_mu, log_nu, out, held, None, False, offset, settings)
+    return out, (~held).nonzero().squeeze(1) if lost else None
 
 
 def plan_changes(
