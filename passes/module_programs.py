@@ -165,10 +165,8 @@ class _Reader:
         for number, call in enumerate(self.program.calls):  # inner calls come first
             if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
-            if None in self.eager.get(self._full(call.name), ()):
-                reason = f"{call.name or 'the model'} writes into its inputs"
-                continue
-            inside = self._inside(number)
+            writes = None in self.eager.get(self._full(call.name), ())
+            inside = "writes into its inputs" if writes else self._inside(number)
             if isinstance(inside, str):
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:

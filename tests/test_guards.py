@@ -423,12 +423,18 @@ def test_a_value_of_another_thread_is_guarded():
     assert_told(told, "LOCAL.tau")
 
 
+class Raising:
+    @property
+    def func(self) -> None:
+        raise AssertionError("code of the user's")
+
+
 class Held(nn.Module):
     scale = 1.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.act, value = nn.ReLU(), 1.0
+        self.act, self.other, value = nn.ReLU(), Raising(), 1.0
 
         def taking(number: float = 1.0) -> float:
             return number * value
@@ -461,6 +467,7 @@ def test_what_is_checked_at_every_call(change, what, monkeypatch):
     one = Held()
     paths: list[Any] = [(("attr", name),) for name in ("act", "later", "scale", "taking")]
     paths += [(("attr", "taking"), ("cell", "value")), (("attr", "taking"), ("default", 0))]
+    paths += [(("attr", "other"), ("part", part)) for part in ("func", "bases")]  # as no capture writes
     values = ((steps, state.found(one, steps)) for steps in paths)
     reads = state.Reads(tuple(
         (steps, state.ABSENT if value is state.GONE else state.encoded(value)) for steps, value in values

@@ -763,10 +763,10 @@ def _held_by(thing: Any, step: Step, inner: Any) -> list[_Check] | None:
     if kind == "cell" and isinstance(thing, FunctionType) and inner is not GONE:
         cell = (thing.__closure__ or ())[thing.__code__.co_freevars.index(str(name))]
         return [(functools.partial(getattr, cell, "cell_contents"), inner)]
-    if step == ("part", BASES):
+    if step == ("part", BASES) and isinstance(thing, type):
         return [(functools.partial(getattr, thing, "__mro__"), thing.__mro__)]
-    if kind == "part" and name in _ALL_PARTS and not isinstance(thing, nn.Module) and read() is inner:
-        return [(read, inner)]
+    if kind == "part" and name in _ALL_PARTS and inner is not GONE and not isinstance(thing, nn.Module):
+        return [(read, inner)] if read() is inner else None
     if step == ("attr", "forward") and _of_class(thing) is inner:
         return [(functools.partial(_of_class, thing), inner)]
     runs_code = hasattr(type(inner), "__get__") and not isinstance(inner, FunctionType | property)
