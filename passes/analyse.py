@@ -408,8 +408,8 @@ def own_rounding(model: nn.Module | None, batch: Batch) -> float:
 
 
 def _check_calls(teacher: Teacher, batch: Batch) -> None:
-    """InputError where the model's own outputs are NaN or differ from call to call: nothing can be
-    compared with these."""
+    """InputError where the model's own outputs are NaN, differ from call to call, or are not those of its
+    code: nothing can be compared with these."""
     if teacher.model is None:
         return
     run = Runner(teacher.model)
@@ -427,6 +427,19 @@ def _check_calls(teacher: Teacher, batch: Batch) -> None:
             got=f"two calls that differ by {apart:.2g}",
             help="it draws random numbers in evaluation mode, too: switch them off, or pass them as an "
             "argument",
+        )
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        apart = largest_difference(outputs, run(batch))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    if not apart <= OUTPUT_TOLERANCE:
+        raise InputError(
+            f"{teacher.source}: the model must run its own code in evaluation mode",
+            got=f"torch's fast path of nn.TransformerEncoderLayer, {apart:.2g} from that",
+            help="it takes softmax where a subclass has another attention, and gives zeros where tokens "
+            "are hidden: call torch.backends.mha.set_fastpath_enabled(False) where the model is defined",
         )
 
 

@@ -1067,7 +1067,20 @@ def test_state_that_changes_is_left_to_the_code(names):
     assert [*map(str, model.state_dict().values())] == whole
 
 
+class BesideFastPath(nn.TransformerEncoderLayer):
+    """In evaluation torch takes softmax attention in place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, 8, batch_first=True)
+        self.qk, self.out = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def _sa_block(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        return attended(self, x)  # type: ignore[arg-type]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "attention that torch's fast path leaves out": (
+        BesideFastPath, InputError, "its own code in evaluation mode, got torch's fast path"),
     "a residual in place": (layer(adds_to_its_input), InputError, "the model writes into its inputs"),
     "noise": (layer(
         lambda self, x: attended(self, x, bias=torch.empty(x.shape[1]).uniform_(0, 1))),
