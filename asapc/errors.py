@@ -64,6 +64,10 @@ class BranchError(InputError):
         )
 
 
+class SizeError(InputError):
+    """A program holds for other sizes than those of its inputs."""
+
+
 class NoSiteError(AsapcError):
     """No attention site could be compiled; nothing was emitted."""
 

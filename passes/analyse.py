@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from asapc.calibration.reading import Reading
 from asapc.calibration.shards import code_digest
 from asapc.device import CPU, running_on
-from asapc.errors import BranchError, InputError, VerificationError
+from asapc.errors import BranchError, InputError, SizeError, VerificationError
 from asapc.formats.limits import limits
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
@@ -370,23 +370,26 @@ def _matched(captured: Capture, progress: Progress, softmax: bool) -> tuple[Capt
 
 
 def _of_one_way(model: nn.Module, captured: Capture, batches: Sequence[Batch]) -> Capture:
-    """Leave out programs that do not hold for more data, which takes another branch."""
-    batch, *more = batches
-    ways = {program.name: _other_way(model, program, more) for program in captured.programs}
+    """Leave out programs that do not hold for more data, of other sizes or on another branch."""
+    ways = {program.name: _other_way(model, program, batches) for program in captured.programs}
     other = next((way for way in ways.values() if way is not None), None)
     if other is None:
         return captured
     if captured.kind == "whole":
-        captured = capture_modules(model, batch, other, captured.observed)
+        captured = capture_modules(model, batches[0], other, captured.observed)
+        if not captured.programs and not captured.skipped:
+            captured.skipped.append((type(model).__name__, other))
         return _of_one_way(model, captured, batches)
     kept = [program for program in captured.programs if ways[program.name] is None]
     left = [(name, way) for name, way in ways.items() if way is not None]
     return replace(captured, programs=kept, skipped=[*captured.skipped, *left])
 
 
-def _other_way(model: nn.Module, program: Program, more: Sequence[Batch]) -> str | None:
-    """The branch that goes both ways on the data, if there is one."""
-    if not held_branches(program.graph):
+def _other_way(model: nn.Module, program: Program, batches: Sequence[Batch]) -> str | None:
+    """The branch that goes both ways on the data, or the sizes that the program does not hold for, if
+    there are any."""
+    batch, *more = batches
+    if not held_branches(program.graph) and all(one.sizes() == batch.sizes() for one in more):
         return None
     run = Runner(model, [program])
     try:
@@ -394,6 +397,8 @@ def _other_way(model: nn.Module, program: Program, more: Sequence[Batch]) -> str
             run(batch)
     except BranchError as error:
         return f"goes both ways on the data: {error.asked}"
+    except SizeError as error:
+        return f"is a program for one of the data's sizes alone: {error.got}"
     return None
 
 

@@ -153,10 +153,10 @@ def capture(
         except Exception:
             _run_example(model, example)
             state = observed(model, [example, example], larger)  # more data fails, which is told later
-        whole = _whole(model, example, state)
+        whole = _whole(model, example, state, more)
         if isinstance(whole, str) and state.eager and is_the_same_traced(model, example):
             state.eager = False  # what it does where it is traced may be easier to follow
-            whole = _whole(model, example, state)
+            whole = _whole(model, example, state, more)
     if isinstance(whole, Capture):
         if not _keeps_to_batch(whole.programs[0]):
             return whole
@@ -175,14 +175,14 @@ def _keeps_to_batch(program: Program) -> bool:
     return any(size != 1 and size_hint(size) is Dim.STATIC for size in batches)
 
 
-def _whole(model: nn.Module, example: Batch, state: Observed) -> Capture | str:
+def _whole(model: nn.Module, example: Batch, state: Observed, more: Sequence[Batch]) -> Capture | str:
     """The model as one program, or why it cannot be one."""
     with _as_eager(model, state):
         try:
             reason = state.reason("", one_program=False)
             if reason is not None:
                 return reason
-            return Capture("whole", [_export("", model, example, state)], observed=state)
+            return Capture("whole", [_export("", model, example, state, more)], observed=state)
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             return reason_of(error)
 
@@ -214,10 +214,9 @@ def capture_modules(model: nn.Module, example: Batch, reason: str, state: Observ
 
 def program_of(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        exported, call = functional(exported), Batch(args, kwargs, None, [])
-        keep_to_guards(exported, call)
-        graph = _graph_of(exported)
+    exported, call = functional(exported), Batch(args, kwargs, None, [])
+    keep_to_guards(exported, call)
+    graph = _graph_of(exported)
     return Program("", graph, args, kwargs, _nested(_bounded(_free_axes(call), exported), call))
 
 
@@ -231,9 +230,7 @@ def _graph_of(exported: ExportedProgram) -> GraphModule:
 
 def _refuse_writes(exported: ExportedProgram) -> None:
     """Raises InputError for a program that writes into what it is given, or into its weights."""
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        signature = functional(exported).graph_signature
-    for spec in signature.output_specs:
+    for spec in functional(exported).graph_signature.output_specs:
         what, _, is_written = spec.kind.name.rpartition("_")  # BUFFER_MUTATION
         if is_written == "MUTATION":
             raise InputError(
@@ -265,16 +262,25 @@ def export_graph(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
+    return functional(_traced(module, args, kwargs, dynamic_shapes))
+
+
+def _traced(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
     with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module):
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-        return functional(exported)
+        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
-def _export(name: str, module: nn.Module, call: Batch, state: Observed) -> Program:
+def _export(
+    name: str, module: nn.Module, call: Batch, state: Observed, more: Sequence[Batch] = ()
+) -> Program:
     """Trace a module. Where that stops at code that asks for the type of a tensor, trace it again with
-    the plain answer; where it stops at a number of the data, with the numbers of the example."""
+    the plain answer; where it stops at a number of the data, with the numbers of the example.
+
+    more: other calls, whose sizes are free where they differ from those of `call`."""
     # Of a part of a larger tensor, strides would tie sizes to those of the example.
-    tracing = _Tracing(name, module, call.mapped(Tensor.contiguous), state)
+    tracing = _Tracing(name, module, call.mapped(Tensor.contiguous), state, more=more)
     first: Exception | None = None
     while True:
         try:
@@ -297,6 +303,7 @@ class _Tracing:
 
     numbers: whether those of the data are those of the example.  spaces: see plain_types.  functions:
     whether those of sizes are computed by the program.  axes: that are free, where that is known.
+    more: see _export.
     """
 
     name: str
@@ -307,11 +314,12 @@ class _Tracing:
     spaces: Sequence[dict[str, Any]] = ()
     functions: bool = True
     axes: Axes | None = None
+    more: Sequence[Batch] = ()
 
     def program(self) -> Program:
         """Raises what the module or torch.export raises, and ValueError for what no program can hold."""
         module, call, state = self.module, self.call, self.state
-        axes = self.axes or _with_lengths(module, _free_axes(call), call)
+        axes = self.axes or _with_lengths(module, _free_axes(call, self.more), call)
         answers, output = self.answers()
         observer, budget = Observer(), Trace(answers=answers)
         used, taken = budget.of_sizes, list[str]()
@@ -325,16 +333,17 @@ class _Tracing:
                 emptied(state.caches),
             ):  # fmt: skip
                 shapes = _nested(axes, call, module.forward)
-                exported = export_graph(module, call.args, call.kwargs, shapes)
+                exported = _traced(module, call.args, call.kwargs, shapes)
+            exported = functional(exported)  # which asks of sizes what guards ask, not the model's code
         except Exception as error:
             may_be_ours = self.functions and isinstance(error, TypeError)  # code passes float as a dtype
             if not used and not taken and not may_be_ours:
                 raise
             return replace(self, functions=False, axes=axes).program()
-        keep_to_guards(exported, call, questions)
+        graph = _graph_of(exported)
+        keep_to_guards(exported, call, questions, partial(self.holds_at, graph))
         if self.axes is None and _fixes_symbols(exported):  # as numbers they tell shapes apart
             return replace(self, axes=_bounded(axes, exported)).program()
-        graph = _graph_of(exported)
         check_branches(graph)
         _check_kinds(graph, unknown=None in budget.thresholds)
         layers = observer.calls(graph)
@@ -352,8 +361,9 @@ class _Tracing:
 
     def output_of(self, module: nn.Module) -> Any:
         """What the module, or a graph of it, gives on the call."""
+        run = module.forward if isinstance(module, GraphModule) else module  # which prints no traceback
         with torch.random.fork_rng(devices=[]):
-            return module(*copy.deepcopy(self.call.args), **copy.deepcopy(self.call.kwargs))
+            return run(*copy.deepcopy(self.call.args), **copy.deepcopy(self.call.kwargs))
 
     def answers(self) -> tuple[Answers, Any]:
         """What the example answers to the module's Python, and what that gives."""
@@ -419,6 +429,17 @@ class _Tracing:
                 return None
             except Exception:  # the graph cannot: the program must not be asked
                 return False
+
+    def holds_at(self, graph: GraphModule, counts: Mapping[Any, int]) -> bool:
+        """Whether both give the same at these sizes, or neither gives anything."""
+        alike = self.alike_at(graph, counts, ALIKE)
+        if alike is not None:
+            return alike
+        try:
+            replace(self, call=_resized(graph, self.call, counts)).output_of(graph)
+        except Exception:
+            return True
+        return False
 
     def check_stops(self, residuals: Sequence[tuple[int, Node]]) -> None:
         """Raises ValueError where a comparison with a residual does something else than to end its loop.
@@ -518,11 +539,12 @@ Axes = list[dict[int, Any] | None]
 """For torch.export, by axis: of each leaf of the arguments, None of what is no tensor."""
 
 
-def _free_axes(call: Batch) -> Axes:
+def _free_axes(call: Batch, more: Sequence[Batch] = ()) -> Axes:
     """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
-    of a picture are what its first layer takes. Pixels are not. Of queries, keys and values
-    [B, H, N, D] heads are not, and the length is the third axis; of a mask beside them the fourth too.
-    Of a mask [B, 1, M] or [B, 1, N, M] beside tokens [B, M, ...] every axis as long as those is.
+    of a picture are what its first layer takes. Pixels are only where more calls have others. Of
+    queries, keys and values [B, H, N, D] heads are not, and the length is the third axis; of a mask
+    beside them the fourth too. Of a mask [B, 1, M] or [B, 1, N, M] beside tokens [B, M, ...] every axis
+    as long as those is.
 
     A size of 1 cannot be traced as dynamic.
     """
@@ -530,7 +552,7 @@ def _free_axes(call: Batch) -> Axes:
     of_heads = _of_heads(tensors)
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
 
-    def dims(value: Any) -> dict[int, Any] | None:
+    def dims(value: Any, *others: Any) -> dict[int, Any] | None:
         if not isinstance(value, Tensor):
             return None
         free = {0, 1}
@@ -538,12 +560,15 @@ def _free_axes(call: Batch) -> Axes:
             free = {0, 2} if value.shape[3] == of_heads else {0, 2, 3}
         elif not value.is_floating_point() or 1 in value.shape[1:-1]:
             free |= {axis for axis, size in enumerate(value.shape) if size in lengths}
+        for other in others:
+            if isinstance(other, Tensor) and other.dim() == value.dim():
+                free |= {axis for axis, size in enumerate(other.shape) if size != value.shape[axis]}
         return {
             axis: Dim.AUTO if axis in free and value.shape[axis] > 1 else Dim.STATIC
             for axis in range(value.dim())
         }
 
-    return [*map(dims, call.leaves)]
+    return [*map(dims, call.leaves, *(one.leaves for one in more if len(one.leaves) == len(call.leaves)))]
 
 
 def _with_lengths(module: nn.Module, axes: Axes, call: Batch) -> Axes:

@@ -10,6 +10,7 @@ others goes that way.
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,8 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
         if node.target is aten.dropout.default and not node.args[2]:  # its input itself, written or not
             _replace(node, node.all_input_nodes[0], node, exported.graph_signature)
     if inner or mapped or not all(_respelt(node, exported.graph_signature) for node in writes):
-        return exported.run_decompositions({})
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+            return exported.run_decompositions({})
     if writes:
         graph.eliminate_dead_code()
         exported.graph_module.recompile()

@@ -3,7 +3,8 @@
 torch.export traces a branch on a size one way. Where the branch is an interval of one size, that is its
 range. Anything else (`n % 5 == 0`, `n > batch`, `min(12, n // 2)` half-steps) is a guard in text, and a
 graph that is run without its guards computes something else where they fail. So the ranges are narrowed
-until every guard holds in them; most guards are true of all sizes, and narrow nothing.
+until every guard holds in them; most guards are true of all sizes, and narrow nothing. Nor do those of
+torch's own code where the model itself fails without them: a view of `n // 4` windows of 4 has n entries.
 
 torch takes every size to be 2 or more, and has no guard for `B == 1`. So what the model's own code asks
 of sizes is noted while it is traced, and a program holds for smaller ones where the answers are the same.
@@ -39,6 +40,8 @@ LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds
 TRIED = 2000  # pairs, or more, of sizes at which a guard on several is tried
 FEW = (0, 1, 2, 3, 5, 9, 17, 33, 65, 513)  # the sizes besides one of 0 or 1 at which a question is asked
 FEW_TRIED = 200  # of them, where it is of more than two sizes
+SMALL, NEAR = 64, 8  # sizes below this, and as near to the example's, at which a guard is seen to fail
+FAILING = 6  # of them
 # What asks on behalf of torch, or of the operators of an ONNX file: its answers are tried instead.
 _NOT_THE_MODELS = tuple(
     str(Path(file).parent) for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
@@ -110,10 +113,14 @@ def by_the_model() -> bool:
     return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_MODELS)
 
 
-def keep_to_guards(exported: ExportedProgram, example: Batch, questions: Sequence[Question] = ()) -> None:
+def keep_to_guards(
+    exported: ExportedProgram, example: Batch, questions: Sequence[Question] = (),
+    holds_at: Callable[[Mapping[Any, int]], bool] = lambda sizes: False,
+) -> None:  # fmt: skip
     """Narrow the ranges of a program's sizes, in its shape environment, to where its guards hold.
 
-    They hold for the example.  questions: of the model's own code.
+    They hold for the example.  questions: of the model's own code.  holds_at: whether at these sizes the
+    program gives what the model gives, or both fail.
     """
     known = _sizes(exported, example)
     fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
@@ -128,23 +135,28 @@ def keep_to_guards(exported: ExportedProgram, example: Batch, questions: Sequenc
     def narrow(symbol: Any, low: int, high: int) -> None:
         ranges[symbol] = ranges[symbol] & ValueRanges(low, high)
 
+    asked = [replace(one, expression=environment.replace(one.expression)) for one in questions]
+    needed: list[_Guard] = []  # by the model itself
     for text in getattr(exported, "_guards_code", ()):
         try:
-            holds = _read(text, fixed)
-            names = {name: sizes[name][0].node.expr for name in holds.names}
+            value, names = _read(text, fixed)
+            guard = _Guard(value, {name: sizes[name][0].node.expr for name in names})
         except (_Unreadable, KeyError):
             for symbol, hint in hints.items():
                 narrow(symbol, hint, hint)
             continue
-        symbols = sorted({*names.values()}, key=lambda expr: (expr not in lengths, str(expr)))
-        if not symbols or _always(holds, names, ranges):
+        symbols = sorted({*guard.names.values()}, key=lambda expr: (expr not in lengths, str(expr)))
+        if not symbols or _always(guard, needed, ranges):
+            continue
+        failing = _failing(guard, ranges, hints, lengths, asked)
+        if len(failing) == FAILING and all(map(holds_at, failing)):
+            needed.append(guard)
             continue
         *others, last = symbols  # lengths are fixed first, and the number of examples last
         for symbol in others:
             narrow(symbol, hints[symbol], hints[symbol])
-        narrow(last, *_around(holds, names, hints, last))
-    for question in questions:
-        question = replace(question, expression=environment.replace(question.expression))
+        narrow(last, *_around(guard, hints, last))
+    for question in asked:
         for symbol, size in _least(question, hints, lengths).items():
             demand(environment, symbol, size)
 
@@ -186,19 +198,20 @@ _Value = Callable[[Mapping[str, int]], Any]
 
 @dataclass(frozen=True)
 class _Guard:
-    """The truth of a guard for sizes by name, e.g. `L['x'].size()[1]`."""
+    """The truth of a guard for sizes by symbol.  names: the symbol of each such as `L['x'].size()[1]`."""
 
     value: _Value
-    names: frozenset[str]
+    names: Mapping[str, Any]
 
-    def __call__(self, sizes: Mapping[str, int]) -> bool:
+    def __call__(self, sizes: Mapping[Any, int]) -> bool:
         try:
-            return bool(self.value(sizes))
+            return bool(self.value({name: sizes[symbol] for name, symbol in self.names.items()}))
         except (ArithmeticError, ValueError):  # a power that is none, or is too large
             return False
 
 
-def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
+def _read(text: str, fixed: Mapping[str, int]) -> tuple[_Value, set[str]]:
+    """What a guard computes, and the names of the sizes in it."""
     if len(text) > LONGEST:
         raise _Unreadable
     names: set[str] = set()
@@ -209,7 +222,7 @@ def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
         pass
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise _Unreadable from error
-    return _Guard(value, frozenset(names))
+    return value, names
 
 
 def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
@@ -255,9 +268,12 @@ def _applied(function: Callable[..., Any], arguments: Sequence[_Value]) -> _Valu
     return lambda sizes: function(*(argument(sizes) for argument in arguments))
 
 
-def _always(guard: _Guard, names: Mapping[str, Any], ranges: Mapping[Any, Any]) -> bool:
-    """Whether a guard is true of all sizes that the ranges allow, as far as many of them tell."""
-    symbols = sorted({*names.values()}, key=str)
+def _always(guard: _Guard, needed: Sequence[_Guard], ranges: Mapping[Any, Any]) -> bool:
+    """Whether a guard is true of all sizes that the ranges allow, as far as many of them tell, and at
+    which the model has what it needs."""
+    of_these = {*guard.names.values()}
+    needed = [one for one in needed if of_these & {*one.names.values()}]
+    symbols = sorted(of_these.union(*(one.names.values() for one in needed)), key=str)
 
     def allowed(symbol: Any) -> Sequence[int]:
         low, high = ranges[symbol].lower, ranges[symbol].upper
@@ -272,18 +288,38 @@ def _always(guard: _Guard, names: Mapping[str, Any], ranges: Mapping[Any, Any]) 
             tuple(draw.choice(choice) for choice in (small if count % 2 else choices))
             for count in range(TRIED)
         )
-    at = ({name: dict(zip(symbols, point, strict=True))[symbol] for name, symbol in names.items()}
-          for point in tried)  # fmt: skip
-    return all(guard(point) for point in at)
+    at = (dict(zip(symbols, point, strict=True)) for point in tried)
+    return all(guard(sizes) for sizes in at if all(one(sizes) for one in needed))
 
 
-def _around(
-    guard: _Guard, names: Mapping[str, Any], hints: Mapping[Any, int], symbol: Any
-) -> tuple[int, Any]:
+def _failing(
+    guard: _Guard, ranges: Mapping[Any, Any], hints: Mapping[Any, int], lengths: Collection[Any],
+    asked: Sequence[Question],
+) -> list[dict[Any, int]]:  # fmt: skip
+    """Small sizes at which a guard fails although the model's own code is answered as it was: FAILING of
+    them where there are so many, and none where it holds for the example alone."""
+    draw, failing, others = random.Random(0), list[dict[Any, int]](), False
+    near: dict[Any, list[int]] = {}
+    for symbol in {*guard.names.values()}:
+        most, hint = SMALL if symbol in lengths else NEAR, hints[symbol]
+        low, high = max(2, ranges[symbol].lower), ranges[symbol].upper
+        sizes = {*range(2, most), *range(hint - NEAR, hint + NEAR)}
+        near[symbol] = sorted(size for size in sizes if low <= size <= high)
+    for _ in range(TRIED if all(near.values()) else 0):
+        point = {**hints, **{symbol: draw.choice(choice) for symbol, choice in near.items()}}
+        fails = not guard(point)
+        others = others or (not fails and point != hints)
+        wanted = fails and point not in failing and len(failing) < FAILING
+        if wanted and all(one.at(point) is one.answer for one in asked):
+            failing.append(point)
+    return failing if others else []
+
+
+def _around(guard: _Guard, hints: Mapping[Any, int], symbol: Any) -> tuple[int, Any]:
     """The sizes next to the example's at which a guard holds, the others as they are there."""
 
     def holds(size: int) -> bool:
-        return guard({name: size if other is symbol else hints[other] for name, other in names.items()})
+        return guard({**hints, symbol: size})
 
     low = high = hints[symbol]
     while low > SIZES.start and holds(low - 1):

@@ -4,6 +4,7 @@ before: x.mT, torch.divide(x, y), torch.special.logsumexp(x, -1), torch.inner(x,
 after:  transpose(x, -2, -1), div(x, y), logsumexp(x, [-1]), matmul(x, transpose(y, 0, 1))
 
 The slice that the colon of x[:, None] makes of everything is left out.
+A size that a trace computes anew for every view is computed once.
 A mask that a module makes anew for every step of its loop is made once: it is one input of that loop.
 Whatever looks for a product, a turn or a division by its operator then knows one of each.
 """
@@ -44,7 +45,7 @@ MASS_STEPS = {aten.log.default, aten.add.Tensor, aten.clamp.default, aten.clamp_
 
 def one_spelling(graph: GraphModule) -> bool:
     """Respell what has another spelling, in place; whether there was anything."""
-    changed = merge_masks(graph)
+    changed = merge_masks(graph) | _merge_sizes(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -62,6 +63,17 @@ def one_spelling(graph: GraphModule) -> bool:
         graph.recompile()
         check_graph(graph, "one_spelling")
     return changed
+
+
+def _merge_sizes(graph: GraphModule) -> bool:
+    known: dict[Any, Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
+            first = known.setdefault((node.target, node.args), node)
+            if first is not node and not node.kwargs:
+                node.replace_all_uses_with(first)
+                graph.graph.erase_node(node)
+    return len(known) > 1
 
 
 def merge_masks(graph: GraphModule) -> bool:

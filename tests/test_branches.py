@@ -189,6 +189,17 @@ def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
         torch.testing.assert_close(run(batch), model(*batch.args))
 
 
+def test_what_holds_for_one_of_the_datas_sizes_stays_python() -> None:
+    model = net(lambda x: x * 2 if x.shape[1] % 5 == 4 else x)
+    batches = [Batch((x,), {}, None, [0] * 4) for x in (X, torch.randn(4, 7, *X.shape[2:]))]
+    found = analyse(Teacher(model, None, "net", "0", False, None), batches[0], more=batches[1:])
+    assert found.capture.kind == "module" and found.names == ["layer"]
+    assert "for one of the data's sizes alone" in str(found.capture.reason)
+    run = Runner(model, found.lifted)
+    for batch in batches:
+        torch.testing.assert_close(run(batch), model(*batch.args))
+
+
 def test_what_comes_out_of_a_loop_is_no_branch_to_hold_to() -> None:
     def sharp(self: nn.Module, x: Tensor) -> Tensor:
         x = x.softmax(-1)

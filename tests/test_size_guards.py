@@ -196,6 +196,22 @@ def table(*leads: int) -> nn.Module:
     return zoo.module(tabled, table=nn.Parameter(torch.randn(*leads, 12, 12)))
 
 
+def blocks(self: nn.Module, x: Tensor) -> Tensor:
+    """Attention within blocks of three tokens, the last one filled up where a part of it is missing."""
+    n = x.shape[1]
+    y = nn.functional.pad(x, (0, 0, 0, -n % 3))
+    y = y.view(x.shape[0], y.shape[1] // 3, 3, 4)
+    return ((y @ y.mT).softmax(-1) @ y).view(x.shape[0], -1, 4)[:, :n]
+
+
+def windows(self: nn.Module, x: Tensor) -> Tensor:
+    """Attention within windows of 2 x 3 pixels."""
+    b, h, w, c = x.shape
+    y = x.view(b, h // 2, 2, w // 3, 3, c).transpose(2, 3).reshape(-1, 6, c)
+    y = (y @ y.mT).softmax(-1) @ y
+    return y.view(b, h // 2, w // 3, 2, 3, c).transpose(2, 3).reshape(b, h, w, c)
+
+
 # A model, how many tokens its example has, the most that it may have, and others.
 ALLOWED: dict[str, tuple[nn.Module, int, int, tuple[int, ...]]] = {
     **{name: (entropy(name), 9, MOST, (2, 5, 100)) for name in FUNCTIONS if name != "a number"},
@@ -215,6 +231,23 @@ def test_what_follows_a_length_is_computed_where_the_program_runs(name: str) -> 
         x = torch.randn(batch if free else 3, n, 4)
         torch.testing.assert_close(program.graph(x), model(x), rtol=0, atol=0)
     assert math.log is MATH_LOG
+
+
+def test_sizes_that_torch_asks_for_are_those_that_the_model_needs() -> None:
+    """Pixels are free where the data has pictures of other sizes: windows have to fill them."""
+    of = lambda *sizes: Batch((torch.randn(*sizes),), {}, None, [])  # noqa: E731
+    for more, width in (([], 9), ([of(3, 6, 12, 5)], None)):
+        (program,) = capture(zoo.module(windows), of(3, 4, 9, 5).args, {}, more).programs
+        (place,) = program.graph.graph.find_nodes(op="placeholder")
+        assert [fixed_size(size) for size in place.meta["val"].shape] == [None, None, width, 5]
+    for batch in (of(2, 4, 6, 5), of(1, 10, 15, 5), of(4, 6, 9, 5)):
+        torch.testing.assert_close(program.graph(*batch.args), windows(program.graph, *batch.args))
+    with pytest.raises(RuntimeError):
+        program.graph(torch.randn(3, 4, 8, 5))
+    (program,) = capture(zoo.module(blocks), of(3, 8, 4).args, {}).programs
+    assert allowed(program) == ((0, MOST), (4, MOST))
+    for batch in (of(3, 9, 4), of(1, 4, 4), of(2, 29, 4)):
+        torch.testing.assert_close(program.graph(*batch.args), blocks(program.graph, *batch.args))
 
 
 def test_a_length_that_became_a_number_is_not_run_at_another() -> None:

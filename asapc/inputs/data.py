@@ -128,6 +128,10 @@ class Batch:
         """Those among args and kwargs, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    def sizes(self) -> list[torch.Size]:
+        """Of one example of each tensor."""
+        return [tensor.shape[1:] for tensor in self.tensors()]
+
 
 class DataSource(ABC):
     """Batches that can be read any number of times.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asapc.device import CPU, settle
-from asapc.errors import AsapcError, InputError
+from asapc.errors import AsapcError, SizeError
 from asapc.formats.limits import MOST
 from asapc.inputs.data import Batch, output_of
 from asapc.inputs.faults import argument_names, data_fault, device_fault
@@ -121,7 +121,7 @@ class Sizes:
                 continue  # the program itself says what it takes
             problem = other_size(like, tensor, self.limits, sizes)
             if problem is not None:
-                raise InputError(
+                raise SizeError(
                     f"{program}{': ' if program else ''}the program holds for {self}",
                     got=f"{name}: {problem}",
                     help="the code branches on a size, or computes a number from it, and a "

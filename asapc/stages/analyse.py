@@ -22,6 +22,7 @@ from asapc.terminal.progress import Progress
 
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
 REPLAYED_BATCHES = 3
+SEARCHED_BATCHES = 32  # for examples of other sizes
 
 
 def inspection(teacher: Teacher, analysis: Analysis) -> dict[str, Any]:
@@ -137,8 +138,16 @@ def _examples_of(teacher: Teacher, data: str | None) -> list[Batch]:
 
 
 def first_batches(source: DataSource) -> list[Batch]:
-    """What a model is captured on, and what its sites are replayed on besides."""
-    batches = [own(b) for b in itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES)]
+    """What a model is captured on, and what its sites are replayed on besides, examples of other sizes
+    among that if they come early in the data."""
+    batches: list[Batch] = []
+    for batch in itertools.islice(source.batches(EXAMPLE_BATCH), SEARCHED_BATCHES):
+        if len(batches) < REPLAYED_BATCHES:
+            batches.append(own(batch))
+        elif any(one.sizes() != batches[0].sizes() for one in batches):
+            break
+        elif batch.sizes() != batches[0].sizes():
+            batches[-1] = own(batch)
     if not batches:
         raise InputError(f"{source.source}: the data must hold examples", got="none")
     return batches
