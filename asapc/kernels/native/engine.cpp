@@ -1688,7 +1688,7 @@ template <class T> int64_t plan_all(Plan given) {
 }  // namespace
 
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
-// [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
+// [B, H, L, N] and y: [B, H, L, M], their projections; tau: [B, H]; omega: [B, H, L]; keep: [B, M] and query_keep:
 // [B, N] bytes or null; out: [B, H, N, E], or the map where v is null, which is sorted softly, with E = M; 0
 // where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens
 // that tie share, or are in order, the last one first if `ascending`.
@@ -1700,6 +1700,13 @@ struct Esp {
   int64_t batch, heads, queries, keys, dim, width, slices, monotone, squared, mean, is_double, threads;
   int64_t softly, shared, ascending;
   double temperature, factor;
+};
+
+// Where gradients of soft plans are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before.
+struct EspSlopes {
+  const void* grad;
+  void *q, *k, *v, *x, *y;
+  double *tau, *omega;
 };
 
 namespace {
@@ -1813,6 +1820,7 @@ template <class T> class Line : public Ranking<T> {
 
  public:
   static constexpr int K = std::is_same_v<T, float> ? 16 : 32;
+  static constexpr T c = T(std::is_same_v<T, float> ? 0.42044820762685725 : 0.29730177875068026);  // 2^(3/4) / sqrt(K)
 
   explicit Line(const std::vector<int64_t>& active)
       : Ranking<T>(active), first(active.size()), near(active.size() * K), share(active.size()),
@@ -1869,7 +1877,7 @@ template <class T> class SlicedHead {
  protected:
   SlicedHead(const Esp& p, int64_t index, const Tokens& queries, const Tokens& keys)
       : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
-        head_(index % p.heads), meetings_(meetings(n_, m_, p.monotone)) {
+        index_(index), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
     q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim);
     v_ = p.v ? at(p.v, p.keys * p.width) : nullptr;
@@ -1880,148 +1888,226 @@ template <class T> class SlicedHead {
   // What slices before are multiplied by when one of this cost joins them, and its own weight,
   // omega exp(-tau D) in units of the largest up to here: in float32, too, one of them is 1.
   std::pair<T, T> joined(int64_t slice, double cost) {
-    const double omega = p_.omega[head_ * p_.slices + slice], tau = p_.tau[head_];
+    const double omega = p_.omega[index_ * p_.slices + slice], tau = p_.tau[index_];
     if (omega == 0 || (tau > 0 && cost == double(kInfinity))) return {T(1), T(0)};
     if (p_.mean) cost /= double(n_);
-    if (best_omega_ == 0) best_ = cost, best_omega_ = omega;
-    const double ahead = tau * (best_ - cost) + std::log(std::abs(omega / best_omega_));
+    if (best_omega_ == 0) best_ = cost, best_omega_ = std::abs(omega);
+    const double ahead = tau * (best_ - cost) + std::log(std::abs(omega) / best_omega_);
     const double kept = ahead > 0 ? std::exp(-ahead) : 1.0;
     const double weight = std::copysign(ahead > 0 ? 1.0 : std::exp(ahead), omega);
-    if (ahead > 0) best_ = cost, best_omega_ = omega;
+    if (ahead > 0) best_ = cost, best_omega_ = std::abs(omega);
     total_ = total_ * kept + weight;
     return {T(kept), T(weight)};
   }
 
   const Esp& p_;
   const Tokens &queries_, &keys_;
-  const int64_t n_, m_, head_;
+  const int64_t n_, m_, index_;
   const std::vector<Meeting> meetings_;
   const T *q_, *k_, *v_, *lines_x_, *lines_y_;
   T* out_;
   double best_ = 0, best_omega_ = 0, total_ = 0;
 };
 
-// Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
-// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
-// all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
-template <class T> class SoftHead : SlicedHead<T> {
-  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
-  static constexpr int64_t kFew = 128;
+// exp(-(x_i - x_j)^2 / t) of all pairs of tokens on a line. Diag(1 / Z) of it, Z = its rows' sums, is SoftSort, whose
+// ranks stand where their tokens do.
+template <class T> class Pairs {
+  static constexpr int L = kLanes<T>;
   using Bits = typename Lanes<T>::Bits;
   static constexpr T kLeast = std::is_same_v<T, float> ? -36 : -80;  // of exponents: REACH of operators/esp.py
-  using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
 
  public:
-  SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), ranks_(rounded_up(n_, L)), x_(queries.active),
-        y_(keys.active) {
-    const int64_t values = p.v ? rounded_up(p.width, P) * m_ : 0, rows = rounded_up(n_, kRows);
-    const int64_t spread = (few() ? n_ + m_ : kNodes) * padded_, sorts = few() ? (n_ + 3) * ranks_ + 3 * padded_ : 0;
-    scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + spread + sorts + values + m_) * sizeof(T) + 9 * kBytes);
-    panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
-    plan_ = scratch.take<T>(rows * padded_), mean_ = scratch.take<T>(rows * padded_);
-    spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values), ones_ = scratch.take<T>(m_);
-    sorts_ = scratch.take<T>(sorts);
+  Pairs(const std::vector<int64_t>& active, double temperature)
+      : size(active.size()), room(rounded_up(size, 2 * L)), order(size), active_(active), scale_(T(-1 / temperature)) {}
+
+  void take(Scratch& scratch) {
+    entries = scratch.take<T>(size * room), share = scratch.take<T>(room);
+    tokens_ = scratch.take<T>(room), received_ = scratch.take<T>(room);
   }
 
-  void run() {
-    form_cost();
-    std::fill_n(mean_, n_ * padded_, T(0));
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      const T *x = this->lines_x_ + l * p_.queries, *y = this->lines_y_ + l * p_.keys;
-      const auto [kept, weight] = this->joined(l, few() ? form_all(x, y) : form_plan(x, y));
-      const V<T> factor = all(weight), other = all(kept);
-      for (int64_t i = 0; i < n_ * padded_; i += L)
-        store(mean_ + i, load(mean_ + i) * other + load(plan_ + i) * factor);
-    }
-    apply(T(p_.factor / this->total_));
-  }
+  const int64_t size, room;
+  std::vector<int64_t> order;  // the token of every rank
+  T *entries, *share;          // [size, room]; 1 / Z
 
- private:
-  void form_cost() {
-    pack_tokens(this->k_, p_.dim, keys_, p_.dim, T(1), panels_);
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const Rows<T> x(row, n_, [this](int64_t i) { return this->q_ + queries_.active[i] * p_.dim; });
-      T* to = cost_ + row * padded_;
-      tiles<T, true>(x, p_.dim, panels_, P * p_.dim, padded_, to, padded_);
-      if (!p_.squared) for (int64_t j = 0; j < kRows * padded_; ++j) to[j] = std::sqrt(to[j]);
-    }
-  }
-
-  bool few() const { return n_ <= kFew && m_ <= kFew; }
-
-  // The active tokens of a line and the same sorted, both up to `room` and followed by numbers far away; false
-  // where one is not finite.
-  static bool sorted(const T* from, const std::vector<int64_t>& active, int64_t room, T* tokens, T* ranked) {
-    const int64_t size = active.size();
+  // False where a number is not finite.
+  bool place(const T* from) {
     bool finite = true;
-    for (int64_t i = 0; i < size; ++i) tokens[i] = from[active[i]], finite &= std::isfinite(tokens[i]);
-    std::fill_n(tokens + size, room - size, std::numeric_limits<T>::max());
-    std::copy_n(tokens, room, ranked);
+    for (int64_t i = 0; i < size; ++i) tokens_[i] = from[active_[i]], finite &= std::isfinite(tokens_[i]);
+    std::fill_n(tokens_ + size, room - size, std::numeric_limits<T>::max());
     for (int64_t start = 0; start < size; start += L) {  // a rank is how many are larger, or as large before
-      const V<T> own = load(tokens + start);
+      const V<T> own = load(tokens_ + start);
       Bits rank{};
-      for (int64_t j = 0; j < start; ++j) rank -= Bits(all(tokens[j]) >= own);
+      for (int64_t j = 0; j < start; ++j) rank -= Bits(all(tokens_[j]) >= own);
       for (int64_t j = start; j < std::min(start + L, size); ++j) {
-        const V<T> other = all(tokens[j]);
+        const V<T> other = all(tokens_[j]);
         rank -= Bits(other > own) | (Bits(other == own) & Bits(all(T(j - start)) < kRamp<T>));
       }
-      for (int64_t j = start + L; j < size; ++j) rank -= Bits(all(tokens[j]) > own);
-      for (int64_t i = start; i < std::min(start + L, size); ++i) ranked[rank[i - start]] = tokens[i];
+      for (int64_t j = start + L; j < size; ++j) rank -= Bits(all(tokens_[j]) > own);
+      for (int64_t i = start; finite && i < std::min(start + L, size); ++i) order[rank[i - start]] = i;
+    }
+    for (int64_t i = 0; i < size; ++i) {
+      V<T> sum{};
+      for (int64_t j = 0; j < room; j += L) {
+        const V<T> exponent = exponent_of(i, j), entry = exponential<T, true>(exponent > kLeast ? exponent : all(kLeast));
+        store(entries + i * room + j, entry), sum += entry;
+      }
+      share[i] = 1 / sum_of<T>(sum);
     }
     return finite;
   }
 
-  // exp(-(tokens[j] - at)^2 / t) for `room` tokens, each added to totals; returns the sum of all.
-  T likely(const T* tokens, int64_t room, T at, T* to, T* totals) const {
-    const T scale = T(-1 / p_.temperature);
-    V<T> sum{};
-    for (int64_t j = 0; j < room; j += L) {
-      const V<T> away = load(tokens + j) - at, exponent = away * away * scale;
-      const V<T> entries = exponential<T, true>(exponent > kLeast ? exponent : all(kLeast));
-      store(to + j, entries), sum += entries;
-      if (totals) store(totals + j, load(totals + j) + entries);
-    }
-    return sum_of<T>(sum);
-  }
-
-  // P of a few tokens, and its product with the costs.
-  double form_all(const T* x, const T* y) {
-    T *tokens_x = sorts_ + n_ * ranks_, *ranked_x = tokens_x + ranks_, *totals = ranked_x + ranks_;
-    T *tokens_y = totals + ranks_, *ranked_y = tokens_y + padded_, *shares = ranked_y + padded_;
-    if (!sorted(x, queries_.active, ranks_, tokens_x, ranked_x) ||
-        !sorted(y, keys_.active, padded_, tokens_y, ranked_y)) return std::nan("");
-    std::fill_n(totals, ranks_, T(0));
-    for (int64_t i = 0; i < n_; ++i) likely(ranked_x, ranks_, tokens_x[i], sorts_ + i * ranks_, totals);
-    T *sorts_y = spread_ + n_ * padded_;
-    for (int64_t s = 0; s < m_; ++s)
-      shares[s] = 1 / likely(tokens_y, padded_, ranked_y[s], sorts_y + s * padded_, nullptr);
-    std::fill_n(spread_, n_ * padded_, T(0));  // I B, as panels of two registers' keys
-    for (const auto& [r, s, mass] : meetings_) {
-      const V<T> factor = all(T(mass) * shares[s] / totals[r]);
-      for (int64_t j = 0; j < padded_; j += L) {
-        T* to = spread_ + j / P * P * n_ + r * P + j % P;
-        store(to, load(to) + factor * load(sorts_y + s * padded_ + j));
+  // The gradient of the numbers, from that of the entries [size, room], before they are divided by their sums.
+  void put_slopes(const T* slopes, T* to) const {
+    std::fill_n(received_, room, T(0));
+    for (int64_t i = 0; i < size; ++i) {
+      const T *own = slopes + i * room, *entry = entries + i * room;
+      T mean;
+      dots<1>(own, 0, room, entry, &mean);
+      mean *= share[i];
+      V<T> given{};
+      for (int64_t j = 0; j < room; j += L) {
+        const V<T> moved = load(entry + j) * (load(own + j) - mean) * (tokens_[i] - load(tokens_ + j));
+        const V<T> part = exponent_of(i, j) > kLeast ? moved : V<T>{};
+        store(received_ + j, load(received_ + j) + part), given += part;
       }
+      to[active_[i]] += 2 * scale_ * sum_of<T>(given);
     }
-    double total = 0;
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const Rows<T> x(row, n_, [this](int64_t i) { return sorts_ + i * ranks_; });
-      tiles<T>(x, n_, spread_, P * n_, padded_, plan_ + row * padded_, padded_);
-    }
-    for (int64_t row = 0; row < n_; ++row) {
-      V<T> sum{};
-      for (int64_t j = row * padded_; j < (row + 1) * padded_; j += L) sum += load(plan_ + j) * load(cost_ + j);
-      total += double(sum_of<T>(sum));
-    }
-    return total;
+    for (int64_t i = 0; i < size; ++i) to[active_[i]] -= 2 * scale_ * received_[i];
   }
 
-  // P of many, and its product with the costs.
-  double form_plan(const T* x, const T* y) {
-    if (!x_.place(x, p_.temperature) || !y_.place(y, p_.temperature)) return std::nan("");
-    double total = 0;
+ private:
+  INLINE V<T> exponent_of(int64_t i, int64_t j) const {
+    const V<T> away = load(tokens_ + j) - tokens_[i];
+    return away * away * scale_;
+  }
+
+  const std::vector<int64_t>& active_;
+  const T scale_;
+  T *tokens_, *received_;
+};
+
+// Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
+// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
+// all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
+//
+// Gradients, of which Z is that of sum_l w_l P_l: with z_l = <Z, P_l>, D_l = <C, P_l>
+//
+//     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
+//
+// take a second pass over the slices, once the first one knows all D and z.
+template <class T> class SoftHead : SlicedHead<T> {
+  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
+  static constexpr int64_t kFew = 128;
+  using Base = SlicedHead<T>;
+  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+
+ public:
+  SoftHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, index, queries, keys), slopes_(slopes), padded_(rounded_up(m_, P)),
+        few_(n_ <= kFew && m_ <= kFew), x_(queries.active), y_(keys.active), pairs_x_(queries.active, p.temperature),
+        pairs_y_(keys.active, p.temperature) {
+    const int64_t rows = rounded_up(std::max(n_, m_), kRows), wide = pairs_x_.room, most = std::max(wide, padded_);
+    const int64_t plan = rows * padded_, depth = std::max(p.dim, p.v ? p.width : 0), whole = few_ || slopes;
+    const int64_t values = p.v ? rounded_up(p.width, P) * std::max(n_, m_) : 0, spread = (few_ ? n_ : kNodes) * padded_;
+    const int64_t pairs = whole ? (n_ + 3) * wide + (m_ + 3) * padded_ : 0, back = slopes ? 3 * plan + 2 * rows * most : 0;
+    scratch.reserve((padded_ * depth + 3 * plan + spread + values + most + pairs + back) * sizeof(T) + 20 * kBytes);
+    panels_ = scratch.take<T>(padded_ * depth), cost_ = scratch.take<T>(plan), plan_ = scratch.take<T>(plan);
+    mean_ = scratch.take<T>(plan), spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values);
+    ones_ = scratch.take<T>(most);
+    if (whole) pairs_x_.take(scratch), pairs_y_.take(scratch);
+    if (!slopes) return;
+    wanted_ = scratch.take<T>(plan), moved_ = scratch.take<T>(plan), slope_ = scratch.take<T>(plan);
+    turned_ = scratch.take<T>(rows * most), back_ = scratch.take<T>(rows * most);
+    grad_ = static_cast<const T*>(slopes->grad) + index * p.queries * p.width;
+  }
+
+  void run() {
+    form<true>(this->q_, this->k_, p_.dim, cost_);
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = cost_ + i * padded_;
+      for (int64_t j = 0; !p_.squared && j < padded_; ++j) row[j] = std::sqrt(row[j]);
+      std::fill(row + m_, row + padded_, T(0));
+    }
+    std::fill_n(mean_, n_ * padded_, T(0)), std::fill_n(ones_, std::max(n_, m_), T(1));
+    if (slopes_) form_wanted(), std::fill_n(moved_, n_ * padded_, T(0));
+    std::vector<Sums> found;
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      const T *x = this->lines_x_ + l * p_.queries, *y = this->lines_y_ + l * p_.keys;
+      sums_ = Sums{};
+      if (few_ ? !form_all(x, y) : !form_plan(x, y)) sums_.cost = std::nan("");
+      const auto [kept, weight] = this->joined(l, sums_.cost);
+      mix(mean_, kept, weight);
+      if (!slopes_) continue;
+      found.push_back(sums_);
+      mix(moved_, kept, weight * T(sums_.wanted - found[0].wanted));
+    }
+    if (slopes_) differentiate(found);
+    else apply();
+  }
+
+ private:
+  // <C, P> and <Z, P> of a slice.
+  struct Sums {
+    double cost = 0, wanted = 0;
+  };
+
+  // x y' of all queries and keys, or their squared distances.
+  template <bool squares> void form(const T* x, const T* y, int64_t depth, T* to) {
+    pack_tokens(y, depth, keys_, depth, T(1), panels_);
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const Rows<T> rows(row, n_, [&](int64_t i) { return x + queries_.active[i] * depth; });
+      tiles<T, squares>(rows, depth, panels_, P * depth, padded_, to + row * padded_, padded_);
+    }
+  }
+
+  // to [tokens, wide] = a line's pairs times panels `next` apart, whose rows are `across` apart.
+  static void form_product(const Pairs<T>& pairs, const T* panels, int64_t across, int64_t next, T* to, int64_t wide) {
+    for (int64_t row = 0; row < pairs.size; row += kRows) {
+      const Rows<T> rows(row, pairs.size, [&](int64_t i) { return pairs.entries + i * pairs.room; });
+      tiles<T>(rows, pairs.size, panels, next, wide, to + row * wide, wide, across);
+    }
+  }
+
+  void mix(T* to, T kept, T weight) const {
+    const V<T> factor = all(weight), other = all(kept);
+    for (int64_t i = 0; i < n_ * padded_; i += L) store(to + i, load(to + i) * other + load(plan_ + i) * factor);
+  }
+
+  // What a query of P adds to the sums.
+  void add_sums(int64_t i) {
+    T sum;
+    dots<1>(plan_ + i * padded_, 0, padded_, cost_ + i * padded_, &sum);
+    sums_.cost += double(sum);
+    if (!slopes_) return;
+    dots<1>(plan_ + i * padded_, 0, padded_, wanted_ + i * padded_, &sum);
+    sums_.wanted += double(sum);
+  }
+
+  // Calls body(query, key, what passes between them, divided by the sums of both) for all that meet.
+  template <class Body> void each_meeting(const Body& body) const {
+    for (const auto& [r, s, mass] : meetings_) {
+      const int64_t i = pairs_x_.order[r], j = pairs_y_.order[s];
+      body(i, j, T(mass) * pairs_x_.share[i] * pairs_y_.share[j]);
+    }
+  }
+
+  static void add_row(T factor, const T* from, int64_t row, T* to, int64_t place, int64_t wide) {
+    add_rows<1>(from + row * wide, 0, wide, &factor, to + place * wide);
+  }
+
+  // P of a few tokens, with diag(1/Z) I B in the order of the queries.
+  bool form_all(const T* x, const T* y) {
+    if (!pairs_x_.place(x) || !pairs_y_.place(y)) return false;
+    std::fill_n(spread_, n_ * padded_, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, pairs_y_.entries, j, spread_, i, padded_); });
+    form_product(pairs_x_, spread_, padded_, P, plan_, padded_);
+    for (int64_t i = 0; i < n_; ++i) add_sums(i);
+    return true;
+  }
+
+  // P of many.
+  bool form_plan(const T* x, const T* y) {
+    if (!x_.place(x, p_.temperature) || !y_.place(y, p_.temperature)) return false;
     const int64_t last = meetings_.size();
     for (int64_t row = 0, end = 0, meeting = 0; row < n_; row = end) {
       const int64_t base = x_.first[row];
@@ -2031,9 +2117,9 @@ template <class T> class SoftHead : SlicedHead<T> {
       int64_t behind = meeting;
       while (behind < last && x_.first[meetings_[behind].query] < base + nodes) ++behind;
       form_spread(base, nodes, meeting, behind);
-      for (; row < end; ++row) total += form_row(row, base);
+      for (; row < end; ++row) form_row(row, base);
     }
-    return total;
+    return true;
   }
 
   // M Y [nodes, M] of some nodes of the queries.
@@ -2065,10 +2151,9 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  double form_row(int64_t r, int64_t base) {
+  void form_row(int64_t r, int64_t base) {
     const T *from = spread_ + (x_.first[r] - base) * padded_, *near = &x_.near[r * K];
     const int64_t start = x_.order[r] * padded_;
-    V<T> total{};
     const auto some = [&](int64_t j, auto R) {
       V<T> sum[R.value] = {};
       for (int m = 0; m < K; ++m) {
@@ -2077,35 +2162,144 @@ template <class T> class SoftHead : SlicedHead<T> {
         for (int i = 0; i < R.value; ++i) sum[i] += own * load(from + m * padded_ + j + i * L);
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < R.value; ++i) {
-        store(plan_ + start + j + i * L, sum[i]);
-        total += sum[i] * load(cost_ + start + j + i * L);
-      }
+      for (int i = 0; i < R.value; ++i) store(plan_ + start + j + i * L, sum[i]);
     };
     int64_t j = 0;
     for (; j + 2 * P <= padded_; j += 2 * P) some(j, std::integral_constant<int, 4>{});
     if (j < padded_) some(j, std::integral_constant<int, 2>{});
-    return double(sum_of<T>(total));
+    add_sums(x_.order[r]);
   }
 
-  void apply(T factor) {
-    if (!p_.v) {
-      for (int64_t i = 0; i < n_; ++i)
-        for (int64_t j = 0; j < m_; ++j)
-          out_[queries_.active[i] * p_.width + keys_.active[j]] = factor * mean_[i * padded_ + j];
+  // The output or, of a map, its gradient's Z.
+  void apply() {
+    const T factor = T(p_.factor / this->total_);
+    if (p_.v) return multiply_rows(n_, mean_, padded_, 1, this->v_, keys_, queries_, factor, out_);
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < m_; ++j)
+        out_[queries_.active[i] * p_.width + keys_.active[j]] = factor * mean_[i * padded_ + j];
+  }
+
+  // to = factor x from, for tokens of x whose rows are `stride` apart and their entries `step`.
+  void multiply_rows(int64_t count, const T* x, int64_t stride, int64_t step, const T* from, const Tokens& others,
+                     const Tokens& tokens, T factor, T* to) const {
+    const int64_t depth = others.active.size();
+    pack_values(from, p_.width, others, p_.width, ones_, values_);
+    for (int64_t row = 0; row < count; row += kRows)
+      multiply(Rows<T>(row, count, [&](int64_t i) { return x + i * stride; }), depth, values_, P * depth, p_.width,
+               [=](int64_t) { return factor; }, [&](int64_t i) { return to + tokens.active[i] * p_.width; }, step);
+  }
+
+  // Z, from the gradient of the output.
+  void form_wanted() {
+    const T factor = T(p_.factor);
+    if (p_.v) form<false>(grad_, this->v_, p_.width, wanted_);
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = wanted_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j)
+        row[j] = factor * (p_.v ? row[j] : grad_[queries_.active[i] * p_.width + keys_.active[j]]);
+      std::fill(row + m_, row + padded_, T(0));
+    }
+  }
+
+  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + this->index_ * size; }
+
+  void differentiate(const std::vector<Sums>& found) {
+    const double *omega = p_.omega + this->index_ * p_.slices, tau = p_.tau[this->index_], per = p_.mean ? double(n_) : 1.0;
+    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
+    std::vector<double> away, weight;  // costs beyond the lowest, and w
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      away.push_back(found[l].cost / per - this->best_);
+      of_omega[l] = std::exp(-tau * away[l]) / (this->best_omega_ * this->total_);
+      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
+      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
+    }
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
+      if (weight[l] == 0) continue;
+      const double slope = weight[l] * (found[l].wanted - mean);
+      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
+      add_slice(l, T(weight[l]), T(-tau * slope / per));
+    }
+    add_cost(T(mean - found[0].wanted), T(-tau / (per * this->total_)));
+    if (p_.v)
+      multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, T(p_.factor / this->total_), of_head<T>(slopes_->v, p_.keys * p_.width));
+  }
+
+  // Gradients of a slice's numbers.
+  void add_slice(int64_t l, T weight, T of_cost) {
+    T* const x = of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
+    T* const y = of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
+    const T *line_x = this->lines_x_ + l * p_.queries, *line_y = this->lines_y_ + l * p_.keys;
+    if (!pairs_x_.place(line_x) || !pairs_y_.place(line_y)) {
+      for (int64_t i : queries_.active) x[i] = T(std::nan(""));
+      for (int64_t j : keys_.active) y[j] = T(std::nan(""));
       return;
     }
-    std::fill_n(ones_, m_, T(1));
-    pack_values(this->v_, p_.width, keys_, p_.width, ones_, values_);
-    for (int64_t row = 0; row < n_; row += kRows)
-      multiply(Rows<T>(row, n_, [this](int64_t i) { return mean_ + i * padded_; }), m_, values_, P * m_, p_.width,
-               [=](int64_t) { return factor; }, [this](int64_t i) { return out_ + queries_.active[i] * p_.width; });
+    if (!few_) x_.place(line_x, p_.temperature), y_.place(line_y, p_.temperature);
+    for (int64_t i = 0; i < n_ * padded_; i += L)
+      store(slope_ + i, load(wanted_ + i) * weight + (of_cost == 0 ? V<T>{} : load(cost_ + i) * of_cost));
+    pack_tokens(slope_, padded_, rows_, m_, T(1), turned_);
+    multiply_by(pairs_y_, y_, turned_, P, P * m_, pairs_x_.room);
+    std::fill_n(turned_, n_ * pairs_x_.room, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, back_, j, turned_, i, pairs_x_.room); });
+    pairs_x_.put_slopes(turned_, x);
+    multiply_by(pairs_x_, x_, slope_, padded_, P, padded_);
+    std::fill_n(turned_, m_ * padded_, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, back_, i, turned_, j, padded_); });
+    pairs_y_.put_slopes(turned_, y);
   }
 
-  const int64_t padded_, ranks_;
+  // back [tokens, wide] = a line's pairs times panels `next` apart, whose rows are `across` apart; of many by its nodes.
+  void multiply_by(const Pairs<T>& pairs, const Line<T>& line, const T* panels, int64_t across, int64_t next, int64_t wide) {
+    if (few_) return form_product(pairs, panels, across, next, back_, wide);
+    V<T> nodes[kNodes][2];
+    for (int64_t start = 0; start < wide; start += P, panels += next)
+      for (int64_t row = 0, end = 0, first = 0; row < pairs.size;) {
+        const int64_t base = line.first[row];
+        while (end < pairs.size && line.first[end] + K <= base + kNodes) ++end;
+        while (line.first[first] <= base - K) ++first;
+        std::memset(nodes, 0, sizeof(nodes));
+        for (int64_t r = first; r < pairs.size && line.first[r] < base + kNodes; ++r) {
+          const T* own = panels + line.order[r] * across;
+          const V<T> x[] = {load(own), load(own + L)};
+          const int64_t at = line.first[r] - base;
+          for (int64_t m = std::max<int64_t>(0, -at); m < std::min<int64_t>(K, kNodes - at); ++m)
+            for (int side = 0; side < 2; ++side) nodes[at + m][side] += x[side] * line.near[r * K + m];
+        }
+        for (; row < end; ++row) {
+          V<T> sum[2] = {};
+          for (int m = 0; m < K; ++m)
+            for (int side = 0; side < 2; ++side) sum[side] += nodes[line.first[row] - base + m][side] * line.near[row * K + m];
+          for (int side = 0; side < 2; ++side) store(back_ + line.order[row] * wide + start + side * L, sum[side] * Line<T>::c);
+        }
+      }
+  }
+
+  // Gradients of points by their distances', factor (moved - mean others).
+  void add_cost(T mean, T factor) {
+    T *const to_q = of_head<T>(slopes_->q, p_.queries * p_.dim), *const to_k = of_head<T>(slopes_->k, p_.keys * p_.dim);
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < m_; ++j) {
+        const int64_t at = i * padded_ + j, query = queries_.active[i] * p_.dim, key = keys_.active[j] * p_.dim;
+        const T slope = factor * (moved_[at] - mean * mean_[at]);
+        const T each = p_.squared ? 2 * slope : cost_[at] == 0 ? T(0) : slope / cost_[at];
+        for (int64_t d = 0; d < p_.dim; ++d) {
+          const T part = each * (this->q_[query + d] - this->k_[key + d]);
+          to_q[query + d] += part, to_k[key + d] -= part;
+        }
+      }
+  }
+
+  const EspSlopes* const slopes_;
+  const int64_t padded_;
+  const bool few_;
+  const Tokens rows_{nullptr, n_, 0};
+  Sums sums_;
   Line<T> x_, y_;
+  Pairs<T> pairs_x_, pairs_y_;
   std::vector<T> met_;
-  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_, *sorts_;
+  const T* grad_;
+  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_, *wanted_, *moved_, *slope_, *turned_, *back_;
 };
 
 // Of every slice only who meets whom: O(N (D + E)) a slice, and no N x M matrix. Groups of tokens that tie meet
@@ -2237,13 +2431,13 @@ template <class T> class HardHead : SlicedHead<T> {
   T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_;
 };
 
-template <class T> bool sort(const Esp& p) {
+template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
   const double lines = double(p.batch) * double(p.heads) * double(p.slices) * double(p.queries);
   const double products = lines * (p.softly ? double(p.keys) * Line<T>::K : double(p.dim + p.width + 64));
   return each(p.batch * p.heads, products, p.threads, [&](int64_t index, Scratch& scratch) {
     const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
     if (queries.none || keys.none) return;
-    if (p.softly) SoftHead<T>(p, index, scratch, queries, keys).run();
+    if (p.softly) SoftHead<T>(p, slopes, index, scratch, queries, keys).run();
     else HardHead<T>(p, index, scratch, queries, keys).run();
   });
 }
@@ -2912,7 +3106,7 @@ template <class S> int64_t predict(const Feature& p) {
 
 // What Python's side must agree with: a build of another version would read other fields.
 extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
-                                           sizeof(Esp),     sizeof(Band),   sizeof(Feature)};
+                                           sizeof(Esp), sizeof(EspSlopes), sizeof(Band), sizeof(Feature)};
 
 // slopes: null but for gradients. Returns the widest range of scores in a row, or that of a row that logarithms were
 // needed for; -1 where there is not enough memory.
@@ -2920,8 +3114,10 @@ extern "C" double asapc_sinkhorn(const Problem* p, const Slopes* slopes) {
   return p->is_double ? run<double>(*p, slopes) : run<float>(*p, slopes);
 }
 
-// Returns whether there was enough memory.
-extern "C" int asapc_esp(const Esp* p) { return p->is_double ? sort<double>(*p) : sort<float>(*p); }
+// slopes: null but for gradients. Returns whether there was enough memory.
+extern "C" int asapc_esp(const Esp* p, const EspSlopes* slopes) {
+  return p->is_double ? sort<double>(*p, slopes) : sort<float>(*p, slopes);
+}
 
 // Return how many matrices or heads are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* p) { return p->is_double ? plan_all<double>(*p) : plan_all<float>(*p); }
