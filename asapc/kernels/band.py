@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asapc.kernels.cpu.workers import each_worker
 from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.banded import seen_keys, within
 from asapc.operators.sinkhorn import clean_values, factor_value
 
 FEWEST = 16  # queries of a block
 GROUP_ENTRIES = 1 << 18  # of the scores of the heads that go together on a CPU: they stay in cache
-SHORT_ENTRIES = 1 << 20  # of the scores of a head, up to which threads do not share its operators
 
 
 def banded(
@@ -78,18 +76,13 @@ def _for_heads(
     factors = (q.new_ones((batch, heads, 1, 1), dtype=torch.float64) * factor).to(dtype)
     every = (q, clean_values(k, keep), clean_values(v, keep), factors)
     flat = [x.flatten(0, 1) for x in (*every, active[:, None].expand(batch, heads, keys))]
-    count, serially = batch * heads, False
+    count = batch * heads
     if not q.is_cuda:
-        entries = 1.5 * queries * (high - low + FEWEST)
-        serially = entries <= SHORT_ENTRIES
-        count = max(1, min(int(GROUP_ENTRIES / entries), count // torch.get_num_threads()))
-
-    def some(first: int) -> None:
+        count = max(1, int(GROUP_ENTRIES / (1.5 * queries * (high - low + FEWEST))))
+    for first in range(0, batch * heads, count):
         part = slice(first, first + count)
         *tensors, here = (x[part] for x in flat)
         work(part, _Band([x.to(dtype) for x in tensors], here, loop, low, high))
-
-    each_worker(some, range(0, batch * heads, count), serially)
 
 
 class _Band:

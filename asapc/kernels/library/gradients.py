@@ -12,7 +12,9 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
-from asapc.kernels import band, dispatch
+from asapc.kernels import dispatch
+from asapc.kernels.cpu.gradients import banded_backward
+from asapc.kernels.cpu.gradients import sinkhorn_backward as cpu_backward
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
 from asapc.kernels.loop import Loop, Tail
@@ -32,17 +34,16 @@ def loop_gradients(
     side: Side = "row" if rows_first else "column"
     loop, through = Loop(score_multiplier, half_steps, side, output_factor), Tail(tail, tolerance)
     if low is not None and high is not None:
-        dq, dk, dv, _, depth = band.banded_backward(grad_out, q, k, v, keep, loop, low, high, through)
+        dq, dk, dv, _, depth = banded_backward(grad_out, q, k, v, keep, loop, low, high, through)
         return dq, dk, dv, q.new_empty(0), depth
     opened = None if start is None else asap_reference.open_dual(start, keep)
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
     values = sinkhorn_reference.clean_values(v, open_keep)
     given = (grad_out, open_q, k, values, open_keep, open_bias, opened, loop, through)
-    if _on_cpu(q):
-        from asapc.kernels.cpu.gradients import sinkhorn_backward
-    else:
-        from asapc.kernels.gpu.backward import sinkhorn_backward
-    dq, dk, dv, dual_grad, depth = sinkhorn_backward(*given)
+    backward = cpu_backward
+    if not _on_cpu(q):
+        from asapc.kernels.gpu.backward import sinkhorn_backward as backward
+    dq, dk, dv, dual_grad, depth = backward(*given)
     dq = sinkhorn_reference.masked(dq, keep, None)
     if dual_grad is None:
         return dq, dk, dv, q.new_empty(0), depth

@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
-// operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py, asapc_band the loop
-// of operators/banded.py and asapc_feature the predictions of features/.
+// operators/sinkhorn.py, asap.py, banded.py and lot.py behind one C function, asapc_sinkhorn.
+// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py and asapc_feature the
+// predictions of features/.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -86,7 +86,8 @@ struct Rule {
 // no key is kept; mass: [B, H, N], of rows, of total 1, or null where all weigh the same; rows of the output are
 // divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of
 // the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors
-// are contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
+// are contiguous. The output factor is coefficient * N^queries * M^keys * n^active. Query i sees the keys from i + low to
+// i + high alone; of a band, every query that is kept sees one that is, and nothing is written where no key is.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -96,7 +97,7 @@ struct Problem {
   const void* mass;
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
-  int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads;
+  int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads, low, high;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
 };
@@ -372,7 +373,17 @@ template <class S, class W> class Head {
     const int64_t length = p.rows_first ? p.keys : p.queries;
     const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
-    stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
+    banded_ = p.low > 1 - p.queries || p.high < p.keys - 1;
+    int64_t widest = 0;
+    for (int64_t key = 0, before = 0; banded_ && key <= p.keys; ++key) {
+      before_.push_back(before);
+      before += before < size_ && active_[before] == key;
+    }
+    for (int64_t row = 0; row < count_; row += kRows) {
+      windows_.push_back(seen_from(row));
+      widest = std::max(widest, windows_.back().wide);
+    }
+    stride_ = widest * sizeof(W) % 1024 == 0 ? widest + P : widest;  // not all rows in one cache set
     row_mass_ = p.mass ? static_cast<const S*>(p.mass) + index * p.queries : nullptr;
     double least = 1;
     for (int64_t i = 0; row_mass_ && i < p.queries; ++i)
@@ -383,7 +394,7 @@ template <class S, class W> class Head {
     stabilised_ = p.rule.form != kPlain, unshifted_ = p.rule.unshifted;
     is_softmax_ = p.rows_first && p.half_steps == 1 && !stabilised_ && !row_mass_;
     const bool once = is_softmax_ && !slopes;  // which needs a block of rows at a time alone
-    kept_ = p.to_columns || (!once && count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes);
+    kept_ = p.to_columns || (!once && count_ * widest * int64_t(sizeof(W)) <= p.resident_bytes);
     if (stabilised_) share_ = 1;
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
@@ -424,6 +435,29 @@ template <class S, class W> class Head {
   }
 
  private:
+  // What a block of rows sees: whole panels of keys from `start` on, of which `keys` are.
+  struct Window {
+    int64_t start, wide, keys;
+  };
+
+  // The active keys that a query sees: from the first one to before the second.
+  std::pair<int64_t, int64_t> seen_by(int64_t i) const {
+    const auto from = [this](int64_t key) { return before_[std::clamp<int64_t>(key, 0, p_.keys)]; };
+    return {from(rows_[i] + p_.low), from(rows_[i] + p_.high + 1)};
+  }
+
+  Window seen_from(int64_t row) const {
+    if (!banded_) return {0, padded_, size_};
+    const int64_t start = seen_by(row).first / P * P, end = seen_by(std::min(row + kRows, count_) - 1).second;
+    return {start, rounded_up(end - start, P), std::min(rounded_up(end - start, P), size_ - start)};
+  }
+
+  // Fills what a query does not see.
+  template <class X> void hide(int64_t i, const Window& here, X value, X* row) const {
+    const auto [from, till] = seen_by(i);
+    std::fill(row, row + from - here.start, value), std::fill(row + till - here.start, row + here.wide, value);
+  }
+
   // One visit of every row: what it forms, closes and does.
   struct Pass {
     bool first, closes_rows, closes_columns;
@@ -474,12 +508,16 @@ template <class S, class W> class Head {
     for (int64_t j = 0; j < size_; ++j) added_[j] = key_dual_[active_[j]] - middle;
   }
 
-  // S [count, padded] of a block of rows; past the last key, the first one's score.
-  void form_scores(int64_t row, int64_t count) {
+  // S of a block of rows and the keys of its window; of others, one of a key that is seen.
+  void form_scores(int64_t row, int64_t count, const Window& here) {
     const Rows<S> x(row, row + count, [this](int64_t i) { return q_ + rows_[i] * p_.q_strides.token; });
-    tiles<S>(x, dim_, panels_, P * dim_, padded_, scores_, padded_);
+    tiles<S>(x, dim_, panels_ + here.start * dim_, P * dim_, here.wide, scores_, padded_);
     for (int64_t r = 0; r < count; ++r) {
       S* s = scores_ + r * padded_;
+      if (banded_) {
+        hide(row + r, here, s[seen_by(row + r).first - here.start], s);
+        continue;
+      }
       if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
       if (const S* bias = bias_ + rows_[row + r] * p_.bias_strides.token; bias_) {
         if (size_ == p_.keys && p_.bias_key_stride == 1) for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
@@ -490,15 +528,15 @@ template <class S, class W> class Head {
   }
 
   // K of a block of rows, and their products with b; false where a row's scores are too far apart.
-  bool form_kernel(int64_t row, int64_t count, W* rows, W* sums) {
-    form_scores(row, count);
+  bool form_kernel(int64_t row, int64_t count, const Window& here, W* rows, W* sums) {
+    form_scores(row, count, here);
     for (int64_t r = 0; r < count; ++r) {
-      const S* s = scores_ + r * padded_;
+      S* const s = scores_ + r * padded_;
       V<S> high[2] = {load(s), load(s + kLanes<S>)}, low[2] = {high[0], high[1]};  // neither waits for the other
-      for (int64_t j = P; j < padded_; j += P) {
+      for (int64_t j = P; j < here.wide; j += P) {
         for (int64_t side = 0; side < 2; ++side) {
-          const V<S> here = load(s + j + side * kLanes<S>);
-          high[side] = here > high[side] ? here : high[side], low[side] = here < low[side] ? here : low[side];
+          const V<S> x = load(s + j + side * kLanes<S>);
+          high[side] = x > high[side] ? x : high[side], low[side] = x < low[side] ? x : low[side];
         }
       }
       const S top = max_of<S>(high[0] > high[1] ? high[0] : high[1]);
@@ -508,43 +546,54 @@ template <class S, class W> class Head {
       double range = range_of(max_of<S>(low[0] < low[1] ? -low[0] : -low[1]));
       const bool masks = !(range <= kSafeRange<W>);
       if (masks && is_softmax_ && std::isfinite(top)) range = kSafeRange<W>;  // what leaves the format is nothing
-      else if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, top));
+      else if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, here.keys, top));
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
       const V<W> shift = all(unshifted_ || top == -S(kInfinity) ? W(0) : W(top));
-      sums[r] = masks ? exponentials<false>(s, shift, rows + r * stride_) : exponentials<true>(s, shift, rows + r * stride_);
+      W* const to = rows + r * stride_;
+      sums[r] = masks ? exponentials<false>(s, shift, here, to) : exponentials<true>(s, shift, here, to);
       log_a_[row + r] = W(top) + start_of(row + r);
-      if (!masks) sees_all_ = true;
-      else see(s, rows + r * stride_);
+      if (banded_) {
+        hide(row + r, here, W(0), to), hide(row + r, here, -S(kInfinity), s);
+        dots<1>(to, 0, here.wide, b_ + here.start, sums + r);
+      }
+      if (masks) see(s, here, to);
+      else see_all(row + r);
     }
     return true;
   }
 
   // exp(s - shift) of a row, and its product with b.  bounded: no score is masked.
-  template <bool bounded> W exponentials(const S* s, V<W> shift, W* to) const {
+  template <bool bounded> W exponentials(const S* s, V<W> shift, const Window& here, W* to) const {
     V<W> sum[2] = {};
-    for (int64_t j = 0; j < padded_; j += 2 * L) {
+    for (int64_t j = 0; j < here.wide; j += 2 * L) {
       const V<W> left = exponential<W, bounded>(load_as<W>(s + j) - shift);
       const V<W> right = exponential<W, bounded>(load_as<W>(s + j + L) - shift);
       store(to + j, left), store(to + j + L, right);
-      sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
+      sum[0] += left * load(b_ + here.start + j), sum[1] += right * load(b_ + here.start + j + L);
     }
     return sum_of<W>(sum[0] + sum[1]);
   }
 
   // The lowest score of a row that is not masked, times -1.
-  double below_unmasked(const S* s, S top) const {
+  double below_unmasked(const S* s, int64_t keys, S top) const {
     S low = S(kInfinity);
     const S masked = unshifted_ ? -S(kMasked) : top - S(kMasked);
-    for (int64_t j = 0; j < size_; ++j) low = s[j] > masked && s[j] < low ? s[j] : low;
+    for (int64_t j = 0; j < keys; ++j) low = s[j] > masked && s[j] < low ? s[j] : low;
     return -double(low);
   }
 
+  void see_all(int64_t i) {
+    is_sparse_ |= banded_, sees_all_ |= !banded_;
+    if (banded_) std::fill(top_ + seen_by(i).first, top_ + seen_by(i).second, W(1));
+  }
+
   // Notes which columns a row with masked entries sees: those of -inf alone have no part.
-  void see(const S* s, const W* row) {
+  void see(const S* s, const Window& here, const W* row) {
     is_sparse_ = true;
-    for (int64_t j = 0; j < size_; ++j)
-      top_[j] = std::max(top_[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
+    W* const top = top_ + here.start;
+    for (int64_t j = 0; j < here.keys; ++j)
+      top[j] = std::max(top[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
   }
 
   // Where entries are masked, scalings may drift apart until terms that count leave the format: not where no sum is
@@ -566,15 +615,16 @@ template <class S, class W> class Head {
     else pack_values(b_);
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
+      const Window here = windows_[row / kRows];
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
       W *a = a_ + row, sums[kRows];
       const bool ahead = kept_ && !pass.first && row + 2 * kRows <= count_;  // from where memory is slow
       if (pass.first || !kept_) {
-        if (!form_kernel(row, count, rows, sums)) return false;
+        if (!form_kernel(row, count, here, rows, sums)) return false;
         if (pass.first && !pass.closes_rows && !stabilised_) start_rows(row, count);
       } else if (pass.closes_rows) {
         by_rows(count, [&](int64_t r, auto R) {
-          dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
+          dots<R.value>(rows + r * stride_, stride_, here.wide, b_ + here.start, sums + r);
         });
       }
       if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
@@ -585,9 +635,9 @@ template <class S, class W> class Head {
         weights[r] = pass.closes_columns || p_.to_columns ? (of_density(pass) ? a[r] * mass : a[r])
                      : divided ? a[r] * W(mass > 0) : a[r] / mass;
       }
-      if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale);
+      if (!pass.closes_columns) apply(row, count, here, rows, weights, b_, scale);
       else by_rows(count, [&, next = ahead ? rows + kRows * stride_ : nullptr](int64_t r, auto R) {
-        add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_, next);
+        add_rows<R.value>(rows + r * stride_, stride_, here.wide, weights + r, total_ + here.start, next);
       });
     }
     if (!pass.closes_columns) {
@@ -636,16 +686,17 @@ template <class S, class W> class Head {
   W started(int64_t i) const { return log_a_[i] == W(-kInfinity) ? W(0) : std::exp(log_a_[i] - W(highest_)); }
 
   // Log plan of a block of rows as the last columns left it, in place of K.
-  void form_log_plan(int64_t row, int64_t count, bool fresh, W* rows) {
-    if (fresh) form_scores(row, count);
+  void form_log_plan(int64_t row, int64_t count, const Window& here, bool fresh, W* rows) {
+    if (fresh) form_scores(row, count, here);
     for (int64_t r = 0; r < count; ++r) {
       W* x = rows + r * stride_;
       const V<W> start = all(a_[row + r]);
-      for (int64_t j = 0; j < padded_; j += L) {
-        V<W> here = fresh ? load_as<W>(scores_ + r * padded_ + j) + start : load(x + j);
-        store(x + j, here + load(b_ + j));
+      for (int64_t j = 0; j < here.wide; j += L) {
+        V<W> own = fresh ? load_as<W>(scores_ + r * padded_ + j) + start : load(x + j);
+        store(x + j, own + load(b_ + here.start + j));
       }
-      std::fill(x + size_, x + padded_, W(-kInfinity));
+      std::fill(x + here.keys, x + here.wide, W(-kInfinity));
+      if (banded_) hide(row + r, here, W(-kInfinity), x);
     }
   }
 
@@ -655,17 +706,18 @@ template <class S, class W> class Head {
     if (!pass.closes_columns) pack_values(total_);
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
+      const Window here = windows_[row / kRows];
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
-      form_log_plan(row, count, pass.first || !kept_, rows);
+      form_log_plan(row, count, here, pass.first || !kept_, rows);
       for (int64_t r = 0; r < count; ++r) {
         W* x = rows + r * stride_;
         ones[r] = p_.to_columns ? W(1) : row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
-        if (pass.closes_rows) a_[row + r] += close_log_row(x, std::log(row_mass(row + r)));
+        if (pass.closes_rows) a_[row + r] += close_log_row(x, here.wide, std::log(row_mass(row + r)));
         if (pass.closes_columns) continue;
-        for (int64_t j = 0; j < padded_; j += L) store(x + j, exponential<W>(load(x + j)));
+        for (int64_t j = 0; j < here.wide; j += L) store(x + j, exponential<W>(load(x + j)));
       }
-      if (pass.closes_columns) add_log_rows(rows, count);
-      else apply(row, count, rows, ones, total_, scale_);
+      if (pass.closes_columns) add_log_rows(rows, count, here);
+      else apply(row, count, here, rows, ones, total_, scale_);
     }
     if (!pass.closes_columns) {
       if (p_.to_columns) apply_to_columns(total_, scale_);
@@ -678,29 +730,30 @@ template <class S, class W> class Head {
   }
 
   // x_j - logsumexp(x) + log mass, and what was added; a row of -inf alone stays as it is.
-  W close_log_row(W* x, W log_mass) const {
+  W close_log_row(W* x, int64_t wide, W log_mass) const {
     V<W> high = load(x), sum{};
-    for (int64_t j = L; j < padded_; j += L) high = load(x + j) > high ? load(x + j) : high;
+    for (int64_t j = L; j < wide; j += L) high = load(x + j) > high ? load(x + j) : high;
     const W top = max_of<W>(high);
     if (top == W(-kInfinity)) return W(0);
-    for (int64_t j = 0; j < padded_; j += L) sum += exponential<W>(load(x + j) - top);
+    for (int64_t j = 0; j < wide; j += L) sum += exponential<W>(load(x + j) - top);
     const W rest = std::log(sum_of<W>(sum)) - log_mass;
-    for (int64_t j = 0; j < padded_; j += L) store(x + j, load(x + j) - top - rest);
+    for (int64_t j = 0; j < wide; j += L) store(x + j, load(x + j) - top - rest);
     return -(top + rest);
   }
 
   // The columns' logsumexp as top + log(total), one block of rows further.
-  void add_log_rows(const W* rows, int64_t count) {
-    for (int64_t j = 0; j < padded_; j += L) {
-      V<W> top = load(top_ + j);
+  void add_log_rows(const W* rows, int64_t count, const Window& here) {
+    W *const tops = top_ + here.start, *const totals = total_ + here.start;
+    for (int64_t j = 0; j < here.wide; j += L) {
+      V<W> top = load(tops + j);
       for (int64_t r = 0; r < count; ++r) {
         const V<W> x = load(rows + r * stride_ + j);
         top = x > top ? x : top;
       }
       const V<W> finite = top == all(W(-kInfinity)) ? V<W>{} : top;
-      V<W> sum = load(total_ + j) * exponential<W>(load(top_ + j) - finite);
+      V<W> sum = load(totals + j) * exponential<W>(load(tops + j) - finite);
       for (int64_t r = 0; r < count; ++r) sum += exponential<W>(load(rows + r * stride_ + j) - finite);
-      store(total_ + j, sum), store(top_ + j, top);
+      store(totals + j, sum), store(tops + j, top);
     }
   }
 
@@ -709,7 +762,7 @@ template <class S, class W> class Head {
   }
 
   // A block of rows of the map, times the values where there are some; or what it weighs in all columns, in a_.
-  void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
+  void apply(int64_t row, int64_t count, const Window& here, const W* rows, const W* a, const W* weights, double scale) {
     if (slopes_) return;
     if (p_.to_columns) {
       std::copy_n(a, count, a_ + row);
@@ -719,14 +772,14 @@ template <class S, class W> class Head {
       for (int64_t r = 0; r < count; ++r) {
         S* out = out_ + rows_[row + r] * p_.width;
         const W factor = W(a[r] * scale);
-        if (size_ < p_.keys) std::fill_n(out, p_.keys, S(0));
-        for (int64_t j = 0; j < size_; ++j)
-          out[active_[j]] = S(factor * rows[r * stride_ + j] * weights[j]);
+        if (here.keys < p_.keys) std::fill_n(out, p_.keys, S(0));
+        for (int64_t j = 0; j < here.keys; ++j)
+          out[active_[here.start + j]] = S(factor * rows[r * stride_ + j] * weights[here.start + j]);
       }
       return;
     }
     const Rows<W> x(0, count, [=, this](int64_t r) { return rows + r * stride_; });
-    multiply(x, size_, values_, E * size_, p_.width, [=](int64_t r) { return W(a[r] * scale); },
+    multiply(x, here.keys, values_ + here.start * E, E * size_, p_.width, [=](int64_t r) { return W(a[r] * scale); },
              [=, this](int64_t r) { return out_ + rows_[row + r] * p_.width; });
   }
 
@@ -744,8 +797,9 @@ template <class S, class W> class Head {
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
       W *rows = kernel_ + (kept_ ? row * stride_ : 0), sums[kRows];
-      if (!kept_) form_kernel(row, count, rows, sums);
-      body(row, count, rows);
+      const Window here = windows_[row / kRows];
+      if (!kept_) form_kernel(row, count, here, rows, sums);
+      body(row, count, here, rows);
     }
   }
 
@@ -755,10 +809,10 @@ template <class S, class W> class Head {
   }
 
   // What a tail may leave out of a row, see kernels/loop.py.
-  double may_leave_out(const W* terms, const W* weights, W sum, W mass) const {
+  double may_leave_out(const W* terms, const W* weights, int64_t wide, W sum, W mass) const {
     const W mean = sum / std::max(mass, std::numeric_limits<W>::min());
     V<W> slopes{}, size{};
-    for (int64_t j = 0; j < padded_; j += L) {
+    for (int64_t j = 0; j < wide; j += L) {
       const V<W> term = load(terms + j), slope = term - load(weights + j) * mean;
       slopes += slope < 0 ? -slope : slope, size += term < 0 ? -term : term;
     }
@@ -779,29 +833,30 @@ template <class S, class W> class Head {
     std::vector<W> of_a(count_), of_b(padded_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
     std::vector<W> panels(padded_ * p_.width), dv(size_ * wide);
     pack_tokens(v_, p_.v_strides.token, keys_, p_.width, W(1), panels.data());
-    const auto form = [&](int64_t row, int64_t count) {  // <grad_i, v_j>
+    const auto form = [&](int64_t row, int64_t count, const Window& here) {  // <grad_i, v_j>
       const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
       take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
       const Rows<W> x(0, count, [&](int64_t r) { return &grads[r * wide]; });
-      tiles<W>(x, p_.width, panels.data(), E * p_.width, padded_, z.data(), padded_);
+      tiles<W>(x, p_.width, panels.data() + here.start * p_.width, E * p_.width, here.wide, z.data(), padded_);
     };
     double allowed = 0;
-    each_block([&](int64_t row, int64_t count, const W* rows) {
-      form(row, count);
+    each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
+      form(row, count, here);
       for (int64_t r = 0; r < count; ++r) {
         W *terms = &z[r * padded_], *own = &weights[r * padded_];
         const W factor = a_[row + r] * scale;
         V<W> sum{}, mass{};
-        for (int64_t j = 0; j < padded_; j += L) {
-          const V<W> weight = load(rows + r * stride_ + j) * load(b_ + j) * factor, term = weight * load(terms + j);
-          store(own + j, weight), store(terms + j, term), store(&of_b[j], load(&of_b[j]) + term);
+        for (int64_t j = 0; j < here.wide; j += L) {
+          W* const of_key = &of_b[here.start + j];
+          const V<W> weight = load(rows + r * stride_ + j) * load(b_ + here.start + j) * factor, term = weight * load(terms + j);
+          store(own + j, weight), store(terms + j, term), store(of_key, load(of_key) + term);
           sum += term, mass += weight;
         }
         of_a[row + r] = sum_of<W>(sum);
-        if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, of_a[row + r], sum_of<W>(mass));
+        if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, here.wide, of_a[row + r], sum_of<W>(mass));
       }
       by_rows(count, [&](int64_t r, auto R) {
-        add_products<R.value>(&weights[r * padded_], padded_, size_, &grads[r * wide], wide, dv.data());
+        add_products<R.value>(&weights[r * padded_], padded_, here.keys, &grads[r * wide], wide, &dv[here.start * wide]);
       });
     });
     put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
@@ -815,24 +870,24 @@ template <class S, class W> class Head {
 
     std::vector<W> ones(size_, W(1)), keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
     ::pack_values(k_, p_.k_strides.token, keys_, p_.dim, ones.data(), keys.data());
-    each_block([&](int64_t row, int64_t count, const W* rows) {
-      form(row, count);
+    each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
+      form(row, count, here);
       const Rows<W> steps(row, row + count, [&](int64_t i) { return left.data() + i; });
-      tiles<W>(steps, depth, right.data(), E, padded_, weights.data(), padded_, padded_, count_);
+      tiles<W>(steps, depth, right.data() + here.start, E, here.wide, weights.data(), padded_, padded_, count_);
       const W multiplier = W(p_.multiplier);
       for (int64_t r = 0; r < count; ++r)
-        for (int64_t j = 0; j < padded_; j += L) {
+        for (int64_t j = 0; j < here.wide; j += L) {
           W* const slope = &z[r * padded_ + j];
-          const V<W> applied = load(slope) * load(b_ + j) * (a_[row + r] * scale);
+          const V<W> applied = load(slope) * load(b_ + here.start + j) * (a_[row + r] * scale);
           store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
         }
       const Rows<W> x(row, row + count, [&](int64_t i) { return &z[(i - row) * padded_]; });
-      multiply(x, size_, keys.data(), E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
+      multiply(x, here.keys, keys.data() + here.start * E, E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
         return static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[i]) * p_.dim;
       });
       take_rows(q_, p_.q_strides.token, p_.dim, row, count, multiplier, points.data());
       by_rows(count, [&](int64_t r, auto R) {
-        add_products<R.value>(&z[r * padded_], padded_, size_, &points[r * deep], deep, dk.data());
+        add_products<R.value>(&z[r * padded_], padded_, here.keys, &points[r * deep], deep, &dk[here.start * deep]);
       });
     });
     put(dk, deep, keys_, p_.dim, slopes_->k, p_.keys);
@@ -868,15 +923,15 @@ template <class S, class W> class Head {
       const bool closes_rows = depth < most;
       const W* const y = right.data() + right.size() - padded_;
       std::fill_n(total_, padded_, W(0));
-      each_block([&](int64_t row, int64_t count, const W* rows) {
+      each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
         W sums[kRows], x[kRows];
         by_rows(count, [&](int64_t r, auto R) {
-          if (columns) dots<R.value>(rows + r * stride_, stride_, padded_, y, sums + r);
+          if (columns) dots<R.value>(rows + r * stride_, stride_, here.wide, y + here.start, sums + r);
           for (int64_t i = r; i < r + R.value; ++i) {
             if (columns) of_a[row + i] += a[row + i] * sums[i];
             x[i] = -of_a[row + i] * a[row + i];
           }
-          if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, padded_, x + r, total_);
+          if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, here.wide, x + r, total_ + here.start);
         });
       });
       if (!closes_rows) {
@@ -904,8 +959,10 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
+  std::vector<Window> windows_;     // of every block of rows
+  std::vector<int64_t> before_;     // of a band: the active keys before each
   std::vector<W> past_a_, past_b_;  // after every half-step, for gradients
-  bool kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
+  bool banded_, kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
 
@@ -1046,14 +1103,15 @@ template <class Body> int64_t count_lost(int64_t count, double products, int64_t
 }
 
 template <class S> double run(const Problem& p, const Slopes* slopes) {
-  const double entries = double(p.batch * p.heads) * double(p.queries) * double(p.keys);
+  const double entries = double(p.batch * p.heads * p.queries) * double(std::min(p.keys, p.high - p.low + 1));
   std::mutex mutex;
   double widest = 0.0;
   const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
                          [&](int64_t index, Scratch& scratch) {
     const Tokens keys(p.keep, p.keys, index / p.heads);
     const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
-    if (queries.none || (p.to_columns && keys.none)) return;
+    const bool banded = p.low > 1 - p.queries || p.high < p.keys - 1;
+    if (queries.none || ((p.to_columns || banded) && keys.none)) return;
     const double range = run_head<S>(p, slopes, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
     if (!(range <= widest)) widest = range;
@@ -2444,207 +2502,6 @@ template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
 
 }  // namespace
 
-// The loop on a band: query i sees the keys from i + low to i + high alone.  q: [G, N, D]; k: [G, M, D];
-// v: [G, M, E]; out: [G, N, E], contiguous; keep: [G / heads, M] bytes, of keys that some query sees. A query
-// that sees no key gets nothing; the last side to be closed has mass 1 on each token.
-struct Band {
-  const void *q, *k, *v;
-  const uint8_t* keep;
-  void* out;
-  int64_t groups, heads, queries, keys, dim, width, low, high, half_steps, rows_first, is_double, threads;
-  double multiplier;
-};
-
-namespace {
-
-// kRows queries and what they see: `wide` keys from `start` on, the last of which some may not; its entries of K
-// are at `at`.
-struct Window {
-  int64_t start, wide, at;
-};
-
-template <class W> std::vector<Window> windows(const Band& p) {
-  std::vector<Window> found;
-  int64_t at = 0;
-  for (int64_t row = 0; row < p.queries; row += kRows) {
-    const int64_t start = std::clamp<int64_t>(row + p.low, 0, p.keys), end = std::min(row + kRows + p.high, p.keys);
-    found.push_back({start, rounded_up(std::max<int64_t>(end - start, 0), 2 * kLanes<W>), at});
-    at += kRows * found.back().wide;
-  }
-  return found;
-}
-
-// S: the inputs' format; W: what the loop is computed in.
-template <class S, class W> class Banded {
-  static constexpr int64_t P = 2 * kLanes<W>, kTogether = 16;  // windows whose keys are packed together
-
- public:
-  Banded(const Band& p, int64_t index, Scratch& scratch)
-      : p_(p), windows_(windows<W>(p)), keep_(p.keep + index / p.heads * p.keys), padded_(p.keys + 2 * P),
-        rows_(int64_t(windows_.size()) * kRows), value_panels_(rounded_up(p.width, P) / P) {
-    q_ = static_cast<const S*>(p.q) + index * p.queries * p.dim;
-    k_ = static_cast<const S*>(p.k) + index * p.keys * p.dim;
-    v_ = static_cast<const S*>(p.v) + index * p.keys * p.width;
-    out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
-    for (size_t i = 0; i < windows_.size(); i += kTogether) across_ = std::max(across_, end_of(i) - windows_[i].start);
-    const int64_t entries = windows_.back().at + kRows * windows_.back().wide;
-    scratch.reserve((entries + 3 * rows_ + 4 * padded_ + across_ * p.dim + kRows * p.dim +
-                     value_panels_ * padded_ * P) * sizeof(W) + 16 * kBytes);
-    kernel_ = scratch.take<W>(entries);
-    top_ = scratch.take<W>(rows_), a_ = scratch.take<W>(rows_), row_mass_ = scratch.take<W>(rows_);
-    hide_ = scratch.take<W>(padded_), b_ = scratch.take<W>(padded_), column_mass_ = scratch.take<W>(padded_);
-    total_ = scratch.take<W>(padded_), panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
-    values_ = scratch.take<W>(value_panels_ * padded_ * P);
-    ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
-  }
-
-  // In the linear domain: whether it holds what is written.
-  bool linear() {
-    form();
-    for (int64_t i = 0; i < rows_; ++i) exponentiate(i);
-    const W highest = *std::max_element(top_, top_ + rows_);
-    for (int64_t i = 0; i < rows_; ++i) a_[i] = row_mass_[i] > 0 ? W(std::exp(top_[i] - highest)) : W(0);
-    std::fill_n(b_, padded_, W(1));
-    const double end = std::log(double(std::numeric_limits<W>::max()));
-    const W farthest = W(std::exp(kSums * end));
-    W least = W(1);
-    bool held = true;
-    const auto quotient = [&](W mass, W sum) {
-      if (!(mass > 0)) return W(0);
-      held = held && sum * farthest >= 1 && sum <= farthest;
-      least = std::min(least, sum);
-      return mass / sum;
-    };
-    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
-      std::fill_n(total_, padded_, W(0));
-      for (int64_t i = 0; i < rows_; i += kRows) {
-        const Window& here = windows_[i / kRows];
-        if (closes_rows) {
-          W sums[kRows];
-          dots<kRows>(kernel_ + here.at, here.wide, here.wide, b_ + here.start, sums);
-          for (int r = 0; r < kRows; ++r) a_[i + r] = quotient(row_mass_[i + r], sums[r]);
-        }
-        if (closes_columns) add_rows<kRows>(kernel_ + here.at, here.wide, here.wide, a_ + i, total_ + here.start);
-      }
-      for (int64_t j = 0; closes_columns && j < padded_; ++j) b_[j] = quotient(column_mass_[j], total_[j]);
-    });
-    write();
-    // A product K b below the format is nothing beside a sum that is far from its ends. An entry of K that has left
-    // it counts where it meets a scaling, about 1 / least at most, that is larger than what it is lost by.
-    const double lost = std::log(double(kRows) * double(across_)) - std::log(double(least)) - end;
-    return held && (lowest_ >= -0.98 * end || lost <= std::log(double(least)) - (sizeof(W) == 4 ? 18 : 38));
-  }
-
- private:
-  int64_t end_of(size_t first) const {  // of the keys that are packed with those of a window
-    int64_t end = windows_[first].start;
-    for (size_t w = first; w < std::min(first + kTogether, windows_.size()); ++w)
-      end = std::max(end, windows_[w].start + windows_[w].wide);
-    return end;
-  }
-  // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
-  void form() {
-    for (int64_t j = 0; j < padded_; ++j) hide_[j] = j < p_.keys && keep_[j] ? W(0) : W(-kInfinity);
-    for (size_t w = 0; w < windows_.size(); ++w) {
-      const Window& here = windows_[w];
-      if (w % kTogether == 0) pack(here.start, end_of(w));
-      const Rows<S> q(w * kRows, p_.queries, [this](int64_t i) { return q_ + i * p_.dim; });
-      const Rows<W> x(0, kRows, [this](int64_t r) { return block_ + r * p_.dim; });
-      for (int r = 0; r < kRows; ++r)
-        for (int64_t d = 0; d < p_.dim; ++d) block_[r * p_.dim + d] = W(q.x[r][d]) * W(p_.multiplier);
-      const W* from = panel_ + here.start - windows_[w / kTogether * kTogether].start;
-      W* scores = kernel_ + here.at;
-      tiles<W>(x, p_.dim, from, P, here.wide, scores, here.wide, across_);
-      for (int64_t r = 0; r < kRows; ++r) hide(w * kRows + r, scores + r * here.wide, here);
-    }
-    double seen = 0, present = 0;
-    for (int64_t i = 0; i < rows_; ++i) seen += row_mass_[i];
-    for (int64_t j = 0; j < p_.keys; ++j) present += keep_[j];
-    share_ = W(std::max(seen, 1.0) / std::max(present, 1.0));
-    for (int64_t j = 0; j < padded_; ++j) column_mass_[j] = j < p_.keys && keep_[j] ? share_ : W(0);
-  }
-
-  void pack(int64_t start, int64_t end) {
-    for (int64_t j = start; j < end; ++j) {
-      W* to = panel_ + j - start;
-      const S* from = k_ + j * p_.dim;
-      if (hide_[j] < 0) for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(0);
-      else for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(from[d]);
-    }
-  }
-
-  void hide(int64_t i, W* row, const Window& here) {
-    const auto within = [&](int64_t j) { return std::clamp<int64_t>(j - here.start, 0, here.wide); };
-    const int64_t begin = within(i + p_.low), end = i < p_.queries ? std::max(begin, within(i + p_.high + 1)) : begin;
-    std::fill(row, row + begin, W(-kInfinity)), std::fill(row + end, row + here.wide, W(-kInfinity));
-    V<W> top = all(W(-kInfinity));
-    for (int64_t t = 0; t < here.wide; t += kLanes<W>) {
-      const V<W> x = load(row + t) + load(hide_ + here.start + t);
-      store(row + t, x);
-      top = x > top ? x : top;
-    }
-    top_[i] = max_of<W>(top), row_mass_[i] = top_[i] > W(-kInfinity);
-  }
-
-  void exponentiate(int64_t i) {
-    const int64_t wide = windows_[i / kRows].wide;
-    W* const row = kernel_ + windows_[i / kRows].at + i % kRows * wide;
-    if (!(row_mass_[i] > 0)) return (void)std::fill_n(row, wide, W(0));
-    const V<W> top = all(top_[i]), lowest = all(W(-std::numeric_limits<W>::max()));
-    V<W> least{};
-    for (int64_t t = 0; t < wide; t += kLanes<W>) {
-      const V<W> x = load(row + t) - top;
-      least = x < least && x >= lowest ? x : least;
-      store(row + t, exponential<W>(x));
-    }
-    for (int lane = 0; lane < kLanes<W>; ++lane) lowest_ = std::min(lowest_, double(least[lane]));
-  }
-
-  void write() {
-    for (int64_t panel = 0; panel < value_panels_; ++panel)
-      for (int64_t j = 0; j < padded_; ++j) {
-        W* to = values_ + (panel * padded_ + j) * P;
-        const S* from = v_ + j * p_.width + panel * P;
-        const int64_t count = hide_[j] < 0 ? 0 : std::min(P, p_.width - panel * P);
-        for (int64_t e = 0; e < count; ++e) to[e] = b_[j] * W(from[e]);
-        std::fill(to + count, to + P, W(0));
-      }
-    const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
-    for (int64_t row = 0; row < p_.queries; row += kRows) {
-      const Window& here = windows_[row / kRows];
-      const Rows<W> x(row, p_.queries, [&](int64_t i) { return kernel_ + here.at + i % kRows * here.wide; });
-      multiply(x, here.wide, values_ + here.start * P, P * padded_, p_.width,
-               [=, this](int64_t i) { return closed * a_[i]; }, [this](int64_t i) { return out_ + i * p_.width; });
-    }
-  }
-
-  static constexpr double kSums = 0.69;  // of a format's range: how far sums that divide may be from 1
-
-  const Band& p_;
-  std::vector<Window> windows_;
-  const uint8_t* keep_;
-  int64_t padded_, rows_, value_panels_, across_ = 0;
-  const S *q_, *k_, *v_;
-  S* out_;
-  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_;
-  W *panel_, *block_, *values_;
-  W share_ = 1;
-  double lowest_ = 0;
-  bool ends_on_rows_;
-};
-
-// Returns how many heads neither format holds in the linear domain; -1 where there is not enough memory.
-template <class S> int64_t band(const Band& p) {
-  const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
-  const double products = entries * double(p.dim + p.width + 2 * p.half_steps + 16);
-  return count_lost(p.groups, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    if (Banded<S, S>(p, index, scratch).linear()) return false;
-    return std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
-  });
-}
-
-}  // namespace
-
 // A feature of two clouds, of features/.  x: [B, H, N, D]; y: [B, H, M, D]; x_keep: [B, N] and y_keep: [B, M] bytes or
 // null; column: [B, H, N].
 //
@@ -3106,7 +2963,7 @@ template <class S> int64_t predict(const Feature& p) {
 
 // What Python's side must agree with: a build of another version would read other fields.
 extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
-                                           sizeof(Esp), sizeof(EspSlopes), sizeof(Band), sizeof(Feature)};
+                                           sizeof(Esp), sizeof(EspSlopes), sizeof(Feature)};
 
 // slopes: null but for gradients. Returns the widest range of scores in a row, or that of a row that logarithms were
 // needed for; -1 where there is not enough memory.
@@ -3121,5 +2978,4 @@ extern "C" int asapc_esp(const Esp* p, const EspSlopes* slopes) {
 
 // Return how many matrices or heads are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* p) { return p->is_double ? plan_all<double>(*p) : plan_all<float>(*p); }
-extern "C" int64_t asapc_band(const Band* p) { return p->is_double ? band<double>(*p) : band<float>(*p); }
 extern "C" int64_t asapc_feature(const Feature* p) { return p->is_double ? predict<double>(*p) : predict<float>(*p); }
