@@ -311,7 +311,7 @@ void pack_tokens(const S* from, int64_t stride, const Tokens& tokens, int64_t de
   }
 }
 
-// diag(weights) v of the active tokens, as panels [two registers' values, of every token].
+// diag(weights) v of the active tokens, or v, as panels [two registers' values, of every token].
 template <class S, class W>
 void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width, const W* weights, W* to) {
   constexpr int64_t L = kLanes<W>, E = 2 * L;
@@ -320,9 +320,10 @@ void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width
     const int64_t here = std::min(E, width - start), read = here > L ? E : L;  // by multiply
     for (int64_t j = 0; j < size; ++j, to += E) {
       const S* from = v + tokens.active[j] * stride + start;
+      const W weight = weights ? weights[j] : W(1);
       int64_t e = 0;
-      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weights[j]);
-      for (; e < here; ++e) to[e] = weights[j] * W(from[e]);
+      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weight);
+      for (; e < here; ++e) to[e] = weight * W(from[e]);
       for (; e < read; ++e) to[e] = W(0);
     }
   }
@@ -426,9 +427,8 @@ template <class S, class W> class Head {
     return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
   }
 
-  // With running logarithms of the plan, whose largest entries keep their digits.
+  // With logarithms of the plan, formed again in every pass.
   void logarithmic() {
-    // What blocks that are formed are shifted by: the duals, or the last columns' part where they are kept.
     for (int64_t i = 0; i < count_; ++i) a_[i] = start_of(i);
     std::fill_n(b_, padded_, W(0));
     each_pass([&](const Pass& pass) { logarithmic_pass(pass); return true; });
@@ -686,15 +686,12 @@ template <class S, class W> class Head {
   W started(int64_t i) const { return log_a_[i] == W(-kInfinity) ? W(0) : std::exp(log_a_[i] - W(highest_)); }
 
   // Log plan of a block of rows as the last columns left it, in place of K.
-  void form_log_plan(int64_t row, int64_t count, const Window& here, bool fresh, W* rows) {
-    if (fresh) form_scores(row, count, here);
+  void form_log_plan(int64_t row, int64_t count, const Window& here, W* rows) {
+    form_scores(row, count, here);
     for (int64_t r = 0; r < count; ++r) {
       W* x = rows + r * stride_;
-      const V<W> start = all(a_[row + r]);
-      for (int64_t j = 0; j < here.wide; j += L) {
-        V<W> own = fresh ? load_as<W>(scores_ + r * padded_ + j) + start : load(x + j);
-        store(x + j, own + load(b_ + here.start + j));
-      }
+      for (int64_t j = 0; j < here.wide; j += L)
+        store(x + j, load_as<W>(scores_ + r * padded_ + j) + a_[row + r] + load(b_ + here.start + j));
       std::fill(x + here.keys, x + here.wide, W(-kInfinity));
       if (banded_) hide(row + r, here, W(-kInfinity), x);
     }
@@ -708,7 +705,7 @@ template <class S, class W> class Head {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
       const Window here = windows_[row / kRows];
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
-      form_log_plan(row, count, here, pass.first || !kept_, rows);
+      form_log_plan(row, count, here, rows);
       for (int64_t r = 0; r < count; ++r) {
         W* x = rows + r * stride_;
         ones[r] = p_.to_columns ? W(1) : row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
@@ -723,10 +720,8 @@ template <class S, class W> class Head {
       if (p_.to_columns) apply_to_columns(total_, scale_);
       return;
     }
-    for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
-      const W correction = top_[j] == W(-kInfinity) ? W(0) : -(top_[j] + std::log(total_[j]));
-      b_[j] = kept_ ? correction : b_[j] + correction;
-    }
+    for (int64_t j = 0; j < size_; ++j)  // a column that no query sees stays as it is
+      if (top_[j] != W(-kInfinity)) b_[j] -= top_[j] + std::log(total_[j]);
   }
 
   // x_j - logsumexp(x) + log mass, and what was added; a row of -inf alone stays as it is.
@@ -868,8 +863,8 @@ template <class S, class W> class Head {
     if (slopes_->dual && p_.rows_first) put(of_b, 1, keys_, 1, slopes_->dual, p_.keys);
     else if (slopes_->dual) put(of_a, 1, queries_, 1, slopes_->dual, p_.queries);
 
-    std::vector<W> ones(size_, W(1)), keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
-    ::pack_values(k_, p_.k_strides.token, keys_, p_.dim, ones.data(), keys.data());
+    std::vector<W> keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
+    ::pack_values<S, W>(k_, p_.k_strides.token, keys_, p_.dim, nullptr, keys.data());
     each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
       form(row, count, here);
       const Rows<W> steps(row, row + count, [&](int64_t i) { return left.data() + i; });
@@ -2068,10 +2063,9 @@ template <class T> class SoftHead : SlicedHead<T> {
     const int64_t plan = rows * padded_, depth = std::max(p.dim, p.v ? p.width : 0), whole = few_ || slopes;
     const int64_t values = p.v ? rounded_up(p.width, P) * std::max(n_, m_) : 0, spread = (few_ ? n_ : kNodes) * padded_;
     const int64_t pairs = whole ? (n_ + 3) * wide + (m_ + 3) * padded_ : 0, back = slopes ? 3 * plan + 2 * rows * most : 0;
-    scratch.reserve((padded_ * depth + 3 * plan + spread + values + most + pairs + back) * sizeof(T) + 20 * kBytes);
+    scratch.reserve((padded_ * depth + 3 * plan + spread + values + pairs + back) * sizeof(T) + 20 * kBytes);
     panels_ = scratch.take<T>(padded_ * depth), cost_ = scratch.take<T>(plan), plan_ = scratch.take<T>(plan);
     mean_ = scratch.take<T>(plan), spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values);
-    ones_ = scratch.take<T>(most);
     if (whole) pairs_x_.take(scratch), pairs_y_.take(scratch);
     if (!slopes) return;
     wanted_ = scratch.take<T>(plan), moved_ = scratch.take<T>(plan), slope_ = scratch.take<T>(plan);
@@ -2086,7 +2080,7 @@ template <class T> class SoftHead : SlicedHead<T> {
       for (int64_t j = 0; !p_.squared && j < padded_; ++j) row[j] = std::sqrt(row[j]);
       std::fill(row + m_, row + padded_, T(0));
     }
-    std::fill_n(mean_, n_ * padded_, T(0)), std::fill_n(ones_, std::max(n_, m_), T(1));
+    std::fill_n(mean_, n_ * padded_, T(0));
     if (slopes_) form_wanted(), std::fill_n(moved_, n_ * padded_, T(0));
     std::vector<Sums> found;
     for (int64_t l = 0; l < p_.slices; ++l) {
@@ -2241,7 +2235,7 @@ template <class T> class SoftHead : SlicedHead<T> {
   void multiply_rows(int64_t count, const T* x, int64_t stride, int64_t step, const T* from, const Tokens& others,
                      const Tokens& tokens, T factor, T* to) const {
     const int64_t depth = others.active.size();
-    pack_values(from, p_.width, others, p_.width, ones_, values_);
+    pack_values<T, T>(from, p_.width, others, p_.width, nullptr, values_);
     for (int64_t row = 0; row < count; row += kRows)
       multiply(Rows<T>(row, count, [&](int64_t i) { return x + i * stride; }), depth, values_, P * depth, p_.width,
                [=](int64_t) { return factor; }, [&](int64_t i) { return to + tokens.active[i] * p_.width; }, step);
@@ -2357,7 +2351,7 @@ template <class T> class SoftHead : SlicedHead<T> {
   Pairs<T> pairs_x_, pairs_y_;
   std::vector<T> met_;
   const T* grad_;
-  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_, *wanted_, *moved_, *slope_, *turned_, *back_;
+  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *wanted_, *moved_, *slope_, *turned_, *back_;
 };
 
 // Of every slice only who meets whom: O(N (D + E)) a slice, and no N x M matrix. Groups of tokens that tie meet
