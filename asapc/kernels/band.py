@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from asapc.kernels import native
 from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.banded import seen_keys, within
-from asapc.operators.sinkhorn import clean_values, factor_value
+from asapc.operators.sinkhorn import clean_values, factor_value, masked
 
 FEWEST = 16  # queries of a block
 
@@ -42,14 +43,25 @@ def banded_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int,
     high: int, tail: Tail,
 ) -> Gradients:  # fmt: skip
-    """Gradients for `banded`, whose arguments these are besides grad_out [B, H, N, E] and tail."""
+    """Gradients for `banded`, whose arguments these are besides grad_out [B, H, N, E] and tail: by the
+    engine, where it is and holds all heads."""
     given, heads = (q, k, v), q.shape[:2]
-    band, depth = _of_heads(q, k, v, keep, loop, low, high), 0
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
-    if band is not None:
-        *slopes, depth = band.gradients(grad_out.flatten(0, 1), tail)
-        grads = [x.unflatten(0, heads).to(like.dtype) for x, like in zip(slopes, given, strict=True)]
-    return Gradients(*grads, None, torch.full(heads, depth, device=q.device))
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    slopes = [torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format) for x in given]
+    depth = torch.full(heads, -1, device=q.device)
+    by_engine = q.is_cpu and native.missing() is None
+    if by_engine:
+        factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
+        seen = (masked(grad_out.to(work) * factor, keep, None), q, k, v, keep)
+        native.sinkhorn_gradients(*seen, None, None, loop, tail, slopes, depth, (low, high))
+    lost = (depth < 0) & (keep is None or keep.any(-1)[:, None])
+    if (not by_engine or bool(lost.any())) and (
+        band := _of_heads(q, k, v, keep, loop, low, high)
+    ):
+        *flat, steps = band.gradients(grad_out.flatten(0, 1), tail)
+        slopes, depth = [x.unflatten(0, heads) for x in flat], torch.full_like(depth, steps)
+    dq, dk, dv = (x.to(like.dtype) for x, like in zip(slopes, given, strict=True))
+    return Gradients(dq, dk, dv, None, depth.clamp(min=0))
 
 
 def _of_heads(

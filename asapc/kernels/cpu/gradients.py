@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels import band, native
+from asapc.kernels import native
 from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.asap import asap
-from asapc.operators.sinkhorn import factor_value, masked, sinkhorn
+from asapc.operators.sinkhorn import sinkhorn
 
 ENTRIES = 1 << 18  # of the scores of the heads that the reference takes together
 
@@ -45,25 +45,6 @@ def sinkhorn_backward(
         depth[heads] = min(tail.most, loop.half_steps)
     dq, dk, dv, *rest = (out.to(x.dtype) for out, x in zip(outs, given, strict=True))
     return Gradients(dq, dk, dv, rest[0] if rest else None, depth)
-
-
-def banded_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int,
-    high: int, tail: Tail,
-) -> Gradients:  # fmt: skip
-    """As kernels.band.banded_backward, which has them where the linear domain does not hold all."""
-    given = (q, k, v)
-    if q.is_cpu and native.missing() is None:
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
-        outs, depth = [torch.zeros(x.shape, dtype=work) for x in given], torch.full(q.shape[:2], -1)
-        grad = grad_out.to(work) * factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
-        seen = (masked(grad, keep, None), q, k, v, keep)
-        native.sinkhorn_gradients(*seen, None, None, loop, tail, outs, depth, (low, high))
-        some = keep is None or keep.any(-1)[:, None]
-        if not bool(((depth < 0) & some).any()):
-            dq, dk, dv = (out.to(x.dtype) for out, x in zip(outs, given, strict=True))
-            return Gradients(dq, dk, dv, None, depth.clamp(min=0))
-    return band.banded_backward(grad_out, q, k, v, keep, loop, low, high, tail)
 
 
 @torch.inference_mode(False)  # which an operator's kernel may not record gradients without

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
-from asapc.kernels import dispatch
-from asapc.kernels.cpu.gradients import banded_backward
+from asapc.kernels import band, dispatch
 from asapc.kernels.cpu.gradients import sinkhorn_backward as cpu_backward
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
@@ -34,7 +33,7 @@ def loop_gradients(
     side: Side = "row" if rows_first else "column"
     loop, through = Loop(score_multiplier, half_steps, side, output_factor), Tail(tail, tolerance)
     if low is not None and high is not None:
-        dq, dk, dv, _, depth = banded_backward(grad_out, q, k, v, keep, loop, low, high, through)
+        dq, dk, dv, _, depth = band.banded_backward(grad_out, q, k, v, keep, loop, low, high, through)
         return dq, dk, dv, q.new_empty(0), depth
     opened = None if start is None else asap_reference.open_dual(start, keep)
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
