@@ -4,8 +4,8 @@
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
     A_ij = factor * exp(S_ij + f_i + g_j)
 
-A window of W = high - low + 1 keys takes O(T N W) in the C++ engine and in kernels.band, of which one has
-the gradients; this is the meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the
+A window of W = high - low + 1 keys takes O(T N W) in the C++ engine and in kernels.band, its gradients
+too; this is the meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the
 block-wise Sinkhorn paper, Eqs. 1 and 2, with a band as support.
 """
 
