@@ -5,9 +5,9 @@
 
 Speed is printed only after parity: in float64 the soft operator must reproduce the published-style
 code, and the exact one that code with permutation matrices, at a length where each runs the kernel of
-long heads. Candidates take turns; figures are medians. At a low SoftSort temperature, 0.001 in the
-released code, most entries of the dense matrices fall out of the normal range of float32, where
-processors are slow; the kernels leave them out.
+long heads. Candidates take turns; figures are medians. A step is a call and the gradients of q, k and
+v. At a low SoftSort temperature, 0.001 in the released code, most entries of the dense matrices fall out
+of the normal range of float32, where processors are slow; the kernels leave them out.
 Extra memory is the peak of one call over what was held before it, output included, in a process of its
 own. With -o, esp.json and esp.md are written there.
 """
@@ -108,6 +108,13 @@ def check_parity(options: argparse.Namespace, tokens: int, temperature: float) -
     return found
 
 
+def step(function: Callable[..., Tensor], own: Points, temperature: float) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, for v as that of the output."""
+    leaves = [x.detach().requires_grad_() for x in own]
+    with torch.enable_grad():
+        return torch.autograd.grad(function(*leaves, temperature), leaves, own[2])
+
+
 def memory_elsewhere(name: str, tokens: int, temperature: float) -> float | None:
     """extra_mib of one candidate in a new process, where no earlier call has left memory behind."""
     command = [sys.executable, *sys.argv, "--memory-of", name, "--temperature", str(temperature),
@@ -132,11 +139,18 @@ def measure(options: argparse.Namespace, tokens: int, temperature: float) -> dic
         name: lambda function=function: function(*own, temperature)  # type: ignore[misc]
         for name, function in CANDIDATES.items()
     }
-    times = interleaved_medians(calls, repeats=options.repeats, warmup=1)
-    rows = {
-        name: {**found, "extra_mib": memory_elsewhere(name, tokens, temperature)}
-        for name, found in times.items()
+    steps = {
+        name: lambda function=function: step(function, own, temperature)  # type: ignore[misc]
+        for name, function in CANDIDATES.items()
     }
+    times, of_steps = (
+        interleaved_medians(some, repeats=options.repeats, warmup=1) for some in (calls, steps)
+    )
+    rows = {
+        name: {**found, "step_ms": of_steps[name]["median_ms"],
+               "extra_mib": memory_elsewhere(name, tokens, temperature)}
+        for name, found in times.items()
+    }  # fmt: skip
     shape = {"B": options.batch, "H": options.heads, "N": tokens, "D": options.head_dim}
     return {
         "shape": shape, "softsort_temperature": temperature, "max_abs_error_float64": errors,
@@ -151,8 +165,8 @@ def table(result: dict[str, Any]) -> str:
         f"### ESP, {title}, L = D axis-aligned slices, SoftSort temperature "
         f"{result['softsort_temperature']:g}, float32, {torch.get_num_threads()} threads",
         "",
-        "| | median ms | dense / this | extra MiB | of dense |",
-        "|---|---:|---:|---:|---:|",
+        "| | median ms | dense / this | step ms | dense / this | extra MiB | of dense |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     first = rows[DENSE]
     for name, row in rows.items():
@@ -160,6 +174,7 @@ def table(result: dict[str, Any]) -> str:
         known = memory is not None and own
         lines.append(
             f"| {name} | {row['median_ms']:.2f} | {first['median_ms'] / row['median_ms']:.1f}x | "
+            f"{row['step_ms']:.2f} | {first['step_ms'] / row['step_ms']:.1f}x | "
             + (f"{memory:.1f} | {memory / own:.2%} |" if known else "- | - |")
         )
     return "\n".join(lines)

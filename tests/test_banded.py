@@ -21,7 +21,7 @@ import asapc
 import asapc.kernels.library
 from asapc.errors import InputError
 from asapc.ir import OutputFactor
-from asapc.kernels import band, dispatch, native
+from asapc.kernels import dispatch, native
 from asapc.kernels.library.gradients import depths
 from asapc.operators import banded as reference
 from asapc.operators.banded import BandedConvention
@@ -195,30 +195,6 @@ def test_gradients_in_float32_and_certified_tails(spread: float) -> None:
         budget = 4 * float((theirs - wanted).abs().max()) + 2**-24 * (64 + scores) * largest
         assert float((ours - wanted).abs().max()) <= budget
         assert float((found - wanted).norm()) <= 2e-2 * float(wanted.norm())
-
-
-def test_threads_do_not_share_short_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would wait for each other: the gradient of a short head is computed by one thread."""
-    seen: list[int] = []
-
-    class Band(band._Band):
-        def __init__(self, *given: Any) -> None:
-            seen.append(torch.get_num_threads())
-            super().__init__(*given)
-
-    monkeypatch.setattr(band, "_Band", Band)
-    monkeypatch.setattr(band, "SHORT_ENTRIES", 10_000)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for tokens in (200, 400):
-            q, k, v = problem(1, 1, tokens, tokens)
-            q.requires_grad_()
-            op(q, k, v, None, 0.4, 3, True, UNIT, -4, 4).sum().backward()
-    finally:
-        torch.set_num_threads(before)
-    each = len(seen) // 2  # 2 where the result is computed like that, too
-    assert each and seen == [1] * each + [2] * each
 
 
 def test_without_the_engine_the_loop_keeps_to_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,11 +220,11 @@ SAMPLED = dict(zip(SHAPES, zip(SHAPES.values(), itertools.cycle(SLICES)), strict
 TEMPERATURES = (1e-12, 1e-3, 0.5, 1e4)
 
 
-def with_every_shape(values: Iterable[Any]) -> list[tuple[Any, str, bool]]:
+def with_every_shape(values: Iterable[Any], more: Iterable[str] = ()) -> list[tuple[Any, str, bool]]:
     """(value, shape, masked): every shape and every value is met open and masked."""
     return [
         (value, shape, (i + j) % 2 == 1)
-        for i, value in enumerate(values) for j, shape in enumerate(SHAPES)
+        for i, value in enumerate(values) for j, shape in enumerate((*SHAPES, *more))
     ]  # fmt: skip
 
 
@@ -398,6 +398,40 @@ def test_released_hard_takes_the_first_of_equal_tops() -> None:
 
 
 # Gradients, export, the rest of the contract
+
+
+MANY = {"many": (3, 2, 150, 131, 3, 2)}  # whose plans are formed by nodes
+
+
+@pytest.mark.parametrize(("temperature", "name", "masked"), with_every_shape((1e-3, 0.5, 1e4), MANY))
+def test_gradients_are_within_the_honest_error(temperature: float, name: str, masked: bool) -> None:
+    """Of products and maps, with respect to all that has one; of a huge cloud too, and in bfloat16."""
+    shape = (SHAPES | MANY)[name]
+    heads, dim, squared = shape[1], shape[4], shape[0] == 3
+    q, k, v, keep, query_keep = problem(shape, masked, 1e3 if name == "tails" and masked else 1.0)
+    generator = torch.Generator().manual_seed(9)
+    directions, weight = (torch.randn(heads, 3, size, generator=generator) for size in (dim, 1))
+    tau, grads = torch.tensor([0.3, 1.0][:heads]), torch.randn(*q.shape[:3], 200)
+
+    def gradients(module: Any, dtype: torch.dtype, dense: bool) -> list[Tensor]:
+        points = (q, k) if dense else (q, k, v)
+        given = (*points, directions, tau, weight[..., 0].exp())
+        leaves = [x.to(dtype).detach().requires_grad_() for x in given]
+        *own, theta, of_tau, omega = leaves
+        call = module.esp_soft_attention if dense else module.esp_soft
+        out = call(*own, keep, query_keep, theta, of_tau, temperature, squared, True, 1.5,
+                   "interpolated", omega)  # fmt: skip
+        return list(torch.autograd.grad(out, leaves, grads[..., : out.shape[3]].to(out.dtype)))
+
+    for dense in (False, True):
+        exact, wide = (gradients(module, torch.float64, dense) for module in (meaning, ops))
+        for expected, found in zip(exact, wide, strict=True):
+            assert error(found, expected) <= 1e-9 * (1 + float(expected.abs().max()))
+        for dtype in (torch.float32, torch.bfloat16):
+            plain, kernel = (gradients(module, dtype, dense) for module in (meaning, ops))
+            for expected, theirs, found in zip(exact, plain, kernel, strict=True):
+                budget = 2 * error(theirs, expected) + 8 * EPS * float(expected.abs().max()) + 1e-7
+                assert error(found, expected) <= budget
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels import dispatch, native
-from asapc.kernels.cpu import workers
 from asapc.kernels.dispatch import explained
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
@@ -232,15 +231,6 @@ def test_coarse_keys_far_below_the_padded_ones() -> None:
         own = ops.dual_and_row_mass(q, k, keep, None, *settings, *tail)
         exact = asap_meaning.dual_and_row_mass(q, k, keep, None, *settings, *tail)
         torch.testing.assert_close(own, exact, rtol=1e-5, atol=1e-4)
-
-
-def test_an_error_in_a_worker_reaches_the_caller() -> None:
-    def work(start: int) -> None:
-        if start == 3:
-            raise ValueError("start 3")
-
-    with pytest.raises(ValueError, match="start 3"):
-        workers.each_worker(work, range(8))
 
 
 FORK = """

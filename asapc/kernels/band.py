@@ -16,80 +16,69 @@ Source: block-wise paper, Propositions 1 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asapc.kernels.cpu.workers import each_worker
+from asapc.kernels import native
 from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.banded import seen_keys, within
-from asapc.operators.sinkhorn import clean_values, factor_value
+from asapc.operators.sinkhorn import clean_values, factor_value, masked
 
 FEWEST = 16  # queries of a block
-GROUP_ENTRIES = 1 << 18  # of the scores of the heads that go together on a CPU: they stay in cache
-SHORT_ENTRIES = 1 << 20  # of the scores of a head, up to which threads do not share its operators
 
 
 def banded(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
 ) -> Tensor:
     """As operators.banded.banded_sinkhorn."""
-    out = v.new_zeros(*q.shape[:3], v.shape[3])
-
-    def apply(part: slice, band: _Band) -> None:
-        out.flatten(0, 1)[part] = band.applied().to(v.dtype)
-
-    _for_heads(apply, q, k, v, keep, loop, low, high)
-    return out
+    band = _of_heads(q, k, v, keep, loop, low, high)
+    if band is None:
+        return v.new_zeros(*q.shape[:3], v.shape[3])
+    return band.applied().unflatten(0, q.shape[:2]).to(v.dtype)
 
 
 def banded_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int,
     high: int, tail: Tail,
 ) -> Gradients:  # fmt: skip
-    """Gradients for `banded`, whose arguments these are besides grad_out [B, H, N, E] and tail."""
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    depth = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-    flat_grad = grad_out.flatten(0, 1)
+    """Gradients for `banded`, whose arguments these are besides grad_out [B, H, N, E] and tail: by the
+    engine, where it is and holds all heads."""
+    given, heads = (q, k, v), q.shape[:2]
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    slopes = [torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format) for x in given]
+    depth = torch.full(heads, -1, device=q.device)
+    by_engine = q.is_cpu and native.missing() is None
+    if by_engine:
+        factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
+        seen = (masked(grad_out.to(work) * factor, keep, None), q, k, v, keep)
+        native.sinkhorn_gradients(*seen, None, None, loop, tail, slopes, depth, (low, high))
+    lost = (depth < 0) & (keep is None or keep.any(-1)[:, None])
+    if (not by_engine or bool(lost.any())) and (
+        band := _of_heads(q, k, v, keep, loop, low, high)
+    ):
+        *flat, steps = band.gradients(grad_out.flatten(0, 1), tail)
+        slopes, depth = [x.unflatten(0, heads) for x in flat], torch.full_like(depth, steps)
+    dq, dk, dv = (x.to(like.dtype) for x, like in zip(slopes, given, strict=True))
+    return Gradients(dq, dk, dv, None, depth.clamp(min=0))
 
-    def differentiate(part: slice, band: _Band) -> None:
-        *slopes, depth.view(-1)[part] = band.gradients(flat_grad[part], tail)
-        for whole, some in zip((dq, dk, dv), slopes, strict=True):
-            whole.flatten(0, 1)[part] = some.to(whole.dtype)
 
-    _for_heads(differentiate, q, k, v, keep, loop, low, high)
-    return Gradients(dq, dk, dv, None, depth)
-
-
-def _for_heads(
-    work: Callable[[slice, _Band], None], q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    loop: Loop, low: int, high: int,
-) -> None:  # fmt: skip
-    """Calls `work` with some of the heads [B H] at a time; not at all where no query sees a key."""
+def _of_heads(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
+) -> _Band | None:
+    """Of all heads; None where no query sees a key."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     low, high = within(queries, keys, low, high)
     if low > high or 0 in (batch * heads, queries, keys):
-        return
+        return None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    active = seen_keys(q, k, keep, low, high)
-    factor = factor_value(loop.output_factor, queries, keys, keep)
-    factors = (q.new_ones((batch, heads, 1, 1), dtype=torch.float64) * factor).to(dtype)
-    every = (q, clean_values(k, keep), clean_values(v, keep), factors)
-    flat = [x.flatten(0, 1) for x in (*every, active[:, None].expand(batch, heads, keys))]
-    count, serially = batch * heads, False
-    if not q.is_cuda:
-        entries = 1.5 * queries * (high - low + FEWEST)
-        serially = entries <= SHORT_ENTRIES
-        count = max(1, min(int(GROUP_ENTRIES / entries), count // torch.get_num_threads()))
-
-    def some(first: int) -> None:
-        part = slice(first, first + count)
-        *tensors, here = (x[part] for x in flat)
-        work(part, _Band([x.to(dtype) for x in tensors], here, loop, low, high))
-
-    each_worker(some, range(0, batch * heads, count), serially)
+    active = seen_keys(q, k, keep, low, high)[:, None].expand(batch, heads, keys)
+    ones = q.new_ones((batch, heads, 1, 1), dtype=torch.float64)
+    factor = ones * factor_value(loop.output_factor, queries, keys, keep)
+    every = (q, clean_values(k, keep), clean_values(v, keep), factor)
+    tensors = [x.flatten(0, 1).to(dtype) for x in every]
+    return _Band(tensors, active.flatten(0, 1), loop, low, high)
 
 
 class _Band:

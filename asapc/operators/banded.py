@@ -4,8 +4,8 @@
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
     A_ij = factor * exp(S_ij + f_i + g_j)
 
-A window of W = high - low + 1 keys takes O(T N W) in the C++ engine and in kernels.band, which has the
-gradients; this is the meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the
+A window of W = high - low + 1 keys takes O(T N W) in the C++ engine and in kernels.band, its gradients
+too; this is the meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the
 block-wise Sinkhorn paper, Eqs. 1 and 2, with a band as support.
 """
 
@@ -75,6 +75,15 @@ def seen_keys(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) ->
     j = torch.arange(k.shape[2], device=k.device)
     seen = ((j >= low) & (j <= q.shape[2] - 1 + high) & (low <= high)).expand(len(k), -1)
     return seen if keep is None else seen & keep
+
+
+def seen_queries(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) -> Tensor:
+    """[B, N] bool, True for queries with an active key in their window."""
+    keep = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if keep is None else keep
+    before = torch.nn.functional.pad(keep.long().cumsum(-1), (1, 0))  # active keys
+    i = torch.arange(q.shape[2], device=q.device)
+    first, end = ((i + bound).clamp(0, k.shape[2]) for bound in (low, high + 1))
+    return before[:, end] > before[:, first]
 
 
 def banded_map(

@@ -87,7 +87,7 @@ def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
     Source: ESPFormer, Eq. 7, largest value first as in its code.
     """
     least = -REACH[torch.float64 if x.dtype == torch.float64 else torch.float32]
-    ordered = torch.sort(padded_last(x, keep), dim=-1, descending=True).values
+    ordered = torch.sort(padded_last(x, keep), dim=-1, descending=True, stable=True).values
     if keep is None:
         logits = -((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature
         return torch.softmax(logits.clamp(min=least), -1)

@@ -1,13 +1,14 @@
 """asapc::esp_soft, asapc::esp_hard, their `_attention` twins and the released hard map.
 
-What exact sorting has to do depends on the data, on what ties, so that its gradient cannot be traced: it
-is an operator too, asapc::esp_hard_gradients. `coupling` and `ties` have defaults: programs that were
-exported without them load, and tied tokens share in them, too.
+Their gradients are an operator too, asapc::esp_gradients: the engine's, and those of exact sorting, which
+cannot be traced: what it has to do depends on the data, on what ties. `coupling` and `ties` have
+defaults: programs that were exported without them load, and tied tokens share in them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,19 @@ from torch._library.custom_ops import CustomOpDef
 from asapc.kernels import dispatch, native
 from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import of_reference, save, saved
+from asapc.kernels.library.gradients import differentiate, of_reference
 from asapc.kernels.library.registration import Plain, operator, register_fake
 from asapc.operators import esp as reference
+
+WITH_GRADIENT = ("q", "k", "v", "slices", "inverse_temperature", "slice_weight")
+
+
+def _with_one_factor(
+    q: Tensor, k: Tensor, output_factor: float, query_power: int = 0, key_power: int = 0, **others: Any
+) -> dict[str, Any]:
+    """The same arguments, as the kernels take them."""
+    factor = reference.with_lengths(output_factor, q, k, query_power, key_power)
+    return {"q": q, "k": k, "v": None, "output_factor": factor, **others}
 
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
@@ -29,45 +40,58 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
     if reason is not None:
         return dispatch.plainly(plain, q, k, reason)
     dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}", "the tensors are on the CPU"))
-    given = dict(plain.keywords)  # the kernels know one factor
-    powers = (given.pop(name, 0) for name in ("query_power", "key_power"))
-    given["output_factor"] = reference.with_lengths(given["output_factor"], q, k, *powers)
-    return native.esp(**{"v": None, **given})
+    return native.esp(**_with_one_factor(**plain.keywords))
 
 
 @operator
 @torch.inference_mode(False)  # which an operator's kernel may not record gradients without
-@torch.enable_grad()
-def esp_hard_gradients(
+@torch.no_grad()
+def esp_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
     query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool,
-    mean_cost: bool, output_factor: float, coupling: str, ties: str, slice_weight: Tensor | None,
-    query_power: int, key_power: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty."""
-    given = {
-        "q": q, "k": k, "v": v, "inverse_temperature": inverse_temperature, "slice_weight": slice_weight
+    mean_cost: bool, output_factor: float, coupling: str, slice_weight: Tensor | None, query_power: int,
+    key_power: int, softsort_temperature: float | None, ties: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty.
+
+    softsort_temperature: of soft sorts, whose gradients are the engine's.  ties: of exact ones, which
+    are constants, those of the slices too.
+    """
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "keep": keep, "query_keep": query_keep, "slices": slices,
+        "inverse_temperature": inverse_temperature, "squared_cost": squared_cost, "mean_cost": mean_cost,
+        "output_factor": output_factor, "coupling": coupling, "slice_weight": slice_weight,
+        "query_power": query_power, "key_power": key_power,
     }  # fmt: skip
-    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
-    hard: Any = reference.esp_hard_attention if v is None else reference.esp_hard
-    output = hard(
-        **{"slice_weight": None, **leaves}, keep=keep, query_keep=query_keep, slices=slices,
-        squared_cost=squared_cost, mean_cost=mean_cost, output_factor=output_factor, coupling=coupling,
-        ties=ties, query_power=query_power, key_power=key_power,
-    )  # fmt: skip
-    inputs = [*leaves.values()]
-    if output.requires_grad:
-        grads = torch.autograd.grad(output, inputs, grad_out, allow_unused=True, materialize_grads=True)
+    if softsort_temperature is not None:
+        settings = _with_one_factor(**given, softsort_temperature=softsort_temperature)
+        found = native.esp_gradients(grad_out, **settings)
     else:
-        grads = tuple(map(torch.zeros_like, inputs))
-    found = dict(zip(leaves, grads, strict=True))
-    none = q.new_empty(0)
-    dq, dk, dv, dtau, dweight = (found.get(name, none) for name in WITH_GRADIENT)
-    return dq, dk, dv, dtau, dweight
+        hard: Any = reference.esp_hard
+        if v is None:
+            hard = reference.esp_hard_attention
+            del given["v"]
+        needed = dict.fromkeys(WITH_GRADIENT, True)
+        found = of_reference(hard, {**given, "ties": ties}, needed, [grad_out])
+    grads = []
+    for name in WITH_GRADIENT:
+        x, grad = given.get(name), found.get(name)
+        grads.append(q.new_empty(0) if x is None else x.new_zeros(x.shape) if grad is None else grad)
+    dq, dk, dv, of_slices, of_tau, of_omega = grads
+    return dq, dk, dv, of_slices, of_tau, of_omega
 
 
-WITH_GRADIENT = ("q", "k", "v", "inverse_temperature", "slice_weight")
-register_fake(esp_hard_gradients, lambda arguments: fakes.gradients(arguments, *WITH_GRADIENT))
+register_fake(esp_gradients, lambda arguments: fakes.gradients(arguments, *WITH_GRADIENT))
+
+
+def _by_kernels(arguments: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:
+    """Gradients by name; None for those of soft sorts where there is no engine."""
+    soft = "softsort_temperature" in arguments
+    if soft and dispatch.no_engine(arguments["q"]) is not None:
+        return None
+    given = {"v": None, "softsort_temperature": None, "ties": None, **arguments}
+    found = dict(zip(WITH_GRADIENT, esp_gradients(grad_out=grad, **given), strict=True))
+    return found if soft else {name: x for name, x in found.items() if name != "slices"}
 
 
 def _twice_differentiable(v: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -77,21 +101,9 @@ def _twice_differentiable(v: Tensor | None = None, **arguments: Any) -> Tensor:
 
 
 def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tensor]) -> None:
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, inputs)
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        arguments, needed = saved(ctx, registered)
-        if torch.is_grad_enabled():
-            found = of_reference(_twice_differentiable, arguments, needed, [grad])
-            return tuple(found.get(name) for name in needed)
-        grads = esp_hard_gradients(grad_out=grad, **{"v": None, **arguments})
-        found = dict(zip(WITH_GRADIENT, grads, strict=True))
-        return tuple(found.get(name) if need else None for name, need in needed.items())
-
-    registered.register_autograd(backward, setup_context=setup_context)
+    differentiate(registered, _twice_differentiable, by_kernels=_by_kernels)
 
 
-attention("esp_soft", _esp)
+attention("esp_soft", _esp, partial(differentiate, by_kernels=_by_kernels))
 attention("esp_hard", _esp, _differentiate_hard)
 attention("esp_released_hard", _esp, None)

@@ -13,6 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
 from asapc.kernels import band, dispatch
+from asapc.kernels.cpu.gradients import sinkhorn_backward as cpu_backward
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
 from asapc.kernels.loop import Loop, Tail
@@ -38,11 +39,10 @@ def loop_gradients(
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
     values = sinkhorn_reference.clean_values(v, open_keep)
     given = (grad_out, open_q, k, values, open_keep, open_bias, opened, loop, through)
-    if _on_cpu(q):
-        from asapc.kernels.cpu.gradients import sinkhorn_backward
-    else:
-        from asapc.kernels.gpu.backward import sinkhorn_backward
-    dq, dk, dv, dual_grad, depth = sinkhorn_backward(*given)
+    backward = cpu_backward
+    if not _on_cpu(q):
+        from asapc.kernels.gpu.backward import sinkhorn_backward as backward
+    dq, dk, dv, dual_grad, depth = backward(*given)
     dq = sinkhorn_reference.masked(dq, keep, None)
     if dual_grad is None:
         return dq, dk, dv, q.new_empty(0), depth
@@ -144,10 +144,12 @@ def differentiate(
     registered: CustomOpDef,
     reference: Callable[..., Tensor | tuple[Tensor, ...]],
     as_loop: AsLoop | None = None,
+    by_kernels: Callable[[Mapping[str, Any], Tensor], dict[str, Tensor] | None] | None = None,
 ) -> None:
     """Register the gradient, recomputed in backward: only inputs are saved.
 
-    as_loop: of an operator whose gradient the loop's kernels may have.
+    as_loop: of an operator whose gradient the loop's kernels may have.  by_kernels: of others that have
+    kernels for it, (arguments, gradient of the output) -> gradients by name, None where they do not run.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,11 +176,15 @@ def differentiate(
         no_values = isinstance(values, Tensor) and not values.numel()
         if no_values or all(x is None or not x.numel() for x in output_grads):
             return {n: x.new_zeros(x.shape) for n, x in arguments.items() if isinstance(x, Tensor)}
-        if as_loop is not None and not torch.is_grad_enabled():
-            found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop, told)
+        if not torch.is_grad_enabled():
+            grad, found = output_grads[0], None
+            if as_loop is not None:
+                found = _by_kernels(reference.__name__, arguments, needed, grad, as_loop, told)
+            elif by_kernels is not None:
+                found = by_kernels(arguments, grad)
             if found is not None:
                 return found
-            if told is not None:
+            if as_loop is not None and told is not None:
                 told.append(_through(arguments, as_loop))
         return of_reference(reference, arguments, needed, output_grads)
 

@@ -3,7 +3,6 @@ stabilised_sinkhorn, and banded_sinkhorn."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -21,7 +20,6 @@ from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task
 from asapc.operators import asap as asap_reference
-from asapc.operators.banded import in_band
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -117,24 +115,15 @@ def _banded(
     **settings: Any,
 ) -> Any:  # fmt: skip
     name, missing, (_, loop) = plain.func.__name__, dispatch.no_engine(q), from_zero(settings)
-    if v is not None and loop.half_steps > 0:
-        out = None if missing else native.banded(q, k, v, keep, loop, low, high)
-        if out is not None:
-            why = f"windows of {high - low + 1} keys; float64 where they need it"
-            dispatch.note(name, q, k, lambda: (f"CPU, {native.described()}, a band", why))
-            return out
-        beyond = "scores spread further than float64 holds"
-        dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing or beyond))
-        return band.banded(q if missing else q.double(), k, v, keep, loop, low, high)
-    if loop.half_steps < 1 or missing is not None:
+    if loop.half_steps < 1 or (missing is not None and v is None):
         return dispatch.plainly(plain, q, k, missing or "no half-step")
-    if keep is not None or q.shape[2] != k.shape[2] or not low <= 0 <= high:
-        return dispatch.plainly(plain, q, k, "some queries or keys are in no window")
-    hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
-    bias = hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
-    out, widest = native.sinkhorn_loop(q, k, None, None, bias, None, loop)
-    dispatch.note(name, q, k, lambda: native.path(q, k, widest))
-    return out
+    if missing is None:
+        out, widest = native.banded(q, k, v, keep, loop, (low, high))
+        dispatch.note(name, q, k, lambda: native.path(q, k[:, :, : max(0, high - low + 1)], widest))
+        return out
+    assert v is not None
+    dispatch.note(name, q, k, lambda: ("plain PyTorch, a band", missing))
+    return band.banded(q, k, v, keep, loop, low, high)
 
 
 attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)

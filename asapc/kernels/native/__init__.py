@@ -27,17 +27,19 @@ from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.plan import Task
 from asapc.operators import lot as lot_reference
-from asapc.operators.banded import seen_keys, within
+from asapc.operators.banded import seen_keys, seen_queries, within
+from asapc.operators.ranks import Clouds as SlicedClouds
 from asapc.operators.ranks import clouds_of
-from asapc.operators.sinkhorn import factor_value
+from asapc.operators.sinkhorn import factor_value, masked
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM = Struct("9P25q7d4q3d")  # of engine.cpp, its Rule last
+PROBLEM = Struct("9P27q7d4q3d")  # of engine.cpp, its Rule last
 SLOPES = Struct("6Pqd")
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
-ESP, BAND, FEATURE = Struct("10P15q2d"), Struct("5P12qd"), Struct("8P18q")
+ESP, ESP_SLOPES, FEATURE = Struct("10P15q2d"), Struct("8P"), Struct("8P18q")
 RESIDENT_BYTES = 1 << 26  # the largest K of a head that is kept; others are formed again in every pass
 FORMS = ("scaling", "plan")  # after the loop without a constant
+Band = tuple[int, int]  # low and high
 FAMILIES = ("coarse", "sliced", "moments", "gaussian")
 
 
@@ -75,17 +77,19 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    own = [PROBLEM.size, SLOPES.size, PLAN.size + OF_PLANS.size, ESP.size, BAND.size, FEATURE.size]
+    structs = (PROBLEM, SLOPES, PLAN, ESP, ESP_SLOPES, FEATURE)
+    own = [struct.size + (OF_PLANS.size if struct is PLAN else 0) for struct in structs]
     try:
         if [*(ctypes.c_int64 * len(own)).in_dll(library, "asapc_layout")] != own:
             return None
     except ValueError:  # of a version that had no such list
         return None
     library.asapc_sinkhorn.restype = ctypes.c_double
-    for name in ("plan", "band", "feature"):
+    for name in ("plan", "feature"):
         getattr(library, f"asapc_{name}").restype = ctypes.c_int64
-    for name in ("sinkhorn", "plan", "esp", "band", "feature"):
-        getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p] * (1 + (name == "sinkhorn"))
+    for name in ("sinkhorn", "plan", "esp", "feature"):
+        slopes = name in ("sinkhorn", "esp")
+        getattr(library, f"asapc_{name}").argtypes = [ctypes.c_char_p] * (1 + slopes)
     return library
 
 
@@ -106,6 +110,7 @@ def sinkhorn_loop(
     mass: Tensor | None = None,
     to_columns: bool = False,
     slopes: bytes | None = None,
+    band: Band | None = None,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
 
@@ -116,7 +121,8 @@ def sinkhorn_loop(
     mass: [B, H, N], of rows, by N times which the output is divided.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
     of the plan as it is where there are masses.
-    slopes: of sinkhorn_gradients; then there is no A v.
+    slopes: of sinkhorn_gradients; then there is no A v.  band: as operators.banded.banded_sinkhorn, low
+    and high, without the output factor but for 1/N or 1/M.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -127,7 +133,11 @@ def sinkhorn_loop(
     out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
     if keys == 0 or out.numel() == 0:
         return out.zero_().to(out_dtype), 0.0
-    shown = None if bias is None else _shown(bias)
+    shown, (low, high) = None if bias is None else _shown(bias), band or (-queries, keys)
+    if band is not None:
+        low, high = within(queries, keys, *band)
+        keep, shown = seen_keys(q, k, keep, low, high), seen_queries(q, k, keep, low, high)
+        loop = loop._replace(output_factor=[1.0, 0.0, 0.0, 0.0])
     if shown is not None or (to_columns and keep is not None):
         out.zero_()
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
@@ -143,7 +153,7 @@ def sinkhorn_loop(
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if v is None else v.stride()[:3]),
         *((0, 0, 0, 0) if bias is None else bias.stride()), loop.half_steps, loop.first_side == "row",
         to_columns, dtype is torch.float64, RESIDENT_BYTES, torch.get_num_threads(),
-        loop.score_multiplier, *loop.output_factor,
+        low, high, loop.score_multiplier, *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
         *_rule(stabiliser, queries, keys),
     )  # fmt: skip
@@ -156,6 +166,7 @@ def sinkhorn_loop(
 def sinkhorn_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None,
     dual: Tensor | None, loop: Loop, tail: Tail, outs: Sequence[Tensor], depth: Tensor,
+    band: Band | None = None,
 ) -> None:  # fmt: skip
     """Gradients of A v for grad_out [B, H, N, E], written where the linear domain holds a head.
 
@@ -167,7 +178,7 @@ def sinkhorn_gradients(
     slopes = SLOPES.pack(
         *pointers, *[0] * (5 - len(pointers)), depth.data_ptr(), tail.most, tail.tolerance
     )
-    sinkhorn_loop(q, k, v, keep, bias, dual, loop, slopes=slopes)
+    sinkhorn_loop(q, k, v, keep, bias, dual, loop, slopes=slopes, band=band)
 
 
 def _shown(bias: Tensor) -> Tensor | None:
@@ -294,64 +305,85 @@ def least(dtype: torch.dtype) -> float:
 
 def esp(
     q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None,
-    slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool, mean_cost: bool,
-    output_factor: float, coupling: Coupling = "interpolated", ties: Ties = "shared",
-    slice_weight: Tensor | None = None, softsort_temperature: float | None = None,
+    slices: Tensor | None, inverse_temperature: Tensor, *, slice_weight: Tensor | None = None,
+    **settings: Any,
 ) -> Tensor:  # fmt: skip
     """As operators.esp.esp_soft, its map where v is None; or esp_hard without softsort_temperature."""
-    clouds, tau = clouds_of(q, k, keep, query_keep, slices), inverse_temperature.double()
-    batch, heads, queries, dim = clouds.q.shape
-    keys = k.shape[2]
-    width, wanted = (keys, q) if v is None else (v.shape[3], v)
-    dtype, count = clouds.q.dtype, clouds.num_slices
-    out = clouds.q.new_zeros(batch, heads, queries, width)
-    if 0 in (out.numel(), keys):
-        return out.to(wanted.dtype)
-    omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
-    clouds_and_values = [
-        None if x is None else x.to(dtype).contiguous()
-        for x in (clouds.q, clouds.k, v, clouds.x, clouds.y)
-    ]
-    weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
-    given = [*clouds_and_values, *weights, *_masks(clouds.q, clouds.k, v, keep, query_keep), out]
-    soft = softsort_temperature is not None
-    fits = _engine().asapc_esp(ESP.pack(
-        *(0 if x is None else x.data_ptr() for x in given), batch, heads, queries, keys, dim, width,
-        count, coupling == "monotone", squared_cost, mean_cost, dtype == torch.float64,
-        torch.get_num_threads(), soft, ties == "shared", ties == "ascending",
-        softsort_temperature or 0.0, output_factor,
-    ))  # fmt: skip
-    if not fits:
-        raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
+    clouds, wanted = clouds_of(q, k, keep, query_keep, slices), q if v is None else v
+    out = clouds.q.new_zeros(*q.shape[:3], k.shape[2] if v is None else v.shape[3])
+    if out.numel() and k.shape[2]:
+        tensors = _of_slices(clouds, v, inverse_temperature, slice_weight)
+        _sliced(tensors, keep, query_keep, out, None, **settings)
     return out.to(wanted.dtype)
 
 
+def esp_gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
+    query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, *,
+    slice_weight: Tensor | None = None, **settings: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Of esp_soft, by name, for grad_out [B, H, N, E or M] with some keys.
+
+    The engine has them for projections, and torch goes on from there.
+    """
+    given = {"q": q, "k": k, "v": v, "slices": slices, "inverse_temperature": inverse_temperature,
+             "slice_weight": slice_weight}  # fmt: skip
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+    with torch.enable_grad():
+        clouds = clouds_of(leaves["q"], leaves["k"], keep, query_keep, leaves.get("slices"))
+        of_weights = leaves["inverse_temperature"], leaves.get("slice_weight")
+        made = _of_slices(clouds, leaves.get("v"), *of_weights)
+    slopes = [None if x is None else torch.zeros_like(x) for x in made]
+    _sliced(made, keep, query_keep, grad_out.to(clouds.q.dtype).contiguous(), slopes, **settings)
+    outputs, grads = zip(*((x, slope) for x, slope in zip(made, slopes, strict=True)
+                           if x is not None and x.requires_grad), strict=True)  # fmt: skip
+    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads), strict=True))
+
+
+def _of_slices(
+    clouds: SlicedClouds, v: Tensor | None, inverse_temperature: Tensor, slice_weight: Tensor | None
+) -> list[Tensor | None]:
+    """q, k, v, x, y, tau [B, H] and omega [B, H, L], as the engine reads them."""
+    heads, tau = clouds.q.shape[:2], inverse_temperature.double()
+    omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
+    v = None if v is None else v.to(clouds.q.dtype)
+    weights = tau.expand(heads), omega.expand(*heads, clouds.num_slices)
+    tensors = (clouds.q, clouds.k, v, clouds.x, clouds.y, *weights)
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _sliced(
+    tensors: Sequence[Tensor | None], keep: Tensor | None, query_keep: Tensor | None, out: Tensor,
+    slopes: Sequence[Tensor | None] | None, *, squared_cost: bool, mean_cost: bool, output_factor: float,
+    coupling: Coupling = "interpolated", ties: Ties = "shared", softsort_temperature: float | None = None,
+) -> None:  # fmt: skip
+    """Fills `out`; with slopes, of all the tensors and 0 before, they are filled for it as a gradient."""
+    q, k, v, *_, omega = tensors
+    assert q is not None and k is not None and omega is not None
+    (batch, heads, queries, dim), keys = q.shape, k.shape[2]
+    given = [*tensors, *_masks(q, k, v, keep, query_keep), out]
+
+    def pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+        return [0 if x is None else x.data_ptr() for x in tensors]
+
+    problem = ESP.pack(
+        *pointers(given), batch, heads, queries, keys, dim, out.shape[3], omega.shape[2],
+        coupling == "monotone", squared_cost, mean_cost, q.dtype == torch.float64,
+        torch.get_num_threads(), softsort_temperature is not None, ties == "shared", ties == "ascending",
+        softsort_temperature or 0.0, output_factor,
+    )  # fmt: skip
+    more = None if slopes is None else ESP_SLOPES.pack(*pointers([out, *slopes]))
+    if not _engine().asapc_esp(problem, more):
+        raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
+
+
 def banded(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, loop: Loop, low: int, high: int
-) -> Tensor | None:
-    """As operators.banded.banded_sinkhorn, of at least one half-step: O(T N W) time, O(N W) memory.  None
-    where the linear domain does not hold it, not in float64 either."""
-    (batch, heads, queries, dim), (keys, width) = q.shape, v.shape[2:]
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out = torch.zeros((batch, heads, queries, width), dtype=dtype)
-    low, high = within(queries, keys, low, high)
-    if 0 in (out.numel(), keys) or low > high:
-        return out.to(v.dtype)
-    keep, _ = _masks(q, k, v, keep, None)
-    active = seen_keys(q, k, keep, low, high).contiguous()
-    tensors = [x.to(dtype).contiguous() for x in (q, k, v)]
-    lost = _engine().asapc_band(BAND.pack(
-        *(x.data_ptr() for x in (*tensors, active, out)), batch * heads, heads, queries, keys, dim, width,
-        low, high, loop.half_steps, loop.first_side == "row", dtype is torch.float64,
-        torch.get_num_threads(), loop.score_multiplier,
-    ))  # fmt: skip
-    if lost < 0:
-        raise MemoryError(f"asapc: windows of {queries} queries do not fit the memory")
-    if lost:
-        return None
-    mass = 1.0 / (queries if loop.ends_on_rows else keys)
-    out *= mass * factor_value(loop.output_factor, queries, keys, keep)
-    return out.to(v.dtype)
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, loop: Loop, band: Band
+) -> tuple[Tensor, float]:
+    """As operators.banded.banded_sinkhorn, or its map; the widest range of a row's scores."""
+    out, widest = sinkhorn_loop(q, k, v, keep, None, None, loop, band=band)
+    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
+    return masked(out * factor, keep, None).to(out.dtype), widest
 
 
 def feature(

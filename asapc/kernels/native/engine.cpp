@@ -1,7 +1,7 @@
 // The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
-// operators/sinkhorn.py, operators/asap.py and operators/lot.py behind one C function, asapc_sinkhorn.
-// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py, asapc_band the loop
-// of operators/banded.py and asapc_feature the predictions of features/.
+// operators/sinkhorn.py, asap.py, banded.py and lot.py behind one C function, asapc_sinkhorn.
+// asapc_plan has the plans of operators/plan.py, asapc_esp the sliced plans of operators/esp.py and asapc_feature the
+// predictions of features/.
 //
 // A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
 // K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
@@ -86,7 +86,8 @@ struct Rule {
 // no key is kept; mass: [B, H, N], of rows, of total 1, or null where all weigh the same; rows of the output are
 // divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of
 // the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors
-// are contiguous. The output factor is coefficient * N^queries * M^keys * n^active.
+// are contiguous. The output factor is coefficient * N^queries * M^keys * n^active. Query i sees the keys from i + low to
+// i + high alone; of a band, every query that is kept sees one that is, and nothing is written where no key is.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -96,7 +97,7 @@ struct Problem {
   const void* mass;
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
-  int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads;
+  int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads, low, high;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
 };
@@ -310,7 +311,7 @@ void pack_tokens(const S* from, int64_t stride, const Tokens& tokens, int64_t de
   }
 }
 
-// diag(weights) v of the active tokens, as panels [two registers' values, of every token].
+// diag(weights) v of the active tokens, or v, as panels [two registers' values, of every token].
 template <class S, class W>
 void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width, const W* weights, W* to) {
   constexpr int64_t L = kLanes<W>, E = 2 * L;
@@ -319,9 +320,10 @@ void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width
     const int64_t here = std::min(E, width - start), read = here > L ? E : L;  // by multiply
     for (int64_t j = 0; j < size; ++j, to += E) {
       const S* from = v + tokens.active[j] * stride + start;
+      const W weight = weights ? weights[j] : W(1);
       int64_t e = 0;
-      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weights[j]);
-      for (; e < here; ++e) to[e] = weights[j] * W(from[e]);
+      for (; e + L <= here; e += L) store(to + e, load_as<W>(from + e) * weight);
+      for (; e < here; ++e) to[e] = weight * W(from[e]);
       for (; e < read; ++e) to[e] = W(0);
     }
   }
@@ -372,7 +374,17 @@ template <class S, class W> class Head {
     const int64_t length = p.rows_first ? p.keys : p.queries;
     const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
-    stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
+    banded_ = p.low > 1 - p.queries || p.high < p.keys - 1;
+    int64_t widest = 0;
+    for (int64_t key = 0, before = 0; banded_ && key <= p.keys; ++key) {
+      before_.push_back(before);
+      before += before < size_ && active_[before] == key;
+    }
+    for (int64_t row = 0; row < count_; row += kRows) {
+      windows_.push_back(seen_from(row));
+      widest = std::max(widest, windows_.back().wide);
+    }
+    stride_ = widest * sizeof(W) % 1024 == 0 ? widest + P : widest;  // not all rows in one cache set
     row_mass_ = p.mass ? static_cast<const S*>(p.mass) + index * p.queries : nullptr;
     double least = 1;
     for (int64_t i = 0; row_mass_ && i < p.queries; ++i)
@@ -383,7 +395,7 @@ template <class S, class W> class Head {
     stabilised_ = p.rule.form != kPlain, unshifted_ = p.rule.unshifted;
     is_softmax_ = p.rows_first && p.half_steps == 1 && !stabilised_ && !row_mass_;
     const bool once = is_softmax_ && !slopes;  // which needs a block of rows at a time alone
-    kept_ = p.to_columns || (!once && count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes);
+    kept_ = p.to_columns || (!once && count_ * widest * int64_t(sizeof(W)) <= p.resident_bytes);
     if (stabilised_) share_ = 1;
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
@@ -415,15 +427,37 @@ template <class S, class W> class Head {
     return std::isnan(widest_) || (stabilised_ && !held) ? kInfinity : widest_;
   }
 
-  // With running logarithms of the plan, whose largest entries keep their digits.
+  // With logarithms of the plan, formed again in every pass.
   void logarithmic() {
-    // What blocks that are formed are shifted by: the duals, or the last columns' part where they are kept.
     for (int64_t i = 0; i < count_; ++i) a_[i] = start_of(i);
     std::fill_n(b_, padded_, W(0));
     each_pass([&](const Pass& pass) { logarithmic_pass(pass); return true; });
   }
 
  private:
+  // What a block of rows sees: whole panels of keys from `start` on, of which `keys` are.
+  struct Window {
+    int64_t start, wide, keys;
+  };
+
+  // The active keys that a query sees: from the first one to before the second.
+  std::pair<int64_t, int64_t> seen_by(int64_t i) const {
+    const auto from = [this](int64_t key) { return before_[std::clamp<int64_t>(key, 0, p_.keys)]; };
+    return {from(rows_[i] + p_.low), from(rows_[i] + p_.high + 1)};
+  }
+
+  Window seen_from(int64_t row) const {
+    if (!banded_) return {0, padded_, size_};
+    const int64_t start = seen_by(row).first / P * P, end = seen_by(std::min(row + kRows, count_) - 1).second;
+    return {start, rounded_up(end - start, P), std::min(rounded_up(end - start, P), size_ - start)};
+  }
+
+  // Fills what a query does not see.
+  template <class X> void hide(int64_t i, const Window& here, X value, X* row) const {
+    const auto [from, till] = seen_by(i);
+    std::fill(row, row + from - here.start, value), std::fill(row + till - here.start, row + here.wide, value);
+  }
+
   // One visit of every row: what it forms, closes and does.
   struct Pass {
     bool first, closes_rows, closes_columns;
@@ -474,12 +508,16 @@ template <class S, class W> class Head {
     for (int64_t j = 0; j < size_; ++j) added_[j] = key_dual_[active_[j]] - middle;
   }
 
-  // S [count, padded] of a block of rows; past the last key, the first one's score.
-  void form_scores(int64_t row, int64_t count) {
+  // S of a block of rows and the keys of its window; of others, one of a key that is seen.
+  void form_scores(int64_t row, int64_t count, const Window& here) {
     const Rows<S> x(row, row + count, [this](int64_t i) { return q_ + rows_[i] * p_.q_strides.token; });
-    tiles<S>(x, dim_, panels_, P * dim_, padded_, scores_, padded_);
+    tiles<S>(x, dim_, panels_ + here.start * dim_, P * dim_, here.wide, scores_, padded_);
     for (int64_t r = 0; r < count; ++r) {
       S* s = scores_ + r * padded_;
+      if (banded_) {
+        hide(row + r, here, s[seen_by(row + r).first - here.start], s);
+        continue;
+      }
       if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
       if (const S* bias = bias_ + rows_[row + r] * p_.bias_strides.token; bias_) {
         if (size_ == p_.keys && p_.bias_key_stride == 1) for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
@@ -490,15 +528,15 @@ template <class S, class W> class Head {
   }
 
   // K of a block of rows, and their products with b; false where a row's scores are too far apart.
-  bool form_kernel(int64_t row, int64_t count, W* rows, W* sums) {
-    form_scores(row, count);
+  bool form_kernel(int64_t row, int64_t count, const Window& here, W* rows, W* sums) {
+    form_scores(row, count, here);
     for (int64_t r = 0; r < count; ++r) {
-      const S* s = scores_ + r * padded_;
+      S* const s = scores_ + r * padded_;
       V<S> high[2] = {load(s), load(s + kLanes<S>)}, low[2] = {high[0], high[1]};  // neither waits for the other
-      for (int64_t j = P; j < padded_; j += P) {
+      for (int64_t j = P; j < here.wide; j += P) {
         for (int64_t side = 0; side < 2; ++side) {
-          const V<S> here = load(s + j + side * kLanes<S>);
-          high[side] = here > high[side] ? here : high[side], low[side] = here < low[side] ? here : low[side];
+          const V<S> x = load(s + j + side * kLanes<S>);
+          high[side] = x > high[side] ? x : high[side], low[side] = x < low[side] ? x : low[side];
         }
       }
       const S top = max_of<S>(high[0] > high[1] ? high[0] : high[1]);
@@ -508,43 +546,54 @@ template <class S, class W> class Head {
       double range = range_of(max_of<S>(low[0] < low[1] ? -low[0] : -low[1]));
       const bool masks = !(range <= kSafeRange<W>);
       if (masks && is_softmax_ && std::isfinite(top)) range = kSafeRange<W>;  // what leaves the format is nothing
-      else if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, top));
+      else if (masks) range = top == -S(kInfinity) ? 0 : range_of(below_unmasked(s, here.keys, top));
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
       const V<W> shift = all(unshifted_ || top == -S(kInfinity) ? W(0) : W(top));
-      sums[r] = masks ? exponentials<false>(s, shift, rows + r * stride_) : exponentials<true>(s, shift, rows + r * stride_);
+      W* const to = rows + r * stride_;
+      sums[r] = masks ? exponentials<false>(s, shift, here, to) : exponentials<true>(s, shift, here, to);
       log_a_[row + r] = W(top) + start_of(row + r);
-      if (!masks) sees_all_ = true;
-      else see(s, rows + r * stride_);
+      if (banded_) {
+        hide(row + r, here, W(0), to), hide(row + r, here, -S(kInfinity), s);
+        dots<1>(to, 0, here.wide, b_ + here.start, sums + r);
+      }
+      if (masks) see(s, here, to);
+      else see_all(row + r);
     }
     return true;
   }
 
   // exp(s - shift) of a row, and its product with b.  bounded: no score is masked.
-  template <bool bounded> W exponentials(const S* s, V<W> shift, W* to) const {
+  template <bool bounded> W exponentials(const S* s, V<W> shift, const Window& here, W* to) const {
     V<W> sum[2] = {};
-    for (int64_t j = 0; j < padded_; j += 2 * L) {
+    for (int64_t j = 0; j < here.wide; j += 2 * L) {
       const V<W> left = exponential<W, bounded>(load_as<W>(s + j) - shift);
       const V<W> right = exponential<W, bounded>(load_as<W>(s + j + L) - shift);
       store(to + j, left), store(to + j + L, right);
-      sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
+      sum[0] += left * load(b_ + here.start + j), sum[1] += right * load(b_ + here.start + j + L);
     }
     return sum_of<W>(sum[0] + sum[1]);
   }
 
   // The lowest score of a row that is not masked, times -1.
-  double below_unmasked(const S* s, S top) const {
+  double below_unmasked(const S* s, int64_t keys, S top) const {
     S low = S(kInfinity);
     const S masked = unshifted_ ? -S(kMasked) : top - S(kMasked);
-    for (int64_t j = 0; j < size_; ++j) low = s[j] > masked && s[j] < low ? s[j] : low;
+    for (int64_t j = 0; j < keys; ++j) low = s[j] > masked && s[j] < low ? s[j] : low;
     return -double(low);
   }
 
+  void see_all(int64_t i) {
+    is_sparse_ |= banded_, sees_all_ |= !banded_;
+    if (banded_) std::fill(top_ + seen_by(i).first, top_ + seen_by(i).second, W(1));
+  }
+
   // Notes which columns a row with masked entries sees: those of -inf alone have no part.
-  void see(const S* s, const W* row) {
+  void see(const S* s, const Window& here, const W* row) {
     is_sparse_ = true;
-    for (int64_t j = 0; j < size_; ++j)
-      top_[j] = std::max(top_[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
+    W* const top = top_ + here.start;
+    for (int64_t j = 0; j < here.keys; ++j)
+      top[j] = std::max(top[j], row[j] > 0 ? row[j] : s[j] == -S(kInfinity) ? W(0) : kHardlySeen);
   }
 
   // Where entries are masked, scalings may drift apart until terms that count leave the format: not where no sum is
@@ -566,15 +615,16 @@ template <class S, class W> class Head {
     else pack_values(b_);
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
+      const Window here = windows_[row / kRows];
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
       W *a = a_ + row, sums[kRows];
       const bool ahead = kept_ && !pass.first && row + 2 * kRows <= count_;  // from where memory is slow
       if (pass.first || !kept_) {
-        if (!form_kernel(row, count, rows, sums)) return false;
+        if (!form_kernel(row, count, here, rows, sums)) return false;
         if (pass.first && !pass.closes_rows && !stabilised_) start_rows(row, count);
       } else if (pass.closes_rows) {
         by_rows(count, [&](int64_t r, auto R) {
-          dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
+          dots<R.value>(rows + r * stride_, stride_, here.wide, b_ + here.start, sums + r);
         });
       }
       if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
@@ -585,9 +635,9 @@ template <class S, class W> class Head {
         weights[r] = pass.closes_columns || p_.to_columns ? (of_density(pass) ? a[r] * mass : a[r])
                      : divided ? a[r] * W(mass > 0) : a[r] / mass;
       }
-      if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale);
+      if (!pass.closes_columns) apply(row, count, here, rows, weights, b_, scale);
       else by_rows(count, [&, next = ahead ? rows + kRows * stride_ : nullptr](int64_t r, auto R) {
-        add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_, next);
+        add_rows<R.value>(rows + r * stride_, stride_, here.wide, weights + r, total_ + here.start, next);
       });
     }
     if (!pass.closes_columns) {
@@ -636,16 +686,14 @@ template <class S, class W> class Head {
   W started(int64_t i) const { return log_a_[i] == W(-kInfinity) ? W(0) : std::exp(log_a_[i] - W(highest_)); }
 
   // Log plan of a block of rows as the last columns left it, in place of K.
-  void form_log_plan(int64_t row, int64_t count, bool fresh, W* rows) {
-    if (fresh) form_scores(row, count);
+  void form_log_plan(int64_t row, int64_t count, const Window& here, W* rows) {
+    form_scores(row, count, here);
     for (int64_t r = 0; r < count; ++r) {
       W* x = rows + r * stride_;
-      const V<W> start = all(a_[row + r]);
-      for (int64_t j = 0; j < padded_; j += L) {
-        V<W> here = fresh ? load_as<W>(scores_ + r * padded_ + j) + start : load(x + j);
-        store(x + j, here + load(b_ + j));
-      }
-      std::fill(x + size_, x + padded_, W(-kInfinity));
+      for (int64_t j = 0; j < here.wide; j += L)
+        store(x + j, load_as<W>(scores_ + r * padded_ + j) + a_[row + r] + load(b_ + here.start + j));
+      std::fill(x + here.keys, x + here.wide, W(-kInfinity));
+      if (banded_) hide(row + r, here, W(-kInfinity), x);
     }
   }
 
@@ -655,52 +703,52 @@ template <class S, class W> class Head {
     if (!pass.closes_columns) pack_values(total_);
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
+      const Window here = windows_[row / kRows];
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
-      form_log_plan(row, count, pass.first || !kept_, rows);
+      form_log_plan(row, count, here, rows);
       for (int64_t r = 0; r < count; ++r) {
         W* x = rows + r * stride_;
         ones[r] = p_.to_columns ? W(1) : row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
-        if (pass.closes_rows) a_[row + r] += close_log_row(x, std::log(row_mass(row + r)));
+        if (pass.closes_rows) a_[row + r] += close_log_row(x, here.wide, std::log(row_mass(row + r)));
         if (pass.closes_columns) continue;
-        for (int64_t j = 0; j < padded_; j += L) store(x + j, exponential<W>(load(x + j)));
+        for (int64_t j = 0; j < here.wide; j += L) store(x + j, exponential<W>(load(x + j)));
       }
-      if (pass.closes_columns) add_log_rows(rows, count);
-      else apply(row, count, rows, ones, total_, scale_);
+      if (pass.closes_columns) add_log_rows(rows, count, here);
+      else apply(row, count, here, rows, ones, total_, scale_);
     }
     if (!pass.closes_columns) {
       if (p_.to_columns) apply_to_columns(total_, scale_);
       return;
     }
-    for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
-      const W correction = top_[j] == W(-kInfinity) ? W(0) : -(top_[j] + std::log(total_[j]));
-      b_[j] = kept_ ? correction : b_[j] + correction;
-    }
+    for (int64_t j = 0; j < size_; ++j)  // a column that no query sees stays as it is
+      if (top_[j] != W(-kInfinity)) b_[j] -= top_[j] + std::log(total_[j]);
   }
 
   // x_j - logsumexp(x) + log mass, and what was added; a row of -inf alone stays as it is.
-  W close_log_row(W* x, W log_mass) const {
+  W close_log_row(W* x, int64_t wide, W log_mass) const {
     V<W> high = load(x), sum{};
-    for (int64_t j = L; j < padded_; j += L) high = load(x + j) > high ? load(x + j) : high;
+    for (int64_t j = L; j < wide; j += L) high = load(x + j) > high ? load(x + j) : high;
     const W top = max_of<W>(high);
     if (top == W(-kInfinity)) return W(0);
-    for (int64_t j = 0; j < padded_; j += L) sum += exponential<W>(load(x + j) - top);
+    for (int64_t j = 0; j < wide; j += L) sum += exponential<W>(load(x + j) - top);
     const W rest = std::log(sum_of<W>(sum)) - log_mass;
-    for (int64_t j = 0; j < padded_; j += L) store(x + j, load(x + j) - top - rest);
+    for (int64_t j = 0; j < wide; j += L) store(x + j, load(x + j) - top - rest);
     return -(top + rest);
   }
 
   // The columns' logsumexp as top + log(total), one block of rows further.
-  void add_log_rows(const W* rows, int64_t count) {
-    for (int64_t j = 0; j < padded_; j += L) {
-      V<W> top = load(top_ + j);
+  void add_log_rows(const W* rows, int64_t count, const Window& here) {
+    W *const tops = top_ + here.start, *const totals = total_ + here.start;
+    for (int64_t j = 0; j < here.wide; j += L) {
+      V<W> top = load(tops + j);
       for (int64_t r = 0; r < count; ++r) {
         const V<W> x = load(rows + r * stride_ + j);
         top = x > top ? x : top;
       }
       const V<W> finite = top == all(W(-kInfinity)) ? V<W>{} : top;
-      V<W> sum = load(total_ + j) * exponential<W>(load(top_ + j) - finite);
+      V<W> sum = load(totals + j) * exponential<W>(load(tops + j) - finite);
       for (int64_t r = 0; r < count; ++r) sum += exponential<W>(load(rows + r * stride_ + j) - finite);
-      store(total_ + j, sum), store(top_ + j, top);
+      store(totals + j, sum), store(tops + j, top);
     }
   }
 
@@ -709,7 +757,7 @@ template <class S, class W> class Head {
   }
 
   // A block of rows of the map, times the values where there are some; or what it weighs in all columns, in a_.
-  void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
+  void apply(int64_t row, int64_t count, const Window& here, const W* rows, const W* a, const W* weights, double scale) {
     if (slopes_) return;
     if (p_.to_columns) {
       std::copy_n(a, count, a_ + row);
@@ -719,14 +767,14 @@ template <class S, class W> class Head {
       for (int64_t r = 0; r < count; ++r) {
         S* out = out_ + rows_[row + r] * p_.width;
         const W factor = W(a[r] * scale);
-        if (size_ < p_.keys) std::fill_n(out, p_.keys, S(0));
-        for (int64_t j = 0; j < size_; ++j)
-          out[active_[j]] = S(factor * rows[r * stride_ + j] * weights[j]);
+        if (here.keys < p_.keys) std::fill_n(out, p_.keys, S(0));
+        for (int64_t j = 0; j < here.keys; ++j)
+          out[active_[here.start + j]] = S(factor * rows[r * stride_ + j] * weights[here.start + j]);
       }
       return;
     }
     const Rows<W> x(0, count, [=, this](int64_t r) { return rows + r * stride_; });
-    multiply(x, size_, values_, E * size_, p_.width, [=](int64_t r) { return W(a[r] * scale); },
+    multiply(x, here.keys, values_ + here.start * E, E * size_, p_.width, [=](int64_t r) { return W(a[r] * scale); },
              [=, this](int64_t r) { return out_ + rows_[row + r] * p_.width; });
   }
 
@@ -744,8 +792,9 @@ template <class S, class W> class Head {
     for (int64_t row = 0; row < count_; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, count_ - row);
       W *rows = kernel_ + (kept_ ? row * stride_ : 0), sums[kRows];
-      if (!kept_) form_kernel(row, count, rows, sums);
-      body(row, count, rows);
+      const Window here = windows_[row / kRows];
+      if (!kept_) form_kernel(row, count, here, rows, sums);
+      body(row, count, here, rows);
     }
   }
 
@@ -755,10 +804,10 @@ template <class S, class W> class Head {
   }
 
   // What a tail may leave out of a row, see kernels/loop.py.
-  double may_leave_out(const W* terms, const W* weights, W sum, W mass) const {
+  double may_leave_out(const W* terms, const W* weights, int64_t wide, W sum, W mass) const {
     const W mean = sum / std::max(mass, std::numeric_limits<W>::min());
     V<W> slopes{}, size{};
-    for (int64_t j = 0; j < padded_; j += L) {
+    for (int64_t j = 0; j < wide; j += L) {
       const V<W> term = load(terms + j), slope = term - load(weights + j) * mean;
       slopes += slope < 0 ? -slope : slope, size += term < 0 ? -term : term;
     }
@@ -779,29 +828,30 @@ template <class S, class W> class Head {
     std::vector<W> of_a(count_), of_b(padded_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
     std::vector<W> panels(padded_ * p_.width), dv(size_ * wide);
     pack_tokens(v_, p_.v_strides.token, keys_, p_.width, W(1), panels.data());
-    const auto form = [&](int64_t row, int64_t count) {  // <grad_i, v_j>
+    const auto form = [&](int64_t row, int64_t count, const Window& here) {  // <grad_i, v_j>
       const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
       take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
       const Rows<W> x(0, count, [&](int64_t r) { return &grads[r * wide]; });
-      tiles<W>(x, p_.width, panels.data(), E * p_.width, padded_, z.data(), padded_);
+      tiles<W>(x, p_.width, panels.data() + here.start * p_.width, E * p_.width, here.wide, z.data(), padded_);
     };
     double allowed = 0;
-    each_block([&](int64_t row, int64_t count, const W* rows) {
-      form(row, count);
+    each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
+      form(row, count, here);
       for (int64_t r = 0; r < count; ++r) {
         W *terms = &z[r * padded_], *own = &weights[r * padded_];
         const W factor = a_[row + r] * scale;
         V<W> sum{}, mass{};
-        for (int64_t j = 0; j < padded_; j += L) {
-          const V<W> weight = load(rows + r * stride_ + j) * load(b_ + j) * factor, term = weight * load(terms + j);
-          store(own + j, weight), store(terms + j, term), store(&of_b[j], load(&of_b[j]) + term);
+        for (int64_t j = 0; j < here.wide; j += L) {
+          W* const of_key = &of_b[here.start + j];
+          const V<W> weight = load(rows + r * stride_ + j) * load(b_ + here.start + j) * factor, term = weight * load(terms + j);
+          store(own + j, weight), store(terms + j, term), store(of_key, load(of_key) + term);
           sum += term, mass += weight;
         }
         of_a[row + r] = sum_of<W>(sum);
-        if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, of_a[row + r], sum_of<W>(mass));
+        if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, here.wide, of_a[row + r], sum_of<W>(mass));
       }
       by_rows(count, [&](int64_t r, auto R) {
-        add_products<R.value>(&weights[r * padded_], padded_, size_, &grads[r * wide], wide, dv.data());
+        add_products<R.value>(&weights[r * padded_], padded_, here.keys, &grads[r * wide], wide, &dv[here.start * wide]);
       });
     });
     put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
@@ -813,26 +863,26 @@ template <class S, class W> class Head {
     if (slopes_->dual && p_.rows_first) put(of_b, 1, keys_, 1, slopes_->dual, p_.keys);
     else if (slopes_->dual) put(of_a, 1, queries_, 1, slopes_->dual, p_.queries);
 
-    std::vector<W> ones(size_, W(1)), keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
-    ::pack_values(k_, p_.k_strides.token, keys_, p_.dim, ones.data(), keys.data());
-    each_block([&](int64_t row, int64_t count, const W* rows) {
-      form(row, count);
+    std::vector<W> keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
+    ::pack_values<S, W>(k_, p_.k_strides.token, keys_, p_.dim, nullptr, keys.data());
+    each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
+      form(row, count, here);
       const Rows<W> steps(row, row + count, [&](int64_t i) { return left.data() + i; });
-      tiles<W>(steps, depth, right.data(), E, padded_, weights.data(), padded_, padded_, count_);
+      tiles<W>(steps, depth, right.data() + here.start, E, here.wide, weights.data(), padded_, padded_, count_);
       const W multiplier = W(p_.multiplier);
       for (int64_t r = 0; r < count; ++r)
-        for (int64_t j = 0; j < padded_; j += L) {
+        for (int64_t j = 0; j < here.wide; j += L) {
           W* const slope = &z[r * padded_ + j];
-          const V<W> applied = load(slope) * load(b_ + j) * (a_[row + r] * scale);
+          const V<W> applied = load(slope) * load(b_ + here.start + j) * (a_[row + r] * scale);
           store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
         }
       const Rows<W> x(row, row + count, [&](int64_t i) { return &z[(i - row) * padded_]; });
-      multiply(x, size_, keys.data(), E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
+      multiply(x, here.keys, keys.data() + here.start * E, E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
         return static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[i]) * p_.dim;
       });
       take_rows(q_, p_.q_strides.token, p_.dim, row, count, multiplier, points.data());
       by_rows(count, [&](int64_t r, auto R) {
-        add_products<R.value>(&z[r * padded_], padded_, size_, &points[r * deep], deep, dk.data());
+        add_products<R.value>(&z[r * padded_], padded_, here.keys, &points[r * deep], deep, &dk[here.start * deep]);
       });
     });
     put(dk, deep, keys_, p_.dim, slopes_->k, p_.keys);
@@ -868,15 +918,15 @@ template <class S, class W> class Head {
       const bool closes_rows = depth < most;
       const W* const y = right.data() + right.size() - padded_;
       std::fill_n(total_, padded_, W(0));
-      each_block([&](int64_t row, int64_t count, const W* rows) {
+      each_block([&](int64_t row, int64_t count, const Window& here, const W* rows) {
         W sums[kRows], x[kRows];
         by_rows(count, [&](int64_t r, auto R) {
-          if (columns) dots<R.value>(rows + r * stride_, stride_, padded_, y, sums + r);
+          if (columns) dots<R.value>(rows + r * stride_, stride_, here.wide, y + here.start, sums + r);
           for (int64_t i = r; i < r + R.value; ++i) {
             if (columns) of_a[row + i] += a[row + i] * sums[i];
             x[i] = -of_a[row + i] * a[row + i];
           }
-          if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, padded_, x + r, total_);
+          if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, here.wide, x + r, total_ + here.start);
         });
       });
       if (!closes_rows) {
@@ -904,8 +954,10 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t dim_, stride_;
+  std::vector<Window> windows_;     // of every block of rows
+  std::vector<int64_t> before_;     // of a band: the active keys before each
   std::vector<W> past_a_, past_b_;  // after every half-step, for gradients
-  bool kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
+  bool banded_, kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
 
@@ -1046,14 +1098,15 @@ template <class Body> int64_t count_lost(int64_t count, double products, int64_t
 }
 
 template <class S> double run(const Problem& p, const Slopes* slopes) {
-  const double entries = double(p.batch * p.heads) * double(p.queries) * double(p.keys);
+  const double entries = double(p.batch * p.heads * p.queries) * double(std::min(p.keys, p.high - p.low + 1));
   std::mutex mutex;
   double widest = 0.0;
   const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
                          [&](int64_t index, Scratch& scratch) {
     const Tokens keys(p.keep, p.keys, index / p.heads);
     const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
-    if (queries.none || (p.to_columns && keys.none)) return;
+    const bool banded = p.low > 1 - p.queries || p.high < p.keys - 1;
+    if (queries.none || ((p.to_columns || banded) && keys.none)) return;
     const double range = run_head<S>(p, slopes, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
     if (!(range <= widest)) widest = range;
@@ -1688,7 +1741,7 @@ template <class T> int64_t plan_all(Plan given) {
 }  // namespace
 
 // Expected sliced plans; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; x:
-// [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M] and query_keep:
+// [B, H, L, N] and y: [B, H, L, M], their projections; tau: [B, H]; omega: [B, H, L]; keep: [B, M] and query_keep:
 // [B, N] bytes or null; out: [B, H, N, E], or the map where v is null, which is sorted softly, with E = M; 0
 // where nothing is written. All contiguous.  softly: sorted by SoftSort at a temperature. Else exactly, where tokens
 // that tie share, or are in order, the last one first if `ascending`.
@@ -1700,6 +1753,13 @@ struct Esp {
   int64_t batch, heads, queries, keys, dim, width, slices, monotone, squared, mean, is_double, threads;
   int64_t softly, shared, ascending;
   double temperature, factor;
+};
+
+// Where gradients of soft plans are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before.
+struct EspSlopes {
+  const void* grad;
+  void *q, *k, *v, *x, *y;
+  double *tau, *omega;
 };
 
 namespace {
@@ -1813,6 +1873,7 @@ template <class T> class Line : public Ranking<T> {
 
  public:
   static constexpr int K = std::is_same_v<T, float> ? 16 : 32;
+  static constexpr T c = T(std::is_same_v<T, float> ? 0.42044820762685725 : 0.29730177875068026);  // 2^(3/4) / sqrt(K)
 
   explicit Line(const std::vector<int64_t>& active)
       : Ranking<T>(active), first(active.size()), near(active.size() * K), share(active.size()),
@@ -1869,7 +1930,7 @@ template <class T> class SlicedHead {
  protected:
   SlicedHead(const Esp& p, int64_t index, const Tokens& queries, const Tokens& keys)
       : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
-        head_(index % p.heads), meetings_(meetings(n_, m_, p.monotone)) {
+        index_(index), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
     q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim);
     v_ = p.v ? at(p.v, p.keys * p.width) : nullptr;
@@ -1880,148 +1941,225 @@ template <class T> class SlicedHead {
   // What slices before are multiplied by when one of this cost joins them, and its own weight,
   // omega exp(-tau D) in units of the largest up to here: in float32, too, one of them is 1.
   std::pair<T, T> joined(int64_t slice, double cost) {
-    const double omega = p_.omega[head_ * p_.slices + slice], tau = p_.tau[head_];
+    const double omega = p_.omega[index_ * p_.slices + slice], tau = p_.tau[index_];
     if (omega == 0 || (tau > 0 && cost == double(kInfinity))) return {T(1), T(0)};
     if (p_.mean) cost /= double(n_);
-    if (best_omega_ == 0) best_ = cost, best_omega_ = omega;
-    const double ahead = tau * (best_ - cost) + std::log(std::abs(omega / best_omega_));
+    if (best_omega_ == 0) best_ = cost, best_omega_ = std::abs(omega);
+    const double ahead = tau * (best_ - cost) + std::log(std::abs(omega) / best_omega_);
     const double kept = ahead > 0 ? std::exp(-ahead) : 1.0;
     const double weight = std::copysign(ahead > 0 ? 1.0 : std::exp(ahead), omega);
-    if (ahead > 0) best_ = cost, best_omega_ = omega;
+    if (ahead > 0) best_ = cost, best_omega_ = std::abs(omega);
     total_ = total_ * kept + weight;
     return {T(kept), T(weight)};
   }
 
   const Esp& p_;
   const Tokens &queries_, &keys_;
-  const int64_t n_, m_, head_;
+  const int64_t n_, m_, index_;
   const std::vector<Meeting> meetings_;
   const T *q_, *k_, *v_, *lines_x_, *lines_y_;
   T* out_;
   double best_ = 0, best_omega_ = 0, total_ = 0;
 };
 
-// Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
-// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
-// all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
-template <class T> class SoftHead : SlicedHead<T> {
-  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
-  static constexpr int64_t kFew = 128;
+// exp(-(x_i - x_j)^2 / t) of all pairs of tokens on a line. Diag(1 / Z) of it, Z = its rows' sums, is SoftSort, whose
+// ranks stand where their tokens do.
+template <class T> class Pairs {
+  static constexpr int L = kLanes<T>;
   using Bits = typename Lanes<T>::Bits;
   static constexpr T kLeast = std::is_same_v<T, float> ? -36 : -80;  // of exponents: REACH of operators/esp.py
-  using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
 
  public:
-  SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), padded_(rounded_up(m_, P)), ranks_(rounded_up(n_, L)), x_(queries.active),
-        y_(keys.active) {
-    const int64_t values = p.v ? rounded_up(p.width, P) * m_ : 0, rows = rounded_up(n_, kRows);
-    const int64_t spread = (few() ? n_ + m_ : kNodes) * padded_, sorts = few() ? (n_ + 3) * ranks_ + 3 * padded_ : 0;
-    scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + spread + sorts + values + m_) * sizeof(T) + 9 * kBytes);
-    panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
-    plan_ = scratch.take<T>(rows * padded_), mean_ = scratch.take<T>(rows * padded_);
-    spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values), ones_ = scratch.take<T>(m_);
-    sorts_ = scratch.take<T>(sorts);
+  Pairs(const std::vector<int64_t>& active, double temperature)
+      : size(active.size()), room(rounded_up(size, 2 * L)), order(size), active_(active), scale_(T(-1 / temperature)) {}
+
+  void take(Scratch& scratch) {
+    entries = scratch.take<T>(size * room), share = scratch.take<T>(room);
+    tokens_ = scratch.take<T>(room), received_ = scratch.take<T>(room);
   }
 
-  void run() {
-    form_cost();
-    std::fill_n(mean_, n_ * padded_, T(0));
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      const T *x = this->lines_x_ + l * p_.queries, *y = this->lines_y_ + l * p_.keys;
-      const auto [kept, weight] = this->joined(l, few() ? form_all(x, y) : form_plan(x, y));
-      const V<T> factor = all(weight), other = all(kept);
-      for (int64_t i = 0; i < n_ * padded_; i += L)
-        store(mean_ + i, load(mean_ + i) * other + load(plan_ + i) * factor);
-    }
-    apply(T(p_.factor / this->total_));
-  }
+  const int64_t size, room;
+  std::vector<int64_t> order;  // the token of every rank
+  T *entries, *share;          // [size, room]; 1 / Z
 
- private:
-  void form_cost() {
-    pack_tokens(this->k_, p_.dim, keys_, p_.dim, T(1), panels_);
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const Rows<T> x(row, n_, [this](int64_t i) { return this->q_ + queries_.active[i] * p_.dim; });
-      T* to = cost_ + row * padded_;
-      tiles<T, true>(x, p_.dim, panels_, P * p_.dim, padded_, to, padded_);
-      if (!p_.squared) for (int64_t j = 0; j < kRows * padded_; ++j) to[j] = std::sqrt(to[j]);
-    }
-  }
-
-  bool few() const { return n_ <= kFew && m_ <= kFew; }
-
-  // The active tokens of a line and the same sorted, both up to `room` and followed by numbers far away; false
-  // where one is not finite.
-  static bool sorted(const T* from, const std::vector<int64_t>& active, int64_t room, T* tokens, T* ranked) {
-    const int64_t size = active.size();
+  // False where a number is not finite.
+  bool place(const T* from) {
     bool finite = true;
-    for (int64_t i = 0; i < size; ++i) tokens[i] = from[active[i]], finite &= std::isfinite(tokens[i]);
-    std::fill_n(tokens + size, room - size, std::numeric_limits<T>::max());
-    std::copy_n(tokens, room, ranked);
+    for (int64_t i = 0; i < size; ++i) tokens_[i] = from[active_[i]], finite &= std::isfinite(tokens_[i]);
+    std::fill_n(tokens_ + size, room - size, std::numeric_limits<T>::max());
     for (int64_t start = 0; start < size; start += L) {  // a rank is how many are larger, or as large before
-      const V<T> own = load(tokens + start);
+      const V<T> own = load(tokens_ + start);
       Bits rank{};
-      for (int64_t j = 0; j < start; ++j) rank -= Bits(all(tokens[j]) >= own);
+      for (int64_t j = 0; j < start; ++j) rank -= Bits(all(tokens_[j]) >= own);
       for (int64_t j = start; j < std::min(start + L, size); ++j) {
-        const V<T> other = all(tokens[j]);
+        const V<T> other = all(tokens_[j]);
         rank -= Bits(other > own) | (Bits(other == own) & Bits(all(T(j - start)) < kRamp<T>));
       }
-      for (int64_t j = start + L; j < size; ++j) rank -= Bits(all(tokens[j]) > own);
-      for (int64_t i = start; i < std::min(start + L, size); ++i) ranked[rank[i - start]] = tokens[i];
+      for (int64_t j = start + L; j < size; ++j) rank -= Bits(all(tokens_[j]) > own);
+      for (int64_t i = start; finite && i < std::min(start + L, size); ++i) order[rank[i - start]] = i;
+    }
+    for (int64_t i = 0; i < size; ++i) {
+      V<T> sum{};
+      for (int64_t j = 0; j < room; j += L) {
+        const V<T> exponent = exponent_of(i, j), entry = exponential<T, true>(exponent > kLeast ? exponent : all(kLeast));
+        store(entries + i * room + j, entry), sum += entry;
+      }
+      share[i] = 1 / sum_of<T>(sum);
     }
     return finite;
   }
 
-  // exp(-(tokens[j] - at)^2 / t) for `room` tokens, each added to totals; returns the sum of all.
-  T likely(const T* tokens, int64_t room, T at, T* to, T* totals) const {
-    const T scale = T(-1 / p_.temperature);
-    V<T> sum{};
-    for (int64_t j = 0; j < room; j += L) {
-      const V<T> away = load(tokens + j) - at, exponent = away * away * scale;
-      const V<T> entries = exponential<T, true>(exponent > kLeast ? exponent : all(kLeast));
-      store(to + j, entries), sum += entries;
-      if (totals) store(totals + j, load(totals + j) + entries);
-    }
-    return sum_of<T>(sum);
-  }
-
-  // P of a few tokens, and its product with the costs.
-  double form_all(const T* x, const T* y) {
-    T *tokens_x = sorts_ + n_ * ranks_, *ranked_x = tokens_x + ranks_, *totals = ranked_x + ranks_;
-    T *tokens_y = totals + ranks_, *ranked_y = tokens_y + padded_, *shares = ranked_y + padded_;
-    if (!sorted(x, queries_.active, ranks_, tokens_x, ranked_x) ||
-        !sorted(y, keys_.active, padded_, tokens_y, ranked_y)) return std::nan("");
-    std::fill_n(totals, ranks_, T(0));
-    for (int64_t i = 0; i < n_; ++i) likely(ranked_x, ranks_, tokens_x[i], sorts_ + i * ranks_, totals);
-    T *sorts_y = spread_ + n_ * padded_;
-    for (int64_t s = 0; s < m_; ++s)
-      shares[s] = 1 / likely(tokens_y, padded_, ranked_y[s], sorts_y + s * padded_, nullptr);
-    std::fill_n(spread_, n_ * padded_, T(0));  // I B, as panels of two registers' keys
-    for (const auto& [r, s, mass] : meetings_) {
-      const V<T> factor = all(T(mass) * shares[s] / totals[r]);
-      for (int64_t j = 0; j < padded_; j += L) {
-        T* to = spread_ + j / P * P * n_ + r * P + j % P;
-        store(to, load(to) + factor * load(sorts_y + s * padded_ + j));
+  // The gradient of the numbers, from that of the entries [size, room], before they are divided by their sums.
+  void put_slopes(const T* slopes, T* to) const {
+    std::fill_n(received_, room, T(0));
+    for (int64_t i = 0; i < size; ++i) {
+      const T *own = slopes + i * room, *entry = entries + i * room;
+      T mean;
+      dots<1>(own, 0, room, entry, &mean);
+      mean *= share[i];
+      V<T> given{};
+      for (int64_t j = 0; j < room; j += L) {
+        const V<T> moved = load(entry + j) * (load(own + j) - mean) * (tokens_[i] - load(tokens_ + j));
+        const V<T> part = exponent_of(i, j) > kLeast ? moved : V<T>{};
+        store(received_ + j, load(received_ + j) + part), given += part;
       }
+      to[active_[i]] += 2 * scale_ * sum_of<T>(given);
     }
-    double total = 0;
-    for (int64_t row = 0; row < n_; row += kRows) {
-      const Rows<T> x(row, n_, [this](int64_t i) { return sorts_ + i * ranks_; });
-      tiles<T>(x, n_, spread_, P * n_, padded_, plan_ + row * padded_, padded_);
-    }
-    for (int64_t row = 0; row < n_; ++row) {
-      V<T> sum{};
-      for (int64_t j = row * padded_; j < (row + 1) * padded_; j += L) sum += load(plan_ + j) * load(cost_ + j);
-      total += double(sum_of<T>(sum));
-    }
-    return total;
+    for (int64_t i = 0; i < size; ++i) to[active_[i]] -= 2 * scale_ * received_[i];
   }
 
-  // P of many, and its product with the costs.
-  double form_plan(const T* x, const T* y) {
-    if (!x_.place(x, p_.temperature) || !y_.place(y, p_.temperature)) return std::nan("");
-    double total = 0;
+ private:
+  INLINE V<T> exponent_of(int64_t i, int64_t j) const {
+    const V<T> away = load(tokens_ + j) - tokens_[i];
+    return away * away * scale_;
+  }
+
+  const std::vector<int64_t>& active_;
+  const T scale_;
+  T *tokens_, *received_;
+};
+
+// Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the nodes next
+// to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
+// all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
+//
+// Gradients, of which Z is that of sum_l w_l P_l: with z_l = <Z, P_l>, D_l = <C, P_l>
+//
+//     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
+//
+// take a second pass over the slices, once the first one knows all D and z.
+template <class T> class SoftHead : SlicedHead<T> {
+  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
+  static constexpr int64_t kFew = 128;
+  using Base = SlicedHead<T>;
+  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+
+ public:
+  SoftHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, index, queries, keys), slopes_(slopes), padded_(rounded_up(m_, P)),
+        few_(n_ <= kFew && m_ <= kFew), x_(queries.active), y_(keys.active), pairs_x_(queries.active, p.temperature),
+        pairs_y_(keys.active, p.temperature) {
+    const int64_t rows = rounded_up(std::max(n_, m_), kRows), wide = pairs_x_.room, most = std::max(wide, padded_);
+    const int64_t plan = rows * padded_, depth = std::max(p.dim, p.v ? p.width : 0), whole = few_ || slopes;
+    const int64_t values = p.v ? rounded_up(p.width, P) * std::max(n_, m_) : 0, spread = (few_ ? n_ : kNodes) * padded_;
+    const int64_t pairs = whole ? (n_ + 3) * wide + (m_ + 3) * padded_ : 0, back = slopes ? 3 * plan + 2 * rows * most : 0;
+    scratch.reserve((padded_ * depth + 3 * plan + spread + values + pairs + back) * sizeof(T) + 20 * kBytes);
+    panels_ = scratch.take<T>(padded_ * depth), cost_ = scratch.take<T>(plan), plan_ = scratch.take<T>(plan);
+    mean_ = scratch.take<T>(plan), spread_ = scratch.take<T>(spread), values_ = scratch.take<T>(values);
+    if (whole) pairs_x_.take(scratch), pairs_y_.take(scratch);
+    if (!slopes) return;
+    wanted_ = scratch.take<T>(plan), moved_ = scratch.take<T>(plan), slope_ = scratch.take<T>(plan);
+    turned_ = scratch.take<T>(rows * most), back_ = scratch.take<T>(rows * most);
+    grad_ = static_cast<const T*>(slopes->grad) + index * p.queries * p.width;
+  }
+
+  void run() {
+    form<true>(this->q_, this->k_, p_.dim, cost_);
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = cost_ + i * padded_;
+      for (int64_t j = 0; !p_.squared && j < padded_; ++j) row[j] = std::sqrt(row[j]);
+      std::fill(row + m_, row + padded_, T(0));
+    }
+    std::fill_n(mean_, n_ * padded_, T(0));
+    if (slopes_) form_wanted(), std::fill_n(moved_, n_ * padded_, T(0));
+    std::vector<Sums> found;
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      const T *x = this->lines_x_ + l * p_.queries, *y = this->lines_y_ + l * p_.keys;
+      sums_ = Sums{};
+      if (few_ ? !form_all(x, y) : !form_plan(x, y)) sums_.cost = std::nan("");
+      const auto [kept, weight] = this->joined(l, sums_.cost);
+      mix(mean_, kept, weight);
+      if (!slopes_) continue;
+      found.push_back(sums_);
+      mix(moved_, kept, weight * T(sums_.wanted - found[0].wanted));
+    }
+    if (slopes_) differentiate(found);
+    else apply();
+  }
+
+ private:
+  // <C, P> and <Z, P> of a slice.
+  struct Sums {
+    double cost = 0, wanted = 0;
+  };
+
+  // x y' of all queries and keys, or their squared distances.
+  template <bool squares> void form(const T* x, const T* y, int64_t depth, T* to) {
+    pack_tokens(y, depth, keys_, depth, T(1), panels_);
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const Rows<T> rows(row, n_, [&](int64_t i) { return x + queries_.active[i] * depth; });
+      tiles<T, squares>(rows, depth, panels_, P * depth, padded_, to + row * padded_, padded_);
+    }
+  }
+
+  // to [tokens, wide] = a line's pairs times panels `next` apart, whose rows are `across` apart.
+  static void form_product(const Pairs<T>& pairs, const T* panels, int64_t across, int64_t next, T* to, int64_t wide) {
+    for (int64_t row = 0; row < pairs.size; row += kRows) {
+      const Rows<T> rows(row, pairs.size, [&](int64_t i) { return pairs.entries + i * pairs.room; });
+      tiles<T>(rows, pairs.size, panels, next, wide, to + row * wide, wide, across);
+    }
+  }
+
+  void mix(T* to, T kept, T weight) const {
+    const V<T> factor = all(weight), other = all(kept);
+    for (int64_t i = 0; i < n_ * padded_; i += L) store(to + i, load(to + i) * other + load(plan_ + i) * factor);
+  }
+
+  // What a query of P adds to the sums.
+  void add_sums(int64_t i) {
+    T sum;
+    dots<1>(plan_ + i * padded_, 0, padded_, cost_ + i * padded_, &sum);
+    sums_.cost += double(sum);
+    if (!slopes_) return;
+    dots<1>(plan_ + i * padded_, 0, padded_, wanted_ + i * padded_, &sum);
+    sums_.wanted += double(sum);
+  }
+
+  // Calls body(query, key, what passes between them, divided by the sums of both) for all that meet.
+  template <class Body> void each_meeting(const Body& body) const {
+    for (const auto& [r, s, mass] : meetings_) {
+      const int64_t i = pairs_x_.order[r], j = pairs_y_.order[s];
+      body(i, j, T(mass) * pairs_x_.share[i] * pairs_y_.share[j]);
+    }
+  }
+
+  static void add_row(T factor, const T* from, int64_t row, T* to, int64_t place, int64_t wide) {
+    add_rows<1>(from + row * wide, 0, wide, &factor, to + place * wide);
+  }
+
+  // P of a few tokens, with diag(1/Z) I B in the order of the queries.
+  bool form_all(const T* x, const T* y) {
+    if (!pairs_x_.place(x) || !pairs_y_.place(y)) return false;
+    std::fill_n(spread_, n_ * padded_, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, pairs_y_.entries, j, spread_, i, padded_); });
+    form_product(pairs_x_, spread_, padded_, P, plan_, padded_);
+    for (int64_t i = 0; i < n_; ++i) add_sums(i);
+    return true;
+  }
+
+  // P of many.
+  bool form_plan(const T* x, const T* y) {
+    if (!x_.place(x, p_.temperature) || !y_.place(y, p_.temperature)) return false;
     const int64_t last = meetings_.size();
     for (int64_t row = 0, end = 0, meeting = 0; row < n_; row = end) {
       const int64_t base = x_.first[row];
@@ -2031,9 +2169,9 @@ template <class T> class SoftHead : SlicedHead<T> {
       int64_t behind = meeting;
       while (behind < last && x_.first[meetings_[behind].query] < base + nodes) ++behind;
       form_spread(base, nodes, meeting, behind);
-      for (; row < end; ++row) total += form_row(row, base);
+      for (; row < end; ++row) form_row(row, base);
     }
-    return total;
+    return true;
   }
 
   // M Y [nodes, M] of some nodes of the queries.
@@ -2065,10 +2203,9 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  double form_row(int64_t r, int64_t base) {
+  void form_row(int64_t r, int64_t base) {
     const T *from = spread_ + (x_.first[r] - base) * padded_, *near = &x_.near[r * K];
     const int64_t start = x_.order[r] * padded_;
-    V<T> total{};
     const auto some = [&](int64_t j, auto R) {
       V<T> sum[R.value] = {};
       for (int m = 0; m < K; ++m) {
@@ -2077,35 +2214,144 @@ template <class T> class SoftHead : SlicedHead<T> {
         for (int i = 0; i < R.value; ++i) sum[i] += own * load(from + m * padded_ + j + i * L);
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < R.value; ++i) {
-        store(plan_ + start + j + i * L, sum[i]);
-        total += sum[i] * load(cost_ + start + j + i * L);
-      }
+      for (int i = 0; i < R.value; ++i) store(plan_ + start + j + i * L, sum[i]);
     };
     int64_t j = 0;
     for (; j + 2 * P <= padded_; j += 2 * P) some(j, std::integral_constant<int, 4>{});
     if (j < padded_) some(j, std::integral_constant<int, 2>{});
-    return double(sum_of<T>(total));
+    add_sums(x_.order[r]);
   }
 
-  void apply(T factor) {
-    if (!p_.v) {
-      for (int64_t i = 0; i < n_; ++i)
-        for (int64_t j = 0; j < m_; ++j)
-          out_[queries_.active[i] * p_.width + keys_.active[j]] = factor * mean_[i * padded_ + j];
+  // The output or, of a map, its gradient's Z.
+  void apply() {
+    const T factor = T(p_.factor / this->total_);
+    if (p_.v) return multiply_rows(n_, mean_, padded_, 1, this->v_, keys_, queries_, factor, out_);
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < m_; ++j)
+        out_[queries_.active[i] * p_.width + keys_.active[j]] = factor * mean_[i * padded_ + j];
+  }
+
+  // to = factor x from, for tokens of x whose rows are `stride` apart and their entries `step`.
+  void multiply_rows(int64_t count, const T* x, int64_t stride, int64_t step, const T* from, const Tokens& others,
+                     const Tokens& tokens, T factor, T* to) const {
+    const int64_t depth = others.active.size();
+    pack_values<T, T>(from, p_.width, others, p_.width, nullptr, values_);
+    for (int64_t row = 0; row < count; row += kRows)
+      multiply(Rows<T>(row, count, [&](int64_t i) { return x + i * stride; }), depth, values_, P * depth, p_.width,
+               [=](int64_t) { return factor; }, [&](int64_t i) { return to + tokens.active[i] * p_.width; }, step);
+  }
+
+  // Z, from the gradient of the output.
+  void form_wanted() {
+    const T factor = T(p_.factor);
+    if (p_.v) form<false>(grad_, this->v_, p_.width, wanted_);
+    for (int64_t i = 0; i < n_; ++i) {
+      T* row = wanted_ + i * padded_;
+      for (int64_t j = 0; j < m_; ++j)
+        row[j] = factor * (p_.v ? row[j] : grad_[queries_.active[i] * p_.width + keys_.active[j]]);
+      std::fill(row + m_, row + padded_, T(0));
+    }
+  }
+
+  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + this->index_ * size; }
+
+  void differentiate(const std::vector<Sums>& found) {
+    const double *omega = p_.omega + this->index_ * p_.slices, tau = p_.tau[this->index_], per = p_.mean ? double(n_) : 1.0;
+    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
+    std::vector<double> away, weight;  // costs beyond the lowest, and w
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      away.push_back(found[l].cost / per - this->best_);
+      of_omega[l] = std::exp(-tau * away[l]) / (this->best_omega_ * this->total_);
+      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
+      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
+    }
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
+      if (weight[l] == 0) continue;
+      const double slope = weight[l] * (found[l].wanted - mean);
+      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
+      add_slice(l, T(weight[l]), T(-tau * slope / per));
+    }
+    add_cost(T(mean - found[0].wanted), T(-tau / (per * this->total_)));
+    if (p_.v)
+      multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, T(p_.factor / this->total_), of_head<T>(slopes_->v, p_.keys * p_.width));
+  }
+
+  // Gradients of a slice's numbers.
+  void add_slice(int64_t l, T weight, T of_cost) {
+    T* const x = of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
+    T* const y = of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
+    const T *line_x = this->lines_x_ + l * p_.queries, *line_y = this->lines_y_ + l * p_.keys;
+    if (!pairs_x_.place(line_x) || !pairs_y_.place(line_y)) {
+      for (int64_t i : queries_.active) x[i] = T(std::nan(""));
+      for (int64_t j : keys_.active) y[j] = T(std::nan(""));
       return;
     }
-    std::fill_n(ones_, m_, T(1));
-    pack_values(this->v_, p_.width, keys_, p_.width, ones_, values_);
-    for (int64_t row = 0; row < n_; row += kRows)
-      multiply(Rows<T>(row, n_, [this](int64_t i) { return mean_ + i * padded_; }), m_, values_, P * m_, p_.width,
-               [=](int64_t) { return factor; }, [this](int64_t i) { return out_ + queries_.active[i] * p_.width; });
+    if (!few_) x_.place(line_x, p_.temperature), y_.place(line_y, p_.temperature);
+    for (int64_t i = 0; i < n_ * padded_; i += L)
+      store(slope_ + i, load(wanted_ + i) * weight + (of_cost == 0 ? V<T>{} : load(cost_ + i) * of_cost));
+    pack_tokens(slope_, padded_, rows_, m_, T(1), turned_);
+    multiply_by(pairs_y_, y_, turned_, P, P * m_, pairs_x_.room);
+    std::fill_n(turned_, n_ * pairs_x_.room, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, back_, j, turned_, i, pairs_x_.room); });
+    pairs_x_.put_slopes(turned_, x);
+    multiply_by(pairs_x_, x_, slope_, padded_, P, padded_);
+    std::fill_n(turned_, m_ * padded_, T(0));
+    each_meeting([this](int64_t i, int64_t j, T share) { add_row(share, back_, i, turned_, j, padded_); });
+    pairs_y_.put_slopes(turned_, y);
   }
 
-  const int64_t padded_, ranks_;
+  // back [tokens, wide] = a line's pairs times panels `next` apart, whose rows are `across` apart; of many by its nodes.
+  void multiply_by(const Pairs<T>& pairs, const Line<T>& line, const T* panels, int64_t across, int64_t next, int64_t wide) {
+    if (few_) return form_product(pairs, panels, across, next, back_, wide);
+    V<T> nodes[kNodes][2];
+    for (int64_t start = 0; start < wide; start += P, panels += next)
+      for (int64_t row = 0, end = 0, first = 0; row < pairs.size;) {
+        const int64_t base = line.first[row];
+        while (end < pairs.size && line.first[end] + K <= base + kNodes) ++end;
+        while (line.first[first] <= base - K) ++first;
+        std::memset(nodes, 0, sizeof(nodes));
+        for (int64_t r = first; r < pairs.size && line.first[r] < base + kNodes; ++r) {
+          const T* own = panels + line.order[r] * across;
+          const V<T> x[] = {load(own), load(own + L)};
+          const int64_t at = line.first[r] - base;
+          for (int64_t m = std::max<int64_t>(0, -at); m < std::min<int64_t>(K, kNodes - at); ++m)
+            for (int side = 0; side < 2; ++side) nodes[at + m][side] += x[side] * line.near[r * K + m];
+        }
+        for (; row < end; ++row) {
+          V<T> sum[2] = {};
+          for (int m = 0; m < K; ++m)
+            for (int side = 0; side < 2; ++side) sum[side] += nodes[line.first[row] - base + m][side] * line.near[row * K + m];
+          for (int side = 0; side < 2; ++side) store(back_ + line.order[row] * wide + start + side * L, sum[side] * Line<T>::c);
+        }
+      }
+  }
+
+  // Gradients of points by their distances', factor (moved - mean others).
+  void add_cost(T mean, T factor) {
+    T *const to_q = of_head<T>(slopes_->q, p_.queries * p_.dim), *const to_k = of_head<T>(slopes_->k, p_.keys * p_.dim);
+    for (int64_t i = 0; i < n_; ++i)
+      for (int64_t j = 0; j < m_; ++j) {
+        const int64_t at = i * padded_ + j, query = queries_.active[i] * p_.dim, key = keys_.active[j] * p_.dim;
+        const T slope = factor * (moved_[at] - mean * mean_[at]);
+        const T each = p_.squared ? 2 * slope : cost_[at] == 0 ? T(0) : slope / cost_[at];
+        for (int64_t d = 0; d < p_.dim; ++d) {
+          const T part = each * (this->q_[query + d] - this->k_[key + d]);
+          to_q[query + d] += part, to_k[key + d] -= part;
+        }
+      }
+  }
+
+  const EspSlopes* const slopes_;
+  const int64_t padded_;
+  const bool few_;
+  const Tokens rows_{nullptr, n_, 0};
+  Sums sums_;
   Line<T> x_, y_;
+  Pairs<T> pairs_x_, pairs_y_;
   std::vector<T> met_;
-  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_, *sorts_;
+  const T* grad_;
+  T *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *wanted_, *moved_, *slope_, *turned_, *back_;
 };
 
 // Of every slice only who meets whom: O(N (D + E)) a slice, and no N x M matrix. Groups of tokens that tie meet
@@ -2237,215 +2483,14 @@ template <class T> class HardHead : SlicedHead<T> {
   T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_;
 };
 
-template <class T> bool sort(const Esp& p) {
+template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
   const double lines = double(p.batch) * double(p.heads) * double(p.slices) * double(p.queries);
   const double products = lines * (p.softly ? double(p.keys) * Line<T>::K : double(p.dim + p.width + 64));
   return each(p.batch * p.heads, products, p.threads, [&](int64_t index, Scratch& scratch) {
     const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
     if (queries.none || keys.none) return;
-    if (p.softly) SoftHead<T>(p, index, scratch, queries, keys).run();
+    if (p.softly) SoftHead<T>(p, slopes, index, scratch, queries, keys).run();
     else HardHead<T>(p, index, scratch, queries, keys).run();
-  });
-}
-
-}  // namespace
-
-// The loop on a band: query i sees the keys from i + low to i + high alone.  q: [G, N, D]; k: [G, M, D];
-// v: [G, M, E]; out: [G, N, E], contiguous; keep: [G / heads, M] bytes, of keys that some query sees. A query
-// that sees no key gets nothing; the last side to be closed has mass 1 on each token.
-struct Band {
-  const void *q, *k, *v;
-  const uint8_t* keep;
-  void* out;
-  int64_t groups, heads, queries, keys, dim, width, low, high, half_steps, rows_first, is_double, threads;
-  double multiplier;
-};
-
-namespace {
-
-// kRows queries and what they see: `wide` keys from `start` on, the last of which some may not; its entries of K
-// are at `at`.
-struct Window {
-  int64_t start, wide, at;
-};
-
-template <class W> std::vector<Window> windows(const Band& p) {
-  std::vector<Window> found;
-  int64_t at = 0;
-  for (int64_t row = 0; row < p.queries; row += kRows) {
-    const int64_t start = std::clamp<int64_t>(row + p.low, 0, p.keys), end = std::min(row + kRows + p.high, p.keys);
-    found.push_back({start, rounded_up(std::max<int64_t>(end - start, 0), 2 * kLanes<W>), at});
-    at += kRows * found.back().wide;
-  }
-  return found;
-}
-
-// S: the inputs' format; W: what the loop is computed in.
-template <class S, class W> class Banded {
-  static constexpr int64_t P = 2 * kLanes<W>, kTogether = 16;  // windows whose keys are packed together
-
- public:
-  Banded(const Band& p, int64_t index, Scratch& scratch)
-      : p_(p), windows_(windows<W>(p)), keep_(p.keep + index / p.heads * p.keys), padded_(p.keys + 2 * P),
-        rows_(int64_t(windows_.size()) * kRows), value_panels_(rounded_up(p.width, P) / P) {
-    q_ = static_cast<const S*>(p.q) + index * p.queries * p.dim;
-    k_ = static_cast<const S*>(p.k) + index * p.keys * p.dim;
-    v_ = static_cast<const S*>(p.v) + index * p.keys * p.width;
-    out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
-    for (size_t i = 0; i < windows_.size(); i += kTogether) across_ = std::max(across_, end_of(i) - windows_[i].start);
-    const int64_t entries = windows_.back().at + kRows * windows_.back().wide;
-    scratch.reserve((entries + 3 * rows_ + 4 * padded_ + across_ * p.dim + kRows * p.dim +
-                     value_panels_ * padded_ * P) * sizeof(W) + 16 * kBytes);
-    kernel_ = scratch.take<W>(entries);
-    top_ = scratch.take<W>(rows_), a_ = scratch.take<W>(rows_), row_mass_ = scratch.take<W>(rows_);
-    hide_ = scratch.take<W>(padded_), b_ = scratch.take<W>(padded_), column_mass_ = scratch.take<W>(padded_);
-    total_ = scratch.take<W>(padded_), panel_ = scratch.take<W>(across_ * p.dim), block_ = scratch.take<W>(kRows * p.dim);
-    values_ = scratch.take<W>(value_panels_ * padded_ * P);
-    ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
-  }
-
-  // In the linear domain: whether it holds what is written.
-  bool linear() {
-    form();
-    for (int64_t i = 0; i < rows_; ++i) exponentiate(i);
-    const W highest = *std::max_element(top_, top_ + rows_);
-    for (int64_t i = 0; i < rows_; ++i) a_[i] = row_mass_[i] > 0 ? W(std::exp(top_[i] - highest)) : W(0);
-    std::fill_n(b_, padded_, W(1));
-    const double end = std::log(double(std::numeric_limits<W>::max()));
-    const W farthest = W(std::exp(kSums * end));
-    W least = W(1);
-    bool held = true;
-    const auto quotient = [&](W mass, W sum) {
-      if (!(mass > 0)) return W(0);
-      held = held && sum * farthest >= 1 && sum <= farthest;
-      least = std::min(least, sum);
-      return mass / sum;
-    };
-    each_pair(p_.rows_first != 0, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
-      std::fill_n(total_, padded_, W(0));
-      for (int64_t i = 0; i < rows_; i += kRows) {
-        const Window& here = windows_[i / kRows];
-        if (closes_rows) {
-          W sums[kRows];
-          dots<kRows>(kernel_ + here.at, here.wide, here.wide, b_ + here.start, sums);
-          for (int r = 0; r < kRows; ++r) a_[i + r] = quotient(row_mass_[i + r], sums[r]);
-        }
-        if (closes_columns) add_rows<kRows>(kernel_ + here.at, here.wide, here.wide, a_ + i, total_ + here.start);
-      }
-      for (int64_t j = 0; closes_columns && j < padded_; ++j) b_[j] = quotient(column_mass_[j], total_[j]);
-    });
-    write();
-    // A product K b below the format is nothing beside a sum that is far from its ends. An entry of K that has left
-    // it counts where it meets a scaling, about 1 / least at most, that is larger than what it is lost by.
-    const double lost = std::log(double(kRows) * double(across_)) - std::log(double(least)) - end;
-    return held && (lowest_ >= -0.98 * end || lost <= std::log(double(least)) - (sizeof(W) == 4 ? 18 : 38));
-  }
-
- private:
-  int64_t end_of(size_t first) const {  // of the keys that are packed with those of a window
-    int64_t end = windows_[first].start;
-    for (size_t w = first; w < std::min(first + kTogether, windows_.size()); ++w)
-      end = std::max(end, windows_[w].start + windows_[w].wide);
-    return end;
-  }
-  // Scores with what is hidden at -infinity, and who has mass: rows of 1, columns of the same total.
-  void form() {
-    for (int64_t j = 0; j < padded_; ++j) hide_[j] = j < p_.keys && keep_[j] ? W(0) : W(-kInfinity);
-    for (size_t w = 0; w < windows_.size(); ++w) {
-      const Window& here = windows_[w];
-      if (w % kTogether == 0) pack(here.start, end_of(w));
-      const Rows<S> q(w * kRows, p_.queries, [this](int64_t i) { return q_ + i * p_.dim; });
-      const Rows<W> x(0, kRows, [this](int64_t r) { return block_ + r * p_.dim; });
-      for (int r = 0; r < kRows; ++r)
-        for (int64_t d = 0; d < p_.dim; ++d) block_[r * p_.dim + d] = W(q.x[r][d]) * W(p_.multiplier);
-      const W* from = panel_ + here.start - windows_[w / kTogether * kTogether].start;
-      W* scores = kernel_ + here.at;
-      tiles<W>(x, p_.dim, from, P, here.wide, scores, here.wide, across_);
-      for (int64_t r = 0; r < kRows; ++r) hide(w * kRows + r, scores + r * here.wide, here);
-    }
-    double seen = 0, present = 0;
-    for (int64_t i = 0; i < rows_; ++i) seen += row_mass_[i];
-    for (int64_t j = 0; j < p_.keys; ++j) present += keep_[j];
-    share_ = W(std::max(seen, 1.0) / std::max(present, 1.0));
-    for (int64_t j = 0; j < padded_; ++j) column_mass_[j] = j < p_.keys && keep_[j] ? share_ : W(0);
-  }
-
-  void pack(int64_t start, int64_t end) {
-    for (int64_t j = start; j < end; ++j) {
-      W* to = panel_ + j - start;
-      const S* from = k_ + j * p_.dim;
-      if (hide_[j] < 0) for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(0);
-      else for (int64_t d = 0; d < p_.dim; ++d) to[d * across_] = W(from[d]);
-    }
-  }
-
-  void hide(int64_t i, W* row, const Window& here) {
-    const auto within = [&](int64_t j) { return std::clamp<int64_t>(j - here.start, 0, here.wide); };
-    const int64_t begin = within(i + p_.low), end = i < p_.queries ? std::max(begin, within(i + p_.high + 1)) : begin;
-    std::fill(row, row + begin, W(-kInfinity)), std::fill(row + end, row + here.wide, W(-kInfinity));
-    V<W> top = all(W(-kInfinity));
-    for (int64_t t = 0; t < here.wide; t += kLanes<W>) {
-      const V<W> x = load(row + t) + load(hide_ + here.start + t);
-      store(row + t, x);
-      top = x > top ? x : top;
-    }
-    top_[i] = max_of<W>(top), row_mass_[i] = top_[i] > W(-kInfinity);
-  }
-
-  void exponentiate(int64_t i) {
-    const int64_t wide = windows_[i / kRows].wide;
-    W* const row = kernel_ + windows_[i / kRows].at + i % kRows * wide;
-    if (!(row_mass_[i] > 0)) return (void)std::fill_n(row, wide, W(0));
-    const V<W> top = all(top_[i]), lowest = all(W(-std::numeric_limits<W>::max()));
-    V<W> least{};
-    for (int64_t t = 0; t < wide; t += kLanes<W>) {
-      const V<W> x = load(row + t) - top;
-      least = x < least && x >= lowest ? x : least;
-      store(row + t, exponential<W>(x));
-    }
-    for (int lane = 0; lane < kLanes<W>; ++lane) lowest_ = std::min(lowest_, double(least[lane]));
-  }
-
-  void write() {
-    for (int64_t panel = 0; panel < value_panels_; ++panel)
-      for (int64_t j = 0; j < padded_; ++j) {
-        W* to = values_ + (panel * padded_ + j) * P;
-        const S* from = v_ + j * p_.width + panel * P;
-        const int64_t count = hide_[j] < 0 ? 0 : std::min(P, p_.width - panel * P);
-        for (int64_t e = 0; e < count; ++e) to[e] = b_[j] * W(from[e]);
-        std::fill(to + count, to + P, W(0));
-      }
-    const W closed = ends_on_rows_ ? W(1) : W(1) / share_;
-    for (int64_t row = 0; row < p_.queries; row += kRows) {
-      const Window& here = windows_[row / kRows];
-      const Rows<W> x(row, p_.queries, [&](int64_t i) { return kernel_ + here.at + i % kRows * here.wide; });
-      multiply(x, here.wide, values_ + here.start * P, P * padded_, p_.width,
-               [=, this](int64_t i) { return closed * a_[i]; }, [this](int64_t i) { return out_ + i * p_.width; });
-    }
-  }
-
-  static constexpr double kSums = 0.69;  // of a format's range: how far sums that divide may be from 1
-
-  const Band& p_;
-  std::vector<Window> windows_;
-  const uint8_t* keep_;
-  int64_t padded_, rows_, value_panels_, across_ = 0;
-  const S *q_, *k_, *v_;
-  S* out_;
-  W *kernel_, *top_, *a_, *row_mass_, *hide_, *b_, *column_mass_, *total_;
-  W *panel_, *block_, *values_;
-  W share_ = 1;
-  double lowest_ = 0;
-  bool ends_on_rows_;
-};
-
-// Returns how many heads neither format holds in the linear domain; -1 where there is not enough memory.
-template <class S> int64_t band(const Band& p) {
-  const double entries = double(p.groups) * double(p.queries) * double(std::min(p.high - p.low + 1, p.keys));
-  const double products = entries * double(p.dim + p.width + 2 * p.half_steps + 16);
-  return count_lost(p.groups, products, p.threads, [&](int64_t index, Scratch& scratch) {
-    if (Banded<S, S>(p, index, scratch).linear()) return false;
-    return std::is_same_v<S, double> || !Banded<S, double>(p, index, scratch).linear();
   });
 }
 
@@ -2912,7 +2957,7 @@ template <class S> int64_t predict(const Feature& p) {
 
 // What Python's side must agree with: a build of another version would read other fields.
 extern "C" const int64_t asapc_layout[] = {sizeof(Problem), sizeof(Slopes), sizeof(Plan),
-                                           sizeof(Esp),     sizeof(Band),   sizeof(Feature)};
+                                           sizeof(Esp), sizeof(EspSlopes), sizeof(Feature)};
 
 // slopes: null but for gradients. Returns the widest range of scores in a row, or that of a row that logarithms were
 // needed for; -1 where there is not enough memory.
@@ -2920,10 +2965,11 @@ extern "C" double asapc_sinkhorn(const Problem* p, const Slopes* slopes) {
   return p->is_double ? run<double>(*p, slopes) : run<float>(*p, slopes);
 }
 
-// Returns whether there was enough memory.
-extern "C" int asapc_esp(const Esp* p) { return p->is_double ? sort<double>(*p) : sort<float>(*p); }
+// slopes: null but for gradients. Returns whether there was enough memory.
+extern "C" int asapc_esp(const Esp* p, const EspSlopes* slopes) {
+  return p->is_double ? sort<double>(*p, slopes) : sort<float>(*p, slopes);
+}
 
 // Return how many matrices or heads are not held; -1 where there is not enough memory.
 extern "C" int64_t asapc_plan(const Plan* p) { return p->is_double ? plan_all<double>(*p) : plan_all<float>(*p); }
-extern "C" int64_t asapc_band(const Band* p) { return p->is_double ? band<double>(*p) : band<float>(*p); }
 extern "C" int64_t asapc_feature(const Feature* p) { return p->is_double ? predict<double>(*p) : predict<float>(*p); }
