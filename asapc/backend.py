@@ -5,8 +5,8 @@ after:  the same graph, in which every loop that was identified is one operator 
         (Inductor by default) compiles it
 
 The graph is lowered to ATen and identified there like a captured model: matched, and each site compared
-with its own code on the inputs of this call and beyond. Weights are inputs of the graph, so no site holds
-any. The operators are then copied back: a node of the lowered graph that was traced from one of Dynamo's,
+with its own code on the inputs of this call and beyond. Weights are inputs of the graph; a site holds
+those that it needs as numbers, which every call compares. The operators are then copied back: a node of the lowered graph that was traced from one of Dynamo's,
 and holds the same numbers, stands for it. The rest of Dynamo's graph stays as it was, with its mutations,
 random numbers, autocast and gradients.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import re
@@ -28,10 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import tracing
 from torch.export import Dim
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.weak import WeakIdKeyDictionary
 
 from asapc import broken
 from asapc.errors import InputError
@@ -64,6 +67,7 @@ from asapc.passes.put_back import put_back
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import replay
 from asapc.passes.site import Site as MatchedSite
+from asapc.program.constants import COMPARED, Compiled
 from asapc.report.explained import Facts, broken_at, note
 from asapc.terminal.printed import reason
 
@@ -82,13 +86,15 @@ Judged = tuple[MatchedSite, Site]  # a site as it was matched, and as it was jud
 
 @dataclass(frozen=True)
 class Identified:
-    """What is known about a lowered graph: its sites, what was left, and whether more sites may be found
-    if sizes are not free, since it has other loops or sorts."""
+    """What is known about a lowered graph: its sites, what was left, whether more sites may be found if
+    sizes are not free, since it has other loops or sorts, and the places of the inputs of what was
+    refused."""
 
     program: Program
     sites: tuple[Judged, ...]
     left: tuple[LeftAlone, ...]
     may_have_more: bool
+    refused_for: frozenset[int]
 
 
 class Lowerable(nn.Module):
@@ -97,11 +103,15 @@ class Lowerable(nn.Module):
     widen: batch and length of data are free even if Dynamo has fixed them, and so are equal numbers in
     the graph. At the sizes of the example it is the same graph, so what is found in it holds there;
     experiments are small, and another batch is not identified again.
+    held: by place, weights whose values are constants of what is lowered.
     """
 
-    def __init__(self, graph: GraphModule, widen: bool) -> None:
+    def __init__(self, graph: GraphModule, widen: bool, held: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
         self.graphs = [graph]  # no child: its constants stay its own
+        self.widen, self.held = widen, {*held} if held else set()
+        for place, value in (held or {}).items():
+            self.register_buffer(f"held_{place}", value.detach())
         self.inputs = _inputs(graph)
         tensors = [node for node in self.inputs if isinstance(example_of(node), Tensor)]
         self.places = [node for node in tensors if not _read(node)]
@@ -116,7 +126,7 @@ class Lowerable(nn.Module):
     def _axes(self, node: Node, widen: bool) -> dict[int, Any]:
         """Which axes are free: those that Dynamo's guards leave open, and batch and length of data."""
         value = example_of(node)
-        data = widen and not re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target))
+        data = widen and not _is_weight(node)
         lengths = {axis for axis in LENGTHS.get(value.dim(), (0, 1)) if data and axis < value.dim()}
 
         return {
@@ -125,7 +135,8 @@ class Lowerable(nn.Module):
         }
 
     def forward(self, tensors: list[Tensor]) -> Any:  # one list: guards name what is in it
-        return self.run(Plain(self.graphs[0]), tensors)
+        values = [getattr(self, f"held_{i}") if i in self.held else x for i, x in enumerate(tensors)]
+        return self.run(Plain(self.graphs[0]), values)
 
     def run(self, plain: Plain, tensors: Sequence[Tensor]) -> Any:
         """Run the graph; numbers in it that are sizes of data are read from the tensors."""
@@ -138,7 +149,10 @@ class Lowerable(nn.Module):
     def example(self, inputs: Mapping[Node, Any]) -> list[Tensor]:
         """Copies of the tensors, which may be changed; weights are not copied."""
         tensors = [inputs[node] for node in self.places]
-        changed = [lively(x.detach() if x.is_inference() else x).detach() for x in tensors]
+        changed = [
+            (x if place in self.held else lively(x.detach() if x.is_inference() else x)).detach()
+            for place, x in enumerate(tensors)
+        ]
         return [
             x if isinstance(own, nn.Parameter) and not own.is_inference() else x.clone()
             for own, x in zip(tensors, changed, strict=True)
@@ -169,6 +183,11 @@ class Lowerable(nn.Module):
 
 def _inputs(module: GraphModule) -> list[Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether an input belongs to a module, by the name that Dynamo gives it."""
+    return re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target)) is not None
 
 
 def _read(node: Node) -> bool:
@@ -206,7 +225,8 @@ class Whole(nn.Module):
 
 
 def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerable, Identified]:
-    """Identify a graph of Dynamo's with free sizes, and with its own if that may find more sites."""
+    """Identify a graph of Dynamo's with free sizes, with its own if that may find more sites, and with
+    small weights that enter what was refused as constants."""
     best: tuple[Lowerable, Identified] | None = None
     for widen in (True, False):
         lowerable = Lowerable(graph, widen)
@@ -221,7 +241,17 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
         if not known.may_have_more:
             break
     assert best is not None
-    return best
+    lowerable, known = best
+    entering = [(place, lowerable.places[place]) for place in known.refused_for]
+    held = {
+        place: inputs[node] for place, node in entering
+        if _is_weight(node) and inputs[node].numel() <= COMPARED and inputs[node] not in _CHANGED
+    }  # fmt: skip
+    if not held:
+        return best
+    lowerable = Lowerable(graph, lowerable.widen, held)
+    with_constants = _known(lowerable, lowerable.example(inputs))
+    return (lowerable, with_constants) if len(with_constants.sites) > len(known.sites) else best
 
 
 def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
@@ -260,6 +290,7 @@ def _identify_aloud(program: Program) -> Identified:
 
 
 _KNOWN: dict[str, Identified] = {}
+_CHANGED = WeakIdKeyDictionary()  # weights that were constants of a graph, and then had another value
 
 
 def _key(program: Program) -> str:
@@ -291,16 +322,19 @@ def _identify(program: Program) -> Identified:
     at = {node.name: node for node in program.graph.graph.nodes}
     above = ancestors(*(at[x.node] for x in outcomes if isinstance(x, Refusal)), until=BARRIERS)
     above -= {node for site in matched for node in site.part().inside}
-    loops = {total for loop in find_loops(program.graph) for total in loop.sums}
-    may_have_more = bool(kept or above & loops) or any(node.target in SORTS for node in above)
+    loops = [loop.sums for loop in find_loops(program.graph) if above & {*loop.sums}]
+    may_have_more = bool(kept or loops) or any(node.target in SORTS for node in above)
+    above |= ancestors(*itertools.chain(*loops), until=BARRIERS)
+    entering = {place for place, node in enumerate(_inputs(program.graph)) if node in above}
     program = replace(program, args=(), kwargs={}, captured=None)
-    return Identified(program, tuple(sites), (*left, *kept), may_have_more)
+    return Identified(program, tuple(sites), (*left, *kept), may_have_more, frozenset(entering))
 
 
 def rewritten(
     graph: GraphModule, inputs: Sequence[Any], fuses: bool
-) -> tuple[GraphModule, tuple[Site, ...], tuple[LeftAlone, ...]]:
-    """Dynamo's graph with operators for the sites that were identified, those sites, and what was left.
+) -> tuple[GraphModule, tuple[Site, ...], tuple[LeftAlone, ...], dict[int, Compiled]]:
+    """Dynamo's graph with operators for the sites that were identified, those sites, what was left, and
+    by the places of inputs what they must hold for that.
 
     fuses: whether small sites are faster without operators.  Raises Left if the graph stays as it is.
     """
@@ -315,7 +349,9 @@ def rewritten(
     made, sources, sites, others = _with_most(lowerable, known.program, wanted, example)
     _keep_to(lowerable, known.program.graph, sources)
     named = (replace(x, reason=lowerable.named(x.reason)) for x in (*known.left, *small, *others))
-    return made, tuple(sites), tuple(named)
+    places = {node: place for place, node in enumerate(_inputs(graph))}
+    held = [lowerable.places[place] for place in lowerable.held if sites]
+    return made, tuple(sites), tuple(named), {places[node]: Compiled(values[node]) for node in held}
 
 
 def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], list[LeftAlone]]:
@@ -480,14 +516,41 @@ def backend(
             return again
     except Exception as error:  # of capturing the model's code, which runs as it is
         why = reason(error)
-    made, facts = _made(graph, inputs, inner)
+    made, facts, held = _made(graph, inputs, inner)
     note(replace(facts, broken_for=why), graph, inputs)
+    fast = _compiled(made, inputs, inner, mode, others)
+    return _while_they_hold(fast, graph, held) if held else fast
+
+
+def _while_they_hold(
+    fast: Callable[..., Any], graph: GraphModule, held: Mapping[int, Compiled]
+) -> Callable[..., Any]:
+    """The compiled graph while its inputs have the values that are constants in it. Then it is traced
+    anew, without them."""
+    code = InstructionTranslator.current_tx().f_code
+
+    def run(*given: Any) -> Any:
+        other = [given[place] for place, value in held.items() if not value.is_of(given[place])]
+        if not other:
+            return fast(*given)
+        _CHANGED.update(dict.fromkeys(other))
+        torch._C._dynamo.eval_frame.reset_code(code)
+        return graph(*given)
+
+    return run
+
+
+def _compiled(
+    made: GraphModule, inputs: Sequence[Any], inner: str, mode: str | None, others: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """What the inner backend makes of a graph."""
     if inner != "inductor":
-        return torch._dynamo.lookup_backend(inner)(made, list(inputs))
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(inner)(made, list(inputs))
+        return compiled
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     try:
-        return torch._TorchCompileInductorWrapper(mode, others, None)(made, list(inputs))
+        return torch._TorchCompileInductorWrapper(mode, dict(others), None)(made, list(inputs))
     except InductorError as error:
         if not isinstance(error.inner_exception, InvalidCxxCompiler):
             raise
@@ -515,18 +578,21 @@ def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[
     return run
 
 
-def _made(graph: GraphModule, inputs: Sequence[Any], inner: str) -> tuple[GraphModule, Facts]:
-    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without asapc."""
+def _made(
+    graph: GraphModule, inputs: Sequence[Any], inner: str
+) -> tuple[GraphModule, Facts, dict[int, Compiled]]:
+    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without asapc;
+    and what its inputs must hold."""
     try:
-        made, sites, left = rewritten(graph, inputs, inner == "inductor")
+        made, sites, left, held = rewritten(graph, inputs, inner == "inductor")
         facts = Facts(inner, sites, left, broken_at=broken_at(graph))
     except Exception as error:
         text = reason(error).partition(" While executing %")[0]
-        made, facts = graph, Facts(inner, reason=text, broken_at=broken_at(graph))
+        made, facts, held = graph, Facts(inner, reason=text, broken_at=broken_at(graph)), {}
         if not isinstance(error, Left):
             debug = LOG.isEnabledFor(logging.DEBUG)
             kind = type(error).__name__
             LOG.warning("asapc: a graph is left as it is: %s: %s", kind, facts.reason, exc_info=debug)
-            return made, facts
+            return made, facts, held
     LOG.info("asapc: a graph for %s\n%s", inner, "\n".join(facts.lines()))
-    return made, facts
+    return made, facts, held
