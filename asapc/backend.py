@@ -6,9 +6,9 @@ after:  the same graph, in which every loop that was identified is one operator 
 
 The graph is lowered to ATen and identified there like a captured model: matched, and each site compared
 with its own code on the inputs of this call and beyond. Weights are inputs of the graph; a site holds
-those that it needs as numbers, which every call compares. The operators are then copied back: a node of the lowered graph that was traced from one of Dynamo's,
-and holds the same numbers, stands for it. The rest of Dynamo's graph stays as it was, with its mutations,
-random numbers, autocast and gradients.
+those that it needs as numbers, which every call compares. The operators are then copied back: a node of
+the lowered graph that was traced from one of Dynamo's, and holds the same numbers, stands for it. The
+rest of Dynamo's graph stays as it was, with its mutations, random numbers, autocast and gradients.
 
 What cannot be lowered, identified or copied back stays the model's own code, with the reason in
 asapc.explain and in the log "asapc".
