@@ -372,6 +372,17 @@ class Scaled(nn.Module):
         return a * kernel * b.transpose(-1, -2)
 
 
+class Spread(nn.Module):
+    """Sums that matrices of ones repeat, spelt out over three axes."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        plan, (n, m) = scores.exp(), scores.shape[1:]
+        for _ in range(3):
+            plan = plan / (torch.ones(1, n, n).unsqueeze(3) * plan.unsqueeze(1)).sum(2)
+            plan = plan / (plan.unsqueeze(3) * torch.ones(1, m, m).unsqueeze(1)).sum(2)
+        return plan
+
+
 class Products(nn.Module):
     """A kernel of products of positive features, no exponential anywhere."""
 
