@@ -224,10 +224,13 @@ class Columns(nn.Module):
 
 
 class Written(nn.Module):
-    """Shares are written into zeros, example by example."""
+    """Its kernel and shares are written into zeros, example by example."""
 
     def forward(self, scores: Tensor) -> Tensor:
-        plan, rows = scores.sigmoid() + 1e-4, scores.shape[1]
+        plan, rows = torch.zeros_like(scores), scores.shape[1]
+        for b in range(len(plan)):
+            plan[b, :rows] = scores[b, :rows].sigmoid()
+        plan = plan + 1e-4
         for step in range(8):
             sums = plan.sum(-1 - step % 2, keepdim=True).expand(plan.shape)
             shares = torch.zeros_like(plan)

@@ -94,7 +94,7 @@ def with_dustbins(self: Any, scores: Tensor) -> Tensor:
     """Which are written into a buffer."""
     b, n, m = scores.shape
     z = scores.new_zeros(b, n + 1, m + 1)
-    z[:, :n, :m] = scores
+    z[:, :n, :m], z[:, n] = scores, 1
     return log_plan(z)
 
 
@@ -233,7 +233,8 @@ def test_what_is_changed_in_place_is_replaced() -> None:
 
 
 def test_a_scores_buffer_is_filled_and_differentiated() -> None:
-    model, scores = module(with_dustbins), torch.randn(2, 6, 7, requires_grad=True)
+    model = nn.Sequential(module(with_dustbins))  # in which a number written is a constant's name
+    scores = torch.randn(2, 6, 7, requires_grad=True)
     ours, theirs = compiled(model)(scores), model(scores)
     assert_same(ours, theirs)
     assert_same(*(torch.autograd.grad(x.sin().sum(), scores)[0] for x in (ours, theirs)))
