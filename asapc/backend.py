@@ -25,6 +25,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,14 +150,12 @@ class Lowerable(nn.Module):
     def example(self, inputs: Mapping[Node, Any]) -> list[Tensor]:
         """Copies of the tensors, which may be changed; weights are not copied."""
         tensors = [inputs[node] for node in self.places]
-        changed = [
-            (x if place in self.held else lively(x.detach() if x.is_inference() else x)).detach()
-            for place, x in enumerate(tensors)
-        ]
         return [
-            x if isinstance(own, nn.Parameter) and not own.is_inference() else x.clone()
-            for own, x in zip(tensors, changed, strict=True)
-        ]
+            x.detach().clone() if place in self.held
+            else lively(x).detach() if isinstance(x, nn.Parameter) and not x.is_inference()
+            else lively(x.detach() if x.is_inference() else x).detach().clone()
+            for place, x in enumerate(tensors)
+        ]  # fmt: skip
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The arguments for Dynamo's graph."""
@@ -187,7 +186,7 @@ def _inputs(module: GraphModule) -> list[Node]:
 
 def _is_weight(node: Node) -> bool:
     """Whether an input belongs to a module, by the name that Dynamo gives it."""
-    return re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target)) is not None
+    return bool(re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target)))
 
 
 def _read(node: Node) -> bool:
@@ -224,9 +223,11 @@ class Whole(nn.Module):
             return (Exact if self.exact else Interpreter)(self.module).run(*lowerable.arguments(inputs))
 
 
-def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerable, Identified]:
+def identified(
+    graph: GraphModule, inputs: Mapping[Node, Any], trains: bool
+) -> tuple[Lowerable, Identified]:
     """Identify a graph of Dynamo's with free sizes, with its own if that may find more sites, and with
-    small weights that enter what was refused as constants."""
+    small weights that enter what was refused as constants, unless somebody trains them."""
     best: tuple[Lowerable, Identified] | None = None
     for widen in (True, False):
         lowerable = Lowerable(graph, widen)
@@ -246,12 +247,14 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
     held = {
         place: inputs[node] for place, node in entering
         if _is_weight(node) and inputs[node].numel() <= COMPARED and inputs[node] not in _CHANGED
+        and not (trains and inputs[node].requires_grad)
     }  # fmt: skip
-    if not held:
-        return best
-    lowerable = Lowerable(graph, lowerable.widen, held)
-    with_constants = _known(lowerable, lowerable.example(inputs))
-    return (lowerable, with_constants) if len(with_constants.sites) > len(known.sites) else best
+    if held:
+        lowerable = Lowerable(graph, lowerable.widen, held)
+        with contextlib.suppress(Exception):  # as where the graph changes one in place
+            with_constants = _known(lowerable, lowerable.example(inputs))
+            best = (lowerable, with_constants) if len(with_constants.sites) > len(known.sites) else best
+    return best
 
 
 def _known(lowerable: Lowerable, tensors: Sequence[Tensor]) -> Identified:
@@ -342,8 +345,9 @@ def rewritten(
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if not tensors:
         raise Left("it is given no tensors")
+    trains = torch.is_grad_enabled()
     with torch.random.fork_rng(devices=[]), _plainly(tensors):
-        lowerable, known = identified(graph, values)
+        lowerable, known = identified(graph, values, trains)
         example = lowerable.example(values)
     wanted, small = _worth(known, example) if fuses else ([*known.sites], [])
     made, sources, sites, others = _with_most(lowerable, known.program, wanted, example)
@@ -477,8 +481,9 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
     """Let Dynamo guard the sources' sizes, for which the lowered graph holds, and the numbers among them,
     which operators hold as constants: at other sizes the graph runs its own code."""
     known = [example_of(node) for node in sources]
-    sizes = [size for value in known for size in _sizes(value)]
-    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    sizes = [size for value in known for size in (value.shape if isinstance(value, Tensor) else [value])]
+    free = (size for size in sizes if isinstance(size, torch.SymInt))
+    symbols = {symbol for size in free for symbol in size.node.expr.free_symbols}
     for old, new in zip(lowerable.places, _inputs(lowered), strict=True):
         for size, traced in zip(example_of(old).shape, new.meta["val"].shape, strict=True):
             if isinstance(size, torch.SymInt) and not symbols & size.node.expr.free_symbols:
@@ -491,12 +496,6 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
             float(number)
         elif isinstance(number, torch.SymInt) and not number.node.expr.free_symbols <= {*lowerable.sizes}:
             int(number)
-
-
-def _sizes(value: Any) -> list[torch.SymInt]:
-    """The free sizes of a traced value."""
-    sizes = value.shape if isinstance(value, Tensor) else [value]
-    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def backend(
@@ -518,15 +517,29 @@ def backend(
         why = reason(error)
     made, facts, held = _made(graph, inputs, inner)
     note(replace(facts, broken_for=why), graph, inputs)
-    fast = _compiled(made, inputs, inner, mode, others)
-    return _while_they_hold(fast, graph, held) if held else fast
+    guarded = partial(_while_they_hold, graph, held)
+    if inner != "inductor":
+        return guarded(torch._dynamo.lookup_backend(inner)(made, list(inputs)))
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    try:
+        return guarded(torch._TorchCompileInductorWrapper(mode, others, None)(made, list(inputs)))
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler):
+            raise
+        raise InputError(
+            "Inductor needs a C++ compiler", got=reason(error),
+            help='install g++, or torch.compile(model, backend="asapc", options={"inner": "eager"})',
+        ) from error  # fmt: skip
 
 
 def _while_they_hold(
-    fast: Callable[..., Any], graph: GraphModule, held: Mapping[int, Compiled]
+    graph: GraphModule, held: Mapping[int, Compiled], fast: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The compiled graph while its inputs have the values that are constants in it. Then it is traced
     anew, without them."""
+    if not held:
+        return fast
     code = InstructionTranslator.current_tx().f_code
 
     def run(*given: Any) -> Any:
@@ -538,26 +551,6 @@ def _while_they_hold(
         return graph(*given)
 
     return run
-
-
-def _compiled(
-    made: GraphModule, inputs: Sequence[Any], inner: str, mode: str | None, others: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """What the inner backend makes of a graph."""
-    if inner != "inductor":
-        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(inner)(made, list(inputs))
-        return compiled
-    from torch._inductor.exc import InductorError, InvalidCxxCompiler
-
-    try:
-        return torch._TorchCompileInductorWrapper(mode, dict(others), None)(made, list(inputs))
-    except InductorError as error:
-        if not isinstance(error.inner_exception, InvalidCxxCompiler):
-            raise
-        raise InputError(
-            "Inductor needs a C++ compiler", got=reason(error),
-            help='install g++, or torch.compile(model, backend="asapc", options={"inner": "eager"})',
-        ) from error  # fmt: skip
 
 
 def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[..., Any] | None:
