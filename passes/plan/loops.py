@@ -226,15 +226,17 @@ def _vector_product(node: Node) -> _Sum | None:
 def _spread_sum(node: Node) -> _Sum | None:
     """sum_k W_ik K_kj for all i, j, spelt out over three axes, where W is made of no data: a sum over K's
     columns that is repeated for every row, of ones."""
-    product, dims = node.args[:2]
+    product: Any = node.args[0]
+    dims: Any = node.args[1]
     factors = product.args[:2] if isinstance(product, Node) and product.target is aten.mul.Tensor else ()
     spread = [x for x in factors if isinstance(x, Node) and x.target is aten.unsqueeze.default]
     moving = [x for x in spread if depends_on_data(x)]
     if len(spread) != 2 or len(moving) != 1 or not isinstance(dims, list) or len(dims) != 1:
         return None
-    matrix, added = moving[0].args
+    matrix: Any = moving[0].args[0]
+    inserted: Any = moving[0].args[1]
     rank = rank_of(product)
-    axis, added = dims[0] % rank, added % rank
+    axis, added = dims[0] % rank, inserted % rank
     if rank < 3 or axis == added or not is_divided_by(node):
         return None
     return _Sum(node, matrix, axis - (axis > added) - (rank - 1))
