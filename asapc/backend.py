@@ -5,10 +5,10 @@ after:  the same graph, in which every loop that was identified is one operator 
         (Inductor by default) compiles it
 
 The graph is lowered to ATen and identified there like a captured model: matched, and each site compared
-with its own code on the inputs of this call and beyond. Weights are inputs of the graph, so no site holds
-any. The operators are then copied back: a node of the lowered graph that was traced from one of Dynamo's,
-and holds the same numbers, stands for it. The rest of Dynamo's graph stays as it was, with its mutations,
-random numbers, autocast and gradients.
+with its own code on the inputs of this call and beyond. Weights are inputs of the graph; a site holds
+those that it needs as numbers, which every call compares. The operators are then copied back: a node of
+the lowered graph that was traced from one of Dynamo's, and holds the same numbers, stands for it. The
+rest of Dynamo's graph stays as it was, with its mutations, random numbers, autocast and gradients.
 
 What cannot be lowered, identified or copied back stays the model's own code, with the reason in
 asapc.explain and in the log "asapc".
@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import tracing
 from torch.export import Dim
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.weak import WeakIdKeyDictionary
 
 from asapc import broken
 from asapc.errors import InputError
@@ -64,6 +68,7 @@ from asapc.passes.put_back import put_back
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import replay
 from asapc.passes.site import Site as MatchedSite
+from asapc.program.constants import COMPARED, Compiled
 from asapc.report.explained import Facts, broken_at, note
 from asapc.terminal.printed import reason
 
@@ -82,13 +87,15 @@ Judged = tuple[MatchedSite, Site]  # a site as it was matched, and as it was jud
 
 @dataclass(frozen=True)
 class Identified:
-    """What is known about a lowered graph: its sites, what was left, and whether more sites may be found
-    if sizes are not free, since it has other loops or sorts."""
+    """What is known about a lowered graph: its sites, what was left, whether more sites may be found if
+    sizes are not free, since it has other loops or sorts, and the places of the inputs of what was
+    refused."""
 
     program: Program
     sites: tuple[Judged, ...]
     left: tuple[LeftAlone, ...]
     may_have_more: bool
+    refused_for: frozenset[int]
 
 
 class Lowerable(nn.Module):
@@ -97,11 +104,15 @@ class Lowerable(nn.Module):
     widen: batch and length of data are free even if Dynamo has fixed them, and so are equal numbers in
     the graph. At the sizes of the example it is the same graph, so what is found in it holds there;
     experiments are small, and another batch is not identified again.
+    held: by place, weights whose values are constants of what is lowered.
     """
 
-    def __init__(self, graph: GraphModule, widen: bool) -> None:
+    def __init__(self, graph: GraphModule, widen: bool, held: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
         self.graphs = [graph]  # no child: its constants stay its own
+        self.widen, self.held = widen, {*held} if held else set()
+        for place, value in (held or {}).items():
+            self.register_buffer(f"held_{place}", value.detach())
         self.inputs = _inputs(graph)
         tensors = [node for node in self.inputs if isinstance(example_of(node), Tensor)]
         self.places = [node for node in tensors if not _read(node)]
@@ -116,7 +127,7 @@ class Lowerable(nn.Module):
     def _axes(self, node: Node, widen: bool) -> dict[int, Any]:
         """Which axes are free: those that Dynamo's guards leave open, and batch and length of data."""
         value = example_of(node)
-        data = widen and not re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target))
+        data = widen and not _is_weight(node)
         lengths = {axis for axis in LENGTHS.get(value.dim(), (0, 1)) if data and axis < value.dim()}
 
         return {
@@ -125,7 +136,8 @@ class Lowerable(nn.Module):
         }
 
     def forward(self, tensors: list[Tensor]) -> Any:  # one list: guards name what is in it
-        return self.run(Plain(self.graphs[0]), tensors)
+        values = [getattr(self, f"held_{i}") if i in self.held else x for i, x in enumerate(tensors)]
+        return self.run(Plain(self.graphs[0]), values)
 
     def run(self, plain: Plain, tensors: Sequence[Tensor]) -> Any:
         """Run the graph; numbers in it that are sizes of data are read from the tensors."""
@@ -138,11 +150,12 @@ class Lowerable(nn.Module):
     def example(self, inputs: Mapping[Node, Any]) -> list[Tensor]:
         """Copies of the tensors, which may be changed; weights are not copied."""
         tensors = [inputs[node] for node in self.places]
-        changed = [lively(x.detach() if x.is_inference() else x).detach() for x in tensors]
         return [
-            x if isinstance(own, nn.Parameter) and not own.is_inference() else x.clone()
-            for own, x in zip(tensors, changed, strict=True)
-        ]
+            x.detach().clone() if place in self.held
+            else lively(x).detach() if isinstance(x, nn.Parameter) and not x.is_inference()
+            else lively(x.detach() if x.is_inference() else x).detach().clone()
+            for place, x in enumerate(tensors)
+        ]  # fmt: skip
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The arguments for Dynamo's graph."""
@@ -169,6 +182,11 @@ class Lowerable(nn.Module):
 
 def _inputs(module: GraphModule) -> list[Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether an input belongs to a module, by the name that Dynamo gives it."""
+    return bool(re.match(r"L_self_|.*_(modules|parameters|buffers)_", str(node.target)))
 
 
 def _read(node: Node) -> bool:
@@ -205,8 +223,11 @@ class Whole(nn.Module):
             return (Exact if self.exact else Interpreter)(self.module).run(*lowerable.arguments(inputs))
 
 
-def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerable, Identified]:
-    """Identify a graph of Dynamo's with free sizes, and with its own if that may find more sites."""
+def identified(
+    graph: GraphModule, inputs: Mapping[Node, Any], trains: bool
+) -> tuple[Lowerable, Identified]:
+    """Identify a graph of Dynamo's with free sizes, with its own if that may find more sites, and with
+    small weights that enter what was refused as constants, unless somebody trains them."""
     best: tuple[Lowerable, Identified] | None = None
     for widen in (True, False):
         lowerable = Lowerable(graph, widen)
@@ -221,6 +242,18 @@ def identified(graph: GraphModule, inputs: Mapping[Node, Any]) -> tuple[Lowerabl
         if not known.may_have_more:
             break
     assert best is not None
+    lowerable, known = best
+    entering = [(place, lowerable.places[place]) for place in known.refused_for]
+    held = {
+        place: inputs[node] for place, node in entering
+        if _is_weight(node) and inputs[node].numel() <= COMPARED and inputs[node] not in _CHANGED
+        and not (trains and inputs[node].requires_grad)
+    }  # fmt: skip
+    if held:
+        lowerable = Lowerable(graph, lowerable.widen, held)
+        with contextlib.suppress(Exception):  # as where the graph changes one in place
+            with_constants = _known(lowerable, lowerable.example(inputs))
+            best = (lowerable, with_constants) if len(with_constants.sites) > len(known.sites) else best
     return best
 
 
@@ -260,6 +293,7 @@ def _identify_aloud(program: Program) -> Identified:
 
 
 _KNOWN: dict[str, Identified] = {}
+_CHANGED = WeakIdKeyDictionary()  # weights that were constants of a graph, and then had another value
 
 
 def _key(program: Program) -> str:
@@ -291,16 +325,19 @@ def _identify(program: Program) -> Identified:
     at = {node.name: node for node in program.graph.graph.nodes}
     above = ancestors(*(at[x.node] for x in outcomes if isinstance(x, Refusal)), until=BARRIERS)
     above -= {node for site in matched for node in site.part().inside}
-    loops = {total for loop in find_loops(program.graph) for total in loop.sums}
-    may_have_more = bool(kept or above & loops) or any(node.target in SORTS for node in above)
+    loops = [loop.sums for loop in find_loops(program.graph) if above & {*loop.sums}]
+    may_have_more = bool(kept or loops) or any(node.target in SORTS for node in above)
+    above |= ancestors(*itertools.chain(*loops), until=BARRIERS)
+    entering = {place for place, node in enumerate(_inputs(program.graph)) if node in above}
     program = replace(program, args=(), kwargs={}, captured=None)
-    return Identified(program, tuple(sites), (*left, *kept), may_have_more)
+    return Identified(program, tuple(sites), (*left, *kept), may_have_more, frozenset(entering))
 
 
 def rewritten(
     graph: GraphModule, inputs: Sequence[Any], fuses: bool
-) -> tuple[GraphModule, tuple[Site, ...], tuple[LeftAlone, ...]]:
-    """Dynamo's graph with operators for the sites that were identified, those sites, and what was left.
+) -> tuple[GraphModule, tuple[Site, ...], tuple[LeftAlone, ...], dict[int, Compiled]]:
+    """Dynamo's graph with operators for the sites that were identified, those sites, what was left, and
+    by the places of inputs what they must hold for that.
 
     fuses: whether small sites are faster without operators.  Raises Left if the graph stays as it is.
     """
@@ -308,14 +345,17 @@ def rewritten(
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if not tensors:
         raise Left("it is given no tensors")
+    trains = torch.is_grad_enabled()
     with torch.random.fork_rng(devices=[]), _plainly(tensors):
-        lowerable, known = identified(graph, values)
+        lowerable, known = identified(graph, values, trains)
         example = lowerable.example(values)
     wanted, small = _worth(known, example) if fuses else ([*known.sites], [])
     made, sources, sites, others = _with_most(lowerable, known.program, wanted, example)
     _keep_to(lowerable, known.program.graph, sources)
     named = (replace(x, reason=lowerable.named(x.reason)) for x in (*known.left, *small, *others))
-    return made, tuple(sites), tuple(named)
+    places = {node: place for place, node in enumerate(_inputs(graph))}
+    held = [lowerable.places[place] for place in lowerable.held if sites]
+    return made, tuple(sites), tuple(named), {places[node]: Compiled(values[node]) for node in held}
 
 
 def _worth(known: Identified, example: Sequence[Tensor]) -> tuple[list[Judged], list[LeftAlone]]:
@@ -441,8 +481,9 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
     """Let Dynamo guard the sources' sizes, for which the lowered graph holds, and the numbers among them,
     which operators hold as constants: at other sizes the graph runs its own code."""
     known = [example_of(node) for node in sources]
-    sizes = [size for value in known for size in _sizes(value)]
-    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    sizes = [size for value in known for size in (value.shape if isinstance(value, Tensor) else [value])]
+    free = (size for size in sizes if isinstance(size, torch.SymInt))
+    symbols = {symbol for size in free for symbol in size.node.expr.free_symbols}
     for old, new in zip(lowerable.places, _inputs(lowered), strict=True):
         for size, traced in zip(example_of(old).shape, new.meta["val"].shape, strict=True):
             if isinstance(size, torch.SymInt) and not symbols & size.node.expr.free_symbols:
@@ -455,12 +496,6 @@ def _keep_to(lowerable: Lowerable, lowered: GraphModule, sources: Collection[Nod
             float(number)
         elif isinstance(number, torch.SymInt) and not number.node.expr.free_symbols <= {*lowerable.sizes}:
             int(number)
-
-
-def _sizes(value: Any) -> list[torch.SymInt]:
-    """The free sizes of a traced value."""
-    sizes = value.shape if isinstance(value, Tensor) else [value]
-    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def backend(
@@ -480,14 +515,15 @@ def backend(
             return again
     except Exception as error:  # of capturing the model's code, which runs as it is
         why = reason(error)
-    made, facts = _made(graph, inputs, inner)
+    made, facts, held = _made(graph, inputs, inner)
     note(replace(facts, broken_for=why), graph, inputs)
+    guarded = partial(_while_they_hold, graph, held)
     if inner != "inductor":
-        return torch._dynamo.lookup_backend(inner)(made, list(inputs))
+        return guarded(torch._dynamo.lookup_backend(inner)(made, list(inputs)))
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     try:
-        return torch._TorchCompileInductorWrapper(mode, others, None)(made, list(inputs))
+        return guarded(torch._TorchCompileInductorWrapper(mode, others, None)(made, list(inputs)))
     except InductorError as error:
         if not isinstance(error.inner_exception, InvalidCxxCompiler):
             raise
@@ -495,6 +531,26 @@ def backend(
             "Inductor needs a C++ compiler", got=reason(error),
             help='install g++, or torch.compile(model, backend="asapc", options={"inner": "eager"})',
         ) from error  # fmt: skip
+
+
+def _while_they_hold(
+    graph: GraphModule, held: Mapping[int, Compiled], fast: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The compiled graph while its inputs have the values that are constants in it. Then it is traced
+    anew, without them."""
+    if not held:
+        return fast
+    code = InstructionTranslator.current_tx().f_code
+
+    def run(*given: Any) -> Any:
+        other = [given[place] for place, value in held.items() if not value.is_of(given[place])]
+        if not other:
+            return fast(*given)
+        _CHANGED.update(dict.fromkeys(other))
+        torch._C._dynamo.eval_frame.reset_code(code)
+        return graph(*given)
+
+    return run
 
 
 def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[..., Any] | None:
@@ -515,18 +571,21 @@ def _patched(graph: GraphModule, inputs: Sequence[Any], inner: str) -> Callable[
     return run
 
 
-def _made(graph: GraphModule, inputs: Sequence[Any], inner: str) -> tuple[GraphModule, Facts]:
-    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without asapc."""
+def _made(
+    graph: GraphModule, inputs: Sequence[Any], inner: str
+) -> tuple[GraphModule, Facts, dict[int, Compiled]]:
+    """The rewritten graph, or the graph itself: whatever goes wrong, the model runs as without asapc;
+    and what its inputs must hold."""
     try:
-        made, sites, left = rewritten(graph, inputs, inner == "inductor")
+        made, sites, left, held = rewritten(graph, inputs, inner == "inductor")
         facts = Facts(inner, sites, left, broken_at=broken_at(graph))
     except Exception as error:
         text = reason(error).partition(" While executing %")[0]
-        made, facts = graph, Facts(inner, reason=text, broken_at=broken_at(graph))
+        made, facts, held = graph, Facts(inner, reason=text, broken_at=broken_at(graph)), {}
         if not isinstance(error, Left):
             debug = LOG.isEnabledFor(logging.DEBUG)
             kind = type(error).__name__
             LOG.warning("asapc: a graph is left as it is: %s: %s", kind, facts.reason, exc_info=debug)
-            return made, facts
+            return made, facts, held
     LOG.info("asapc: a graph for %s\n%s", inner, "\n".join(facts.lines()))
-    return made, facts
+    return made, facts, held

@@ -327,12 +327,14 @@ def constants_entering(
     lengths: as of constant_at.
     """
     in_order = sorted(between, key=lambda n: n.name)
-    for source in dict.fromkeys(source for node in in_order for source in node.all_input_nodes):
-        is_number = is_tensor(source) and source.meta["val"].is_floating_point()
-        if is_number and source not in between and not depends_on_data(source):
-            value = constant_at(graph, source, lengths)
-            if value is not None and value.numel():
-                yield value
+    entering = dict.fromkeys(source for node in in_order for source in node.all_input_nodes)
+    numbers = [
+        source for source in entering
+        if is_tensor(source) and source.meta["val"].is_floating_point()
+        and source not in between and not depends_on_data(source)
+    ]  # fmt: skip
+    values = constants_at(graph, numbers, lengths)
+    yield from (value for value in values if value is not None and value.numel())
 
 
 def constant_at(graph: GraphModule, node: Node, lengths: dict[Any, int] | None = None) -> Tensor | None:
@@ -340,11 +342,18 @@ def constant_at(graph: GraphModule, node: Node, lengths: dict[Any, int] | None =
 
     lengths: of the dynamic sizes, those of the captured example by default.
     """
+    return constants_at(graph, [node], lengths)[0]
+
+
+def constants_at(
+    graph: GraphModule, nodes: Sequence[Node], lengths: dict[Any, int] | None = None
+) -> list[Tensor | None]:
+    """constant_at of each; all of them run at once, where they can."""
     try:
-        cut = Cut(graph, [], node, ())
-        return cut.run([], cut.lengths(lengths)).double()
+        cut = Cut(graph, [], (*nodes,), ())
+        return [value.double() for value in cut.run([], cut.lengths(lengths))]
     except Exception:  # the graph is the user's code, in which a constant may fail to compute
-        return None
+        return [constant_at(graph, node, lengths) for node in nodes] if len(nodes) > 1 else [None]
 
 
 def _extract(

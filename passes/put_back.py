@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from asapc.passes.cut import ancestors, reached
 from asapc.passes.dynamo import Left, autocast_to, example_of, storage_of
-from asapc.program.calls import CALLS, copied
+from asapc.program.calls import CALLS, attribute, copied
 
 
 def put_back(
@@ -105,7 +105,7 @@ class _Copying:
             raise Left("an input that it needs is changed in place")
         if node.op == "get_attr":
             name = f"asapc_{node.name}"
-            self.graph.register_buffer(name, getattr(self.lifted, str(node.target)))
+            self.graph.register_buffer(name, attribute(self.lifted, node))
             return graph.get_attr(name)
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
         if node.target is torch.ops.aten.copy.default:  # it has no gradient

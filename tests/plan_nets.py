@@ -224,10 +224,13 @@ class Columns(nn.Module):
 
 
 class Written(nn.Module):
-    """Shares are written into zeros, example by example."""
+    """Its kernel and shares are written into zeros, example by example."""
 
     def forward(self, scores: Tensor) -> Tensor:
-        plan, rows = scores.sigmoid() + 1e-4, scores.shape[1]
+        plan, rows = torch.zeros_like(scores), scores.shape[1]
+        for b in range(len(plan)):
+            plan[b, :rows] = scores[b, :rows].sigmoid()
+        plan = plan + 1e-4
         for step in range(8):
             sums = plan.sum(-1 - step % 2, keepdim=True).expand(plan.shape)
             shares = torch.zeros_like(plan)
@@ -370,6 +373,17 @@ class Scaled(nn.Module):
             b = 1.0 / (kernel.transpose(-1, -2) @ a + 1e-8)
             a = 1.0 / (kernel @ b + 1e-8)
         return a * kernel * b.transpose(-1, -2)
+
+
+class Spread(nn.Module):
+    """Sums that matrices of ones repeat, spelt out over three axes."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        plan, (n, m) = scores.exp(), scores.shape[1:]
+        for _ in range(3):
+            plan = plan / (torch.ones(1, n, n).unsqueeze(3) * plan.unsqueeze(1)).sum(2)
+            plan = plan / (plan.unsqueeze(3) * torch.ones(1, m, m).unsqueeze(1)).sum(2)
+        return plan
 
 
 class Products(nn.Module):

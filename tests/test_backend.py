@@ -79,11 +79,22 @@ def sharpened(self: Any, x: Tensor, epsilon: int) -> Tensor:
     return log_plan(x @ x.transpose(-1, -2) / epsilon).exp() @ x
 
 
+def unbalanced(self: Any, scores: Tensor) -> Tensor:
+    """By learnt numbers, which no operator takes as tensors."""
+    kernel = torch.exp(scores / self.epsilon)
+    power = self.gamma / (self.gamma + self.epsilon)
+    a = torch.ones_like(scores[..., :1])
+    for _ in range(3):
+        b = (1 / (kernel.mT @ a)) ** power
+        a = (1 / (kernel @ b)) ** power
+    return a * kernel * b.mT
+
+
 def with_dustbins(self: Any, scores: Tensor) -> Tensor:
     """Which are written into a buffer."""
     b, n, m = scores.shape
     z = scores.new_zeros(b, n + 1, m + 1)
-    z[:, :n, :m] = scores
+    z[:, :n, :m], z[:, n] = scores, 1
     return log_plan(z)
 
 
@@ -222,7 +233,8 @@ def test_what_is_changed_in_place_is_replaced() -> None:
 
 
 def test_a_scores_buffer_is_filled_and_differentiated() -> None:
-    model, scores = module(with_dustbins), torch.randn(2, 6, 7, requires_grad=True)
+    model = nn.Sequential(module(with_dustbins))  # in which a number written is a constant's name
+    scores = torch.randn(2, 6, 7, requires_grad=True)
     ours, theirs = compiled(model)(scores), model(scores)
     assert_same(ours, theirs)
     assert_same(*(torch.autograd.grad(x.sin().sum(), scores)[0] for x in (ours, theirs)))
@@ -257,14 +269,29 @@ def test_numbers_that_operators_hold_are_guarded() -> None:
     assert set(operators()) == {"sinkhorn"}
 
 
+def test_weights_that_operators_hold_are_guarded() -> None:
+    one = torch.ones(1)
+    model = module(unbalanced, gamma=nn.Parameter(one), epsilon=nn.Parameter(one / 2))
+    fast, scores = compiled(model), torch.randn(3, 11, 11)
+    assert_trains_alike(copy.deepcopy(model), scores)
+    with torch.no_grad():
+        assert_same(fast(scores), model(scores))
+        assert operators(model) == ["plan"]
+        for gamma in (3.0, 5.0):  # which leave no trace
+            model.gamma.data.fill_(gamma)
+            for _ in range(2):
+                assert_same(fast(scores), model(scores))
+    assert operators(model) == ["plan"] and "neither a marginal" in reasons(model)  # not held again
+
+
 def test_small_attention_stays_inductors_and_larger_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "SMALL_PLAN", 0)  # of scores that are given
     for model, x in ((Scaled(), torch.randn(8, 150, 6)), (Attention(), tokens())):  # plain scalings, too
-        _, sites, left = rewritten_for(model, x)
+        _, sites, left, _ = rewritten_for(model, x)
         assert not sites and [site.reason for site in left if site.reason.startswith("so small")]
     monkeypatch.setattr(under_test, "SMALL", 0)
     torch._dynamo.reset()
-    _, sites, _ = rewritten_for(model, x)
+    _, sites, *_ = rewritten_for(model, x)
     assert len(sites) == 1
 
 

@@ -639,8 +639,9 @@ def test_a_weight_stands_between_two_loops(einsum: bool) -> None:
 
 @pytest.mark.parametrize("net, half_steps, example, other", [
     (nets.Columns(), 8, (9, 7), (6, 11)), (nets.Written(), 8, (3, 9, 7), (3, 6, 7)),
-    (nets.Stopping(1e-12), 24, (4, 9, 7), (3, 9, 7)),
-], ids=["scalings are columns", "shares written into zeros", "a stop that changes nothing"])  # fmt: skip
+    (nets.Stopping(1e-12), 24, (4, 9, 7), (3, 9, 7)), (nets.Spread(), 6, (3, 9, 7), (2, 6, 7)),
+], ids=["scalings are columns", "shares written into zeros", "a stop that changes nothing", "repeated"],
+)  # fmt: skip
 def test_half_steps_are_counted(net: nn.Module, half_steps: int, example: Any, other: Any) -> None:
     analysis = analysed(net.eval(), random(*example))
     assert [site.convention.half_steps for site in analysis.sites] == [half_steps]

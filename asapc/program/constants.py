@@ -20,26 +20,15 @@ from asapc.errors import InputError
 COMPARED = 1 << 14  # entries on a CPU compared at every call: p.data.copy_() leaves no trace
 
 
-class _Held:
-    """A weight with its compiled value, and the tensor that last had that value."""
+class Compiled:
+    """The value that a tensor had when code was compiled for it, and the tensor that last had it."""
 
-    def __init__(self, root: nn.Module, name: str) -> None:
-        path, _, self.leaf = name.rpartition(".")
-        self.owner, self.name = root.get_submodule(path), name
-        tensor = self.tensor
-        if tensor is None:
-            raise AttributeError(name)
+    def __init__(self, tensor: Tensor) -> None:
         self.value = tensor.detach().cpu().clone()
         self.known: tuple[Tensor, int, int] | None = None
 
-    @property
-    def tensor(self) -> Tensor | None:
-        tensor = self.owner._parameters.get(self.leaf)
-        return self.owner._buffers.get(self.leaf) if tensor is None else tensor
-
-    def is_same(self) -> bool:
-        """Whether it has the compiled value, rounded to its present dtype."""
-        tensor = self.tensor
+    def is_of(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor has the compiled value, rounded to its present dtype."""
         if tensor is None or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
         small = tensor.is_cpu and tensor.numel() <= COMPARED
@@ -54,6 +43,23 @@ class _Held:
             same = False
         self.known = (tensor, version, tensor.data_ptr()) if same and not small else None
         return same
+
+
+class _Held:
+    """A weight, by its name, with its compiled value."""
+
+    def __init__(self, root: nn.Module, name: str) -> None:
+        path, _, self.leaf = name.rpartition(".")
+        self.owner, self.name = root.get_submodule(path), name
+        tensor = self.tensor
+        if tensor is None:
+            raise AttributeError(name)
+        self.compiled = Compiled(tensor)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor = self.owner._parameters.get(self.leaf)
+        return self.owner._buffers.get(self.leaf) if tensor is None else tensor
 
 
 class Constants:
@@ -84,7 +90,7 @@ class Constants:
     @torch.compiler.disable
     def _other(self) -> str | None:
         """Run at every call, also when the caller is compiled."""
-        other = next((held.name for held in self.held if not held.is_same()), None)
+        other = next((held.name for held in self.held if not held.compiled.is_of(held.tensor)), None)
         return other and f"{other} no longer has the value that was compiled in as a constant"
 
     def missing(self, module: nn.Module, given: Sequence[Any]) -> str | None:

@@ -177,6 +177,8 @@ def _sum_of(node: Node) -> _Sum | None:
         return None
     if node.target in PRODUCTS:
         return _vector_product(node)
+    if node.target in SUMS and (spread := _spread_sum(node)) is not None:
+        return spread
     matrix = node.args[0] if node.args else None
     if not isinstance(matrix, Node) or not is_tensor(matrix) or rank_of(matrix) < 2:
         return None
@@ -219,6 +221,25 @@ def _vector_product(node: Node) -> _Sum | None:
     if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
         return _Sum(node, right, -2) if is_divided_by(node) else None
     return None
+
+
+def _spread_sum(node: Node) -> _Sum | None:
+    """sum_k W_ik K_kj for all i, j, spelt out over three axes, where W is made of no data: a sum over K's
+    columns that is repeated for every row, of ones."""
+    product: Any = node.args[0]
+    dims: Any = node.args[1]
+    factors = product.args[:2] if isinstance(product, Node) and product.target is aten.mul.Tensor else ()
+    spread = [x for x in factors if isinstance(x, Node) and x.target is aten.unsqueeze.default]
+    moving = [x for x in spread if depends_on_data(x)]
+    if len(spread) != 2 or len(moving) != 1 or not isinstance(dims, list) or len(dims) != 1:
+        return None
+    matrix: Any = moving[0].args[0]
+    inserted: Any = moving[0].args[1]
+    rank = rank_of(product)
+    axis, added = dims[0] % rank, inserted % rank
+    if rank < 3 or axis == added or not is_divided_by(node):
+        return None
+    return _Sum(node, matrix, axis - (axis > added) - (rank - 1))
 
 
 def _turns(one: _Sum) -> frozenset[Node]:

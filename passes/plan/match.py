@@ -28,6 +28,7 @@ from asapc.passes.cut import (
     Cut,
     ancestors,
     constant_at,
+    constants_at,
     data_dependent,
     depends_on_data,
     holds_tensors,
@@ -367,10 +368,12 @@ def _roles(region: _Region) -> list[_Roles]:
 
 def _distinct(region: _Region) -> dict[Node, bool]:
     """The inputs of a region, and whether they are data; of constants that are equal, the first."""
+    constants = constants_at(region.graph, region.constants, region.few)
+    known = dict(zip(region.constants, constants, strict=True))
     inputs: dict[Node, bool] = {}
     values: list[Tensor] = []
     for node, is_data in region.entering.items():
-        value = None if is_data else constant_at(region.graph, node, region.few)
+        value = known.get(node)
         if value is not None:
             if any(torch.equal(value, other) for other in values):
                 continue
@@ -619,9 +622,9 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
-    trials.check_larger_loops(fit.convention, first.scores.shape[1])
     added = [] if region.kernel else [region.start.node, *trials.biases]
     fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
+    trials.check_larger_loops(fit.convention, first.scores.shape[1])
     if any(x.is_mask for x in roles.marginals):
         _check_masks(trials, fit.convention)
     return fit if region.slack is None else _with_slack(trials, fit)
