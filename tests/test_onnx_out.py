@@ -231,6 +231,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
         q @ k.transpose(-1, -2), q[..., 0].log_softmax(-1), k[..., 0], 0.5, 3, True, FACTOR, True, None,
         None, "plan", "clamp", "plain", False, False, [0.7, 1.0],
     ),
+    # Its constant decides in rows of small entries.
+    "division": lambda q, k, v, keep: OPS.plan(
+        (9 * q @ k.mT).softmax(-2), None, None, 1.0, 4, False, FACTOR, False, None, 1e-8, "plan", "add",
+        shares=True, is_kernel=True,
+    ),
     # The plans of lot, beside summary tokens and a convolution.
     "hybrid_lot": lambda q, k, v, keep: OPS.hybrid_lot(
         q, k, v, keep, None, 1, 0.5, KERNEL, None, PIVOTS, MASS, 0.5, 0.4, 2, True, 2, False, FACTOR

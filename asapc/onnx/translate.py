@@ -6,11 +6,13 @@ import logging
 import math
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import onnx_ir
 import torch
 from onnx_ir.passes import common
-from onnxscript import opset18
+from onnxscript import opset18, rewriter
+from onnxscript.rewriter.rules.common._no_op import rules as no_ops
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
@@ -19,6 +21,8 @@ from asapc.terminal.printed import reason
 op: Any = opset18  # its types speak of arrays, not of values in a graph
 ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
+# To no_ops 1e-8 is 0 and 1.00001 is 1: they drop the constant of a division.
+_EXACT = tuple(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in list(no_ops))
 
 
 def translate(exported: ExportedProgram, opset: int, plain_attention: bool = False) -> onnx_ir.Model:
@@ -40,7 +44,8 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
     try:
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        exact = patch.object(rewriter, "_DEFAULT_REWRITE_RULES", _EXACT)
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), exact:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, verbose=False, optimize=True,
                 custom_translation_table=table,
