@@ -36,7 +36,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from asapc.errors import BranchError, InputError
 from asapc.formats.limits import MOST, demand, fixed_size, limits_of
 from asapc.inputs.data import Batch
-from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
+from asapc.inputs.faults import argument_names, batch_fault, data_fault
 from asapc.ir import Program, Stop
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.branches import (
@@ -71,7 +71,6 @@ from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_s
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import LOUD, Observed, emptied, is_the_same_traced, observed, others_for, untraced
-from asapc.terminal.printed import first_line
 
 ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
 
@@ -256,9 +255,7 @@ def _run_example(model: nn.Module, example: Batch) -> None:
         batch = replace(example, hashes=[0] * count, numbers=[*range(count)])
         call = lambda tried: model(*tried.args, **tried.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
-        raise fault or InputError(
-            RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
-        ) from error
+        raise fault or batch_fault(error, count) from error
 
 
 def export_graph(

@@ -43,6 +43,12 @@ def data_fault(
     )
 
 
+def batch_fault(error: Exception, size: int) -> InputError:
+    """The error of a batch of which no single example is to blame."""
+    got = f"{type(error).__name__} in a batch of {size} ({first_line(error)})"
+    return InputError(RULE, got=got, help=HELP)
+
+
 def device_fault(error: Exception) -> InputError | None:
     """Faults of a GPU: its memory is full, or a kernel met an index beyond its table. After that no
     kernel runs in this process, so the example cannot be searched for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +38,8 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
         torch.ops.aten.sym_stride.int: _stride,
         torch.ops.aten._cdist_forward.default: _distances,
         torch.ops.aten._euclidean_dist.default: _distances,
+        torch.ops.aten.amax.default: partial(_extreme, op.ReduceMax),
+        torch.ops.aten.amin.default: partial(_extreme, op.ReduceMin),
     }
     if plain_attention and opset < ATTENTION_OPSET:
         table[torch.ops.aten.scaled_dot_product_attention.default] = _attention
@@ -79,6 +82,12 @@ def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     top = op.Where(op.Equal(op.Abs(top), endless), zero, top)  # IsInf knows no float16
     total = op.Add(op.Log(op.ReduceSum(op.Exp(op.Sub(x, top)), axes)), top)
     return total if keepdim else op.Squeeze(total, axes)
+
+
+def _extreme(reduced: Any, x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """Of all entries without axes, which torch's translation wants to be named."""
+    axes = [op.Constant(value_ints=[*dim])] if dim else []
+    return reduced(x, *axes, keepdims=int(keepdim))
 
 
 def _stride(x: Any, dim: int) -> Any:
