@@ -34,7 +34,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from asapc.errors import BranchError, InputError
-from asapc.formats.limits import MOST, demand, fixed_size, limits_of
+from asapc.formats.limits import MOST, demand, fixed_size, free_sizes, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import argument_names, batch_fault, data_fault
 from asapc.ir import Program, Stop
@@ -329,7 +329,9 @@ class _Tracing:
                 raise
             return replace(self, functions=False, axes=axes).program()
         keep_to_guards(exported, call, questions)
-        if self.axes is None and _fixes_symbols(exported):  # as numbers they tell shapes apart
+        # A symbol of one number alone, as n where 256 entries are n x n: numbers tell shapes apart.
+        alone = any(size_hint(size) == Dim.STATIC for size in free_sizes(exported.graph).values())
+        if self.axes is None and alone:
             return replace(self, axes=_bounded(axes, exported)).program()
         graph = _graph_of(exported)
         check_branches(graph)
@@ -648,13 +650,6 @@ def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
         free and {axis: size_hint(values[name].shape[axis]) or free[axis] for axis in free}
         for name, free in zip(names, axes, strict=True)
     ]
-
-
-def _fixes_symbols(exported: ExportedProgram) -> bool:
-    """Whether a size that is a symbol may be one number alone, as n where 256 entries are n x n."""
-    values = (node.meta["val"] for node in exported.graph.find_nodes(op="placeholder"))
-    sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
-    return any(size_hint(size) == Dim.STATIC for size in sizes if fixed_size(size) is None)
 
 
 def size_hint(size: int | torch.SymInt) -> Any:

@@ -23,16 +23,15 @@ import onnx
 import onnx_ir
 import onnx_ir.tape
 from onnx_ir.passes import common
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, read_exported
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
-from asapc.formats.limits import MOST, demand, fixed_size, limits
+from asapc.formats.limits import MOST, demand, free_sizes, limits
 from asapc.formats.places import digest_of
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
@@ -79,7 +78,7 @@ def write_onnx(
         )  # fmt: skip
     program, tolerance = artifact.programs["graph"][0].graph, settings.tolerance or TOLERANCE
     for graph in (program.graph, exported.graph):  # of files, which do not say what a size is at least
-        for symbol, size in _sizes(graph).items():
+        for symbol, size in free_sizes(graph).items():
             least, _ = artifact.manifest["forward"]["limits"].get(symbol, (0, MOST))
             demand(size.node.shape_env, size.node.expr, least)
     for node in held_branches(program):
@@ -168,19 +167,12 @@ def _check_place(folder: Path) -> None:
             raise InputError(f"{folder / name}: must be a file, or not exist", got="a folder")
 
 
-def _sizes(graph: Graph) -> dict[str, Any]:
-    """The free sizes of a program's inputs, by symbol."""
-    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    sizes = (size for value in inputs if isinstance(value, Tensor) for size in value.shape)
-    return {str(size.node.expr): size for size in sizes if fixed_size(size) is None}
-
-
 def onnx_model(
     exported: ExportedProgram, opset: int, ends: tuple[Sequence[str], Sequence[str]] | None = None
 ) -> onnx_ir.Model:
     """The program in ONNX; `exported` is taken apart.  ends: the names of its inputs and outputs."""
     functions = Functions(opset)
-    known = {symbol: limits(size) for symbol, size in _sizes(exported.graph).items()}
+    known = {symbol: limits(size) for symbol, size in free_sizes(exported.graph).items()}
     limited = {symbol: own for symbol, own in known.items() if own != (0, MOST)}
     answers = _returned(exported)
     take_out_calls(exported, functions)

@@ -17,6 +17,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError
+from asapc.formats.limits import allow, demand, free_sizes, limits
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.verify import difference_of, joined, run_program
 from asapc.onnx.functions import traced
@@ -69,6 +70,11 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
         raise InputError(
             "export: the program can be traced in float16", got=error.got, help="leave out --float16"
         ) from error
+    sizes = (free_sizes(program.graph).values() for program in (exported, retraced))
+    for own, new in zip(*sizes, strict=True):  # which another trace does not limit
+        low, high = limits(own)
+        demand(new.node.shape_env, new.node.expr, low)
+        allow(new.node.shape_env, new.node.expr, high)
     return Half(graph, retraced)
 
 
