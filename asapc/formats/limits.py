@@ -47,7 +47,7 @@ def fixed_size(size: Any) -> int | None:
 def free_sizes(graph: Graph) -> dict[str, Any]:
     """The sizes of a program's inputs that are free, by symbol."""
     inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    sizes = (size for value in inputs if isinstance(value, Tensor) for size in value.shape)
+    sizes: list[Any] = [size for value in inputs if isinstance(value, Tensor) for size in value.shape]
     return {str(size.node.expr): size for size in sizes if fixed_size(size) is None}
 
 

@@ -193,7 +193,7 @@ def _returned(exported: ExportedProgram) -> list[bool]:
     whole = exported.module_call_graph[0].signature
     if held and whole is not None:
         output = exported.graph.output_node()
-        output.args = ((*output.args[0], *(node.args[0] for node in held)),)  # type: ignore[misc]
+        output.args = ((*output.args[0], *(node.args[0] for node in held)),)
         whole.out_spec = pytree.tree_structure(output.args[0])
     for node in held:
         condition = TensorArgument(node.args[0].name)
