@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from asapc.passes.cut import HALVES, ancestors, depends_on_data, reaches
@@ -323,13 +323,6 @@ def check_branches(graph: GraphModule) -> None:
             raise ValueError(f"branches on a number that comes out of a loop: {text}")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def without_branches(graph: Graph) -> None:
-    """For a format that cannot hold to them.  In place."""
-    for node in graph.find_nodes(op="call_function", target=HOLDS):
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 @contextlib.contextmanager

@@ -34,9 +34,9 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from asapc.errors import BranchError, InputError
-from asapc.formats.limits import MOST, demand, fixed_size, limits_of
+from asapc.formats.limits import MOST, demand, fixed_size, free_sizes, limits_of
 from asapc.inputs.data import Batch
-from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
+from asapc.inputs.faults import argument_names, batch_fault, data_fault
 from asapc.ir import Program, Stop
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.branches import (
@@ -71,7 +71,6 @@ from asapc.passes.size_functions import free_functions, free_lengths, kinds_of_s
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 from asapc.passes.state import LOUD, Observed, emptied, is_the_same_traced, observed, others_for, untraced
-from asapc.terminal.printed import first_line
 
 ONE_BATCH = "traced whole, it is for one number of examples alone, as after a loop over them"
 
@@ -253,9 +252,7 @@ def _run_example(model: nn.Module, example: Batch) -> None:
         batch = replace(example, hashes=[0] * count, numbers=[*range(count)])
         call = lambda tried: model(*tried.args, **tried.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
-        raise fault or InputError(
-            RULE, got=f"{type(error).__name__}: {first_line(error)}", help=HELP
-        ) from error
+        raise fault or batch_fault(error, count) from error
 
 
 def export_graph(
@@ -342,7 +339,9 @@ class _Tracing:
             return replace(self, functions=False, axes=axes).program()
         graph = _graph_of(exported)
         keep_to_guards(exported, call, questions, partial(self.holds_at, graph))
-        if self.axes is None and _fixes_symbols(exported):  # as numbers they tell shapes apart
+        # A symbol of one number alone, as n where 256 entries are n x n: numbers tell shapes apart.
+        alone = any(size_hint(size) == Dim.STATIC for size in free_sizes(exported.graph).values())
+        if self.axes is None and alone:
             return replace(self, axes=_bounded(axes, exported)).program()
         check_branches(graph)
         _check_kinds(graph, unknown=None in budget.thresholds)
@@ -676,13 +675,6 @@ def _bounded(axes: Axes, exported: ExportedProgram) -> Axes:
         free and {axis: size_hint(values[name].shape[axis]) or free[axis] for axis in free}
         for name, free in zip(names, axes, strict=True)
     ]
-
-
-def _fixes_symbols(exported: ExportedProgram) -> bool:
-    """Whether a size that is a symbol may be one number alone, as n where 256 entries are n x n."""
-    values = (node.meta["val"] for node in exported.graph.find_nodes(op="placeholder"))
-    sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
-    return any(size_hint(size) == Dim.STATIC for size in sizes if fixed_size(size) is None)
 
 
 def size_hint(size: int | torch.SymInt) -> Any:

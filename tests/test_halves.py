@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from analyses import analysed, batch
+from attention_zoo import module
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -59,6 +60,11 @@ def test_replay_is_against_float64() -> None:
     assert all(site.replay["the data"] < TOLERANCE / 10 for site in found.sites)
     assert 0 < own_rounding(model, batch(inputs=few)) < 0.5
     assert own_rounding(model.float(), batch(inputs=few)) == 0.0
+
+
+def test_the_rounding_of_code_that_casts_to_half_precision() -> None:
+    cast = module(lambda self, x: self.inner(x.bfloat16()).float() + x, inner=nn.Linear(8, 8).bfloat16())
+    assert 0 < own_rounding(cast, batch(x=torch.randn(3, 8))) < 0.05
 
 
 def test_another_model_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:

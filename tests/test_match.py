@@ -10,6 +10,7 @@ from typing import Any
 import attention_zoo as zoo
 import pytest
 import torch
+from analyses import batch
 from torch import Tensor, nn
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
@@ -27,6 +28,7 @@ from asapc.passes.sinkhorn import match as sinkhorn
 from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.passes.spellings import ALIASES, RESPELT
 from asapc.program.calls import operator_calls
+from asapc.program.runner import Runner
 
 
 def build(name: str) -> nn.Module:
@@ -248,6 +250,8 @@ def test_a_failing_forward_is_the_users_to_mend(error: type[Exception] | None) -
     with pytest.raises(InputError, match="the model must run on the given data") as raised:
         capture(model, (torch.randn(3, 10, 7),), {})
     assert isinstance(raised.value.__cause__, error or RuntimeError)
+    with pytest.raises(InputError, match=r"the given data, got \w+ in a batch of 3 \("):  # later, too
+        Runner(model)(batch(torch.randn(3, 10, 7)))
 
 
 class Merged(nn.Module):

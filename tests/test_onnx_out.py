@@ -20,6 +20,7 @@ from torch.export import Dim
 import asapc
 from asapc.artifact import read_artifact
 from asapc.errors import InputError
+from asapc.formats.limits import MOST, demand, free_sizes, limits
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.settings import DOMAIN, OnnxSettings, read_record
 
@@ -157,9 +158,29 @@ def pooled(gain: float) -> tuple[Any, list[str], list[Batch]]:
     return program, ["x", "keep"], [Batch((x, keep), {}, None, [0, 1, 2])]
 
 
+def test_float16_keeps_positions_that_it_has_no_numbers_for():
+    x = torch.randn(2, 9, 4)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], dtype=torch.float32) + (x == x).all(-1).sum() * 100
+        return self.inner(x) + (place[:, None] * self.rates).sin()
+
+    waves = module(forward, inner=nn.Linear(4, 4))
+    waves.register_buffer("rates", torch.tensor([1.0, 0.3, 0.1, 0.03]))
+    program = torch.export.export(waves, (x,), dynamic_shapes=({1: Dim("length")},))
+    half = in_half(program, ["x"])
+    long = torch.randn(2, 3000, 4)
+    with torch.no_grad():
+        (found,), exact = half.module(long.half()), waves(long)
+    assert found.dtype == torch.float16 and float((found - exact).abs().max()) < 0.01
+
+
 def test_float16_of_a_program_that_casts():
     program, names, examples = pooled(1.0)
+    batch, _ = free_sizes(program.graph).values()
+    demand(batch.node.shape_env, batch.node.expr, 2)
     half = in_half(program, names)
+    assert [*map(limits, free_sizes(half.exported.graph).values())] == [(2, MOST), (0, 9)]
     products = [node for node in half.exported.graph.nodes if node.name.startswith("mul")]
     assert {node.meta["val"].dtype for node in products} == {torch.float16}
     assert 0 < rounding(program.module(), half, names, examples) < 0.01
@@ -231,6 +252,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
         q @ k.transpose(-1, -2), q[..., 0].log_softmax(-1), k[..., 0], 0.5, 3, True, FACTOR, True, None,
         None, "plan", "clamp", "plain", False, False, [0.7, 1.0],
     ),
+    # Its constant decides in rows of small entries.
+    "division": lambda q, k, v, keep: OPS.plan(
+        (9 * q @ k.mT).softmax(-2), None, None, 1.0, 4, False, FACTOR, False, None, 1e-8, "plan", "add",
+        shares=True, is_kernel=True,
+    ),
     # The plans of lot, beside summary tokens and a convolution.
     "hybrid_lot": lambda q, k, v, keep: OPS.hybrid_lot(
         q, k, v, keep, None, 1, 0.5, KERNEL, None, PIVOTS, MASS, 0.5, 0.4, 2, True, 2, False, FACTOR
@@ -299,19 +325,33 @@ def test_names_of_inputs_and_outputs(tmp_path):
         torch.testing.assert_close(own, value)
 
 
-def test_sizes_with_limits_are_fixed_or_told():
-    def forward(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_what_a_file_was_not_compiled_for_is_an_error(tmp_path):
+    """Sizes beyond limits, a branch that goes the other way, and a soft mask where there was none."""
+
+    def forward(self: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        OPS.holds(x.abs().max() > 9, False, "max > 9")
         scale = 2.0 if y.shape[1] < 12 else 1.0
-        return scale * x[:, :7] @ y if x.shape[1] == 7 else y
+        return scale * x[:, :7] @ y if x.shape[1] == 7 else y, x.sum(), OPS.kept_keys(y, -1e4)
 
     free = {0: Dim.AUTO, 1: Dim.AUTO}
-    given = (torch.randn(3, 7), torch.randn(7, 9))
-    exported = torch.export.export(module(forward), given, dynamic_shapes=(free, free), strict=False)
+    x, y = torch.ones(3, 7), torch.zeros(7, 9)
+    exported = torch.export.export(module(forward), (x, y), dynamic_shapes=(free, free), strict=False)
+    batch = next(node.meta["val"].shape[0] for node in exported.graph.nodes if node.name == "x")
+    demand(batch.node.shape_env, batch.node.expr, 2)
     model = exporting.onnx_model(exported, 18)
     assert [[str(size) for size in value.shape] for value in model.graph.inputs] == [
         ["batch", "7"], ["7", "length"]
     ]  # fmt: skip
-    assert model.metadata_props["sizes"] == "length is 2 to 11"
+    assert model.metadata_props["sizes"] == "batch is 2 to any, length is 0 to 11"
+    exporting.save(model, tmp_path / "model.onnx")
+    exporting.check(tmp_path / "model.onnx")
+    session = open_session(tmp_path / "model.onnx")
+    for given in ((x, y), (x[:2], y[:, :1])):
+        found = run(session, dict(zip("xy", given, strict=True)))
+        torch.testing.assert_close(found, [*module(forward)(*given)])
+    for given in ((x[:1], y), (x, torch.zeros(7, 12)), (10 * x, y), (x, y - 2)):
+        with pytest.raises(InputError, match="out of data bounds"):
+            run(session, dict(zip("xy", given, strict=True)))
 
 
 def test_an_output_that_is_no_tensor():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir
@@ -196,6 +197,19 @@ def test_the_gaussian_matrix_by_products(scale: float, dtype: torch.dtype) -> No
         own = twins.brenier_matrix(*(spread.to(dtype) for spread in spreads))
         scale_of = max(1.0, float(meant.abs().max()))
         assert float((own - meant).abs().max()) <= (2e-3 if dtype == torch.float32 else 2e-4) * scale_of
+
+
+@pytest.mark.parametrize("mask, call", [
+    (-2.0, lambda mask: twins.kept_keys(mask, -1e4)), (0.5, twins.is_one),
+    (0.0, lambda mask: twins.some_keys(mask > 0)), (1e5, lambda mask: twins.rows_kept(mask, True)),
+])  # fmt: skip
+def test_a_mask_of_which_nothing_is_known_is_an_error(
+    mask: float, call: Callable[[Tensor], Tensor]
+) -> None:
+    known = torch.eye(3)
+    assert call(known - known if mask < 0 else known).shape[0] == 3
+    with pytest.raises(IndexError):
+        call(torch.where(known > 0, mask, 0.0))
 
 
 def test_distances_have_a_translation(tmp_path: Path) -> None:

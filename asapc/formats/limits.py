@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+from torch.fx import Graph
 from torch.utils._sympy.value_ranges import ValueRanges
 
 MOST = 2**31 - 1  # of a size that has no limit
@@ -40,6 +42,13 @@ def fixed_size(size: Any) -> int | None:
     """The number that a traced size is, or that the trace was specialised to; None if it is free."""
     number = size if isinstance(size, int) else size.node.maybe_as_int()
     return None if number is None else int(number)
+
+
+def free_sizes(graph: Graph) -> dict[str, Any]:
+    """The sizes of a program's inputs that are free, by symbol."""
+    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    sizes: list[Any] = [size for value in inputs if isinstance(value, Tensor) for size in value.shape]
+    return {str(size.node.expr): size for size in sizes if fixed_size(size) is None}
 
 
 def limits(size: Any) -> tuple[int, int]:

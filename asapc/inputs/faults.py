@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +40,12 @@ def data_fault(
         RULE, got=f"{type(error).__name__} in {place} ({first_line(error)})",
         help="fix or remove that example",
     )
+
+
+def batch_fault(error: Exception, size: int) -> InputError:
+    """The error of a batch of which no single example is to blame."""
+    got = f"{type(error).__name__} in a batch of {size} ({first_line(error)})"
+    return InputError(RULE, got=got, help=HELP)
 
 
 def device_fault(error: Exception) -> InputError | None:
@@ -101,16 +106,11 @@ def _entry(
             others = working.args[key] if isinstance(key, int) else working.kwargs[key]
             low, high = int(others.min()), int(others.max())
         mended = value.clamp(low, high)
-        if torch.equal(mended, value) or not _runs(run, _with(bad, key, mended)):
+        in_range = bad.mapped(lambda x, old=value, new=mended: new if x is old else x)  # type: ignore[misc]
+        if torch.equal(mended, value) or not _runs(run, in_range):
             continue
         excess = torch.maximum(low - value[0].double(), value[0].double() - high).flatten()
         place = [int(i) for i in torch.unravel_index(excess.argmax(), value.shape[1:])]
         name = key if isinstance(key, str) else names[key] if key < len(names) else f"argument {key}"
         return f"{name}{place if place else ''} = {int(value[(0, *place)])}"
     return None
-
-
-def _with(batch: Batch, key: str | int, value: Tensor) -> Batch:
-    if isinstance(key, str):
-        return replace(batch, kwargs={**batch.kwargs, key: value})
-    return replace(batch, args=(*batch.args[:key], value, *batch.args[key + 1 :]))

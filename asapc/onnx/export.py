@@ -13,24 +13,25 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir
+import onnx_ir.tape
 from onnx_ir.passes import common
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, TensorArgument
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, read_exported
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
-from asapc.formats.limits import MOST
+from asapc.formats.limits import MOST, demand, free_sizes, limits
 from asapc.formats.places import digest_of
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.module import OnnxModule
@@ -40,7 +41,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.onnx.functions import Functions, take_out_calls
 from asapc.onnx.half import MARGIN, in_half, rounding
 from asapc.onnx.translate import translate
-from asapc.passes.branches import held_branches, without_branches
+from asapc.passes.branches import HOLDS, held_branches
 from asapc.terminal.printed import reason
 from asapc.terminal.progress import Progress
 
@@ -76,8 +77,12 @@ def write_onnx(
             help="compile again",
         )  # fmt: skip
     program, tolerance = artifact.programs["graph"][0].graph, settings.tolerance or TOLERANCE
+    for graph in (program.graph, exported.graph):  # of files, which do not say what a size is at least
+        for symbol, size in free_sizes(graph).items():
+            least, _ = artifact.manifest["forward"]["limits"].get(symbol, (0, MOST))
+            demand(size.node.shape_env, size.node.expr, least)
     for node in held_branches(program):
-        progress.note(f"model.onnx takes the way of the example, and cannot ask: {node.args[2]}")
+        progress.note(f"model.onnx takes the way of the example, and fails on the other: {node.args[2]}")
     if settings.float16:
         half = in_half(exported, names)
         if settings.tolerance is None:
@@ -88,7 +93,7 @@ def write_onnx(
     ends = called["inputs"], called["outputs"]
     model = onnx_model(exported, settings.opset or DEFAULT_OPSET, ends)
     if "sizes" in model.metadata_props:
-        progress.note(f"model.onnx cannot check its sizes: {model.metadata_props['sizes']}")
+        progress.note(f"model.onnx fails at other sizes: {model.metadata_props['sizes']}")
     verified = partial(verify, program=program, names=called["inputs"], batches=batches)
     return place(artifact.folder, model, verified, tolerance, settings.float16, progress)
 
@@ -167,17 +172,65 @@ def onnx_model(
 ) -> onnx_ir.Model:
     """The program in ONNX; `exported` is taken apart.  ends: the names of its inputs and outputs."""
     functions = Functions(opset)
-    ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
-    without_branches(exported.graph)
+    known = {symbol: limits(size) for symbol, size in free_sizes(exported.graph).items()}
+    limited = {symbol: own for symbol, own in known.items() if own != (0, MOST)}
+    answers = _returned(exported)
     take_out_calls(exported, functions)
     model = translate(exported, opset)
+    _fail_elsewhere(model, limited, answers)
     if ends is not None:
         _rename(model, *ends)
     functions.put_into(model)  # after the renaming, which names every node: theirs have no names
-    _name_sizes(model, ranges)
+    _name_sizes(model, limited)
     model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None
     return model
+
+
+def _returned(exported: ExportedProgram) -> list[bool]:
+    """The answers that the program holds to, whose conditions become its last outputs."""
+    held = exported.graph.find_nodes(op="call_function", target=HOLDS)
+    whole = exported.module_call_graph[0].signature
+    if held and whole is not None:
+        output = exported.graph.output_node()
+        output.args = ((*output.args[0], *(node.args[0] for node in held)),)
+        whole.out_spec = pytree.tree_structure(output.args[0])
+    for node in held:
+        condition = TensorArgument(node.args[0].name)
+        exported.graph_signature.output_specs.append(OutputSpec(OutputKind.USER_OUTPUT, condition, None))
+        exported.graph.erase_node(node)
+    return [bool(node.args[1]) for node in held]
+
+
+def _fail_elsewhere(
+    model: onnx_ir.Model, limits: Mapping[str, Sequence[int]], answers: Sequence[bool]
+) -> None:
+    """Take the conditions from the outputs, and make the others an error of the runtime where a size is
+    beyond its limits or a condition has another answer: Gather is then asked for entry 1 of 1."""
+    outputs, tape = model.graph.outputs, onnx_ir.tape.Tape(model.graph)
+    first = len(outputs) - len(answers)
+    conditions, wrong = outputs[first:], []
+    del outputs[first:]
+    for condition, answer in zip(conditions, answers, strict=True):
+        other = tape.op("Cast", [condition], {"to": onnx_ir.DataType.BOOL})
+        wrong.append(tape.op("Not", [other]) if answer else other)
+    places = {str(getattr(size, "value", size)): (value, axis) for value in model.graph.inputs
+              for axis, size in enumerate(value.shape or ())}  # fmt: skip
+    for symbol in filter(places.__contains__, limits):
+        value, axis = places[symbol]
+        size = tape.op("Shape", [value], {"start": axis, "end": axis + 1})
+        for operator, end in zip(("Less", "Greater"), limits[symbol], strict=True):
+            ending = tape.initializer(onnx_ir.tensor([end], name=f"asapc_{operator}_{symbol}"))
+            wrong.append(tape.op(operator, [size, ending]))
+    if not wrong:
+        return
+    wrong_at_all = reduce(lambda x, y: tape.op("Or", [x, y]), wrong)
+    zero, ends = (tape.initializer(onnx_ir.tensor([n], name=f"asapc_{n}")) for n in (0, -1))
+    entry = tape.op("Reshape", [tape.op("Cast", [wrong_at_all], {"to": onnx_ir.DataType.INT64}), ends])
+    for index, value in enumerate(outputs):
+        chosen = tape.op("Gather", [tape.op("Unsqueeze", [value, zero]), entry])
+        outputs[index] = tape.op("Squeeze", [chosen, zero])
+        outputs[index].shape, outputs[index].type = value.shape, value.type
 
 
 def save(model: onnx_ir.Model, path: Path) -> None:
@@ -200,9 +253,9 @@ def check(path: Path) -> None:
         ) from error
 
 
-def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
-    """Call dynamic sizes batch, length, length_2 ... in the order of the inputs. Their limits, which no
-    runtime checks, go into the file's metadata."""
+def _name_sizes(model: onnx_ir.Model, limits: Mapping[str, Sequence[int]]) -> None:
+    """Call dynamic sizes batch, length, length_2 ... in the order of the inputs. Their limits go into the
+    file's metadata."""
     names: dict[str, str | int] = {}
     for value in model.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
@@ -215,12 +268,11 @@ def _name_sizes(model: onnx_ir.Model, ranges: dict[str, Any]) -> None:
                     names[symbol] = "batch"
                 else:
                     names[symbol] = "length" if known == 0 else f"length_{known + 1}"
-    limited = {symbol: one for symbol, one in ranges.items() if one.lower > 2 or one.upper < MOST}
-    if limited:
+    if limits:
         model.metadata_props["sizes"] = ", ".join(
-            f"{names.get(symbol, symbol)} is {one.lower} to {one.upper if one.upper < MOST else 'any'}"
-            for symbol, one in limited.items()
-        )  # fmt: skip
+            f"{names.get(symbol, symbol)} is {low} to {high if high < MOST else 'any'}"
+            for symbol, (low, high) in limits.items()
+        )
     graph = model.graph
     inner = (value for node in graph for value in node.outputs)
     for value in (*graph.inputs, *graph.outputs, *inner):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import onnx_ir
 import torch
 from onnx_ir.passes import common
-from onnxscript import opset18
+from onnxscript import opset18, rewriter
+from onnxscript.rewriter.rules.common._no_op import rules as no_ops
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
@@ -19,6 +22,8 @@ from asapc.terminal.printed import reason
 op: Any = opset18  # its types speak of arrays, not of values in a graph
 ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
+# To no_ops 1e-8 is 0 and 1.00001 is 1: they drop the constant of a division.
+_EXACT = tuple(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in list(no_ops))
 
 
 def translate(exported: ExportedProgram, opset: int, plain_attention: bool = False) -> onnx_ir.Model:
@@ -33,6 +38,8 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
         torch.ops.aten.sym_stride.int: _stride,
         torch.ops.aten._cdist_forward.default: _distances,
         torch.ops.aten._euclidean_dist.default: _distances,
+        torch.ops.aten.amax.default: partial(_extreme, op.ReduceMax),
+        torch.ops.aten.amin.default: partial(_extreme, op.ReduceMin),
     }
     if plain_attention and opset < ATTENTION_OPSET:
         table[torch.ops.aten.scaled_dot_product_attention.default] = _attention
@@ -40,7 +47,8 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
     try:
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        exact = patch.object(rewriter, "_DEFAULT_REWRITE_RULES", _EXACT)
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), exact:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, verbose=False, optimize=True,
                 custom_translation_table=table,
@@ -74,6 +82,12 @@ def _log_sum_exp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     top = op.Where(op.Equal(op.Abs(top), endless), zero, top)  # IsInf knows no float16
     total = op.Add(op.Log(op.ReduceSum(op.Exp(op.Sub(x, top)), axes)), top)
     return total if keepdim else op.Squeeze(total, axes)
+
+
+def _extreme(reduced: Any, x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """Of all entries without axes, which torch's translation wants to be named."""
+    axes = [op.Constant(value_ints=[*dim])] if dim else []
+    return reduced(x, *axes, keepdims=int(keepdim))
 
 
 def _stride(x: Any, dim: int) -> Any:

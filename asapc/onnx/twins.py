@@ -375,22 +375,23 @@ dual = _DUALS.dual
 dual_and_row_mass = _DUALS.dual_and_row_mass
 
 
+def _checked(x: Tensor, fine: Tensor) -> Tensor:
+    """x where all is fine, elsewhere an error of the runtime, which is asked for entry 1 of 1."""
+    return x[None].index_select(0, (~fine.all()).long()[None])[0]
+
+
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
-    """True on the keys that an additive mask keeps; a graph cannot refuse what is neither."""
-    return mask > hides
+    return _checked(mask > hides, (mask <= hides) | (mask == 0))
 
 
 def is_one(mask: Tensor) -> Tensor:
-    """True where a mask of zeros and ones is 1; a graph cannot refuse another number."""
-    return mask == 1
+    return _checked(mask == 1, (mask == 1) | (mask == 0))
 
 
 def rows_kept(bias: Tensor, small: bool) -> Tensor:
-    """True on the rows that are not all -inf, nor, where `small`, hold numbers that scores are lost
-    beside: a graph cannot refuse them, and gives NaN."""
     kept = bias.amax(-1, keepdim=True) > -math.inf
     if small:
-        kept = kept & (bias.abs() < 2.0 * FINE / torch.finfo(torch.float32).eps).all(-1, keepdim=True)
+        return _checked(kept, bias.abs() < 2.0 * FINE / torch.finfo(torch.float32).eps)
     return kept
 
 
@@ -403,8 +404,7 @@ def keys_of_empty(
 
 
 def some_keys(keep: Tensor) -> Tensor:
-    """keep; a graph cannot refuse an example without an active key, and gives NaN."""
-    return keep
+    return _checked(keep, keep.any(-1))
 
 
 def _named(name: str) -> Callable[..., Tensor]:

@@ -261,12 +261,6 @@ class Forward:
         forward.constants = self.constants.of_copy(self.module, caller)
         return forward
 
-    def _another(self, flat: Sequence[Any]) -> str | None:
-        problem = asked(self.questions, self.module, flat) if self.questions else None
-        for inside in self.inside:
-            problem = inside.difference(self.module, flat) if problem is None else problem
-        return problem
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copied = None if torch.compiler.is_compiling() else self._of_copy(sys._getframe(1))
         if copied is not None:
@@ -275,8 +269,10 @@ class Forward:
             with self._hidden():
                 return self.original(*args, **kwargs)
         flat, problem = self.call.flat(args, kwargs)
-        if problem is None:
-            problem = self._another(flat)
+        if problem is None and self.questions:
+            problem = asked(self.questions, self.module, flat)
+        for inside in self.inside:
+            problem = inside.difference(self.module, flat) if problem is None else problem
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
         if any(inside.drops for inside in self.inside) and NO_DROPOUT not in self.warned:

@@ -17,7 +17,7 @@ from asapc.device import CPU, settle
 from asapc.errors import AsapcError, SizeError
 from asapc.formats.limits import MOST
 from asapc.inputs.data import Batch, output_of
-from asapc.inputs.faults import argument_names, data_fault, device_fault
+from asapc.inputs.faults import argument_names, batch_fault, data_fault, device_fault
 from asapc.ir import Program, SiteTensors
 from asapc.program.call import Tensors, known_of, other_size
 from asapc.program.calls import tapped
@@ -45,7 +45,7 @@ class Runner:
             raise ValueError("a program of the whole model, or a model, is needed")
 
     def __call__(self, batch: Batch) -> Any:
-        """Raises InputError naming the example if one makes the model fail."""
+        """Raises InputError if the model fails, naming the example where one makes it."""
         try:
             return self._call(batch)
         except AsapcError:
@@ -57,9 +57,9 @@ class Runner:
             called = self.graphs.get("") or self.model
             assert called is not None
             fault = data_fault(error, batch, self._call, argument_names(called))
-            if fault is None:
+            if fault is None and self.graphs:  # where it may be ours
                 raise
-            raise fault from error
+            raise fault or batch_fault(error, len(batch)) from error
 
     def _call(self, batch: Batch) -> Any:
         device = batch.device

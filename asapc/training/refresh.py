@@ -422,10 +422,12 @@ def _manifest(artifact: Artifact, entry: dict[str, Any], trained: set[tuple[int,
         for names in coefficients(program.graph)
     )
     if entry["best_epoch"] > 0:
+        unknown = dict.fromkeys(("r2", "fit_rel_l2", "selection_attention_rel_l2"))
         manifest["sites"] = [
-            _refreshed_site(site) if site["operator"] != TEACHER and next(called) & trained else site
+            {**site, **unknown, "reason": str(site["reason"]).removesuffix(_SINCE) + _SINCE}
+            if site["operator"] != TEACHER and next(called) & trained else site
             for site in manifest["sites"]
-        ]
+        ]  # fmt: skip
     if "anneal" in entry:
         manifest["sites"] = [
             _annealed_site(site, entry) if site["operator"] == "esp_soft" else site
@@ -439,21 +441,11 @@ def _manifest(artifact: Artifact, entry: dict[str, Any], trained: set[tuple[int,
     return {**manifest, "refresh": entry}
 
 
-def _refreshed_site(site: dict[str, Any]) -> dict[str, Any]:
-    reason = str(site["reason"]).removesuffix(_SINCE) + _SINCE
-    shown = ("r2", "fit_rel_l2", "selection_attention_rel_l2")
-    return {**site, "reason": reason, **dict.fromkeys(shown)}
-
-
 def _annealed_site(site: dict[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     before, after = (entry["soft_to_hard"][when]["prediction_change"] for when in ("before", "after"))
-    reason = (
-        f"annealed: exact sorting changes {after:.2%} of {entry['selection_examples']} predictions, "
-        f"and {before:.2%} before"
-    )
+    reason = f"exact sorting changes {after:.2%} of {entry['selection_examples']} predictions"
     if entry["best_epoch"] == 0:
-        reason = (
-            f"exact sorting changes {after:.2%} of {entry['selection_examples']} predictions; annealing "
-            "did not make it better"
-        )
+        reason += "; annealing did not make it better"
+    else:
+        reason = f"annealed: {reason}, and {before:.2%} before"
     return {**site, "operator": "esp_hard", "reason": reason}
