@@ -29,7 +29,7 @@ import psutil
 import torch
 from attention import environment
 from safetensors.torch import save_file
-from written import write_results
+from written import parser_of, write_results
 
 import asapc
 from asapc.cli import main as asapc_main
@@ -118,13 +118,9 @@ def measured(out: Path, tokens: int, processes: int, shared: bool) -> list[dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--half-steps", type=int, default=4)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser = parser_of(__doc__, tokens=8192, half_steps=4, processes=[1, 2, 4])
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # see one_process
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--out", type=Path, help="folder for sequence.{json,md}")
     options = parser.parse_args(arguments)
     if options.one is not None:
         one_process(options.one, options.tokens, options.shared)
