@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asapc.models.esp import soft_sort
 from asapc.models.text import EncoderLayer, Heads, TokenClassifier
-from asapc.operators.esp import soft_sort
 
 Attention = Callable[[int, int], nn.Module]
 TEMPERATURE, INVERSE_TEMPERATURE = 0.1, 0.1  # t and tau of ESPFormer
+FAR = -1e4
 
 
 class Softmax(Heads):
@@ -59,14 +60,15 @@ class ESP(Softmax):
         self.slicer = nn.Linear(d_model // n_heads, slices, bias=False)
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-        first, second = (
-            soft_sort(self.slicer(x).transpose(-1, -2).flatten(1, 2), keep, TEMPERATURE)
-            for x in (q, k)
-        )
-        plans = (first.transpose(-1, -2) @ second).unflatten(1, (self.n_heads, -1))  # [B, H, L, N, N]
-        costs = (torch.cdist(q, k).unsqueeze(2) * plans).sum((-1, -2))
-        weights = torch.softmax(-INVERSE_TEMPERATURE * costs, dim=-1)
-        return (weights[..., None, None] * plans).sum(2) @ v
+        """Padded tokens are sorted last, far from all others, so that they only meet each other."""
+        hidden = ~keep[:, None, None]  # [B, 1, 1, N]
+        lines = (self.slicer(x).transpose(-1, -2).masked_fill(hidden, FAR) for x in (q, k))
+        first, second = (soft_sort(line, TEMPERATURE) for line in lines)  # [B, H, L, N, N]
+        plans = (first.transpose(-1, -2) @ second).flatten(-2)
+        cost = torch.cdist(q, k).masked_fill(hidden, 0.0).flatten(-2).unsqueeze(-1)
+        weights = torch.softmax(-INVERSE_TEMPERATURE * (plans @ cost), dim=-2)  # [B, H, L, 1]
+        mean = (weights.transpose(-1, -2) @ plans).unflatten(-1, (q.shape[2], -1)).squeeze(2)
+        return (mean @ v).masked_fill(hidden.transpose(-1, -2), 0.0)
 
 
 RIVALS: dict[str, Attention] = {"Transformer": Softmax, "DiffTransformer": Differential, "ESPFormer": ESP}
