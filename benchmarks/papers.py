@@ -68,11 +68,11 @@ def agnews_tokens(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def grey_pixels(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """CIFAR-10 in grey, 2 x 2 pixels averaged: 256 tokens from 1 to 255."""
+    """CIFAR-10 in grey, 4 x 4 pixels averaged: 64 tokens from 1 to 255."""
     with np.load(folder / "cifar10_jpeg_subset.npz") as data:
         labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("y_train", "y_test"))
         grey = (torch.from_numpy(data[name]).float().mean(-1) for name in ("x_train", "x_test"))
-        small = (nn.functional.avg_pool2d(img, 2).flatten(1).long().clamp(1, 255) for img in grey)
+        small = (nn.functional.avg_pool2d(img, 4).flatten(1).long().clamp(1, 255) for img in grey)
         return next(small), next(labels), next(small), next(labels)
 
 
