@@ -40,7 +40,7 @@ from closures import WAYS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from written import write_results
+from written import parser_of, write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians
@@ -539,23 +539,17 @@ def plot(results: list[dict[str, Any]], path: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[32])
-    parser.add_argument("--half-steps", type=int, default=20)
+    parser = parser_of(
+        __doc__, batch=4, heads=8, tokens=[512], head_dim=[32], half_steps=20, repeats=7, seed=0,
+    )  # fmt: skip
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of scores")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="also torch.compile, FlashSinkhorn")
     parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
     parser.add_argument("--once", action="store_true", help="every form once, which compiles kernels")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
-    parser.add_argument("-o", "--out", type=Path, help="folder for attention.{json,md,svg}")
     options = parser.parse_args()
     if options.half_steps % 2 or options.half_steps < 4:
         parser.error("--half-steps must be even (columns last) and at least 4")

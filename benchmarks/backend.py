@@ -9,15 +9,13 @@ in evaluation. A row is printed only after parity; candidates take turns, and fi
 
 from __future__ import annotations
 
-import argparse
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from written import write_results
+from written import parser_of, write_results
 
 import asapc
 from asapc.measure.timing import interleaved_medians
@@ -65,11 +63,7 @@ def measured(shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("-o", "--out", type=Path, help="folder for backend.{json,md}")
+    parser = parser_of(__doc__, shapes=SHAPES, threads=torch.get_num_threads(), repeats=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     lines = [

@@ -24,12 +24,12 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from attention import environment, error
 from torch import Tensor
+from written import parser_of
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import extra_bytes, interleaved_medians
@@ -201,19 +201,12 @@ def table(shape: Shape, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--window", type=int, default=129)
-    parser.add_argument("--half-steps", type=int, default=10)
+    parser = parser_of(
+        __doc__, batch=1, heads=4, tokens=[512, 1024, 2048, 4096], head_dim=64, window=129,
+        half_steps=10, repeats=5, max_seconds=20.0, seed=0,
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--max-seconds", type=float, default=20.0)
     parser.add_argument("--backward", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     if options.window % 2 == 0:
         parser.error("--window is a query and as many keys on either side: an odd number")

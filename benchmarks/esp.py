@@ -20,14 +20,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from attention import device_of, environment, error, extra_mib
 from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
-from written import write_results
+from written import parser_of, write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians
@@ -181,17 +180,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[65, 197, 1024])
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.1, 0.001])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = parser_of(
+        __doc__, batch=1, heads=4, tokens=[65, 197, 1024], head_dim=32, temperature=[0.1, 0.001],
+        repeats=5, seed=0,
+    )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
-    parser.add_argument("-o", "--out", type=Path, help="folder for esp.{json,md}")
     options = parser.parse_args()
     results = []
     with torch.no_grad():

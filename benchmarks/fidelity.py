@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,10 @@ SIZES = [
 MARGINALS = [
     ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 3.3e-7, 0.833),
     ("Sinkhorn, 5 half-steps", {"features": "Sinkhorn, 5 half-steps"}, 3.1e-7, 0.805),
-    ("LS, 32 slices, 1 c-transform",
-     paper(32, 1), 0.514, 1.2e-7),
-    ("LS, 32 slices, 3 c-transforms",
-     paper(32, 3), 0.444, 1.3e-7),
-]  # fmt: skip
+    ("LS, 32 slices, 1 c-transform", paper(32, 1), 0.514, 1.2e-7),
+    ("LS, 32 slices, 3 c-transforms", paper(32, 3), 0.444, 1.3e-7),
+    *((None, {"features": "coarse:32", "side": "target", "c_transforms": c}, None, None) for c in (2, 1)),
+]
 # From the paper's protocol to ours, a change at a time, each on top of those before it.
 _OURS = {"points": "all", "ridge_mode": "risk", "coefficients": "per_head"}
 CHANGES: list[tuple[str, dict[str, Any]]] = [
@@ -106,6 +105,18 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
 
 
+CELLS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "attention l2": ("attention_rel_l2", figure),
+    "worst": ("attention_rel_l2_worst", figure),
+    "output RMSE": ("output_rmse", figure),
+    "agreement %": ("prediction_agreement", percent),
+    "accuracy %": ("accuracy_compiled", percent),
+    "site ms": ("site_ms", figure),
+    "of it predicting": ("predict_ms", figure),
+    "Pareto": ("pareto", lambda best: "*" * bool(best)),
+}
+
+
 def verdict(ours: float, theirs: float | None) -> str:
     if theirs is None:
         return ""
@@ -121,61 +132,49 @@ def name_of(row: Row) -> str:
 
 
 def paper_rows(study: Study) -> str:
-    rows = []
-    for label, wanted, error, rmse in IMDB:
-        row = find(study, wanted)
-        if row is not None:
-            own = row["attention_rel_l2"]
-            rows.append((label, figure(error), figure(own), verdict(own, error), figure(rmse),
-                         figure(row["output_rmse"]), figure(row["site_ms"])))  # fmt: skip
+    rows = [
+        (label, figure(error), figure(row["attention_rel_l2"]), verdict(row["attention_rel_l2"], error),
+         figure(rmse), figure(row["output_rmse"]), figure(row["site_ms"]))
+        for label, wanted, error, rmse in IMDB if (row := find(study, wanted))
+    ]  # fmt: skip
     columns = ("row", "paper: attention l2", "ours", "", "paper: output RMSE", "ours", "ours: ms")
     return table(columns, rows)
 
 
+def by_error(first: str, rows: Sequence[Row], *left_out: str) -> str:
+    """Rows by error, with all of CELLS but those left out."""
+    cells = {column: cell for column, cell in CELLS.items() if column not in left_out}
+    ordered = sorted(rows, key=lambda row: row["attention_rel_l2"])
+    shown = [
+        ("the paper's protocol: " * (row["coefficients"] == "pooled") + name_of(row),
+         *(show(row[key]) for key, show in cells.values()))
+        for row in ordered
+    ]  # fmt: skip
+    return table((first, *cells), shown)
+
+
 def own_rows(study: Study) -> str:
-    """Per-head fits, by error."""
-    chosen = [
-        row for row in study["rows"]
-        if row["coefficients"] == "per_head" and row["ridge"] == 1e-3 and row["fit"] == "ls"
-        and row["examples"] == 512
-    ]  # fmt: skip
-    chosen.sort(key=lambda row: row["attention_rel_l2"])
-    rows = [
-        (name_of(row), figure(row["attention_rel_l2"]), figure(row["attention_rel_l2_worst"]),
-         figure(row["output_rmse"]), percent(row["prediction_agreement"]), figure(row["site_ms"]),
-         figure(row["predict_ms"]), "*" if row["pareto"] else "")
-        for row in chosen
-    ]  # fmt: skip
-    columns = ("ours", "attention l2", "worst", "output RMSE", "agreement %", "site ms",
-               "of it predicting", "Pareto")  # fmt: skip
-    return table(columns, rows)
+    """Per-head fits."""
+    own = {"coefficients": "per_head", "ridge": 1e-3, "fit": "ls", "examples": 512}
+    return by_error("ours", [row for row in study["rows"] if own.items() <= row.items()], "accuracy %")
 
 
 def marginals(study: Study) -> str:
-    rows = []
-    for label, wanted, row_err, col_err in MARGINALS:
-        row = find(study, wanted)
-        if row is not None:
-            own = figure(row["row_err"]), figure(row["col_err"])
-            rows.append((label, figure(row_err), own[0], figure(col_err), own[1]))
-    for wanted in (
-        {"features": "coarse:32", "side": "target", "c_transforms": 2},
-        {"features": "coarse:32", "side": "target", "c_transforms": 1},
-    ):
-        row = find(study, wanted)
-        if row is not None:
-            rows.append((name_of(row), "-", figure(row["row_err"]), "-", figure(row["col_err"])))
+    rows = [
+        (label or name_of(row), figure(row_err), figure(row["row_err"]), figure(col_err),
+         figure(row["col_err"]))
+        for label, wanted, row_err, col_err in MARGINALS if (row := find(study, wanted))
+    ]  # fmt: skip
     return table(("row", "paper: row error", "ours", "paper: column error", "ours"), rows)
 
 
 def sizes(study: Study) -> str:
-    rows = []
-    for c_transforms, examples, error in SIZES:
-        row = find(study, {**paper(32, c_transforms), "examples": examples})
-        if row is not None:
-            label = f"{examples} examples, {c_transforms} c-transform{'s' * (c_transforms > 1)}"
-            own = figure(row["attention_rel_l2"]), figure(row["fit_seconds"])
-            rows.append((label, figure(error), *own))
+    rows = [
+        (f"{examples} examples, {c_transforms} c-transform{'s' * (c_transforms > 1)}", figure(error),
+         figure(row["attention_rel_l2"]), figure(row["fit_seconds"]))
+        for c_transforms, examples, error in SIZES
+        if (row := find(study, {**paper(32, c_transforms), "examples": examples}))
+    ]  # fmt: skip
     return table(("32 slices", "paper: attention l2", "ours", "ours: fit s, all layers"), rows)
 
 
@@ -183,31 +182,25 @@ def changes(study: Study) -> str:
     """One c-transform from the last dual is aligned, whatever was asked for."""
     rows = []
     for label, wanted in CHANGES:
-        found = [
-            find(study, {**paper(32, number), **wanted, **({"aim": "aligned"} if number == 1 else {})})
-            for number in (1, 3)
-        ]
-        if None in found:
-            continue
-        figures = [row[key] for key in ("attention_rel_l2", "output_rmse") for row in found if row]
-        rows.append((label, *map(figure, figures)))
+        one = find(study, {**paper(32, 1), **wanted, "aim": "aligned"})
+        three = find(study, {**paper(32, 3), **wanted})
+        if one and three:
+            keys = ("attention_rel_l2", "output_rmse")
+            rows.append((label, *(figure(row[key]) for key in keys for row in (one, three))))
     columns = ("each change on top of those before it", "attention l2: 1 c-transform", "3",
                "output RMSE: 1", "3")  # fmt: skip
     return table(columns, rows)
 
 
 def fits(study: Study) -> str:
-    rows = []
+    rows, alike = [], ("features", "side", "c_transforms", "ridge", "examples")
     for row in study["rows"]:
-        if row["fit"] != "kl" or row["ridge"] == 1e-3:
-            continue
-        same = {key: row[key] for key in ("features", "side", "c_transforms", "ridge", "examples")}
-        least = find(study, {**same, "fit": "ls"})
-        if least is not None:
-            pair = (least, row)
-            plan = (figure(own["plan_kl"], 4) for own in pair)
-            error = (figure(own["attention_rel_l2"], 4) for own in pair)
-            seconds = (figure(own["fit_seconds"]) for own in pair)
+        least = find(study, {**{key: row[key] for key in alike}, "fit": "ls"})
+        if row["fit"] == "kl" and row["ridge"] != 1e-3 and least:
+            plan, error, seconds = (
+                [figure(own[key], digits) for own in (least, row)]
+                for key, digits in (("plan_kl", 4), ("attention_rel_l2", 4), ("fit_seconds", 3))
+            )
             judged = verdict(row["plan_kl"], least["plan_kl"])
             rows.append((name_of(row), *plan, judged, *error, *seconds))
     columns = ("the same features and examples", "plan KL: LS", "KL", "", "attention l2: LS", "KL",
@@ -225,20 +218,6 @@ def accuracies(study: Study) -> str:
         rows.append((name_of(row), error, percent(row["accuracy_compiled"]), drop, same))
     first = f"{study['examples']} test examples"
     return table((first, "attention l2", "accuracy %", "drop, points", "agreement %"), rows)
-
-
-def cifar(study: Study) -> str:
-    rows = []
-    for row in sorted(study["rows"], key=lambda row: row["attention_rel_l2"]):
-        fitted = row["coefficients"] == "pooled"
-        rows.append((("the paper's protocol: " if fitted else "") + name_of(row),
-                     figure(row["attention_rel_l2"]), figure(row["attention_rel_l2_worst"]),
-                     figure(row["output_rmse"]), percent(row["prediction_agreement"]),
-                     percent(row["accuracy_compiled"]), figure(row["site_ms"]),
-                     figure(row["predict_ms"]), "*" if row["pareto"] else ""))  # fmt: skip
-    columns = ("row", "attention l2", "worst", "output RMSE", "agreement %", "accuracy %", "site ms",
-               "of it predicting", "Pareto")  # fmt: skip
-    return table(columns, rows)
 
 
 def setting(study: Study) -> str:
@@ -306,7 +285,7 @@ def main() -> None:
                                studies.get("agnews_accuracy"), False)  # fmt: skip
     if "cifar10" in studies:
         blocks += ["## CIFAR-10, T = 10, N = 65, column-ending", setting(studies["cifar10"]),
-                   cifar(studies["cifar10"])]  # fmt: skip
+                   by_error("row", studies["cifar10"]["rows"])]  # fmt: skip
     parts = [name + part for name in TEXT for part in ("", "_paper", "_accuracy")]
     missing = [name for name in ("cifar10", *parts) if name not in studies]
     if missing:

@@ -21,14 +21,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from attention import device_of, environment, error, extra_mib
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from written import write_results
+from written import parser_of, write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians
@@ -250,20 +249,14 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024 << i for i in range(8)])
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--pivots", type=int, default=32)
-    parser.add_argument("--half-steps", type=int, default=5)
+    parser = parser_of(
+        __doc__, batch=1, heads=8, tokens=[1024 << i for i in range(8)], head_dim=64, pivots=32,
+        half_steps=5, repeats=7, seed=0,
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-seconds", type=float, default=10.0, help="a call may take")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
-    parser.add_argument("-o", "--out", type=Path, help="folder for lot.{json,md}")
     options = parser.parse_args()
 
     def shape(tokens: int) -> Shape:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import onnx
 import torch
 from attention import environment
 from onnx import NodeProto, TensorProto, helper, numpy_helper
-from written import write_results
+from written import parser_of, write_results
 
 from asapc.inputs.onnx.session import open_session
 from asapc.measure.timing import interleaved_medians
@@ -179,16 +178,9 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 512])
+    parser = parser_of(__doc__, batch=8, heads=8, tokens=[16, 64, 256, 512], threads=2, repeats=7, seed=0)
     parser.add_argument("--half-steps", type=int, nargs="+", default=[20, 100], help="even, from 4")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--min-time", type=float, default=3.0, help="seconds a size")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--out", type=Path, help="folder for onnx_loop.{json,md}")
     options = parser.parse_args()
     if any(count < 4 or count % 2 for count in options.half_steps):
         parser.error("--half-steps must be even and at least 4")

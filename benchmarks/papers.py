@@ -1,8 +1,8 @@
-"""Tables of the papers on small MNIST models, with seeds; papers.yaml has sizes and the papers' figures.
+"""Tables of the papers on small models, with seeds; papers.yaml has sizes and the papers' figures.
 
-    python benchmarks/papers.py mnist --work FOLDER        # or sorts, slicers
+    python benchmarks/papers.py mnist --work FOLDER        # or sorts, slicers, agnews, lot
 
---data is that of examples/mnist/train.py. --work keeps every model's figures: a run that was stopped goes
+--data is that of the examples' train.py. --work keeps every model's figures: a run that was stopped goes
 on where it was. papers_TABLE.md in -o is written after each.  One thread; up to half an hour a table.
 """
 
@@ -16,23 +16,26 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from rivals import RIVALS, Rival, Softmax
 from torch import Tensor, nn
 from written import write_whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from mnist.train import images
+from text.train import encode, read
 from trainable_loop import set_loop, trainable_sinkhorn_attention
-from training import descend, one_cycle, write_data, write_teacher
+from training import descend, most_frequent, one_cycle, write_data, write_teacher
 
 import asapc
 from asapc import pipeline
 from asapc.inputs.data import open_data, split_of
 from asapc.inputs.load import load_teacher
-from asapc.models import ESPFormerViT, SinkformerViT
+from asapc.models import ESPFormerViT, LOTFormerText, SinkformerText, SinkformerViT
 from asapc.models.vit import ViT
 from asapc.report.evaluate import Measuring
 from asapc.report.site_metrics import environment
@@ -55,19 +58,48 @@ def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return images(data["x_train"]), next(labels), images(data["x_test"]), next(labels)
 
 
+@cache
+def agnews_tokens(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    own, ((texts, labels), (test, test_labels)) = TABLES["agnews"]["text"], read("ag-news", folder)
+    vocabulary = most_frequent(texts, own["vocab_size"])
+    tokens = (encode(some, vocabulary, own["seq_len"]) for some in (texts, test))
+    return next(tokens), torch.from_numpy(labels), next(tokens), torch.from_numpy(test_labels)
+
+
+@cache
+def grey_pixels(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """CIFAR-10 in grey, 4 x 4 pixels averaged: 64 tokens from 1 to 255."""
+    with np.load(folder / "cifar10_jpeg_subset.npz") as data:
+        labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("y_train", "y_test"))
+        grey = (torch.from_numpy(data[name]).float().mean(-1) for name in ("x_train", "x_test"))
+        small = (nn.functional.avg_pool2d(img, 4).flatten(1).long().clamp(1, 255) for img in grey)
+        return next(small), next(labels), next(small), next(labels)
+
+
+def scores(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Logits, or logarithms of probabilities."""
+    if isinstance(model, ViT):
+        return model.classify(inputs)[0]
+    output = model(inputs)
+    return (output[0] if isinstance(output, tuple) else output).clamp_min(1e-9).log()
+
+
 @torch.no_grad()
-def predictions(model: ViT, img: Tensor) -> Tensor:
-    return torch.cat([model.eval().classify(batch)[0].argmax(-1) for batch in img.split(100)])
+def predictions(model: nn.Module, inputs: Tensor) -> Tensor:
+    return torch.cat([scores(model.eval(), batch).argmax(-1) for batch in inputs.split(100)])
 
 
 def share(one: Tensor, other: Tensor) -> float:
     return (one == other).double().mean().item()
 
 
-def train(model: ViT, img: Tensor, labels: Tensor, epochs: int, seed: int, rate: float) -> None:
-    order = torch.Generator().manual_seed(seed)
-    for _, index, step in one_cycle(model, len(img), 100, epochs, rate=rate, decay=0.01, generator=order):
-        step(nn.functional.cross_entropy(model.classify(img[index])[0], labels[index]))
+def train(
+    model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, seed: int, rate: float,
+    batch: int = 100,
+) -> None:  # fmt: skip
+    own = {"rate": rate, "decay": 0.01, "generator": torch.Generator().manual_seed(seed)}
+    for _, index, step in one_cycle(model, len(inputs), batch, epochs, **own):
+        step(nn.functional.cross_entropy(scores(model, inputs[index]), labels[index]))
 
 
 def train_on(model: ViT, img: Tensor, labels: Tensor, epochs: int) -> None:
@@ -75,7 +107,7 @@ def train_on(model: ViT, img: Tensor, labels: Tensor, epochs: int) -> None:
     optimiser = torch.optim.Adam(model.train().parameters(), lr=2e-4)
     for _ in range(epochs):
         for i in torch.randperm(len(img)).split(100):
-            descend(model, optimiser, nn.functional.cross_entropy(model.classify(img[i])[0], labels[i]))
+            descend(model, optimiser, nn.functional.cross_entropy(scores(model, img[i]), labels[i]))
 
 
 def measured(artifact: Path) -> list[float]:
@@ -83,6 +115,16 @@ def measured(artifact: Path) -> list[float]:
     measuring, test = Measuring(examples=10**6, fast=True), str(artifact.with_name("test.npz"))
     model = pipeline.report(artifact, test, measuring=measuring, progress=SILENT).to_json()["model"]
     return [model["accuracy_compiled"], model["prediction_agreement"]]
+
+
+def studied(table: str, folder: Path, grid: Path) -> dict[str, list[float]]:
+    """The table's rows of a study of the teacher in the folder, on the test set."""
+    teacher, on = load_teacher(str(folder)), MeasuredOn(str(folder / "test.npz"), 10**6, 100)
+    known, out = str(folder / "calibration.npz"), folder / "study"
+    found = study(teacher, known, load_grid(grid), out, SILENT, measured=on)["rows"]
+    wanted = TABLES[table]["studied"].items()
+    rows = {name: next(row for row in found if own.items() <= row.items()) for name, own in wanted}
+    return {name: [row["accuracy_compiled"], row["prediction_agreement"]] for name, row in rows.items()}
 
 
 def patches(patch: int, seed: int, folder: Path, data: Path) -> Cells:
@@ -97,12 +139,7 @@ def patches(patch: int, seed: int, folder: Path, data: Path) -> Cells:
     before = predictions(model, test_img)
     rows = {"Sinkhorn teacher, T = 5": [share(before, test_labels), 1.0]}
 
-    teacher, data_path, test = load_teacher(str(folder)), folder / "calibration.npz", folder / "test.npz"
-    grid, on = load_grid(HERE / "grids" / "mnist_paper.yaml"), MeasuredOn(str(test), 10**6, 100)
-    found = study(teacher, str(data_path), grid, folder / "study", SILENT, measured=on)["rows"]
-    for name, wanted in TABLES["mnist"]["studied"].items():
-        row = next(row for row in found if wanted.items() <= row.items())
-        rows[name] = [row["accuracy_compiled"], row["prediction_agreement"]]
+    rows |= studied("mnist", folder, HERE / "grids" / "mnist_paper.yaml")
 
     known, recipe = str(folder / "labelled.npz"), TABLES["mnist"]["recipe"]
     np.savez(known, img=img.numpy(), labels=labels.numpy())
@@ -111,7 +148,7 @@ def patches(patch: int, seed: int, folder: Path, data: Path) -> Cells:
     pipeline.refresh(folder / "asap", known, settings, folder / "refreshed", progress=SILENT)
     rows["ASAP, refreshed"] = measured(folder / "refreshed")
 
-    batches = open_data(known, forward_signature(teacher)).batches(1000)
+    batches = open_data(known, forward_signature(load_teacher(str(folder)))).batches(1000)
     splits = [split_of(hash) == "calibration" for batch in batches for hash in batch.hashes]
     train_on(model, img[splits], labels[splits], sizes["refresh"])  # what the refresh saw
     after = predictions(model, test_img)
@@ -154,6 +191,32 @@ def slicers(kind: str, slices: int, tau: float, seed: int, _folder: Path, data: 
     return {f"{kind}, tau = {tau:g}": {f"L = {slices}": cell} for tau in taus}
 
 
+def agnews(kind: str, seed: int, folder: Path, data: Path) -> Cells:
+    table, (tokens, labels, test, test_labels) = TABLES["agnews"], agnews_tokens(data)
+    sizes, text = table["sizes"], table["text"]
+    config = {**text, "max_iter": sizes["half_steps"]}
+    model = SinkformerText(**config) if kind == "Sinkhorn" else Rival(RIVALS[kind], **text)
+    set_loop(model, trainable_sinkhorn_attention)
+    train(model, tokens, labels, sizes["epochs"], seed, sizes["rate"], sizes["batch"])
+    before = share(predictions(model, test), test_labels)
+    if kind != "Sinkhorn":
+        return {kind: {"AG News": [before]}}
+    write_teacher(folder, model, "sinkformer-text", config)
+    write_data(folder, "inputs", tokens[: sizes["known"]], test, test_labels)
+    rows = studied("agnews", folder, HERE / "grids" / "agnews_seeds.yaml")
+    return {row: {"AG News": cell} for row, cell in {f"{kind} teacher": [before, 1.0], **rows}.items()}
+
+
+def lot(name: str, changes: Mapping[str, Any] | None, seed: int, _folder: Path, data: Path) -> Cells:
+    """changes: of LOTFormer's settings; None for softmax attention."""
+    table, (pixels, labels, test, test_labels) = TABLES["lot"], grey_pixels(data)
+    sizes, text = table["sizes"], table["text"]
+    rival = changes is None
+    model = Rival(Softmax, **text) if rival else LOTFormerText(**text, **{**table["lot"], **changes})
+    train(model, pixels, labels, sizes["epochs"], seed, sizes["rate"], sizes["batch"])
+    return {name: {"accuracy": [share(predictions(model, test), test_labels)]}}
+
+
 def shown(values: list[list[float]], seeds: int) -> str:
     """Mean ± standard deviation over seeds of each figure, in percent; how many there are if not all."""
     columns = [[100 * value for value in column] for column in zip(*values, strict=True)]
@@ -177,7 +240,9 @@ def markdown(name: str, results: list[Cells], seeds: int) -> str:
 
 
 def main() -> None:
-    functions: dict[str, Callable[..., Cells]] = {"mnist": patches, "sorts": sorts, "slicers": slicers}
+    functions: dict[str, Callable[..., Cells]] = {
+        "mnist": patches, "sorts": sorts, "slicers": slicers, "agnews": agnews, "lot": lot,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("table", choices=functions)
     parser.add_argument("--work", type=Path, required=True, help="folder, outside the repository")

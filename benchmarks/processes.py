@@ -10,8 +10,6 @@ count.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from attention import environment
-from safetensors.torch import load_file, save_file
-from written import write_results
-
-from asapc.models import ARCHITECTURES
+from safetensors.torch import load_file
+from teacher import write_teacher
+from written import parser_of, write_results
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1000, "seq_len": 256, "d_model": 256, "n_layers": 3, "n_heads": 8, "d_ff": 256,
@@ -70,20 +66,11 @@ def check_same(folder: Path, processes: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--examples", type=int, default=4096)
-    parser.add_argument("-o", "--out", type=Path, help="folder for processes.{json,md}")
+    parser = parser_of(__doc__, processes=2, examples=4096)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        torch.manual_seed(0)
-        (folder / "teacher").mkdir()
-        model = ARCHITECTURES["sinkformer-text"](**CONFIG)
-        save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
-        (folder / "teacher" / "config.json").write_text(
-            json.dumps({"architecture": "sinkformer-text", **CONFIG})
-        )
+        write_teacher(folder / "teacher", "sinkformer-text", CONFIG)
         tokens = np.random.default_rng(0).integers(1, 1000, (2 * options.examples, CONFIG["seq_len"]))
         np.savez(folder / "data.npz", inputs=tokens)
         (folder / "recipe.yaml").write_text(f"max_examples: {options.examples}\nbatch_size: 32\n")

@@ -25,13 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from attention import environment
-from safetensors.torch import save_file
-from written import write_results
-
-from asapc.models import ARCHITECTURES
-from asapc.models.vit import SinkformerViT
+from teacher import write_teacher
+from written import parser_of, write_results
 
 SHAPE: dict[str, Any] = {
     "image_size": 224, "patch_size": 16, "num_classes": 1000, "dim": 768, "heads": 12, "mlp_dim": 3072,
@@ -113,12 +109,8 @@ def by_depth(depths: Sequence[int], half_steps: int) -> dict[int, dict[str, floa
 
 def written(folder: Path, depth: int, half_steps: int, images: int) -> tuple[Path, Path]:
     """A teacher and its data."""
-    torch.manual_seed(0)
-    config = {**SHAPE, "depth": depth, "max_iter": half_steps}
     teacher = folder / "teacher"
-    teacher.mkdir(parents=True)
-    save_file(SinkformerViT(**config).state_dict(), teacher / "model.safetensors")
-    (teacher / "config.json").write_text(json.dumps({"architecture": "sinkformer-vit", **config}))
+    write_teacher(teacher, "sinkformer-vit", {**SHAPE, "depth": depth, "max_iter": half_steps})
     random = np.random.default_rng(0)
     data = folder / "images.npz"
     for path, count in ((data, SPLITS * images), (folder / "unseen.npz", images)):
@@ -129,12 +121,8 @@ def written(folder: Path, depth: int, half_steps: int, images: int) -> tuple[Pat
 
 def written_text(folder: Path, half_steps: int) -> tuple[Path, Path]:
     """A text teacher and its data, reviews of 64 to 256 tokens."""
-    torch.manual_seed(0)
-    config = {**TEXT, "max_iter": half_steps}
     teacher = folder / "teacher"
-    teacher.mkdir(parents=True)
-    save_file(ARCHITECTURES["sinkformer-text"](**config).state_dict(), teacher / "model.safetensors")
-    (teacher / "config.json").write_text(json.dumps({"architecture": "sinkformer-text", **config}))
+    write_teacher(teacher, "sinkformer-text", {**TEXT, "max_iter": half_steps})
     random = np.random.default_rng(0)
     count, tokens = GATE_SHARE * TEXT_EXAMPLES + TEXT_EXAMPLES, TEXT["seq_len"]
     lengths = random.integers(tokens // 4, tokens + 1, (count, 1))
@@ -207,14 +195,10 @@ def show_depths(found: dict[int, dict[str, float]], options: argparse.Namespace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--half-steps", type=int, nargs="+", default=[20, 40])
-    parser.add_argument("--images", type=int, default=64)
+    parser = parser_of(__doc__, depth=12, half_steps=[20, 40], images=64)
     parser.add_argument("--commands", nargs="+", help="only these")
     parser.add_argument("--text", action="store_true", help="a text teacher instead")
     parser.add_argument("--layers", type=int, nargs="+", help="only capture and matching, at such depths")
-    parser.add_argument("-o", "--out", type=Path, help="folder for real_size.{json,md}")
     options = parser.parse_args(arguments)
     if options.layers:
         return show_depths(by_depth(options.layers, options.half_steps[0]), options)

@@ -17,7 +17,6 @@ are there. The exit code is 1 where a row fails.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import signal
@@ -34,7 +33,7 @@ from public_models import repository_rows
 from released_models import Row, own_rows
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from written import write_results
+from written import parser_of, write_results
 
 import asapc
 from asapc.errors import AsapcError, InputError, NoSiteError
@@ -200,13 +199,10 @@ HEAD = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, threads=1, repeats=15)
     parser.add_argument("--only", metavar="NAME", help="the models with this in their name")
     parser.add_argument("--repositories", type=Path, help="folder with checkouts: see public_models.py")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="the results on stdout, a JSON document")
-    parser.add_argument("-o", "--out", type=Path, help="folder for released.{json,md}")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     signal.signal(signal.SIGALRM, too_long)

@@ -19,19 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from written import parser_of, write_results
 
 import asapc
 from asapc import pipeline
 from asapc.inputs.data import open_data
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe, load_recipe
+from asapc.inputs.teacher import Teacher
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.report.site_metrics import environment
 from asapc.report.tables import Table
-from asapc.report.text import json_text, markdown_table
+from asapc.report.text import markdown_table
 from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 
@@ -57,74 +60,60 @@ def variants(options: argparse.Namespace, base: Recipe) -> dict[str, Recipe]:
     return {name: Recipe.from_dict({**common, **own}) for name, own in (chosen | forced).items()}
 
 
+def compiled(
+    options: argparse.Namespace, teacher: Teacher, folder: Path
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds of the calibration, and a row for every variant, compiled into the folder by its number."""
+    progress, recipes = make_progress(quiet=False), variants(options, load_recipe(RECIPE))
+    start = time.perf_counter()
+    first = next(iter(recipes.values()))
+    pipeline.calibrate(teacher, options.data, folder / "calibration", first, progress)
+    seconds, rows = time.perf_counter() - start, []
+    for number, (label, recipe) in enumerate(recipes.items()):
+        out = folder / str(number)
+        pipeline.compile(teacher, folder / "calibration", out, recipe, options.data, progress)
+        sites = json.loads((out / "manifest.json").read_text())["sites"]
+        trail = json.loads((out / "selection.json").read_text())
+        labels = [next((c["label"] for c in site["candidates"] if c["chosen"]), "")
+                  for site in trail["sites"]]  # fmt: skip
+        rows.append({
+            "variant": label,
+            "sites": labels or ["lossless"] * len(sites),
+            "worst_attention_rel_l2": max(site["selection_attention_rel_l2"] or 0.0 for site in sites),
+            "selection_seconds": trail["seconds"],
+            "rounds": len(trail["rounds"]),
+            "trail": trail if label.startswith("budget") else None,
+        })  # fmt: skip
+    return seconds, rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    counts = {"examples": 1000, "calibration": 256, "selection": 512, "batch": 16, "repeats": 7}
+    parser = parser_of(__doc__, **counts)
     parser.add_argument("model")
     parser.add_argument("--data", required=True)
     parser.add_argument("--test", required=True)
-    parser.add_argument("--examples", type=int, default=1000)
-    parser.add_argument("--calibration", type=int, default=256)
-    parser.add_argument("--selection", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--name", help="of the results; else the model's folder")
-    parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
-    progress = make_progress(quiet=False)
     teacher = load_teacher(options.model)
-    recipes = variants(options, load_recipe(RECIPE))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        start = time.perf_counter()
-        first = next(iter(recipes.values()))
-        pipeline.calibrate(teacher, options.data, folder / "calibration", first, progress)
-        calibration_seconds = time.perf_counter() - start
-        rows = []
-        for number, (label, recipe) in enumerate(recipes.items()):
-            out = folder / str(number)
-            manifest = pipeline.compile(
-                teacher, folder / "calibration", out, recipe, options.data, progress
-            ).manifest
-            trail = json.loads((out / "selection.json").read_text())
-            errors = [site["selection_attention_rel_l2"] or 0.0 for site in manifest["sites"]]
-            labels = [
-                next((c["label"] for c in site["candidates"] if c["chosen"]), "")
-                for site in trail["sites"]
-            ] or ["lossless"] * len(manifest["sites"])
-            rows.append(
-                {
-                    "variant": label,
-                    "sites": labels,
-                    "worst_attention_rel_l2": max(errors),
-                    "selection_seconds": trail["seconds"],
-                    "rounds": len(trail["rounds"]),
-                    "trail": trail if label.startswith("budget") else None,
-                }
-            )
-        models = {row["variant"]: asapc.load(folder / str(i)) for i, row in enumerate(rows)}
-        untouched = asapc.load(folder / "0", stage="teacher")
-        measure(options, untouched, models, rows)
+        seconds, rows = compiled(options, teacher, Path(name))
+        models = {row["variant"]: asapc.load(Path(name, str(i))) for i, row in enumerate(rows)}
+        measure(options, teacher, asapc.load(Path(name, "0"), stage="teacher"), models, rows)
     result = {
-        "model": options.name or Path(options.model).name, "calibration_seconds": calibration_seconds,
+        "model": options.name or Path(options.model).name, "calibration_seconds": seconds,
         "examples": options.examples, "batch": options.batch, "rows": rows,
         "environment": environment(),
     }  # fmt: skip
     text = markdown_table(table(result))
     print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / f"{result['model']}_selection"
-        stem.with_suffix(".json").write_text(json_text(result) + "\n")
-        stem.with_suffix(".md").write_text(text + "\n")
+    write_results(options.out, f"{result['model']}_selection", result, text)
 
 
 def measure(
-    options: argparse.Namespace,
-    untouched: torch.nn.Module,
-    models: dict[str, torch.nn.Module],
+    options: argparse.Namespace, teacher: Teacher, untouched: nn.Module, models: dict[str, nn.Module],
     rows: list[dict[str, Any]],
-) -> None:
-    teacher = load_teacher(options.model)
+) -> None:  # fmt: skip
     source = open_data(options.test, forward_signature(teacher))
     fidelity = {name: OutputFidelity() for name in models}
     with torch.no_grad():
@@ -134,8 +123,8 @@ def measure(
             for name, model in models.items():
                 own = comparable(model(*batch.args, **batch.kwargs))
                 fidelity[name].update(exact, own, batch.labels)
-        calls: dict[str, Any] = {"teacher": partial(untouched, *first.args, **first.kwargs)}
-        calls |= {n: partial(m, *first.args, **first.kwargs) for n, m in models.items()}
+        every = {"teacher": untouched, **models}
+        calls = {name: partial(model, *first.args, **first.kwargs) for name, model in every.items()}
         times = interleaved_medians(calls, repeats=options.repeats, warmup=1)
     for row in rows:
         name = row["variant"]
@@ -149,17 +138,15 @@ def table(result: dict[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         low, high = row["confidence"]["prediction_agreement"]
-        rows.append(
-            (
-                row["variant"],
-                ", ".join(row["sites"]) if len(set(row["sites"])) > 1 else row["sites"][0],
-                f"{row['milliseconds']:.1f}",
-                f"{row['speedup']:.2f}",
-                f"{row['metrics']['prediction_agreement']:.2%} [{low:.2%}, {high:.2%}]",
-                f"{row['worst_attention_rel_l2']:.4f}",
-                f"{row['selection_seconds']:.0f}",
-            )
-        )
+        rows.append((
+            row["variant"],
+            ", ".join(row["sites"]) if len(set(row["sites"])) > 1 else row["sites"][0],
+            f"{row['milliseconds']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['metrics']['prediction_agreement']:.2%} [{low:.2%}, {high:.2%}]",
+            f"{row['worst_attention_rel_l2']:.4f}",
+            f"{row['selection_seconds']:.0f}",
+        ))  # fmt: skip
     title = (
         f"{result['model']}, batch {result['batch']}, {result['environment']['threads']} threads; "
         f"calibration {result['calibration_seconds']:.0f} s, {result['examples']} test examples"

@@ -28,12 +28,11 @@ import numpy as np
 import psutil
 import torch
 from attention import environment
-from safetensors.torch import save_file
-from written import write_results
+from teacher import write_teacher
+from written import parser_of, write_results
 
 import asapc
 from asapc.cli import main as asapc_main
-from asapc.models import ARCHITECTURES
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1000, "d_model": 512, "n_layers": 2, "n_heads": 8, "d_ff": 2048, "num_classes": 4,
@@ -46,13 +45,8 @@ SAME = 1e-5
 
 def compiled(folder: Path, tokens: int, half_steps: int) -> None:
     """OUT.lossless and OUT.asap, of the same teacher."""
-    torch.manual_seed(0)
-    (folder / "teacher").mkdir()
     config = {**CONFIG, "seq_len": tokens, "max_iter": half_steps}
-    model = ARCHITECTURES["sinkformer-text"](**config)
-    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
-    described = json.dumps({"architecture": "sinkformer-text", **config})
-    (folder / "teacher" / "config.json").write_text(described)
+    write_teacher(folder / "teacher", "sinkformer-text", config)
     ids = np.random.default_rng(0).integers(1, 1000, (64, 64))
     np.savez(folder / "data.npz", inputs=ids)
     for name, recipe in RECIPES.items():
@@ -118,13 +112,9 @@ def measured(out: Path, tokens: int, processes: int, shared: bool) -> list[dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--half-steps", type=int, default=4)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser = parser_of(__doc__, tokens=8192, half_steps=4, processes=[1, 2, 4])
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # see one_process
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--out", type=Path, help="folder for sequence.{json,md}")
     options = parser.parse_args(arguments)
     if options.one is not None:
         one_process(options.one, options.tokens, options.shared)

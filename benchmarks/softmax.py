@@ -18,14 +18,13 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from attention import device_of, environment, error
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from written import write_results
+from written import parser_of, write_results
 
 import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
 from asapc.measure.timing import interleaved_medians
@@ -135,18 +134,12 @@ def table(document: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512 << i for i in range(5)])
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--pivots", type=int, default=32)
-    parser.add_argument("--slices", type=int, default=32)
+    parser = parser_of(
+        __doc__, batch=1, heads=8, tokens=[512 << i for i in range(5)], head_dim=64, pivots=32,
+        slices=32, repeats=7, seed=0,
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--out", type=Path, help="folder for softmax.{json,md}")
     options = parser.parse_args()
     results = []
     with torch.no_grad():

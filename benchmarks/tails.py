@@ -23,13 +23,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from attention import environment
 from torch import Tensor
-from written import write_results
+from written import parser_of, write_results
 
 import asapc.kernels.library
 from asapc.kernels.library.gradients import depths
@@ -234,10 +233,7 @@ def text_of(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-o", "--out", type=Path, help="folder for tails.json and tails.md")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = parser_of(__doc__, seeds=3, repeats=7)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:

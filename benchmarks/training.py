@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ from attention import (
 )
 from esp import dense, hard, soft
 from torch import Tensor
-from written import write_results
+from written import parser_of, write_results
 
 from asapc.measure.timing import interleaved_medians
 
@@ -191,19 +190,14 @@ def table(result: dict[str, Any], slices: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser = parser_of(
+        __doc__, batch=1, heads=8, head_dim=64, tokens=[512, 1024, 2048, 4096, 8192], repeats=7, seed=0,
+    )  # fmt: skip
     parser.add_argument("--slices", type=int, default=32, help="axes of a head, at most its dimension")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-memory", type=float, default=4.0, help="GiB that dense matrices may take")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
-    parser.add_argument("-o", "--out", type=Path, help="folder for training.{json,md}")
     options = parser.parse_args()
     shapes = [Shape(options.batch, options.heads, n, options.head_dim, 20) for n in options.tokens]
     if options.memory_of is not None:

@@ -1,11 +1,25 @@
-"""Results of a benchmark as files, whole or not at all: a run that is cut off leaves what it had."""
+"""Options of a benchmark, and its results as files, whole or not at all: a run that is cut off leaves
+what it had."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+
+def parser_of(doc: str, **numbers: Any) -> argparse.ArgumentParser:
+    """Options for numbers by name, with defaults, lists for several; and -o, a folder for the results."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in numbers.items():
+        several = isinstance(default, list)
+        kind = type(default[0] if several else default)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, default=default, nargs="+" if several else None)
+    parser.add_argument("-o", "--out", type=Path, help="folder for the results")
+    return parser
 
 
 def write_results(folder: Path | None, name: str, document: Any, text: str) -> None:
