@@ -398,7 +398,8 @@ def _other_way(model: nn.Module, program: Program, batches: Sequence[Batch]) -> 
     except BranchError as error:
         return f"goes both ways on the data: {error.asked}"
     except SizeError as error:
-        return f"is a program for one of the data's sizes alone: {error.got}"
+        apart = "attention in a module of its own may hold for all"
+        return f"holds for one of the data's sizes alone ({apart}): {error.got}"
     return None
 
 
