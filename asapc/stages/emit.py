@@ -260,7 +260,7 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
                 "live: the patched model runs what was compiled", got=warning,
                 help="return what other layers read, and set nothing between the examples",
             ) from None  # fmt: skip
-        except AttributeError as missing:
+        except (AttributeError, InputError) as missing:
             inside = [one for patch in patches for one in patch.inside]
             kept = sorted({str(steps[-1][1]) for one in inside for steps in one.keeps})
             kept = [name for name in kept if repr(name) in str(missing)]
@@ -268,7 +268,8 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
                 raise
             raise VerificationError(
                 f"layers must return what the model reads from them: {', '.join(kept)} is only stored",
-                got=missing, help="return it from forward, or read it after the model's own code has run",
+                got=missing.__cause__ or missing,
+                help="return it from forward, or read it after the model's own code has run",
             ) from None  # fmt: skip
     if not all(error <= ROUND_TRIP_TOLERANCE for error in errors):
         advice = c.analysis.capture.observed.advice

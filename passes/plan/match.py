@@ -622,9 +622,9 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
+    trials.check_larger_loops(fit.convention, first.scores.shape[1])
     added = [] if region.kernel else [region.start.node, *trials.biases]
     fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
-    trials.check_larger_loops(fit.convention, first.scores.shape[1])
     if any(x.is_mask for x in roles.marginals):
         _check_masks(trials, fit.convention)
     return fit if region.slack is None else _with_slack(trials, fit)
