@@ -100,6 +100,7 @@ SAME = 1e-3  # relative difference up to which a graph computes what the module 
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
 SHORT = 40  # tokens at most, of many examples
 FEW_SIZES = 5  # up to which two at once are tried, and not all
+_PLACES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}  # or lengths, or tokens
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
 
@@ -432,15 +433,12 @@ class _Tracing:
     def holds_at(self, graph: GraphModule, counts: Mapping[Any, int]) -> bool:
         """Whether both give the same at these sizes, or neither gives anything, whatever the numbers: a
         place beyond a shorter input is moved into it, and a gate that is shut is opened."""
-        places = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-        near = self.call.mapped(lambda x: x.clamp(max=1) if x.dtype in places else x)
+        near = self.call.mapped(lambda x: x.clamp(max=1) if x.dtype in _PLACES else x)
         for tracing in (self, replace(self, call=near)):
             alike = tracing.alike_at(graph, counts, ALIKE)
             if alike is not None:
-                break
-        if alike is not None:
-            with _no_zeros(self.module):
-                return alike and tracing.alike_at(graph, counts, ALIKE) is not False
+                with _no_zeros(self.module):
+                    return alike and tracing.alike_at(graph, counts, ALIKE) is not False
         try:
             replace(tracing, call=_resized(graph, tracing.call, counts)).output_of(graph)
         except BranchError:  # which tells nothing of sizes

@@ -257,14 +257,6 @@ def thirds(self: Any, x: Tensor) -> Tensor:
     return x + self.gate * ((x @ y.mT).softmax(-1) @ y) / y.shape[1]
 
 
-def masked(self: Any, x: Tensor, pad: Tensor) -> Tensor:
-    return thirds(self, x).masked_fill(pad == 0, -1e9)
-
-
-def picked(self: Any, x: Tensor, place: Tensor) -> Tensor:
-    return thirds(self, x).gather(1, place[..., None].expand(-1, -1, 4))
-
-
 def first(self: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     part = x[:, : y.shape[1]]
     x = ((x @ part.mT).softmax(-1) @ part).view(len(z), z.shape[1], x.shape[1] // z.shape[1], 4)
@@ -275,10 +267,12 @@ R = lambda *sizes: torch.randn(3, *sizes, generator=torch.Generator().manual_see
 # What hides at other sizes that a program is for one of them: a model, whether its gate is open, inputs.
 HIDDEN: dict[str, tuple[Any, float, Callable[[int], tuple[Tensor, ...]], int, tuple[int, ...]]] = {
     "a gate": (thirds, 0.0, lambda n: (R(n, 4),), 12, (8, 13)),
-    "a mask": (masked, 1.0, lambda n: (R(n, 4), torch.arange(4).expand(3, n, 4)), 12, (8, 13)),
-    "places": (picked, 1.0, lambda n: (R(n, 4), torch.full((3, 1), n - 1)), 70, (9, 20)),
+    "a mask": (lambda self, x, pad: thirds(self, x).masked_fill(pad == 0, -1e9), 1.0,
+               lambda n: (R(n, 4), torch.arange(4).expand(3, n, 4)), 12, (8, 13)),
+    "places": (lambda self, x, place: thirds(self, x).gather(1, place[..., None].expand(-1, -1, 4)), 1.0,
+               lambda n: (R(n, 4), torch.full((3, 1), n - 1)), 70, (9, 20)),
     "a size": (first, 1.0, lambda n: (R(n, 4), R(8, 4), R(n // 2, 4)), 24, (4, 6)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
