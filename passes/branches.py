@@ -17,6 +17,7 @@ import linecache
 import logging
 import math
 import operator
+import os
 import re
 import sys
 import traceback
@@ -41,7 +42,7 @@ from asapc.terminal.printed import first_line
 Place = tuple[str, int]
 """File and line."""
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 HOLDS = torch.ops.asapc.holds.default
 
 

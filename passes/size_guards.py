@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 import operator
+import os
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,10 @@ FEW = (0, 1, 2, 3, 5, 9, 17, 33, 65, 513)  # the sizes besides one of 0 or 1 at 
 FEW_TRIED = 200  # of them, where it is of more than two sizes
 SMALL, NEAR = 64, 8  # sizes below this, and as near to the example's, at which a guard is seen to fail
 FAILING = 6  # of them
+MOST_ENTRIES = 1024  # along all lengths at once, as of 32 x 32 pixels, if the example has no more
 # What asks on behalf of torch, or of the operators of an ONNX file: its answers are tried instead.
 _NOT_THE_MODELS = tuple(
-    str(Path(file).parent) for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
+    f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
 )
 LONGEST = 10_000  # characters of a guard that is read
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
@@ -136,19 +138,21 @@ def keep_to_guards(
         ranges[symbol] = ranges[symbol] & ValueRanges(low, high)
 
     asked = [replace(one, expression=environment.replace(one.expression)) for one in questions]
-    needed: list[_Guard] = []  # by the model itself
+    guards: list[_Guard] = []
     for text in getattr(exported, "_guards_code", ()):
         try:
             value, names = _read(text, fixed)
-            guard = _Guard(value, {name: sizes[name][0].node.expr for name in names})
+            guards.append(_Guard(value, {name: sizes[name][0].node.expr for name in names}))
         except (_Unreadable, KeyError):
             for symbol, hint in hints.items():
                 narrow(symbol, hint, hint)
-            continue
+    needed: list[_Guard] = []  # by the model itself
+    guards = [guard for guard in guards if guard.names and not _always(guard, (), ranges)]
+    for guard in guards:
         symbols = sorted({*guard.names.values()}, key=lambda expr: (expr not in lengths, str(expr)))
-        if not symbols or _always(guard, needed, ranges):
+        if _always(guard, needed, ranges):
             continue
-        failing = _failing(guard, ranges, hints, lengths, asked)
+        failing = _failing(guard, guards, ranges, hints, lengths, asked)
         if len(failing) == FAILING and all(map(holds_at, failing)):
             needed.append(guard)
             continue
@@ -293,26 +297,31 @@ def _always(guard: _Guard, needed: Sequence[_Guard], ranges: Mapping[Any, Any]) 
 
 
 def _failing(
-    guard: _Guard, ranges: Mapping[Any, Any], hints: Mapping[Any, int], lengths: Collection[Any],
-    asked: Sequence[Question],
+    guard: _Guard, guards: Sequence[_Guard], ranges: Mapping[Any, Any], hints: Mapping[Any, int],
+    lengths: Collection[Any], asked: Sequence[Question],
 ) -> list[dict[Any, int]]:  # fmt: skip
     """Small sizes at which a guard fails although the model's own code is answered as it was: FAILING of
-    them where there are so many, and none where it holds for the example alone."""
-    draw, failing, others = random.Random(0), list[dict[Any, int]](), False
-    near: dict[Any, list[int]] = {}
-    for symbol in {*guard.names.values()}:
-        most, hint = SMALL if symbol in lengths else NEAR, hints[symbol]
+    them where there are so many, and none where it holds for the example alone.
+
+    First those at which the others hold: a model that fails there needs this one, and none of them.
+    """
+    draw, elsewhere = random.Random(0), False
+    own, near, failing = {*guard.names.values()}, dict[Any, list[int]](), list[dict[Any, int]]()
+    for symbol, hint in hints.items():
+        most = SMALL if symbol in lengths else NEAR
         low, high = max(2, ranges[symbol].lower), ranges[symbol].upper
         sizes = {*range(2, most), *range(hint - NEAR, hint + NEAR)}
-        near[symbol] = sorted(size for size in sizes if low <= size <= high)
-    for _ in range(TRIED if all(near.values()) else 0):
-        point = {**hints, **{symbol: draw.choice(choice) for symbol, choice in near.items()}}
-        fails = not guard(point)
-        others = others or (not fails and point != hints)
-        wanted = fails and point not in failing and len(failing) < FAILING
-        if wanted and all(one.at(point) is one.answer for one in asked):
+        near[symbol] = sorted(size for size in sizes if low <= size <= high) or [hint]
+    largest = max(math.prod(hints[symbol] for symbol in lengths), MOST_ENTRIES)
+    for count in range(TRIED):
+        point = {s: draw.choice(near[s]) if s in own or count % 2 else hint for s, hint in hints.items()}
+        if guard(point):
+            elsewhere = elsewhere or any(point[symbol] != hints[symbol] for symbol in own)
+        elif point not in failing and math.prod(point[symbol] for symbol in lengths) <= largest:
             failing.append(point)
-    return failing if others else []
+    alone = sorted(failing, key=lambda point: not all(one(point) for one in guards if one is not guard))
+    answered = (point for point in alone if all(one.at(point) is one.answer for one in asked))
+    return [*itertools.islice(answered, FAILING)] if elsewhere else []
 
 
 def _around(guard: _Guard, hints: Mapping[Any, int], symbol: Any) -> tuple[int, Any]:
