@@ -365,7 +365,7 @@ SOLVE_STEPS = 6  # from an error of at most 1/3 in W^-1 (W + I/2) / 1.5 - I, squ
 
 
 def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
-    """features.lse.columns times weights [1|H, 1], every example at once."""
+    """features.points.lse times weights [1|H, 1], every example at once."""
     total = score_matrix(clouds.x, clouds.y, clouds.y_keep, clouds.bias, 1.0).logsumexp(-1)
     return torch.where(total == -math.inf, 0.0, clouds.cost_offset() - total) * weights
 

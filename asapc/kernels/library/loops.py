@@ -1,5 +1,5 @@
-"""Operators of the finite loop and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
-stabilised_sinkhorn, and banded_sinkhorn."""
+"""Operators of finite loops and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
+stabilised_sinkhorn, banded_sinkhorn and lot; and asapc::plan, of scores that are given."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop, precision
-from asapc.kernels.plan import Task
+from asapc.kernels.plan import Task, changes
 from asapc.operators import asap as asap_reference
+from asapc.operators import plan as plan_reference
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -126,7 +127,53 @@ def _banded(
     return band.banded(q, k, v, keep, loop, low, high)
 
 
+def _lot(
+    plain: Plain, q: Tensor, k: Tensor, pivots: Tensor, query_half_steps: int, key_half_steps: int,
+    v: Tensor | None = None, **_rest: Any,
+) -> Any:  # fmt: skip
+    reason = dispatch.no_engine(q) if v is not None else dispatch.MAP
+    if 0 in (query_half_steps, key_half_steps):
+        reason = "there are no half-steps to run"
+    if reason is not None:
+        return dispatch.plainly(plain, q, k, reason)
+    out, widest = native.lot(**plain.keywords)
+    longer = q if q.shape[2] > k.shape[2] else k
+    dispatch.note(plain.func.__name__, q, k, lambda: native.path(longer, pivots[None], widest))
+    return out
+
+
+def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
+    by_engine = scores.device.type == "cpu" and native.missing() is None
+    task = Task.of(**rest).ended(scores, cpu_plan.changes if by_engine else changes)
+    backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
+    if backend == "gpu":
+        from asapc.kernels.gpu.plan import plan
+
+        if not task.settings["is_kernel"]:
+            return plan(scores, task)
+        return plan(plan_reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
+    if backend == "cpu":
+        return cpu_plan.plan(scores, task)
+    if scores.device.type == "cpu":
+        cpu_plan.require_masses(task)
+    return task.plain(scores)
+
+
+def _at_once(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, *settings: Any
+) -> Tensor | None:
+    """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
+    if dispatch.listening() or native.missing() is not None:
+        return None
+    if log_mu is None and log_nu is None and (found := cpu_plan.at_once(scores, *settings)) is not None:
+        return found
+    task = Task.of_values(log_mu, log_nu, settings).ended(scores, cpu_plan.changes)
+    return cpu_plan.plan(scores, task)
+
+
 attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
 attention("stabilised_sinkhorn", _stabilised)
 attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))
+attention("lot", _lot)
+attention("plan", _plan, at_once=_at_once)

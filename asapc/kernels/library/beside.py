@@ -1,0 +1,74 @@
+"""What stands beside attention in a graph: what layers predict instead of looping (asapc::dual and
+dual_and_row_mass), what masks of numbers hide (kept_keys, is_one, keys_of_empty, some_keys, rows_kept),
+and marks (child, seen and holds)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.errors import BranchError
+from asapc.kernels import dispatch
+from asapc.kernels.cpu import dual as cpu_dual
+from asapc.kernels.library import fakes
+from asapc.kernels.library.gradients import differentiate
+from asapc.kernels.library.registration import Plain, operator, register_fake
+from asapc.operators import asap, masks
+
+
+def _dual(plain: Plain, q: Tensor, k: Tensor, features: str, **_rest: Any) -> Any:
+    name = plain.func.__name__
+    backend = dispatch.dual_backend(name, q, k, features)
+    if backend == "plain":
+        return plain()
+    if backend == "cpu":
+        return getattr(cpu_dual, name)(**plain.keywords)
+    from asapc.kernels.gpu import dual as gpu_dual
+
+    return getattr(gpu_dual, name)(**plain.keywords)
+
+
+for _reference, _fake in ((asap.dual, fakes.dual), (asap.dual_and_row_mass, fakes.dual_and_row_mass)):
+    _registered = operator(_reference, _dual)
+    register_fake(_registered, _fake)
+    differentiate(_registered, _reference)
+
+register_fake(operator(masks.kept_keys), fakes.kept_keys)
+register_fake(operator(masks.is_one), fakes.kept_keys)
+register_fake(operator(masks.keys_of_empty), fakes.keys_of_empty)
+register_fake(operator(masks.some_keys), fakes.keys_of_empty)
+register_fake(operator(masks.rows_kept), fakes.rows_kept)
+
+
+@torch.library.custom_op("asapc::child", mutates_args=())
+def child(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: str) -> list[Tensor]:
+    """The outputs.  number: of the layer's call among those of the program.
+
+        child([x], [linear(x, weight, bias)], "0")  ->  [a copy of linear(x, weight, bias)]
+
+    Marks what a layer of a module computes. A program on disk holds operators alone: between the marks of
+    a layer's inputs and outputs it computes what the layer computed when it was traced, and
+    asapc.program.live replaces that by a call of the layer where the module is live.
+    """
+    return [output.clone() for output in outputs]
+
+
+@torch.library.custom_op("asapc::seen", mutates_args=())
+def seen(tensors: Sequence[Tensor], label: str) -> None:
+    """Names tensors in a trace, see asapc.passes.observe; it computes nothing."""
+
+
+@torch.library.custom_op("asapc::holds", mutates_args=())
+def holds(condition: Tensor, answer: bool, asked: str) -> None:
+    """A branch of the code that was traced goes the way it was traced, see asapc.passes.branches."""
+    if bool(condition) != answer:
+        raise BranchError(asked, answer)
+
+
+child.register_fake(lambda inputs, outputs, number: [x.new_empty(x.shape) for x in outputs])
+for _mark in (seen, holds):
+    _mark.register_fake(lambda *_: None)
+    torch.fx.node.has_side_effect(_mark._opoverload)  # nothing uses it, and it has to stay
