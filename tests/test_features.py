@@ -18,7 +18,7 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature, coarse, feature_columns, predict_dual, sliced
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.farthest import farthest_points
+from asapc.features.coarse import farthest_points
 from asapc.features.gaussian import brenier_potential
 from asapc.features.points import lse, token_bias
 from asapc.features.predictor import transform_plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import coarse, farthest, gaussian, points, sliced
+from asapc.features import coarse, gaussian, points, sliced
 from asapc.features.clouds import Budget, Clouds
 
 MAX_COUNT = 4096
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
         coarse.columns, coarse.parameter, counted=True,
         shape=lambda heads, dim, count: (heads, count, dim),
     ),
-    "farthest": Family(coarse.columns, counted=True, derived=farthest.farthest_points),
+    "farthest": Family(coarse.columns, counted=True, derived=coarse.farthest_points),
     "raw": Family(points.raw, width=lambda dim, tokens, count: dim),
     "lse": Family(points.lse),
     "token_bias": Family(points.token_bias, width=lambda dim, tokens, count: tokens),

@@ -30,7 +30,6 @@ from torch.nn import functional
 
 from asapc.features import coarse, gaussian
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.farthest import farthest_points
 from asapc.ir import Ending, Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
@@ -313,7 +312,7 @@ def _coarse(
     clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As features.coarse.dual_and_mass, the dual up to a constant: clusters have the mass of x in all."""
-    pivots = farthest_points(clouds, count) if pivots is None else pivots
+    pivots = coarse.farthest_points(clouds, count) if pivots is None else pivots
     problem = coarse.coarse_problem(clouds, pivots)
     scores, counts = problem.scores, problem.counts
     mass = scores.new_full((), scores.shape[2])

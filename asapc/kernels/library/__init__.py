@@ -6,7 +6,6 @@ which of them runs.
 
 from asapc.kernels.library import beside as beside
 from asapc.kernels.library import esp as esp
-from asapc.kernels.library import fitted as fitted
 from asapc.kernels.library import loops as loops
 from asapc.kernels.library.attention import without_kernels
 

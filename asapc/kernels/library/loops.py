@@ -1,15 +1,17 @@
 """Operators of finite loops and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
-stabilised_sinkhorn, banded_sinkhorn and lot; and asapc::plan, of scores that are given."""
+stabilised_sinkhorn, banded_sinkhorn and lot; asapc::plan, of scores that are given; and those that are
+made of others, of their kernels and gradients: asapc::fitted_sinkhorn and the hybrid operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Stabiliser
 from asapc.kernels import band, dispatch, key_c_transform, native
@@ -21,6 +23,9 @@ from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task, changes
 from asapc.operators import asap as asap_reference
 from asapc.operators import plan as plan_reference
+from asapc.operators.catalogue import HYBRIDS
+from asapc.operators.fitted_sinkhorn import scaled
+from asapc.operators.hybrid import PREFIX, hybrid
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -171,9 +176,50 @@ def _at_once(
     return cpu_plan.plan(scores, task)
 
 
+def _fitted_sinkhorn(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor,
+    v: Tensor | None = None, **loop: Any,
+) -> Tensor:  # fmt: skip
+    points, bias = scaled(q, bias, head_multiplier)
+    seen = {"q": points, "k": k, "keep": keep, "bias": bias, **loop}
+    if v is None:
+        dense: Tensor = torch.ops.asapc.sinkhorn_attention(**seen)
+        return dense.to(q.dtype)
+    out: Tensor = torch.ops.asapc.sinkhorn(v=v, **seen)
+    return out
+
+
+@cache
+def _of_kernels(name: str) -> Callable[..., Tensor]:
+    """The operator of a reference's name, made of registered ones."""
+    if not name.startswith(PREFIX):
+        return _fitted_sinkhorn
+
+    def registered(inner: str) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(torch.ops.asapc, inner)
+        return found
+
+    return hybrid(name.removeprefix(PREFIX), registered)
+
+
+def _made_of(name: str, **arguments: Any) -> Tensor:
+    return _of_kernels(name)(**arguments)  # when it is called, its parts are registered
+
+
+def _run_parts(plain: Plain, **arguments: Any) -> Any:
+    return _made_of(plain.func.__name__, **arguments)
+
+
+def _gradient(registered: CustomOpDef, reference: Callable[..., Any]) -> None:
+    differentiate(registered, partial(_made_of, reference.__name__))
+
+
 attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
 attention("stabilised_sinkhorn", _stabilised)
 attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))
 attention("lot", _lot)
 attention("plan", _plan, at_once=_at_once)
+attention("fitted_sinkhorn", _run_parts, _gradient)
+for _name in HYBRIDS.values():
+    attention(_name, _run_parts, _gradient)
