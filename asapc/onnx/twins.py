@@ -238,7 +238,7 @@ def _asap(a: SimpleNamespace) -> Tensor:
     queries = q.to(wide) * a.score_multiplier
     queries = torch.cat([queries, torch.ones_like(queries[..., :1])], -1)
     keys = torch.cat([clean_values(a.k, opened).to(wide), dual], -1)
-    of_queries = bias is not None and bias.shape[-1] == 1  # as in kernels.key_c_transform
+    of_queries = bias is not None and bias.shape[-1] == 1  # as in kernels.library.loops
     mask = None if bias is None or of_queries else bias.to(wide).expand(*q.shape[:3], a.k.shape[2])
     out = functional.scaled_dot_product_attention(
         queries, keys, clean_values(a.v, opened).to(wide), attn_mask=mask, scale=1.0

@@ -11,12 +11,38 @@ import torch
 from torch import Tensor
 
 from asapc.errors import BranchError
-from asapc.kernels import dispatch
-from asapc.kernels.cpu import dual as cpu_dual
+from asapc.features import coarse, gaussian
+from asapc.features.clouds import Budget, Clouds
+from asapc.kernels import dispatch, native
+from asapc.kernels.dual import Backend
 from asapc.kernels.library import fakes
 from asapc.kernels.library.gradients import differentiate
 from asapc.kernels.library.registration import Plain, operator, register_fake
 from asapc.operators import asap, masks
+
+
+def _dual_and_mass(
+    clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As features.coarse.dual_and_mass, the dual up to a constant; without gradients."""
+    if native.missing() is None and budget.half_steps > 0:
+        column, mass, held = native.feature("coarse", clouds, pivots, None, count, budget, want_mass)
+        if held:
+            return column, mass
+    return coarse.dual_and_mass(clouds, pivots, count, budget, want_mass)
+
+
+def _sliced(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget) -> Tensor | None:
+    return None if native.missing() else native.feature("sliced", clouds, theta, weights)[0]
+
+
+def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor | None:
+    beta = None if native.missing() else native.brenier_potential(clouds)
+    return None if beta is None else gaussian.weighted(clouds, beta, weights)
+
+
+# The engine's features, where it runs.
+_ON_CPU = Backend({"sliced": _sliced, "gaussian": _gaussian}, _dual_and_mass)
 
 
 def _dual(plain: Plain, q: Tensor, k: Tensor, features: str, **_rest: Any) -> Any:
@@ -25,7 +51,7 @@ def _dual(plain: Plain, q: Tensor, k: Tensor, features: str, **_rest: Any) -> An
     if backend == "plain":
         return plain()
     if backend == "cpu":
-        return getattr(cpu_dual, name)(**plain.keywords)
+        return getattr(_ON_CPU, name)(**plain.keywords)
     from asapc.kernels.gpu import dual as gpu_dual
 
     return getattr(gpu_dual, name)(**plain.keywords)

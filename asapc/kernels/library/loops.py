@@ -4,6 +4,7 @@ made of others, of their kernels and gradients: asapc::fitted_sinkhorn and the h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Stabiliser
-from asapc.kernels import band, dispatch, key_c_transform, native
+from asapc.kernels import band, dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
@@ -67,12 +68,46 @@ def _run(
     assert v is not None
     if backend == "softmax":
         factor = loop.output_factor
-        return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
+        return _softmax(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
     from asapc.kernels.gpu.tiles import Scores
 
     scores = Scores(q, k, keep, bias, loop.score_multiplier)
     return gpu.sinkhorn_loop(scores, clean_values(v, keep), start, loop)
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, target_dual: Tensor | None,
+    score_multiplier: float, output_factor: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """operators.asap.asap of one c-transform from the target dual: softmax attention with a key bias.
+
+        out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j
+
+    By torch's own attention, with a broadcast mask [B, H, 1, M]: N x M is never stored, a score bias,
+    which is that large itself, excepted. Half precision runs in float32.
+    target_dual: None for zero, of which it is softmax attention alone.
+    keep: with an active key in every example (operators.sinkhorn.open_empty).
+    """
+    wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
+    dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
+    mask = None if target_dual is None else target_dual.to(dtype)[:, :, None, :]
+    if keep is not None:
+        nothing = wide_q.new_zeros((), dtype=dtype) if mask is None else mask
+        mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
+    of_queries = bias is not None and bias.shape[-1] == 1  # alike for every key, softmax is blind to it
+    if bias is not None and not of_queries:
+        mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
+    # 0 * inf of a masked key is nan
+    keys, values = (clean_values(x.to(dtype), keep) for x in (wide_k, wide_v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier
+    )
+    if bias is not None and of_queries:
+        out = out.masked_fill(bias.isneginf(), 0.0)
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], keep)
+    out = out * (factor.to(dtype) if isinstance(factor, Tensor) else factor) / q.shape[2]
+    return out.to(v.dtype)
 
 
 def _usual(
