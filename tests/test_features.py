@@ -16,19 +16,11 @@ from torch import Tensor
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
-from asapc.features import (
-    MAX_COUNT,
-    Feature,
-    coarse,
-    feature_columns,
-    lse,
-    predict_dual,
-    sliced,
-    token_bias,
-)
+from asapc.features import MAX_COUNT, Feature, coarse, feature_columns, predict_dual, sliced
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.farthest import farthest_points
+from asapc.features.coarse import farthest_points
 from asapc.features.gaussian import brenier_potential
+from asapc.features.points import lse, token_bias
 from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.kernels import native
@@ -136,7 +128,7 @@ def test_lse_closes_the_rows(bias_shape):
     clouds = case(0, 5, 4, y_masked=True)
     bias = None if bias_shape is None else torch.randn(bias_shape, generator=generator(0), dtype=E)
     clouds = Clouds(clouds.x, clouds.y, y_keep=clouds.y_keep, bias=bias)
-    u = lse.columns(clouds, None, BUDGET)[..., 0] - clouds.cost_offset()
+    u = lse(clouds, None, BUDGET)[..., 0] - clouds.cost_offset()
     scores = clouds.x @ clouds.y.mT + (0 if bias is None else bias)
     mass = (torch.exp(scores + u[..., None]) * clouds.y_keep[:, None, None, :]).sum(-1)
     close(mass, torch.ones_like(mass))
@@ -146,7 +138,7 @@ def test_lse_of_a_row_masked_by_its_bias_is_zero():
     bias = torch.zeros(1, 1, 5, 4, dtype=E)
     bias[0, 0, 2] = -math.inf
     clouds = case(0, 5, 4)
-    column = lse.columns(Clouds(clouds.x, clouds.y, bias=bias), None, BUDGET)
+    column = lse(Clouds(clouds.x, clouds.y, bias=bias), None, BUDGET)
     assert column.isfinite().all() and (column[:, :, 2] == 0).all() and (column[:, :, 1] != 0).all()
 
 
@@ -158,7 +150,7 @@ def test_token_bias_learns_a_value_per_position_of_one_length():
     keep = torch.ones(2, 4, dtype=torch.bool)
     for padded in (Clouds(clouds.x, clouds.y, x_keep=keep), Clouds(clouds.x, clouds.y, x_real=keep)):
         with pytest.raises(InputError, match="token_bias: needs sequences of one length"):
-            token_bias.columns(padded, None, BUDGET)
+            token_bias(padded, None, BUDGET)
 
 
 # What holds for every family

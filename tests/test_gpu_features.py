@@ -13,7 +13,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from asapc.features.clouds import Clouds  # noqa: E402
-from asapc.features.farthest import farthest_points  # noqa: E402
+from asapc.features.coarse import farthest_points  # noqa: E402
 from asapc.kernels.gpu import coarse, dual, sliced  # noqa: E402
 from asapc.operators import asap as meaning  # noqa: E402
 from asapc.operators.masks import hidden_queries  # noqa: E402

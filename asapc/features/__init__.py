@@ -1,4 +1,4 @@
-"""What a dual is predicted from, one family per file except for the simplest; FAMILIES lists them.
+"""What a dual is predicted from, one family per file except for the short ones; FAMILIES lists them.
 
 A recipe names features as `family`, `family:count` or `family:count:kind`. A feature has at most one
 parameter, a tensor made once from calibration activations (slices, pivots). It maps a site's clouds to
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import coarse, farthest, gaussian, lse, points, sliced, token_bias
+from asapc.features import coarse, gaussian, points, sliced
 from asapc.features.clouds import Budget, Clouds
 
 MAX_COUNT = 4096
@@ -51,10 +51,10 @@ FAMILIES: dict[str, Family] = {
         coarse.columns, coarse.parameter, counted=True,
         shape=lambda heads, dim, count: (heads, count, dim),
     ),
-    "farthest": Family(coarse.columns, counted=True, derived=farthest.farthest_points),
+    "farthest": Family(coarse.columns, counted=True, derived=coarse.farthest_points),
     "raw": Family(points.raw, width=lambda dim, tokens, count: dim),
-    "lse": Family(lse.columns),
-    "token_bias": Family(token_bias.columns, width=lambda dim, tokens, count: tokens),
+    "lse": Family(points.lse),
+    "token_bias": Family(points.token_bias, width=lambda dim, tokens, count: tokens),
     "norm": Family(points.norm),
     "active": Family(points.active),
 }  # fmt: skip

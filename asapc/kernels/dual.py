@@ -1,4 +1,4 @@
-"""A predicted dual from the fast paths of one backend: what kernels/cpu/dual.py and gpu/dual.py share."""
+"""A predicted dual from the fast paths of one backend: what library/beside.py and gpu/dual.py share."""
 
 from __future__ import annotations
 

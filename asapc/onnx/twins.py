@@ -30,7 +30,6 @@ from torch.nn import functional
 
 from asapc.features import coarse, gaussian
 from asapc.features.clouds import Budget, Clouds
-from asapc.features.farthest import farthest_points
 from asapc.ir import Ending, Side
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
@@ -239,7 +238,7 @@ def _asap(a: SimpleNamespace) -> Tensor:
     queries = q.to(wide) * a.score_multiplier
     queries = torch.cat([queries, torch.ones_like(queries[..., :1])], -1)
     keys = torch.cat([clean_values(a.k, opened).to(wide), dual], -1)
-    of_queries = bias is not None and bias.shape[-1] == 1  # as in kernels.key_c_transform
+    of_queries = bias is not None and bias.shape[-1] == 1  # as in kernels.library.loops
     mask = None if bias is None or of_queries else bias.to(wide).expand(*q.shape[:3], a.k.shape[2])
     out = functional.scaled_dot_product_attention(
         queries, keys, clean_values(a.v, opened).to(wide), attn_mask=mask, scale=1.0
@@ -313,7 +312,7 @@ def _coarse(
     clouds: Clouds, pivots: Tensor | None, count: int, budget: Budget, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As features.coarse.dual_and_mass, the dual up to a constant: clusters have the mass of x in all."""
-    pivots = farthest_points(clouds, count) if pivots is None else pivots
+    pivots = coarse.farthest_points(clouds, count) if pivots is None else pivots
     problem = coarse.coarse_problem(clouds, pivots)
     scores, counts = problem.scores, problem.counts
     mass = scores.new_full((), scores.shape[2])
@@ -365,7 +364,7 @@ SOLVE_STEPS = 6  # from an error of at most 1/3 in W^-1 (W + I/2) / 1.5 - I, squ
 
 
 def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
-    """features.lse.columns times weights [1|H, 1], every example at once."""
+    """features.points.lse times weights [1|H, 1], every example at once."""
     total = score_matrix(clouds.x, clouds.y, clouds.y_keep, clouds.bias, 1.0).logsumexp(-1)
     return torch.where(total == -math.inf, 0.0, clouds.cost_offset() - total) * weights
 

@@ -281,8 +281,8 @@ def dtypes_of(tensors: Sequence[Tensor], device: str) -> str:
 class Child(Record):
     """A call of a layer inside a patched module: its arguments and its output.
 
-    A leaf stands for the index-th tensor of the operator call that marks it, see operators/child.py.
-    gives: the kinds and sizes of the output's tensors.
+    A leaf stands for the index-th tensor of the operator call that marks it, see
+    kernels/library/beside.py.  gives: the kinds and sizes of the output's tensors.
     """
 
     name: str = field(metadata={"key": "layer"})

@@ -57,8 +57,7 @@ from asapc.passes.experiment import (
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, padding_of, rank_of, same, site_name
 from asapc.passes.regions import Region, rooted
-from asapc.passes.sinkhorn.empty import EmptyExamples
-from asapc.passes.sinkhorn.hard import with_low_numbers
+from asapc.passes.sinkhorn.low import EmptyExamples, with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
     NOT_POSITIVE,

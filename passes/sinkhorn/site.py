@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.features.clouds import shown_queries
-from asapc.ir import Convention, SiteTensors
+from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators.sinkhorn import loop_of, opened_keys
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, KeyMask, Product, rank_of
-from asapc.passes.sinkhorn.empty import value_of
 from asapc.passes.site import Site
 
 aten = torch.ops.aten
@@ -132,6 +131,10 @@ class AttentionSite(LoopSite):
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
+
+
+def value_of(share: OutputFactor, queries: int, keys: int) -> float:
+    return float(share.coefficient * queries**share.queries * keys**share.keys)
 
 
 def _times_shown(

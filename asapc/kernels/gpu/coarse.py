@@ -151,7 +151,7 @@ def _masses_of(problem: CoarseProblem, given: Tensor | None, ends: Tensor) -> Te
 
 
 def farthest_points(clouds: Clouds, count: int) -> Tensor:
-    """As features.farthest.farthest_points, in one launch, one program per (b, h)."""
+    """As features.coarse.farthest_points, in one launch, one program per (b, h)."""
     y = clouds.y
     batch, heads, num_y, dim = y.shape
     pivots = y.new_empty(batch, heads, count, dim)

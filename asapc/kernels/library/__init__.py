@@ -4,14 +4,9 @@ The plain functions in operators/ are the reference, kernels/ their fast twins; 
 which of them runs.
 """
 
-from asapc.kernels.library import child as child
-from asapc.kernels.library import duals as duals
+from asapc.kernels.library import beside as beside
 from asapc.kernels.library import esp as esp
-from asapc.kernels.library import fitted as fitted
 from asapc.kernels.library import loops as loops
-from asapc.kernels.library import lot as lot
-from asapc.kernels.library import masks as masks
-from asapc.kernels.library import plan as plan
 from asapc.kernels.library.attention import without_kernels
 
 without_kernels()

@@ -1,25 +1,32 @@
-"""Operators of the finite loop and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
-stabilised_sinkhorn, and banded_sinkhorn."""
+"""Operators of finite loops and their `_attention` twins, which return the map: asapc::sinkhorn, asap,
+stabilised_sinkhorn, banded_sinkhorn and lot; asapc::plan, of scores that are given; and those that are
+made of others, of their kernels and gradients: asapc::fitted_sinkhorn and the hybrid operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Stabiliser
-from asapc.kernels import band, dispatch, key_c_transform, native
+from asapc.kernels import band, dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop, precision
-from asapc.kernels.plan import Task
+from asapc.kernels.plan import Task, changes
 from asapc.operators import asap as asap_reference
+from asapc.operators import plan as plan_reference
+from asapc.operators.catalogue import HYBRIDS
+from asapc.operators.fitted_sinkhorn import scaled
+from asapc.operators.hybrid import PREFIX, hybrid
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -61,12 +68,46 @@ def _run(
     assert v is not None
     if backend == "softmax":
         factor = loop.output_factor
-        return key_c_transform.key_c_transform(q, k, v, keep, bias, start, loop.score_multiplier, factor)
+        return _softmax(q, k, v, keep, bias, start, loop.score_multiplier, factor)
     from asapc.kernels.gpu import sinkhorn as gpu
     from asapc.kernels.gpu.tiles import Scores
 
     scores = Scores(q, k, keep, bias, loop.score_multiplier)
     return gpu.sinkhorn_loop(scores, clean_values(v, keep), start, loop)
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, target_dual: Tensor | None,
+    score_multiplier: float, output_factor: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """operators.asap.asap of one c-transform from the target dual: softmax attention with a key bias.
+
+        out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j
+
+    By torch's own attention, with a broadcast mask [B, H, 1, M]: N x M is never stored, a score bias,
+    which is that large itself, excepted. Half precision runs in float32.
+    target_dual: None for zero, of which it is softmax attention alone.
+    keep: with an active key in every example (operators.sinkhorn.open_empty).
+    """
+    wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
+    dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
+    mask = None if target_dual is None else target_dual.to(dtype)[:, :, None, :]
+    if keep is not None:
+        nothing = wide_q.new_zeros((), dtype=dtype) if mask is None else mask
+        mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
+    of_queries = bias is not None and bias.shape[-1] == 1  # alike for every key, softmax is blind to it
+    if bias is not None and not of_queries:
+        mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
+    # 0 * inf of a masked key is nan
+    keys, values = (clean_values(x.to(dtype), keep) for x in (wide_k, wide_v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier
+    )
+    if bias is not None and of_queries:
+        out = out.masked_fill(bias.isneginf(), 0.0)
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], keep)
+    out = out * (factor.to(dtype) if isinstance(factor, Tensor) else factor) / q.shape[2]
+    return out.to(v.dtype)
 
 
 def _usual(
@@ -126,7 +167,94 @@ def _banded(
     return band.banded(q, k, v, keep, loop, low, high)
 
 
+def _lot(
+    plain: Plain, q: Tensor, k: Tensor, pivots: Tensor, query_half_steps: int, key_half_steps: int,
+    v: Tensor | None = None, **_rest: Any,
+) -> Any:  # fmt: skip
+    reason = dispatch.no_engine(q) if v is not None else dispatch.MAP
+    if 0 in (query_half_steps, key_half_steps):
+        reason = "there are no half-steps to run"
+    if reason is not None:
+        return dispatch.plainly(plain, q, k, reason)
+    out, widest = native.lot(**plain.keywords)
+    longer = q if q.shape[2] > k.shape[2] else k
+    dispatch.note(plain.func.__name__, q, k, lambda: native.path(longer, pivots[None], widest))
+    return out
+
+
+def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
+    by_engine = scores.device.type == "cpu" and native.missing() is None
+    task = Task.of(**rest).ended(scores, cpu_plan.changes if by_engine else changes)
+    backend = dispatch.plan_backend(scores, task, lambda: cpu_plan.described(scores, task))
+    if backend == "gpu":
+        from asapc.kernels.gpu.plan import plan
+
+        if not task.settings["is_kernel"]:
+            return plan(scores, task)
+        return plan(plan_reference.logs_of(widen(scores)), task.of_scores()).to(scores.dtype)
+    if backend == "cpu":
+        return cpu_plan.plan(scores, task)
+    if scores.device.type == "cpu":
+        cpu_plan.require_masses(task)
+    return task.plain(scores)
+
+
+def _at_once(
+    scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, *settings: Any
+) -> Tensor | None:
+    """What _plan makes of most calls, without what takes longer than the loop of a small matrix."""
+    if dispatch.listening() or native.missing() is not None:
+        return None
+    if log_mu is None and log_nu is None and (found := cpu_plan.at_once(scores, *settings)) is not None:
+        return found
+    task = Task.of_values(log_mu, log_nu, settings).ended(scores, cpu_plan.changes)
+    return cpu_plan.plan(scores, task)
+
+
+def _fitted_sinkhorn(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor,
+    v: Tensor | None = None, **loop: Any,
+) -> Tensor:  # fmt: skip
+    points, bias = scaled(q, bias, head_multiplier)
+    seen = {"q": points, "k": k, "keep": keep, "bias": bias, **loop}
+    if v is None:
+        dense: Tensor = torch.ops.asapc.sinkhorn_attention(**seen)
+        return dense.to(q.dtype)
+    out: Tensor = torch.ops.asapc.sinkhorn(v=v, **seen)
+    return out
+
+
+@cache
+def _of_kernels(name: str) -> Callable[..., Tensor]:
+    """The operator of a reference's name, made of registered ones."""
+    if not name.startswith(PREFIX):
+        return _fitted_sinkhorn
+
+    def registered(inner: str) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(torch.ops.asapc, inner)
+        return found
+
+    return hybrid(name.removeprefix(PREFIX), registered)
+
+
+def _made_of(name: str, **arguments: Any) -> Tensor:
+    return _of_kernels(name)(**arguments)  # when it is called, its parts are registered
+
+
+def _run_parts(plain: Plain, **arguments: Any) -> Any:
+    return _made_of(plain.func.__name__, **arguments)
+
+
+def _gradient(registered: CustomOpDef, reference: Callable[..., Any]) -> None:
+    differentiate(registered, partial(_made_of, reference.__name__))
+
+
 attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, as_loop=from_zero), _usual)
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
 attention("stabilised_sinkhorn", _stabilised)
 attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))
+attention("lot", _lot)
+attention("plan", _plan, at_once=_at_once)
+attention("fitted_sinkhorn", _run_parts, _gradient)
+for _name in HYBRIDS.values():
+    attention(_name, _run_parts, _gradient)

@@ -2501,7 +2501,7 @@ template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
 //
 //     kCoarse     u + |x|^2 / 2 of a loop on clusters, at least one half-step, with u up to a constant; mass: [B, H, M],
 //                 that of the points y, or null. parameter: pivots [H, R, D], or [B, H, R, D] if `each`, or null for the
-//                 points of features/farthest.py
+//                 points of features/coarse.py
 //     kSliced     potentials of slices, parameter: [L, D], times their weights [L], or [H, L] if `each`
 //     kMoments    column is [B, H, 2, D + 1, D]: of x and of y the covariance and, in the last row, the mean
 //     kGaussian   beta(x) by the matrix parameter: [B, H, D, D]
