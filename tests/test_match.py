@@ -18,9 +18,9 @@ from asapc.errors import BranchError, InputError
 from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
-from asapc.passes.esp.match import EspSite
+from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
-from asapc.passes.lot.match import LotSite
+from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal

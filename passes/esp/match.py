@@ -1,30 +1,26 @@
 """Match ESP: sliced plans between two sorted clouds, found by what they compute.
 
 before: q, k -> projections, sorts, plans, slice weights -> A -> A v, in whatever code
-after:  EspSite with the queries, the keys and everything the operator needs, or a reason; lifted, it is
-        torch.ops.asapc.esp_soft(q, k, v, keep, query_keep, slices, ...), or esp_hard
+after:  EspSite with the queries, the keys and everything the operator needs, or a reason
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import EspConvention, Program
-from asapc.operators.catalogue import OPERATORS
 from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     SHAPE_ONLY,
-    Part,
     ancestors,
     constants_entering,
     depends_on_data,
@@ -44,8 +40,8 @@ from asapc.passes.esp.probe import (
     identify_esp,
     tied_points,
 )
+from asapc.passes.esp.site import EspSite
 from asapc.passes.experiment import STABILISED, Experiment, Lengths, NoFit, once, outcome
-from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import (
     SORTS,
     UNSTABLE,
@@ -57,7 +53,7 @@ from asapc.passes.products import (
     same,
     site_name,
 )
-from asapc.passes.site import Found, Place, Site, Unidentified
+from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
@@ -71,61 +67,6 @@ LAYERS = {
 FAR = (1e3, 1e5)  # of points, which are hidden ones to code that hides others by -1e4
 FORMED = 4  # matrices of a slice that are formed on the way, as if they were half-steps
 LARGEST_LENGTH = 512  # a fixed length beyond this would be probed with gigabytes of plans
-
-
-@dataclass(frozen=True)
-class EspSite(Site):
-    """A sliced-plan region.
-
-    q, k: [B, H, N, D] or [B*H, N, D] nodes.  slices: float64 directions [L, D] or [H, L, D]; weights: of
-    slices that have some of their own, float64 [H, L].
-    """
-
-    convention: EspConvention
-    q: Node
-    k: Node
-    value: Product
-    inside: frozenset[Node]
-    mask: KeyMask | None
-    slices: Tensor | None
-    weights: Tensor | None = None
-
-    @property
-    def at(self) -> Node:
-        return self.value.node
-
-    def part(self) -> Part:
-        """From the queries and keys to the map."""
-        q, k = (node.meta["val"].shape for node in (self.q, self.k))
-        mask = self.mask
-        masks = () if mask is None else ((mask.node, mask.true_means_masked),)
-        return Part(
-            (self.q, self.k, *(node for node, _ in masks)), self.value.left, self.inside,
-            self.value.map.order, q[0], q[-2], k[-2], masks,
-        )  # fmt: skip
-
-    def lift(self, lifting: Lifting) -> list[Swap]:
-        c = self.convention
-        with lifting.before_map(self.value):
-            q, k = lifting.operand(Canonical(self.q)), lifting.operand(Canonical(self.k))
-            keep = lifting.keep(self.mask, q)
-            each_other = same(*(x.meta["val"].shape[-2] for x in (self.q, self.k)))
-            theta = None if self.slices is None else lifting.tensor("slices", self.slices)
-            tau = torch.tensor([c.inverse_temperature], dtype=torch.float64)
-            name, sorts = "esp_hard", dict[str, Any](ties=c.ties)
-            if c.softsort_temperature is not None:
-                name, sorts = "esp_soft", {"softsort_temperature": c.softsort_temperature}
-            rest = {
-                "keep": keep, "query_keep": keep if each_other else None, "slices": theta,
-                "inverse_temperature": lifting.tensor("inverse_temperature", tau),
-                "squared_cost": c.squared_cost, "mean_cost": c.mean_cost,
-                "output_factor": c.output_factor, "coupling": c.coupling or "interpolated", **sorts,
-                "query_power": c.query_power, "key_power": c.key_power,
-                "slice_weight": None if self.weights is None else lifting.tensor(
-                    "slice_weight", self.weights
-                ),
-            }  # fmt: skip
-            return lifting.put_map(OPERATORS[name], q, k, rest, self.value)
 
 
 def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
