@@ -43,7 +43,8 @@ from asapc.stages.analyse import (
     require_sites,
 )
 from asapc.stages.calibrate import fit, plan_fits, tell_shortages, unfinished
-from asapc.stages.emit import emit, verify_written, write_verified
+from asapc.stages.emit import emit, verify_written
+from asapc.stages.export import write_verified
 from asapc.stages.rewrite import Compilation, rewrite
 from asapc.stages.select import calibration_of, choose
 from asapc.terminal.progress import SILENT, Progress

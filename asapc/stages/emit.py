@@ -19,8 +19,8 @@ from asapc.calibration.stored import fit_facts
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places
 from asapc.formats.atomic import replace_folder
-from asapc.inputs.data import Batch, DataSource
-from asapc.inputs.onnx.settings import OnnxSettings, require_extra
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.settings import OnnxSettings
 from asapc.inputs.program_operators import unlisted
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
@@ -34,13 +34,12 @@ from asapc.program.compiled import OwnCodeWarning, not_applied
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner, Sizes
 from asapc.program.state import answered, holding
-from asapc.report.evaluate import Unseen
 from asapc.stages.analyse import forward_signature
 from asapc.stages.calibrate import tell_shortages
+from asapc.stages.export import write_edited_or_whole, write_verified
 from asapc.stages.rewrite import Compilation
 from asapc.terminal.progress import Progress
 
-VERIFIED_EXAMPLES = 16  # that model.onnx is run on, at many shapes
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
 
@@ -279,37 +278,3 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
             got=f"relative difference {max(errors):.2g}",
             help=advice or "this is a defect of asapc: please report the model",
         )
-
-
-def write_edited_or_whole(
-    folder: Path, c: Compilation, settings: OnnxSettings, progress: Progress
-) -> None:
-    """The teacher's file with its loops replaced; the whole program where it cannot be edited."""
-    from asapc.onnx.export import write_edited
-
-    captured, compiled = c.analysis.capture.untouched[0].graph, c.compiled[0].graph
-    batches = _unseen(read_artifact(folder, ()), c.source)
-    try:
-        write_edited(folder, c.teacher, captured, compiled, batches, settings, progress)
-    except InputError as error:
-        progress.note(f"writing the whole program anew: the teacher's file cannot be edited: {error}")
-        write_verified(read_artifact(folder, ("graph",), trust=True), c.source, settings, progress)
-
-
-def write_verified(
-    artifact: Artifact, source: DataSource, settings: OnnxSettings, progress: Progress
-) -> dict[str, Any]:
-    """The compiled program as OUT/model.onnx, run and compared; returns what OUT/onnx.json holds.
-
-    Raises VerificationError where the file computes something else; nothing is written then.
-    """
-    require_extra()
-    from asapc.onnx.export import write_onnx
-
-    return write_onnx(artifact, _unseen(artifact, source), settings, progress)
-
-
-def _unseen(artifact: Artifact, source: DataSource) -> list[Batch]:
-    """Examples that calibration and selection have not seen."""
-    select = Unseen(artifact, source).select
-    return list(source.batches(VERIFIED_EXAMPLES, select=select, limit=VERIFIED_EXAMPLES))
