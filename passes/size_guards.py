@@ -43,6 +43,7 @@ FEW = (0, 1, 2, 3, 5, 9, 17, 33, 65, 513)  # the sizes besides one of 0 or 1 at 
 FEW_TRIED = 200  # of them, where it is of more than two sizes
 SMALL, NEAR = 64, 8  # sizes below this, and as near to the example's, at which a guard is seen to fail
 FAILING = 6  # of them
+MET = 30  # sizes at which the model has what it needs: fewer tell little of a guard
 MOST_ENTRIES = 1024  # along all lengths at once, as of 32 x 32 pixels, if the example has no more
 # What asks on behalf of torch, or of the operators of an ONNX file: its answers are tried instead.
 _NOT_THE_MODELS = tuple(
@@ -292,8 +293,9 @@ def _always(guard: _Guard, needed: Sequence[_Guard], ranges: Mapping[Any, Any]) 
             tuple(draw.choice(choice) for choice in (small if count % 2 else choices))
             for count in range(TRIED)
         )
-    at = (dict(zip(symbols, point, strict=True)) for point in tried)
-    return all(guard(sizes) for sizes in at if all(one(sizes) for one in needed))
+    at = [dict(zip(symbols, point, strict=True)) for point in tried]
+    met = [sizes for sizes in at if all(one(sizes) for one in needed)]
+    return all(map(guard, met if len(met) >= MET else at))
 
 
 def _failing(

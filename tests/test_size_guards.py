@@ -263,6 +263,13 @@ def first(self: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return (x.mean(2) + z) / part.shape[1]
 
 
+def longer(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Twice as much where x is longer; blocks of 29 and 31 fill both at few pairs of lengths."""
+    parts = x.view(3, x.shape[1] // 29, 29, 4), y.view(3, y.shape[1] // 31, 31, 4)
+    whole = parts[0].sum((1, 2)) + parts[1].sum((1, 2))
+    return self.gate * (2 * whole if x.shape[1] > y.shape[1] else whole)
+
+
 R = lambda *sizes: torch.randn(3, *sizes, generator=torch.Generator().manual_seed(0))  # noqa: E731
 # What hides at other sizes that a program is for one of them: a model, whether its gate is open, inputs.
 HIDDEN: dict[str, tuple[Any, float, Callable[[int], tuple[Tensor, ...]], int, tuple[int, ...]]] = {
@@ -271,6 +278,7 @@ HIDDEN: dict[str, tuple[Any, float, Callable[[int], tuple[Tensor, ...]], int, tu
                lambda n: (R(n, 4), torch.arange(4).expand(3, n, 4)), 12, (8, 13)),
     "places": (lambda self, x, place: thirds(self, x).gather(1, place[..., None].expand(-1, -1, 4)), 1.0,
                lambda n: (R(n, 4), torch.full((3, 1), n - 1)), 70, (9, 20)),
+    "what few sizes meet": (longer, 1.0, lambda n: (R(29 * n, 4), R(31, 4)), 2, (1, 3)),
     "a size": (first, 1.0, lambda n: (R(n, 4), R(8, 4), R(n // 2, 4)), 24, (4, 6)),
 }  # fmt: skip
 
