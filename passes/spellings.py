@@ -45,7 +45,7 @@ MASS_STEPS = {aten.log.default, aten.add.Tensor, aten.clamp.default, aten.clamp_
 
 def one_spelling(graph: GraphModule) -> bool:
     """Respell what has another spelling, in place; whether there was anything."""
-    changed = merge_masks(graph) | _merge_sizes(graph)
+    changed = merge_masks(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -65,22 +65,12 @@ def one_spelling(graph: GraphModule) -> bool:
     return changed
 
 
-def _merge_sizes(graph: GraphModule) -> bool:
-    known: dict[Any, Node] = {}
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
-            first = known.setdefault((node.target, node.args), node)
-            if first is not node and not node.kwargs:
-                node.replace_all_uses_with(first)
-                graph.graph.erase_node(node)
-    return len(known) > 1
-
-
 def merge_masks(graph: GraphModule) -> bool:
-    """Make masks that are computed alike within one call of a module once, in place; whether any were.
+    """Make masks that are computed alike within one call of a module once, in place, and sizes wherever
+    they are; whether any were.
 
-    Only what is computed of booleans, integers and given masses, as log(mu + 1e-8): the sums of a loop,
-    of which another part of the model may read a copy, stay as they are.
+    Of masks only what is computed of booleans, integers and given masses, as log(mu + 1e-8): the sums of
+    a loop, of which another part of the model may read a copy, stay as they are.
     """
     masks: set[Node] = set()
     first: dict[str, Node] = {}
@@ -88,10 +78,12 @@ def merge_masks(graph: GraphModule) -> bool:
     for node in list(graph.graph.nodes):
         if node.op == "placeholder" and not _is_float(node):
             masks.add(node)
-        if node.op != "call_function" or not _is_repeatable(node, masks):
+        is_size = isinstance(node.meta.get("val"), torch.SymInt)
+        if node.op != "call_function" or not (is_size or _is_repeatable(node, masks)):
             continue
         masks.add(node)
-        key = repr((node.target, node.args, node.kwargs, list(node.meta.get("nn_module_stack") or ())))
+        modules = [] if is_size else [*(node.meta.get("nn_module_stack") or ())]
+        key = repr((node.target, node.args, node.kwargs, modules))
         other = first.setdefault(key, node)
         if other is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(other)
