@@ -93,21 +93,20 @@ def plan(scores: Tensor, task: Task) -> Tensor:
 def at_once(scores: Tensor, *settings: Any) -> Tensor | None:
     """`plan` of small matrices without masses, with the settings as a call has them: the engine's first
     answer.  None where more has to be looked at, which computes it again."""
-    if scores.dtype not in WIDE or not scores.numel() or not is_small(scores):
+    queries, keys = scores.shape[2:]
+    if queries * keys > SMALL:
         return None
-    hashable = (tuple(x) if isinstance(x, list) else x for x in settings)
-    way = _way_at_once(*scores.shape[2:], scores.dtype, *hashable)
-    if not way:
-        return None
-    out, lost = native.plan(scores.contiguous(), None, None, 0.0, way)
-    return out if lost is None else None
+    way = _way_at_once(
+        queries, keys, scores.dtype, *[tuple(x) if type(x) is list else x for x in settings]
+    )
+    return native.plans_of_all(scores.contiguous(), way) if way and scores.numel() else None
 
 
 @lru_cache(4096)
 def _way_at_once(queries: int, keys: int, dtype: torch.dtype, *settings: Any) -> bytes:
     known = Task.of_values(None, None, settings).known
     of_tensor = known.stabiliser is not None and known.stabiliser.start == "tensor"
-    if known.ending is not None or known.values["by_head"] is not None or of_tensor:
+    if dtype not in WIDE or known.ending is not None or known.values["by_head"] is not None or of_tensor:
         return b""
     way = _way(known, (False, False), queries, keys, dtype, True)
     return b"" if way is OF_LOGS else way

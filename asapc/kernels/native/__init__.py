@@ -242,6 +242,17 @@ def plan(
     return out, (~held).nonzero().squeeze(1) if lost else None
 
 
+def plans_of_all(scores: Tensor, settings: bytes) -> Tensor | None:
+    """As `plan` without masses and offset; None where the linear domain does not hold every matrix."""
+    out = torch.empty_like(scores)
+    queries, keys = scores.shape[-2:]
+    lost = _engine().asapc_plan(PLAN.pack(
+        scores.data_ptr(), 0, 0, out.data_ptr(), 0, 0, 0, 0, torch.get_num_threads(), 0, 0.0,
+        scores.numel() // (queries * keys),
+    ) + settings)  # fmt: skip
+    return None if lost else out
+
+
 def plan_changes(
     scores: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, steps: int, of_scalings: bool,
     settings: bytes,

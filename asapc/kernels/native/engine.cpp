@@ -998,6 +998,7 @@ template <class X> INLINE void close_all(const Rule& rule, int64_t count, const 
                                          double power, X* scalings) {
   typedef V<typename Number<X>::type> Y;
   constexpr int64_t step = sizeof(Y) / sizeof(X);
+#pragma GCC unroll 4
   for (int64_t i = 0; i < count; i += step) {
     Y* to = reinterpret_cast<Y*>(scalings + i);
     const auto at = [i](const X* from) { return *reinterpret_cast<const Y*>(from + i); };
@@ -1008,38 +1009,54 @@ template <class X> INLINE void close_all(const Rule& rule, int64_t count, const 
 
 // All half-steps of one matrix, or of several side by side. a and b, the scalings of rows and columns, hold where
 // they start and what they become; mu and nu are their masses; total: [columns].  Rows are closed, and what
-// they add to the columns' sums is added, before the next ones are read.
-template <class X>
-void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
+// they add to the columns' sums is added, before the next ones are read.  size: of both sides, where it is known here.
+template <class X, int size = 0>
+INLINE void scale_sides(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
   typedef typename Number<X>::type T;
   constexpr int64_t together = kIsVector<X> ? 4 : std::max(4, kLanes<T>);
+  const int64_t all_rows = size ? size : s.rows, columns = size ? size : s.columns;
   const X gauge = X{} + T(s.rule.gauge);
   bool first = true;
   each_pair(s.rows_first != 0, s.half_steps, [&](bool closes_rows, bool closes_columns) {
     const bool regauged = closes_rows && !first && s.rule.gauge != 1.0, exact = s.rule.softmax && first;
-    std::fill_n(total, s.columns, X{});
-    for (int64_t start = 0; start < s.rows; start += together) {
-      const int64_t count = std::min(together, s.rows - start);
+    std::fill_n(total, columns, X{});
+    for (int64_t start = 0; start < all_rows; start += together) {
+      const int64_t count = std::min(together, all_rows - start);
       const auto by_four = [&](const auto& body) {
         int64_t row = 0;
         for (; row + 4 <= count; row += 4) body(row, std::integral_constant<int, 4>{});
         for (; row < count; ++row) body(row, std::integral_constant<int, 1>{});
       };
-      const X* rows = kernel + start * s.columns;
+      const X* rows = kernel + start * columns;
       if (closes_rows) {
         alignas(kBytes) X sums[together] = {};
-        by_four([&](int64_t row, auto R) { row_sums<R.value>(rows + row * s.columns, s.columns, b, sums + row); });
+        by_four([&](int64_t row, auto R) { row_sums<R.value>(rows + row * columns, columns, b, sums + row); });
         close_all(s.rule, count, mu + start, sums, exact, s.row_power, a + start);
         if (regauged) for (int64_t row = start; row < start + count; ++row) a[row] *= gauge;
       }
       if (closes_columns) by_four([&](int64_t row, auto R) {
-        add_to_columns<R.value>(rows + row * s.columns, s.columns, a + start + row, total);
+        add_to_columns<R.value>(rows + row * columns, columns, a + start + row, total);
       });
     }
-    if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
-    if (closes_columns) close_all(s.rule, s.columns, nu, total, exact && !closes_rows, s.column_power, b);
+    if (regauged) for (int64_t j = 0; j < columns; ++j) b[j] /= gauge;
+    if (closes_columns) close_all(s.rule, columns, nu, total, exact && !closes_rows, s.column_power, b);
     first = false;
   });
+}
+
+// Of small squares side by side, all stays in registers.
+template <class X>
+void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
+  constexpr int size = 4;
+  if constexpr (kIsVector<X>) if (s.rows == size && s.columns == size && s.rule.gauge == 1.0) {
+    X own[size * size], rows[size], columns[size], sums[size], row_mass[size], column_mass[size];
+    std::copy_n(kernel, size * size, own), std::copy_n(mu, size, row_mass), std::copy_n(nu, size, column_mass);
+    std::copy_n(a, size, rows), std::copy_n(b, size, columns);
+    scale_sides<X, size>(s, own, row_mass, column_mass, rows, columns, sums);
+    std::copy_n(rows, size, a), std::copy_n(columns, size, b);
+    return;
+  }
+  scale_sides<X>(s, kernel, mu, nu, a, b, total);
 }
 
 // Whether this process was forked and has started no program since, or cannot be asked: where its parent had
@@ -1207,7 +1224,7 @@ template <class X, class S> class Planned {
     const Scaling loop{n_, m_, p_.half_steps, p_.rows_first, p_.row_power, p_.column_power, p_.rule};
     if (p_.changes) follow(loop);
     else scale<X>(loop, kernel_, mu_, nu_, a_, b_, total_);
-    if (none([this](int64_t g) { return is_held(g); })) return count_;
+    if (none([this, finite = are_finite()](int64_t g) { return is_held(g, finite); })) return count_;
     if (!p_.changes && p_.log) put_log_plan(held);
     else if (!p_.changes) put_plan();
     if (is_turned_ && !p_.changes) {
@@ -1426,7 +1443,7 @@ template <class X, class S> class Planned {
     if (!p_.damped) return seen;
     return seen && low >= (p_.is_kernel ? std::exp(-kBound) : -kBound) && high <= (p_.is_kernel ? std::exp(kBound) : kBound);
   }
-  bool is_held(int64_t g) const {
+  template <class Mask> bool is_held(int64_t g, const Mask& finite) const {
     if (stabilised_) {
       const auto fine = [&](const X* scaling) { return [=, this](int64_t i) { return is_fine(p_.rule, of(scaling[i], g)); }; };
       return all_of(n_, fine(a_)) && all_of(m_, fine(b_));
@@ -1438,12 +1455,7 @@ template <class X, class S> class Planned {
       };
       return all_of(n_, within(a_)) && all_of(m_, within(b_));
     }
-    const auto finite = [&, most = T(0.5 / p_.rule.least)](int64_t size, const X* scaling, const X* mass, const X* tops) {
-      return all_of(size, [&](int64_t i) {  // none is divided by less
-        return of(scaling[i], g) < of(mass[i], g) * most || is_absent(mass, tops, i, g);
-      });
-    };
-    if (!finite(n_, a_, mu_, row_tops_) || !finite(m_, b_, nu_, column_tops_)) return false;
+    if (!is_set(finite, g)) return false;
     if (of(low_, g) >= least_) return true;
     const auto spread = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
       double most = 0, least = kInfinity;
@@ -1456,6 +1468,21 @@ template <class X, class S> class Planned {
     const double rows = spread(n_, a_, mu_, row_tops_), columns = spread(m_, b_, nu_, column_tops_);
     return (p_.rows_first ? rows : columns) <= kSpread * kSafeRange<T> &&
            (p_.rows_first ? columns : rows) <= (p_.is_kernel ? kSpread : 1) * kSafeRange<T>;
+  }
+  // Whether no token's sum was less than what is divided by, for each matrix.
+  auto are_finite() const {
+    const T most = T(0.5 / p_.rule.least);
+    auto fine = low_ == low_;
+    const auto narrow = [&](int64_t size, const X* scaling, const X* mass, const X* tops) {
+      for (int64_t i = 0; i < size; ++i)
+        fine = fine & ((scaling[i] < mass[i] * most) | (mass[i] == T(0)) | (tops[i] == nothing_));
+    };
+    narrow(n_, a_, mu_, row_tops_), narrow(m_, b_, nu_, column_tops_);
+    return fine;
+  }
+  template <class Mask> static bool is_set(const Mask& mask, int64_t g) {
+    if constexpr (kIsVector<X>) return mask[g] != 0;
+    else return mask != 0;
   }
   bool is_absent(const X* mass, const X* tops, int64_t i, int64_t g) const {
     return of(mass[i], g) == 0 || of(tops[i], g) == nothing_;
@@ -1492,8 +1519,9 @@ template <class X, class S> class Planned {
 
   // diag(a) K diag(b), times what each matrix's plan is multiplied by.
   void put_plan() {
-    X own{};
-    for (int64_t g = 0; g < W; ++g) set(own, g, T(own_[g]));
+    T factors[W];
+    std::copy_n(own_, W, factors);
+    const X own = get<X>(factors);
     for (int64_t i = 0; i < n_; ++i)
       put_row(i, [row = kernel_ + i * m_, b = b_, factor = a_[i] * own](int64_t j, auto kind) {
         typedef decltype(kind) Y;
