@@ -78,7 +78,8 @@ MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried a
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which some tokens are hidden
 LEVELS = (-2.0, 0.7, 3.0)  # scores of a slack at which a loop is tried
-KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
+FITTED = 6  # experiments that are passed where a loop is known, but not what hides its scores
+KNOWN = 9  # where another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 FEW = 8  # half-steps that are tried beyond twice as many as a loop has sums
 
@@ -104,13 +105,18 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
         loop, edges = (shorter, before) if before.ends else (loop, edges)
     if not edges.ends:
         return refused(edges.why, edges.at)
-    failures = []
+    failures, fitted = [], set[tuple[Node, bool, bool]]()
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, edges)):
+        like = (start, kernel, is_positive(end))  # plans, or their logarithms
+        if like in fitted:
+            continue
         sums = len(part.sums) if number < MOST_DAMPED or kernel else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failures.append(result)
+        if result.reached >= FITTED:
+            fitted.add(like)
         if result.reached >= KNOWN:
             break
     return refused(str(max(failures, key=lambda failure: failure.reached)))
@@ -584,6 +590,8 @@ def _site(
             return replace(_made(program, fit, trials), ends=ends)
         except NoFit as no_fit:
             failures.append(NoFit(str(no_fit), reached=trials.reached))
+            if trials.reached >= FITTED:
+                break
     nearest = max(failures, key=lambda failure: failure.reached)
     if alike is not None:
         failed[alike] = nearest
@@ -623,6 +631,7 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
     trials.reached = 5
     trials.roles = roles.powered(fit.powers)
     trials.check_larger_loops(fit.convention, first.scores.shape[1])
+    trials.reached = FITTED
     added = [] if region.kernel else [region.start.node, *trials.biases]
     fit = with_hidden(trials.scores, lambda s: trials.observe(s)[0], fit, added)
     if any(x.is_mask for x in roles.marginals):
