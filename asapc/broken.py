@@ -12,9 +12,8 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from traceback import FrameSummary
 from types import CodeType
 from typing import Any
@@ -27,7 +26,7 @@ from asapc.api import teacher_of
 from asapc.inputs.data import Batch
 from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import Analysis, analyse
-from asapc.passes.dynamo import SAME, Left
+from asapc.passes.dynamo import SAME, Left, running_forwards
 from asapc.passes.patches import CompiledModule, compiled_modules
 from asapc.program.calls import attribute
 from asapc.program.compiled import Forward
@@ -48,7 +47,7 @@ def patched(graph: GraphModule) -> tuple[list[CodeType], nn.Module, Analysis] | 
     why = getattr(graph, "compile_subgraph_reason", None)
     if why is None or not why.graph_break or not why.user_stack or not _is_loop(why.user_stack[-1]):
         return None
-    forwards, problem = [*_forwards()], None
+    forwards, problem = [*running_forwards()], None
     codes = [InstructionTranslator.current_tx().f_code, *(x["self"].forward.__code__ for x in forwards)]
     for given in forwards:
         model = given["self"]
@@ -92,20 +91,6 @@ def _patched(model: nn.Module, batch: Batch) -> Analysis:
         patch.operators._non_persistent_buffers_set.update(patch.operators._buffers)
     install(model, patches)
     return analysis
-
-
-def _forwards() -> Iterator[dict[str, Any]]:
-    """What the forwards of modules around here were called with, innermost first: the one that Dynamo
-    traces, then those that run."""
-    frame: Any = InstructionTranslator.current_tx()
-    running: Any = sys._getframe()
-    while frame is not None:
-        model, code = frame.f_locals.get("self"), frame.f_code
-        own = getattr(model.forward, "__code__", None) if isinstance(model, nn.Module) else None
-        same = own is not None and (own.co_filename, own.co_name) == (code.co_filename, code.co_name)
-        if same and {*inspect.signature(model.forward).parameters} <= frame.f_locals.keys():
-            yield frame.f_locals
-        running = frame = running.f_back
 
 
 def _is_loop(place: FrameSummary) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import symbolic_convert
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
@@ -20,6 +23,20 @@ SWITCHES = {torch._C._set_grad_enabled, *AUTOCAST}
 
 class Left(Exception):
     """Why a graph, or a site of it, stays the model's own code."""
+
+
+def running_forwards() -> Iterator[dict[str, Any]]:
+    """What the forwards of modules around here were called with, innermost first: the one that Dynamo
+    traces, then those that run. None where no trace of Dynamo's goes on."""
+    frame: Any = getattr(symbolic_convert.tls, "current_tx", None)
+    running: Any = sys._getframe()
+    while frame is not None:
+        model, code = frame.f_locals.get("self"), frame.f_code
+        own = getattr(model.forward, "__code__", None) if isinstance(model, nn.Module) else None
+        same = own is not None and (own.co_filename, own.co_name) == (code.co_filename, code.co_name)
+        if same and {*inspect.signature(model.forward).parameters} <= frame.f_locals.keys():
+            yield frame.f_locals
+        running = frame = running.f_back
 
 
 def example_of(node: Node) -> Any:

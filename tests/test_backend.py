@@ -503,3 +503,6 @@ def test_graphs_are_explained_by_model() -> None:
     (site,) = asapc.explain(model).to_dict()["graphs"][0]["sites"]
     assert site["convention"]["half_steps"] == 4 and site["replay_error"] < 1e-5
     assert "call it first" in str(asapc.explain(nn.Linear(3, 3)))
+    bare = module(lambda self, x: log_plan(x @ x.mT))  # without weights
+    compiled(bare)(tokens())
+    assert len(asapc.explain(bare).graphs) == 1 and not asapc.explain(module(broken)).graphs

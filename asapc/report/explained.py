@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from asapc.inputs.teacher import uncompiled
 from asapc.passes.analyse import LeftAlone, Site
 from asapc.passes.branches import text_of
+from asapc.passes.dynamo import running_forwards
 from asapc.report.tables import convention_text
 
 
@@ -99,19 +100,25 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Seen:
-    """tensors: that the graph was given; kinds: of the modules that its code is in."""
+    """tensors: that the graph was given; modules: whose forwards were running; kinds: of the modules that
+    its code is in."""
 
     facts: Facts
     tensors: tuple[weakref.ref[Tensor], ...]
+    modules: tuple[weakref.ref[nn.Module], ...]
     kinds: frozenset[type]
 
     def belongs_to(self, model: nn.Module) -> bool:
-        """Whether the graph is the model's: judged by its weights, or by its modules if it has none."""
+        """Whether the graph is the model's: it ran in its forward, or holds its weights; if neither has
+        weights, by its modules."""
+        own = {*model.modules()}
+        if any(ref() in own for ref in self.modules):
+            return True
         weights = {id(x) for x in (*model.parameters(), *model.buffers())}
         alive = [x for x in (ref() for ref in self.tensors) if x is not None]
         if weights or any(isinstance(x, nn.Parameter) for x in alive):
             return any(id(x) in weights for x in alive)
-        return bool(self.kinds & {type(module) for module in model.modules()})
+        return bool(self.kinds & {*map(type, own)})
 
 
 _SEEN: dict[Any, _Seen] = {}  # by Dynamo's number of the compilation, which it may begin anew
@@ -126,7 +133,8 @@ def note(facts: Facts, graph: GraphModule, inputs: Sequence[Any], model: nn.Modu
     tensors = tuple(weakref.ref(x) for x in inputs if isinstance(x, Tensor))
     number = CompileContext.current_compile_id() or object()
     _SEEN.pop(number, None)
-    _SEEN[number] = _Seen(facts, tensors, kinds)
+    running = tuple(weakref.ref(given["self"]) for given in running_forwards())
+    _SEEN[number] = _Seen(facts, tensors, running, kinds)
 
 
 def explain(model: nn.Module | None = None) -> Explanation:
