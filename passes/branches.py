@@ -27,6 +27,7 @@ from functools import partialmethod
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ Place = tuple[str, int]
 """File and line."""
 
 _NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+_HIDDEN = ("<", *_NOT_THE_USERS)
 HOLDS = torch.ops.asapc.holds.default
 
 
@@ -387,11 +389,36 @@ def spoken(node: Node) -> str:
         return node.name
     trace = str(node.meta.get("stack_trace") or "")
     places = [(file, int(line)) for file, line in _FRAME.findall(trace)]
-    theirs = [place for place in places if not place[0].startswith(("<", *_NOT_THE_USERS))]
+    theirs = [place for place in places if not place[0].startswith(_HIDDEN)]
     return text_of(theirs[-1]) if theirs else node.name
 
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
+def own_lines(caller: FrameType) -> contextlib.AbstractContextManager[Any]:
+    """Have torch keep, of each node's stack, the line that `spoken` reads: to word all frames, its own
+    too, is a seventh of a trace.  caller: of the trace; what stands outside of it is not the model's."""
+
+    class Lines:
+        """In the place of torch's CapturedTraceback."""
+
+        @classmethod
+        def extract(cls, **_: Any) -> Lines:
+            return cls()
+
+        def summary(self) -> traceback.StackSummary:
+            frame: FrameType | None = sys._getframe(1)
+            while frame not in (None, caller) and frame.f_code.co_filename.startswith(_HIDDEN):
+                frame = frame.f_back
+            if frame in (None, caller):
+                return traceback.StackSummary()
+            place = frame.f_code.co_filename, frame.f_lineno
+            # Of other names torch would drop it.
+            return traceback.StackSummary.from_list([traceback.FrameSummary(*place, "forward", line="")])
+
+    name, of = "CapturedTraceback", torch.fx.proxy  # torch's own name, which it may change
+    return mock.patch.object(of, name, Lines) if hasattr(of, name) else contextlib.nullcontext()
 
 
 def reason_of(error: BaseException) -> str:
@@ -457,4 +484,4 @@ def _is_theirs(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", ""))
     if package.startswith("asapc.") and not package.startswith("asapc.models."):
         return False
-    return not frame.f_code.co_filename.startswith(("<", *_NOT_THE_USERS))
+    return not frame.f_code.co_filename.startswith(_HIDDEN)
