@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -399,26 +399,19 @@ _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 def own_lines(caller: FrameType) -> contextlib.AbstractContextManager[Any]:
     """Have torch keep, of each node's stack, the line that `spoken` reads: to word all frames, its own
     too, is a seventh of a trace.  caller: of the trace; what stands outside of it is not the model's."""
+    def summary() -> traceback.StackSummary:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame is not caller and frame.f_code.co_filename.startswith(_HIDDEN):
+            frame = frame.f_back
+        theirs = [] if frame is None or frame is caller else [(frame.f_code.co_filename, frame.f_lineno)]
+        # Where nothing is called forward, torch keeps no line.
+        return traceback.StackSummary.from_list(
+            [traceback.FrameSummary(*place, "forward", line="") for place in theirs]
+        )
 
-    class Lines:
-        """In the place of torch's CapturedTraceback."""
-
-        @classmethod
-        def extract(cls, **_: Any) -> Lines:
-            return cls()
-
-        def summary(self) -> traceback.StackSummary:
-            frame: FrameType | None = sys._getframe(1)
-            while frame not in (None, caller) and frame.f_code.co_filename.startswith(_HIDDEN):
-                frame = frame.f_back
-            if frame in (None, caller):
-                return traceback.StackSummary()
-            place = frame.f_code.co_filename, frame.f_lineno
-            # Of other names torch would drop it.
-            return traceback.StackSummary.from_list([traceback.FrameSummary(*place, "forward", line="")])
-
+    lines = SimpleNamespace(extract=lambda **_: SimpleNamespace(summary=summary))
     name, of = "CapturedTraceback", torch.fx.proxy  # torch's own name, which it may change
-    return mock.patch.object(of, name, Lines) if hasattr(of, name) else contextlib.nullcontext()
+    return mock.patch.object(of, name, lines) if hasattr(of, name) else contextlib.nullcontext()
 
 
 def reason_of(error: BaseException) -> str:
