@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ Place = tuple[str, int]
 """File and line."""
 
 _NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+_HIDDEN = ("<", *_NOT_THE_USERS)
 HOLDS = torch.ops.asapc.holds.default
 
 
@@ -387,11 +389,29 @@ def spoken(node: Node) -> str:
         return node.name
     trace = str(node.meta.get("stack_trace") or "")
     places = [(file, int(line)) for file, line in _FRAME.findall(trace)]
-    theirs = [place for place in places if not place[0].startswith(("<", *_NOT_THE_USERS))]
+    theirs = [place for place in places if not place[0].startswith(_HIDDEN)]
     return text_of(theirs[-1]) if theirs else node.name
 
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
+def own_lines(caller: FrameType) -> contextlib.AbstractContextManager[Any]:
+    """Have torch keep, of each node's stack, the line that `spoken` reads: to word all frames, its own
+    too, is a seventh of a trace.  caller: of the trace; what stands outside of it is not the model's."""
+    def summary() -> traceback.StackSummary:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame is not caller and frame.f_code.co_filename.startswith(_HIDDEN):
+            frame = frame.f_back
+        theirs = [] if frame is None or frame is caller else [(frame.f_code.co_filename, frame.f_lineno)]
+        # Where nothing is called forward, torch keeps no line.
+        return traceback.StackSummary.from_list(
+            [traceback.FrameSummary(*place, "forward", line="") for place in theirs]
+        )
+
+    lines = SimpleNamespace(extract=lambda **_: SimpleNamespace(summary=summary))
+    name, of = "CapturedTraceback", torch.fx.proxy  # torch's own name, which it may change
+    return mock.patch.object(of, name, lines) if hasattr(of, name) else contextlib.nullcontext()
 
 
 def reason_of(error: BaseException) -> str:
@@ -457,4 +477,4 @@ def _is_theirs(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", ""))
     if package.startswith("asapc.") and not package.startswith("asapc.models."):
         return False
-    return not frame.f_code.co_filename.startswith(("<", *_NOT_THE_USERS))
+    return not frame.f_code.co_filename.startswith(_HIDDEN)

@@ -16,6 +16,7 @@ import inspect
 import itertools
 import math
 import operator
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from asapc.passes.branches import (
     Trace,
     asking_for_types,
     check_branches,
+    own_lines,
     plain_types,
     quiet_torch,
     reason_of,
@@ -266,7 +268,8 @@ def export_graph(
 def _traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module):
+    lines = own_lines(sys._getframe())
+    with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module), lines:
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
 

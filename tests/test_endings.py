@@ -112,7 +112,8 @@ def test_the_engine_ends_where_the_reference_does(rule: Ending, shape: tuple[int
     nu = random(batch, 1, keys, seed=2).log_softmax(-1)
     none = mu.masked_fill(torch.arange(queries) == 0, -math.inf)
     varied = itertools.product([None, mu, none], [None, nu], [True, False], [None, (0.9, 0.7)], SPREADS)
-    for seed, (log_mu, log_nu, rows_first, damping, spread) in enumerate(varied):
+    cases = [*enumerate(varied)][RULES.index(rule) % 7 :: 7]  # another seventh of them for every rule
+    for seed, (log_mu, log_nu, rows_first, damping, spread) in cases:
         threshold = rule.threshold * 10.0 ** (seed % 4 - 2)
         settings = {"rows_first": rows_first, "damping": damping, "by_head": [1.0, 0.5][:heads]}
         task = Task.of(
@@ -122,6 +123,7 @@ def test_the_engine_ends_where_the_reference_does(rule: Ending, shape: tuple[int
         scores = spread * random(*shape, seed=seed)
         found = task.ended(scores, cpu_plan.changes).settings
         assert found == task.ended(scores, changes).settings
+
 
 @pytest.mark.skipif(native.missing() is not None, reason="the reference tells")
 def test_the_engine_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +231,7 @@ class Loop(nn.Module):
     """
 
     def __init__(
-        self, change: Callable[[Tensor, Tensor], Tensor], threshold: Any = 1e-2, most: int = 14,
+        self, change: Callable[[Tensor, Tensor], Tensor], threshold: Any = 1e-2, most: int = 8,
         looks: Sequence[int] = (0, 1), ends: Callable[[Tensor, bool], Any] = lambda plan, early: plan,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -277,7 +279,7 @@ class Ones(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
-        for _ in range(14):
+        for _ in range(7):
             before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
             g = -torch.logsumexp(scores + f[..., None], -2)
             if (f - before).abs().mean() < 1e-2:

@@ -443,6 +443,24 @@ def test_a_loop_is_matched_however_it_is_spelt(kind: type[nn.Module], size: tupl
     assert found.convention.half_steps == (5 if kind is Attention else 8)
 
 
+@torch.library.custom_op("asapc_test::plan", mutates_args=())
+def opaque_plan(s: Tensor) -> Tensor:
+    for step in range(21):
+        s = s - s.logsumexp(-1 - step % 2, keepdim=True)
+    return s.exp()
+
+
+@opaque_plan.register_fake
+def _(s: Tensor) -> Tensor:
+    return torch.empty_like(s)
+
+
+def test_a_loop_within_one_operator_may_have_any_number_of_half_steps() -> None:
+    net = zoo.module(lambda self, x: opaque_plan(self.inner(x) @ x.mT) @ x, inner=nn.Linear(8, 8))
+    (found,) = match(capture(net.eval(), (torch.randn(3, 7, 8),), {}).programs[0])
+    assert isinstance(found, AttentionSite) and found.convention.half_steps == 21
+
+
 class Masses(nn.Module):
     """Given masses, whose logarithms are taken anew in every half-step."""
 

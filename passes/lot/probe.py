@@ -31,6 +31,7 @@ from asapc.passes.sinkhorn.probe import (
     Sample,
     Trials,
     groups_of,
+    longest_in,
     loop_plans,
     overflown,
     score_multiplier,
@@ -194,7 +195,7 @@ def identify_half(code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]
             samples = [sample for sample in drawn if sample is not None]
             multiplier = score_multiplier([sample for sample in samples if sample.mild])
             for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
-                fit = outcome(partial(_best_loop, samples, multiplier, z, sigma))
+                fit = outcome(partial(_best_loop, samples, multiplier, code, sigma))
                 if isinstance(fit, NoFit):
                     unsure = fit
                 elif best is None or fit.error < best.error:
@@ -208,14 +209,14 @@ def identify_half(code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]
     return best
 
 
-def _best_loop(samples: Sequence[Sample], multiplier: float, z: Tensor, masses: Masses) -> HalfFit:
+def _best_loop(samples: Sequence[Sample], multiplier: float, code: Half, masses: Masses) -> HalfFit:
     """The shortest loop that is as good as the best, with these masses, by its first head."""
     targets, plans = [], []
     for group in groups_of(samples, multiplier):
         loop = loop_plans(replace(group, log_nu=masses.table[:1].log()))
         plans.append(_scaled(loop, group.attention))
         targets.append(group.attention)
-    budget = search_budget(targets, plans)
+    budget = search_budget(targets, plans, most=longest_in(code.between))
     if not budget.error < math.inf:
         raise NoFit("not a finite loop between tokens and pivots")
     if budget.rival is not None and budget.error <= STABILISED:
@@ -226,7 +227,7 @@ def _best_loop(samples: Sequence[Sample], multiplier: float, z: Tensor, masses: 
     mass = masses.of(len(first.scores))
     scores = (multiplier * first.scores).transpose(-1, -2)
     plan = pivot_plan(scores, None, mass, half.half_steps, half.tokens_first, False).transpose(-1, -2)
-    return HalfFit(half, z, masses, _ratio(first.attention, plan), budget.error)
+    return HalfFit(half, code.pivots, masses, _ratio(first.attention, plan), budget.error)
 
 
 def _scaled(loop: Plans, target: Tensor) -> Plans:

@@ -50,6 +50,7 @@ from asapc.passes.products import BARRIERS, SQUEEZES, VIEWS, rank_of, same, site
 from asapc.passes.sinkhorn.match import MOST_SLACK, check_choice, guesses_of
 from asapc.passes.sinkhorn.probe import (
     HELD,
+    MAX_HALF_STEPS,
     Drawn,
     Fit,
     Guesses,
@@ -80,7 +81,6 @@ MASKED = (1.0, 1.0, 1.0, 6.0, 25.0)  # standard deviations of scores of which so
 LEVELS = (-2.0, 0.7, 3.0)  # scores of a slack at which a loop is tried
 FITTED = 6  # experiments that are passed where a loop is known, but not what hides its scores
 KNOWN = 9  # where another end of it would change nothing
-TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 FEW = 8  # half-steps that are tried beyond twice as many as a loop has sums
 
 
@@ -175,7 +175,7 @@ class _Region(Sized):
         graph = program.graph
         assert loop.axes is not None
         self.kernel = kernel
-        self.most = min(TRIED, 2 * len(loop.sums) + FEW)
+        self.most = min(MAX_HALF_STEPS, 2 * len(loop.sums) + FEW)
         turned = rank_of(end) == rank_of(start)
         self.start = Layout.of(start, *loop.axes)
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
@@ -623,7 +623,7 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread))) is not None]
         identify_plan(few, region.guesses, region.most, sums)
     trials.reached = 4
-    identify = partial(identify_plan, guesses=region.guesses, sums=sums)
+    identify = partial(identify_plan, guesses=region.guesses, most=region.most, sums=sums)
     try:
         fit = trials.fitted(identify)
     except NoFit as no_fit:

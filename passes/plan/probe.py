@@ -71,7 +71,6 @@ def identify_plan(
         for logs in zip(*(sample.marginals for sample in samples), strict=True)
     ]
     made = partial(PlanConvention, source_marginal=kinds[0], target_marginal=kinds[1])
-    most = most if _has_marginals(samples) else MAX_HALF_STEPS
     balanced = partial(identify, samples, made, guesses=guesses, most=most)
     damped = partial(_damped, samples, sums, guesses, made)
     return first_fit([balanced, damped] if sums else [balanced])

@@ -69,6 +69,7 @@ from asapc.passes.sinkhorn.probe import (
     Trials,
     convention_error,
     identify,
+    longest_in,
     overflown,
     score_multiplier,
     with_factor,
@@ -335,7 +336,8 @@ def _plain_loop(experiment: RegionExperiment) -> Fit[Convention]:
             raise NoFit(ROWS_ONLY) from None
         raise
     experiment.bounds = bounds_of(inside)
-    fit = experiment.fitted(partial(identify, made=Convention, guesses=guesses_of(inside)))
+    most = longest_in(inside)
+    fit = experiment.fitted(partial(identify, made=Convention, guesses=guesses_of(inside), most=most))
     heads = experiment.size()[1] if len(shape) == 4 else experiment.size()[0] / PROBE_BATCH
     experiment.check_larger_loops(fit.convention, heads)
     return fit

@@ -17,12 +17,13 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from asapc.ir import Convention, FiniteLoop, OutputFactor, PlanConvention, Side, Stabiliser
 from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
@@ -53,6 +54,7 @@ LARGE = 64 * 64
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SHORT = 64  # half-steps of a loop that is named where none fits
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
+MARKS = ("asapc.seen.default", "asapc.holds.default")
 STILL = 4e-15  # what rounding changes of a dual: 4e-12 in MAX_HALF_STEPS, far less than EXACT
 
 T = TypeVar("T")
@@ -176,6 +178,15 @@ def identify(
         return fit
     first, half_steps = budget.rival
     return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
+
+
+def longest_in(nodes: Collection[Node]) -> int:
+    """The half-steps of the longest loop that is tried of a region: each takes an operator, if not one
+    of another library, which may be a whole loop."""
+    others = (node for node in nodes if getattr(node.target, "namespace", "aten") != "aten")
+    if any(str(node.target) not in MARKS for node in others):
+        return MAX_HALF_STEPS
+    return min(MAX_HALF_STEPS, len(nodes) + BEYOND)
 
 
 def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
