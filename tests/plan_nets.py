@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -160,7 +161,8 @@ class Static(nn.Module):
 
 
 class TwoViews(nn.Module):
-    """The scores of two views of every example, side by side in one tensor."""
+    """The scores of two views of every example, side by side in one tensor; twice the plan, by its
+    logarithm."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -171,7 +173,7 @@ class TwoViews(nn.Module):
         plan = views @ views.flip(0).mT
         for step in range(6):
             plan = plan - plan.logsumexp(-2 if step % 2 else -1, keepdim=True)
-        return plan.exp().transpose(0, 1)
+        return (plan + math.log(2)).exp().transpose(0, 1)
 
 
 class Turned(nn.Module):

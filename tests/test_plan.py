@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis
 from asapc.passes.capture import capture
+from asapc.passes.experiment import snapped
 from asapc.passes.plan import match
 from asapc.passes.plan.loops import find_loops
 from asapc.program.compiled import OwnCodeWarning
@@ -311,7 +313,7 @@ FOUND: dict[str, list[PlanConvention]] = {
     ],
     "Static": [PlanConvention(20, "row", 1.0, OutputFactor(queries=1))],
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
-    "TwoViews": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
+    "TwoViews": [PlanConvention(6, "row", 1.0, OutputFactor(2.0, queries=1))],
     "Bridged": [
         PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),
         PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant",
@@ -346,7 +348,8 @@ def alike(found: PlanConvention, expected: PlanConvention) -> None:
     assert found.score_multiplier == pytest.approx(expected.score_multiplier, rel=1e-6)
     if expected.by_head is not None:
         assert found.by_head == pytest.approx(expected.by_head, rel=1e-6)
-    data, wanted = found.to_json(), expected.to_json()
+    factor = replace(found.output_factor, coefficient=snapped(found.output_factor.coefficient))
+    data, wanted = replace(found, output_factor=factor).to_json(), expected.to_json()
     if expected.written is None:  # which order of its sums a loop has is tested with hidden tokens
         data.pop("written", None)
     assert data.keys() == wanted.keys()

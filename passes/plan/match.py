@@ -113,7 +113,9 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
         sums = len(part.sums) if number < MOST_DAMPED or kernel else 0
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
-            return _past_exp(result)
+            later = _exp_of(result)
+            past = later and outcome(partial(_site, program, part, start, later, kernel, sums, failed))
+            return past if isinstance(past, PlanSite) else result
         failures.append(result)
         if result.reached >= FITTED:
             fitted.add(like)
@@ -144,14 +146,19 @@ def _kernels(edges: Borders) -> list[tuple[Node, Node]]:
     return [(start, end) for start, end in _by_likeliness(edges) if start in near]
 
 
-def _past_exp(site: PlanSite) -> PlanSite:
-    """A log plan of which only exp is read ends there: the operator need not take a logarithm."""
-    users = [user for user in site.at.users if user.users or user.op == "output"]
-    if not site.convention.log or len(users) != 1 or users[0].target is not aten.exp.default:
-        return site
-    later = replace(site.end, node=users[0])
-    convention = replace(site.convention, log=False)
-    return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
+def _exp_of(site: PlanSite) -> Node | None:
+    """What is read of a log plan, up to what is added to it, if that is exp alone: a site that ends there
+    takes no logarithm, and no exp is computed anew by every kernel that Inductor fuses it into."""
+    node, reads = site.at, site.convention.log
+    while reads:
+        users = [user for user in node.users if user.users or user.op == "output"]
+        if len(users) != 1:
+            return None
+        (node,) = users
+        if node.target is aten.exp.default:
+            return node
+        reads = node.target in {aten.add.Tensor, aten.sub.Tensor}
+    return None
 
 
 def _by_likeliness(edges: Borders) -> list[tuple[Node, Node]]:
