@@ -533,13 +533,8 @@ def _no_zeros(module: nn.Module) -> Iterator[None]:
 
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
     """Those of the inputs that are nothing but themselves, by symbol."""
-    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    tensors = (value for value in values if isinstance(value, Tensor))
-    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
-    return {
-        size.node.expr: size for size in sizes
-        if isinstance(size, torch.SymInt) and fixed_size(size) is None and size.node.expr.is_Symbol
-    }  # fmt: skip
+    free = free_sizes(graph.graph).values()
+    return {size.node.expr: size for size in free if size.node.expr.is_Symbol}
 
 
 def _resized(graph: GraphModule, call: Batch, counts: Mapping[Any, int]) -> Batch:
