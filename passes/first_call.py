@@ -116,18 +116,14 @@ def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> l
     calls: list[Call] = []
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = pytree.tree_map(_kept, (args, kwargs))
+        inputs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         output = forward(*args, **kwargs)
-        calls.append(Call(name, inputs, pytree.tree_map(_kept, output)))
+        calls.append(Call(name, inputs, pytree.tree_map_only(Tensor, Tensor.clone, output)))
         return output
 
     with replaced_forwards(model, around):
         called(model, batch, weights)
     return calls
-
-
-def _kept(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def copied(model: nn.Module, weights: bool = False) -> nn.Module:
