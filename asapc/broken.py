@@ -13,6 +13,7 @@ import ast
 import inspect
 import linecache
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from traceback import FrameSummary
 from types import CodeType
@@ -108,21 +109,12 @@ def _is_loop(place: FrameSummary) -> bool:
 
 def _call(forward: Callable[..., Any], given: dict[str, Any]) -> Batch:
     """The call that the frame of a forward was made by; what is a default was not given."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for name, parameter in inspect.signature(forward).parameters.items():
-        value = given[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            args += value
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            kwargs |= value
-        elif value is parameter.default:
-            continue
-        elif parameter.kind is parameter.KEYWORD_ONLY or kwargs:
-            kwargs[name] = value
-        else:
-            args.append(value)
-    return Batch(tuple(args), kwargs, None, [])
+    signature = inspect.signature(forward)
+    bound = inspect.BoundArguments(signature, OrderedDict(
+        (name, given[name]) for name, parameter in signature.parameters.items()
+        if given[name] is not parameter.default and given[name] != ()  # of *args none may be given
+    ))  # fmt: skip
+    return Batch(bound.args, bound.kwargs, None, [])
 
 
 def _patch(module: CompiledModule) -> Patch:

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from asapc.inputs.data import Batch
 from asapc.passes.bytecode import sets_items, stored_names
 from asapc.passes.observe import replaced_forwards
-from asapc.passes.pure import plain_function
 
 MOST_FILES = 200
 _Holder = Any  # a container, a class or a cell
@@ -117,18 +116,14 @@ def calls_of(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> l
     calls: list[Call] = []
 
     def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = pytree.tree_map(_kept, (args, kwargs))
+        inputs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         output = forward(*args, **kwargs)
-        calls.append(Call(name, inputs, pytree.tree_map(_kept, output)))
+        calls.append(Call(name, inputs, pytree.tree_map_only(Tensor, Tensor.clone, output)))
         return output
 
     with replaced_forwards(model, around):
         called(model, batch, weights)
     return calls
-
-
-def _kept(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def copied(model: nn.Module, weights: bool = False) -> nn.Module:
@@ -212,10 +207,17 @@ def _holders(value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Holder]:
                 yield from _holders(inner, (value, *around))
     elif isinstance(value, type):
         yield value
-        for inner in map(plain_function, vars(value).values()):
+        for inner in map(_plain_function, vars(value).values()):
             yield from _holders(inner) if isinstance(inner, (*_CONTAINERS, FunctionType)) else ()
     elif not isinstance(value, ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
         yield vars(value)
+
+
+def _plain_function(value: Any) -> Any:
+    """What a static method, a class method or a property calls."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _content(holder: _Holder) -> Any:

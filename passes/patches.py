@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from asapc.features.predictor import Amortised
@@ -23,6 +24,7 @@ from asapc.inputs.data import Batch, output_of, own
 from asapc.ir import Distilled, Program
 from asapc.passes.analyse import Analysis
 from asapc.passes.bytecode import sets_items, stored_names
+from asapc.passes.cut import walked
 from asapc.passes.first_call import called, copied, unchanged
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
@@ -31,7 +33,7 @@ from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.state import identical
 from asapc.program.apply import beyond_map
 from asapc.program.call import GRADIENTS, Call, Child, dtypes_of
-from asapc.program.calls import Operands, attribute, operator_calls, sites_of
+from asapc.program.calls import Operands, operator_calls, sites_of
 from asapc.program.compiled import Inside
 from asapc.program.state import Steps, can_be_taken_away
 from asapc.program.state import found as found_at
@@ -110,8 +112,8 @@ def _compiled(
         pairs = zip(_tensors_of(operands), _tensors_of(calls[operands.site]), strict=True)
         fitted.update((mine.target, (number, theirs.target)) for mine, theirs in pairs)  # type: ignore[misc]
     for name, (_, theirs) in fitted.items():
-        assert torch.equal(_tensor(program.graph, name), _tensor(whole.graph, theirs)), name
-    constants = {name: _tensor(program.graph, name) for name in module.constants
+        assert torch.equal(attrgetter(name)(program.graph), attrgetter(theirs)(whole.graph)), name
+    constants = {name: attrgetter(name)(program.graph) for name in module.constants
                  if any(node.target == name for node in program.graph.graph.nodes)}  # fmt: skip
     assert analysis.model is not None
     live = analysis.model.get_submodule(program.name)
@@ -310,20 +312,10 @@ def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
 
 def _tensors_of(operands: Operands) -> list[Node]:
     """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
+    def onward(node: Node) -> list[Node]:
+        return [x for x in reversed(node.all_input_nodes) if x not in stop]
+
     stop = {*operands.nodes.values()}
-    nodes: list[Node] = []
-    stack: list[Any] = list(reversed([*operands.settings.values()]))
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list | tuple):
-            stack.extend(reversed(item))
-        elif isinstance(item, Node) and item not in stop:
-            if item.op == "get_attr":
-                nodes.append(item)
-            stack.extend(reversed(item.args))
-    return nodes
-
-
-def _tensor(graph: GraphModule, name: str) -> Tensor:
-    node = next(node for node in graph.graph.nodes if node.op == "get_attr" and node.target == name)
-    return attribute(graph, node)
+    starts = [x for x in pytree.tree_leaves([*operands.settings.values()]) if isinstance(x, Node)]
+    above = walked([x for x in reversed(starts) if x not in stop], onward)
+    return [node for node in above if node.op == "get_attr"]

@@ -17,15 +17,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
+from pydantic import BeforeValidator, Strict, TypeAdapter
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.device import settle
 from asapc.formats.json_text import plain
 from asapc.inputs.data import Batch
+from asapc.inputs.settings import NonNegative
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW, hidden_queries
@@ -64,6 +67,9 @@ BEYOND = (1e8, 1e9, 1e10)  # scales at which only what takes no differences of s
 ROUNDED = 10.0  # times the error of single precision on the same scores, which nobody can hold
 
 
+Error = Annotated[float, Strict(), Ge(0), BeforeValidator(lambda x: math.inf if x is None else x)]
+
+
 @dataclass
 class Replay:
     """Largest errors of one site by what was tried, relative to the largest entry of each map.
@@ -72,9 +78,9 @@ class Replay:
     gradient: largest error of its gradients where keys are hidden.
     """
 
-    errors: dict[str, float] = field(default_factory=dict)
-    rounding: float = 0.0
-    gradient: float = 0.0
+    errors: dict[str, Error] = field(default_factory=dict)
+    rounding: Error = 0.0
+    gradient: Error = 0.0
 
     def note(self, tried: str, error: float) -> None:
         error = math.inf if error != error else error
@@ -92,8 +98,8 @@ class Replayed:
     where that was not tried.  of: a digest of all that it depends on."""
 
     of: str
-    sites: Mapping[str, Replay]
-    output_error: float | None = None
+    sites: dict[str, Replay]
+    output_error: NonNegative | None = None
     gradient: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -105,28 +111,9 @@ class Replayed:
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
         """Inverse of to_json; None for anything else."""
         try:
-            sites = {
-                str(name): Replay(
-                    {str(tried): _number(error) for tried, error in found["errors"].items()},
-                    _number(found["rounding"]), _number(found["gradient"]),
-                )
-                for name, found in document["sites"].items()
-            }
-            error = document.get("output_error")
-            gradient = document.get("gradient")
-            return cls(
-                str(document["of"]), sites, None if error is None else _number(error),
-                gradient if gradient is None else str(gradient),
-            )  # fmt: skip
-        except (LookupError, TypeError, ValueError, AttributeError):
+            return TypeAdapter(cls).validate_python(dict(document))
+        except (TypeError, ValueError):
             return None
-
-
-def _number(value: Any) -> float:
-    """Raises TypeError or ValueError for what is no error."""
-    if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-        raise ValueError(value)
-    return math.inf if value is None else float(value)
 
 
 def replay(

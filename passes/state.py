@@ -36,7 +36,6 @@ from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
 from asapc.passes.observe import Leave, entering, is_within, replaced_forwards
-from asapc.passes.pure import leaves_nothing
 from asapc.program.code import under
 from asapc.program.state import (
     DEVICES,
@@ -287,13 +286,12 @@ def observed(model: nn.Module, batches: Sequence[Batch], larger: Sequence[Batch]
     ran = [_entries(model, batch, state) for batch in batches]
     runs = [entries for entries, _ in ran]
     copying = [name for name in state.questions if state.names[name].said & _COPIES_OR_NOT]
-    if not leaves_nothing(model, state.codes, state.spaces):
-        if copying and _depends_on_layout(model, example, ran[0][1]):
-            for name in copying:
-                state.questions[name] |= {"layout"}
-        writes = "writes into weights or buffers when it is first called"
-        state.changing |= dict.fromkeys(fresh.written(model), writes)
-        _note_memory(model, example, larger, state, ran, fresh)
+    if copying and _depends_on_layout(model, example, ran[0][1]):
+        for name in copying:
+            state.questions[name] |= {"layout"}
+    writes = "writes into weights or buffers when it is first called"
+    state.changing |= dict.fromkeys(fresh.written(model), writes)
+    _note_memory(model, example, larger, state, ran, fresh)
     for name in state.names:
         _compare(name, [run.get(name, []) for run in runs], state)
     if any("training" in asked for asked in state.questions.values()):

@@ -28,10 +28,10 @@ from asapc.ir import SiteTensors
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import BUDGET_BOUNDS
-from asapc.passes import price, select, solve
+from asapc.passes import price, select
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.price import Price
-from asapc.passes.solve import Option, cheapest
+from asapc.passes.solve import ROUNDING, Option, cheapest
 from asapc.program.runner import Runner
 from asapc.report.evaluate import Measuring, bench, report
 from asapc.stages.analyse import forward_signature
@@ -407,7 +407,7 @@ def test_the_cheapest_set_is_found(sites: list[list[Option]]) -> None:
         return
     own = [site[index] for site, index in zip(sites, chosen, strict=True)]
     for metric, limit in enumerate(limits):
-        assert sum(option.damages[metric] for option in own) <= limit * (1 + 1e-8)
+        assert sum(option.damages[metric] for option in own) <= limit * (1 + ROUNDING)
     assert sum(option.cost for option in own) == pytest.approx(best)
 
 
@@ -424,16 +424,12 @@ def test_limits_of_nothing_and_of_everything() -> None:
     assert cheapest([[Option(2.0, ()), Option(1.0, ())]], []) == [1]
 
 
-def test_many_sites_are_solved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three options at each of 48 sites: 3 ** 48 sets; a thinner table is hardly worse."""
+def test_many_sites_are_solved_at_once() -> None:
+    """Three options at each of 48 sites: 3 ** 48 sets."""
     sites = [
         [Option(1.0, (0.011 + i / 5000,)), Option(2.0, (0.004,)), Option(3.0, (0.0,))] for i in range(48)
     ]
     chosen = cheapest(sites, [0.4])
     assert chosen is not None and {0, 1} <= set(chosen)
-    assert sum(site[i].damages[0] for site, i in zip(sites, chosen, strict=True)) <= 0.4 * (1 + 1e-8)
-    cost = sum(site[i].cost for site, i in zip(sites, chosen, strict=True))
-    monkeypatch.setattr(solve, "MOST_WAYS", 60)
-    thin = cheapest(sites, [0.4])
-    assert sum(site[i].damages[0] for site, i in zip(sites, thin, strict=True)) <= 0.4 * (1 + 1e-8)
-    assert cost <= sum(site[i].cost for site, i in zip(sites, thin, strict=True)) <= 1.05 * cost
+    assert sum(site[i].damages[0] for site, i in zip(sites, chosen, strict=True)) <= 0.4 * (1 + ROUNDING)
+    assert sum(site[i].cost for site, i in zip(sites, chosen, strict=True)) == 74.0

@@ -11,15 +11,9 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
 
 from asapc.models.sinkhorn import sinkhorn_attention
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    height, width = size
-    return height, width
 
 
 class Patches(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -27,6 +28,7 @@ from asapc.inputs.onnx.module import OnnxModule, value_nodes
 from asapc.inputs.onnx.settings import OPSETS
 from asapc.onnx.functions import Functions, take_out_calls, traced
 from asapc.onnx.translate import translate
+from asapc.passes.cut import reached
 from asapc.program.calls import WRITTEN
 from asapc.terminal.printed import reason
 
@@ -130,8 +132,7 @@ def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Par
     parts = []
     order = {node: place for place, node in enumerate(compiled.graph.nodes)}
     for new in members:
-        nodes = set(new)
-        _add_missing(nodes, has_value)
+        nodes = reached(new, partial(_missing, has_value))
         inputs = {read for node in nodes for read in node.all_input_nodes if read not in nodes}
         outputs = [node for node in new if any(not _is_new(user) for user in node.users)]
         ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (nodes, inputs, outputs)]
@@ -139,17 +140,13 @@ def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Par
     return sorted(parts, key=lambda part: order[part.nodes[-1]])
 
 
-def _add_missing(nodes: set[Node], has_value: Callable[[Node], bool]) -> None:
-    """Add what they read that is not a tensor of the file: sizes, and steps inside one ONNX operator."""
-    waiting = list(nodes)
-    while waiting:
-        for read in waiting.pop().all_input_nodes:
-            if read in nodes or has_value(read):
-                continue
-            if read.op == "placeholder":
-                raise InputError("the model's inputs are values of the file", got=read.name)
-            nodes.add(read)
-            waiting.append(read)
+def _missing(has_value: Callable[[Node], bool], node: Node) -> list[Node]:
+    """What it reads that is not a tensor of the file: sizes, and steps inside one ONNX operator."""
+    missing = [read for read in node.all_input_nodes if not has_value(read)]
+    for read in missing:
+        if read.op == "placeholder":
+            raise InputError("the model's inputs are values of the file", got=read.name)
+    return missing
 
 
 def _exported(compiled: GraphModule, part: Part) -> ExportedProgram:

@@ -235,9 +235,6 @@ def _place(module: nn.Module, flat: Sequence[Any]) -> _Place | None:
             kind = tensor.device.type
             cast = kind != "meta" and torch.is_autocast_enabled(kind)
             return tensor.dtype, tensor.device, torch.get_autocast_dtype(kind) if cast else None
-    for tensor in flat:
-        if isinstance(tensor, Tensor):
-            return None
     return None
 
 

@@ -67,7 +67,7 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
                 if isinstance(into, Tensor):
                     into.copy_(value)
         graph.replay()
-        return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+        return pytree.tree_map_only(Tensor, Tensor.clone, outputs)
 
     return run
 

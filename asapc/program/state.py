@@ -240,8 +240,7 @@ def _state(thing: Any, top: str, around: tuple[int, ...], known: _Known) -> tupl
         text = "" if hasattr(kind, "__iter__") else _ADDRESS.sub("", repr(thing))  # no code of items
         is_shown = text not in ("", _ADDRESS.sub("", object.__repr__(thing)))
         inside.append(text if is_shown or inside[0] else next(_ALWAYS_OTHERS))
-    values = _values(inside, (*around, id(thing)), known)
-    return ("state", f"{kind.__name__} {_digest(repr(values).encode())}")
+    return ("state", f"{kind.__name__} {_held(inside, (*around, id(thing)), known)}")
 
 
 def _held(thing: Any, around: tuple[int, ...], known: _Known) -> str:
@@ -266,16 +265,6 @@ def _all_held(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
         attributes = {**_dict_of(thing), **{name: attribute(thing, name) for name in slots}}
         return value, [(name, _held(item, around, known)) for name, item in attributes.items()]
     return value
-
-
-def _values(thing: Any, around: tuple[int, ...], known: _Known) -> Any:
-    """The values in containers in containers."""
-    if len(around) > DEEPEST:
-        return type(thing).__qualname__
-    if id(thing) in around or type(thing) not in (list, tuple, dict):
-        return encoded(thing, around, known)
-    items = thing.items() if isinstance(thing, dict) else thing
-    return [_values(item, (*around, id(thing)), known) for item in items]
 
 
 def _code_digests(code: CodeType) -> str:

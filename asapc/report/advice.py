@@ -24,7 +24,6 @@ from asapc.report.document import (
     GateReport,
     Report,
     SiteReport,
-    Trail,
     Tried,
     finite,
     positive,
@@ -125,7 +124,7 @@ def _budget(report: Report) -> dict[str, float]:
     """The budget that the artefact was compiled with, or the default one."""
     recorded = {  # nobody has checked a trail
         key: min(value, METRIC[key].high or value)
-        for key, limit in (report.selection or Trail()).budget.items()
+        for key, limit in report.trail.budget.items()
         if key in BUDGET_BOUNDS and (value := finite(limit)) is not None and value >= 0
     }
     return recorded or dict(DEFAULT_BUDGET)
@@ -286,7 +285,7 @@ def _kept(check: Check, lossless: Lossless) -> bool:
 
 def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
     """The candidate that a site became, and its exact operator; empty ones if the trail lacks them."""
-    tried = (report.selection or Trail()).of(site.name)
+    tried = report.trail.of(site.name)
     exact = (each for each in tried.candidates if each.operator == site.teacher_operator)
     return tried.chosen or Tried(), next(exact, Tried())
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from asapc.errors import InputError
 from asapc.ir import Program
 from asapc.operators.catalogue import by_name
+from asapc.passes.cut import walked
 from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
 
 aten = torch.ops.aten
@@ -172,17 +173,11 @@ def _first_affine(
     constants: Constants,
 ) -> set[str]:
     """Weights of the first affine maps on the paths that begin at these nodes."""
-    names: set[str] = set()
-    stack, seen = [*nodes], {*nodes}
-    while stack:
-        node = stack.pop()
-        affine = _affine(node, constants)
-        names |= affine
-        if not affine and not ends(node):
-            fresh = [other for other in further(node) if other not in seen]
-            seen.update(fresh)
-            stack += fresh
-    return names
+
+    def onward(node: Node) -> list[Node]:
+        return [] if ends(node) or _affine(node, constants) else further(node)
+
+    return set().union(*(_affine(node, constants) for node in walked(nodes, onward)))
 
 
 def _data(node: Node, constants: Constants) -> list[Node]:

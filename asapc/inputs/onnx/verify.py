@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError, VerificationError
@@ -160,19 +160,14 @@ def _values(
     program: GraphModule, feeds: Mapping[str, Tensor], known: Mapping[str, Sequence[str]] | None
 ) -> dict[str, Tensor]:
     """Every floating tensor of the program by its names in the file, see verify."""
-    values: dict[str, Tensor] = {}
-
-    class Recorder(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            value = super().run_node(n)
-            if n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
-                names = [n.name] if known is None else known.get(n.name, ())
-                values.update(dict.fromkeys(names, value))
-            return value
-
+    interpreter = Interpreter(program, garbage_collect_values=False)
     with torch.no_grad():
-        Recorder(program).run(*feeds.values(), enable_io_processing=False)
-    return values
+        interpreter.run(*feeds.values(), enable_io_processing=False)
+    return {
+        name: value for node, value in interpreter.env.items()
+        if node.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point()
+        for name in ([node.name] if known is None else known.get(node.name, ()))
+    }  # fmt: skip
 
 
 def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor]:
