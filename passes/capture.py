@@ -57,6 +57,7 @@ from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.experiment import LONGEST, MANY
 from asapc.passes.first_call import unchanged
+from asapc.passes.in_place import functional
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import (
     Leave,
@@ -102,7 +103,6 @@ ALIKE = 1e-5  # the same in single precision, where both run the same operators
 SHORT = 40  # tokens at most, of many examples
 FEW_SIZES = 5  # up to which two at once are tried, and not all
 _PLACES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}  # or lengths, or tokens
-VMAP = "torch._functorch.predispatch"  # whose calls stand around what a vmap maps
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
 
@@ -263,22 +263,6 @@ def export_graph(
 ) -> ExportedProgram:
     """torch.export without strict mode, functional, high-level ATen operators kept whole."""
     return functional(_traced(module, args, kwargs, dynamic_shapes))
-
-
-def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without operators that write into their inputs, and without vmap: traced again where it has any."""
-    nodes, nested = exported.graph.nodes, {name for name, _ in exported.graph_module.named_children()}
-    called = [node for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
-    writes = any(node.target._schema.is_mutable for node in called)
-    inner = any(node.op == "get_attr" and node.target in nested for node in nodes)
-    if not (writes or inner or any(getattr(node.target, "__module__", "") == VMAP for node in nodes)):
-        return exported
-    for node in called:
-        if node.target is torch.ops.aten.dropout.default and not node.args[2]:  # its input itself
-            node.replace_all_uses_with(node.args[0])
-            exported.graph_signature.replace_all_uses(node.name, node.args[0].name)
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        return exported.run_decompositions({})
 
 
 def _traced(
@@ -552,8 +536,13 @@ def _no_zeros(module: nn.Module) -> Iterator[None]:
 
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
     """Those of the inputs that are nothing but themselves, by symbol."""
-    free = free_sizes(graph.graph).values()
-    return {size.node.expr: size for size in free if size.node.expr.is_Symbol}
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = (value for value in values if isinstance(value, Tensor))
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    return {
+        size.node.expr: size for size in sizes
+        if isinstance(size, torch.SymInt) and fixed_size(size) is None and size.node.expr.is_Symbol
+    }  # fmt: skip
 
 
 def _resized(graph: GraphModule, call: Batch, counts: Mapping[Any, int]) -> Batch:

@@ -12,17 +12,17 @@ of sizes is noted while it is traced, and a program holds for smaller ones where
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 import math
+import operator
 import os
 import random
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -50,11 +50,25 @@ _NOT_THE_MODELS = tuple(
     f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
 )
 LONGEST = 10_000  # characters of a guard that is read
-_SIZE = re.compile(r"L(?:\[[^\]]*\]|\.\w+)*\.size\(\)\[\d+\]")  # such as L['x'].size()[1], in a guard
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.USub: operator.neg,
+    ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.BitAnd: operator.and_,
+    ast.Pow: math.pow,
+}  # fmt: skip
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "min": min, "max": max, "abs": abs, "int": int, "round": round, "float": float,
+    "math.trunc": math.trunc, "math.floor": math.floor, "math.ceil": math.ceil,
+}  # fmt: skip
 
 
 # Where Python wants to know a condition on sizes: a branch, a key, an index, a number, a text.
 _ANSWERS = ("__bool__", "__hash__", "__eq__", "__index__", "__float__", "__repr__")
+
+
+class _Unreadable(Exception):
+    """A guard that is not arithmetic on sizes."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +126,14 @@ def keep_to_guards(
     program gives what the model gives, or both fail.
     """
     known = _sizes(exported, example)
-    sizes = {name: entry for name, entry in known.items() if not isinstance(entry[0], int)}
+    fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
+    sizes = {name: entry for name, entry in known.items() if name not in fixed}
     if not sizes:
         return
     environment = next(iter(sizes.values()))[0].node.shape_env
     ranges = environment.var_to_range
     hints = {size.node.expr: hint for size, hint, _ in sizes.values()}
     lengths = {size.node.expr for size, _, axis in sizes.values() if axis > 0}
-    named = {
-        name: size if isinstance(size, int) else size.node.expr for name, (size, *_) in known.items()
-    }
 
     def narrow(symbol: Any, low: int, high: int) -> None:
         ranges[symbol] = ranges[symbol] & ValueRanges(low, high)
@@ -130,8 +142,9 @@ def keep_to_guards(
     guards: list[_Guard] = []
     for text in getattr(exported, "_guards_code", ()):
         try:
-            guards.append(_Guard.of(text, named))
-        except Exception:  # Python raises many types for what is no arithmetic on sizes
+            value, names = _read(text, fixed)
+            guards.append(_Guard(value, {name: sizes[name][0].node.expr for name in names}))
+        except (_Unreadable, KeyError):
             for symbol, hint in hints.items():
                 narrow(symbol, hint, hint)
     needed: list[_Guard] = []  # by the model itself
@@ -184,38 +197,80 @@ def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any
     return dict(zip(symbols, sorted(ways, key=loss)[0], strict=True))
 
 
+_Value = Callable[[Mapping[str, int]], Any]
+"""A part of a guard as a function of the sizes by name."""
+
+
 @dataclass(frozen=True)
 class _Guard:
-    """The truth of a guard for sizes by symbol.  names: the symbol of each name in its code."""
+    """The truth of a guard for sizes by symbol.  names: the symbol of each such as `L['x'].size()[1]`."""
 
-    code: CodeType
+    value: _Value
     names: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, text: str, known: Mapping[str, Any]) -> _Guard:
-        """known: the symbol or number of each `L['x'].size()[1]`.  Raises whatever Python does where the
-        guard is no arithmetic on these."""
-        if len(text) > LONGEST:
-            raise ValueError(f"a guard of {len(text)} characters")
-        names: dict[str, Any] = {}
-
-        def put_in(match: re.Match[str]) -> str:
-            size = known[match[0]]
-            if isinstance(size, int):
-                return str(size)
-            names[str(size)] = size
-            return str(size)
-
-        guard = cls(compile(_SIZE.sub(put_in, text), "<guard>", "eval"), names)
-        guard(dict.fromkeys(names.values(), 2))
-        return guard
 
     def __call__(self, sizes: Mapping[Any, int]) -> bool:
         try:
-            here = {name: sizes[symbol] for name, symbol in self.names.items()}
-            return bool(eval(self.code, {"math": math, "torch": torch}, here))
-        except (ArithmeticError, ValueError):  # a division by 0, a root of what is below
+            return bool(self.value({name: sizes[symbol] for name, symbol in self.names.items()}))
+        except (ArithmeticError, ValueError):  # a power that is none, or is too large
             return False
+
+
+def _read(text: str, fixed: Mapping[str, int]) -> tuple[_Value, set[str]]:
+    """What a guard computes, and the names of the sizes in it."""
+    if len(text) > LONGEST:
+        raise _Unreadable
+    names: set[str] = set()
+    try:
+        value = _value(ast.parse(text, mode="eval").body, fixed, names)
+        value(dict.fromkeys(names, 2))
+    except ZeroDivisionError:
+        pass
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise _Unreadable from error
+    return value, names
+
+
+def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
+    """What a guard computes.  fixed: sizes that are numbers; names: takes up the others that are read."""
+
+    def of(node: ast.expr) -> _Value:
+        return _value(node, fixed, names)
+
+    match tree:
+        case ast.Constant(value=int() | float() as value):
+            return lambda _: value
+        case ast.Subscript(value=ast.Call()):
+            name = ast.unparse(tree)  # once, and not wherever the guard is asked
+            if name in fixed:
+                return lambda _: fixed[name]
+            names.add(name)
+            return operator.itemgetter(name)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _applied(_OPERATORS[type(op)], [of(operand)])
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _applied(_OPERATORS[type(op)], [of(left), of(right)])
+        case ast.BoolOp(op=op, values=values):
+            parts, together = [*map(of, values)], all if isinstance(op, ast.And) else any
+            return lambda sizes: together(part(sizes) for part in parts)
+        case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= {*_OPERATORS}:
+            pairs = itertools.pairwise([of(left), *map(of, others)])
+            links = [_applied(_OPERATORS[type(op)], pair) for op, pair in zip(ops, pairs, strict=True)]
+            return links[0] if len(links) == 1 else lambda sizes: all(link(sizes) for link in links)
+        case ast.IfExp(test=test, body=body, orelse=other):
+            condition, then, otherwise = of(test), of(body), of(other)
+            return lambda sizes: then(sizes) if condition(sizes) else otherwise(sizes)
+        case ast.Call(func=function, args=arguments, keywords=[]):
+            name = ast.unparse(function).removeprefix("torch.sym_")  # sym_max since torch 2.14
+            if name in _FUNCTIONS:
+                return _applied(_FUNCTIONS[name], [*map(of, arguments)])
+    raise _Unreadable
+
+
+def _applied(function: Callable[..., Any], arguments: Sequence[_Value]) -> _Value:
+    if len(arguments) == 2:
+        first, second = arguments
+        return lambda sizes: function(first(sizes), second(sizes))
+    return lambda sizes: function(*(argument(sizes) for argument in arguments))
 
 
 def _always(guard: _Guard, needed: Sequence[_Guard], ranges: Mapping[Any, Any]) -> bool:
