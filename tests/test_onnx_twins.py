@@ -202,6 +202,9 @@ def test_the_gaussian_matrix_by_products(scale: float, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("mask, call", [
     (-2.0, lambda mask: twins.kept_keys(mask, -1e4)), (0.5, twins.is_one),
     (0.0, lambda mask: twins.some_keys(mask > 0)), (1e5, lambda mask: twins.rows_kept(mask, True)),
+    (-1e6, lambda mask: twins.keys_of_empty(
+        mask.diag()[:, None] == 0, mask.diag()[:, None], *[torch.ones(3, 1, 1, 1)] * 2, 0.5, False
+    )),
 ])  # fmt: skip
 def test_a_mask_of_which_nothing_is_known_is_an_error(
     mask: float, call: Callable[[Tensor], Tensor]

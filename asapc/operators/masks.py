@@ -73,21 +73,29 @@ def keys_of_empty(
     on_cpu = mask.device.type == "cpu"
     if keep.numel() * q.numel() == 0 or (on_cpu and not bool(empty.any())):
         return keep.clone()
-    highest = mask.amax(-1)
-    exponent = highest.double().abs().log2().floor()  # of its unit in the last place
-    unit = torch.where(highest.isfinite(), torch.finfo(q.dtype).eps * 2.0**exponent, math.inf)
-    alike = (mask == highest[:, None]).all(-1)
-    fine = unit <= FINE
     size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
-    lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
-    clear = ~empty | lost | (fine if is_bias else fine & alike)
+    fine, clear = beside_empty(empty, mask, size, torch.finfo(q.dtype).eps, reach, is_bias)
 
     def got() -> str:
-        number = float(highest.expand(len(keep))[~clear][0])
+        number = float(mask.amax(-1).expand(len(keep))[~clear][0])
         return f"{number:g} beside scores that are neither larger nor smaller than its last place"
 
     _require(clear, RULE_OF_EMPTY, got, HELP_OF_EMPTY)
     return keep | (empty & fine)[:, None]
+
+
+def beside_empty(
+    empty: Tensor, mask: Tensor, size: Tensor, eps: float, reach: float, is_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """([B or 1], whether scores stay what they are beside the mask; [B], whether an example has keys, or
+    one of the two is known of it).  size: [B], no |q k| is larger."""
+    highest = mask.amax(-1)
+    exponent = highest.double().abs().log2().floor()  # of its unit in the last place
+    unit = torch.where(highest.isfinite(), eps * 2.0**exponent, math.inf)
+    alike = (mask == highest[:, None]).all(-1)
+    fine = unit <= FINE
+    lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
+    return fine, ~empty | lost | (fine if is_bias else fine & alike)
 
 
 def is_one(mask: Tensor) -> Tensor:
@@ -134,10 +142,10 @@ def all_hidden(scores: Tensor, axis: int, keepdim: bool = False) -> Tensor:
 
 def largest_products(q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:
     """The largest |q k| of chosen examples, 0 for others: [B]."""
-    largest = q.new_zeros(len(q), dtype=torch.float64)
-    products = q[chosen].double() @ k[chosen].double().transpose(-1, -2)
-    largest[chosen] = products.abs().flatten(1).amax(-1)
-    return largest
+    some = chosen.nonzero()[:, 0]
+    first, second = (x.index_select(0, some).double() for x in (q, k))
+    largest = (first @ second.transpose(-1, -2)).abs().flatten(1).amax(-1)
+    return largest.new_zeros(q.shape[0]).scatter(0, some, largest)
 
 
 def bound_of_products(q: Tensor, k: Tensor) -> Tensor:
