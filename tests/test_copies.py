@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_zoo import module
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import asapc
 from asapc.errors import AsapcError, InputError, NoSiteError
@@ -99,6 +101,13 @@ def test_hooks_of_the_layers_of_a_rebuilt_model_would_never_run(tmp_path: Path) 
     for name in ("scale", "forward"):
         with pytest.raises(InputError, match=f"weights alone.*{name} is set"):
             setattr(rebuilt.to_q, name, print)
+    loud = module(lambda self, x: 2 * self.inner(x), inner=rebuilt.to_q, weight=rebuilt.to_q.weight)
+    for put in (setattr, nn.Module.register_module, nn.Module.set_submodule):
+        with pytest.raises(InputError, match=r"weights alone.*to_q is set"):
+            put(rebuilt, "to_q", loud)  # which would never be called
+    with pytest.raises(InputError, match=r"weights alone.*__class__ is set"):
+        rebuilt.to_q.__class__ = nn.Linear
+    parametrize.register_parametrization(rebuilt.to_q, "weight", nn.Identity())
     rebuilt.to_q.bias = nn.Parameter(model.to_q.bias.detach().clone())
     rebuilt.register_forward_hook(lambda _, __, output: seen.append(output))
     torch.testing.assert_close(copy.deepcopy(rebuilt)(x), model(x))

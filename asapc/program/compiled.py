@@ -342,18 +342,37 @@ class Forward:
         return f"<compiled forward of {self.name}>"
 
 
-class Layer(nn.Module):
-    """The weights of a layer whose code is in the compiled forward, which calls no hooks and reads no
-    other attributes."""
+class Part(nn.Module):
+    """A module of a rebuilt model, whose compiled forward has all code: it calls no module that is put in
+    here, but may read its weights."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        of_torch = name == "training" or name.startswith("_") or isinstance(value, (Tensor, nn.Module))
-        if not of_torch and value is not None:
+        if name == "__class__":
+            is_weights = issubclass(value, Part)
+        elif isinstance(value, nn.Module):  # parametrised weights are read as before
+            is_weights = name == "parametrizations" or type(value) is type(self._modules.get(name))
+        else:
+            is_weights = self._takes(name, value)
+        if not is_weights:
             raise InputError(
-                "a layer of a rebuilt model is weights alone: other attributes are constants of its code",
+                "a layer of a rebuilt model is weights alone: all else is a constant of its code",
                 got=f"{name} is set", help="load it with model=, or compile the changed model",
             )  # fmt: skip
         super().__setattr__(name, value)
+
+    def _takes(self, name: str, value: Any) -> bool:
+        return True
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        setattr(self, name, module)
+
+
+class Layer(Part):
+    """The weights of a layer whose code is in the compiled forward, which calls no hooks and reads no
+    other attributes."""
+
+    def _takes(self, name: str, value: Any) -> bool:
+        return name == "training" or name.startswith("_") or value is None or isinstance(value, Tensor)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> Any:
         raise InputError(
@@ -365,7 +384,7 @@ class Layer(nn.Module):
     register_full_backward_pre_hook = register_forward_hook
 
 
-class CompiledModel(nn.Module):
+class CompiledModel(Part):
     """A compiled model, rebuilt from an artefact alone.
 
     weights: the module tree whose attributes the graph reads.  teacher: what it was compiled from, in
