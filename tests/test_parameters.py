@@ -25,6 +25,7 @@ from asapc.passes.identify import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.site import Site
 from asapc.program.compiled import OwnCodeWarning
+from asapc.training.parameters import choose_parameters
 
 TOKENS, DIM, HEADS = 6, 8, 2
 
@@ -403,6 +404,19 @@ def test_transforms_that_torch_compiles_are_the_originals_or_an_error(outs, tran
     with torch.no_grad():  # and without one, the compiled code
         found = torch.compile(live, backend="eager")(tokens())
         torch.testing.assert_close(found, original(tokens()))
+
+
+def test_what_a_site_holds_of_weights_is_not_trained_apart_from_them():
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return (plan_of(q @ self.z.mT) @ (plan_of(self.z @ k.mT) @ v)).transpose(1, 2).flatten(2)
+
+    z = nn.Parameter(torch.randn(HEADS, 4, DIM // HEADS))
+    program, lifted, found = lossless(module(forward, qkv=nn.Linear(DIM, 3 * DIM), z=z))
+    held = {name for name, constants in held_by(program, lifted, found).items() if constants}
+    free, left = ({name for _, name in choose_parameters([lifted], 0, ["*"], sites)}
+                  for sites in ((), held))  # fmt: skip
+    assert free - left == {"asapc_site_0_pivots", "asapc_site_0_pivot_mass"}
 
 
 def test_a_manifest_says_what_is_held(outs):

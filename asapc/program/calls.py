@@ -25,6 +25,7 @@ from asapc.operators.catalogue import OPERATORS, Operator, by_name, ordered
 assert _library is not None
 aten = torch.ops.aten
 
+OWN = "asapc_site_"  # before the number of a site, in the names of its tensors
 SITE = "site"  # in the meta of an operator call: the name of its site
 WRITTEN = "written"  # in the meta of a node that was not captured, but added before matching
 SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
@@ -86,7 +87,7 @@ def put_call(
 
 def put_tensor(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
     """Add a constant of the index-th site to the graph, as a buffer."""
-    name = f"asapc_site_{index}_{what}"
+    name = f"{OWN}{index}_{what}"
     graph.register_buffer(name, value)
     return graph.graph.get_attr(name)
 

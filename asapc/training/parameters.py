@@ -7,7 +7,7 @@ projection of each attention output, and the head.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from asapc.errors import InputError
 from asapc.ir import Program
 from asapc.operators.catalogue import by_name
 from asapc.passes.cut import walked
-from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
+from asapc.program.calls import CALLS, DUAL_SETTINGS, OWN, operator_calls
 
 aten = torch.ops.aten
 DUALS = {torch.ops.asapc.dual.default, torch.ops.asapc.dual_and_row_mass.default}
@@ -42,18 +42,20 @@ class Trained:
 
 
 def choose_parameters(
-    programs: Sequence[Program], leaf: int, patterns: Sequence[str] = ()
-) -> list[tuple[int, str]]:
+    programs: Sequence[Program], leaf: int, patterns: Sequence[str] = (),
+    with_constants: Collection[str] = (),
+) -> list[tuple[int, str]]:  # fmt: skip
     """(program, name) of what is trained, in the order of the state dicts.
 
     leaf: where the class scores are among the outputs of a whole-model program; a program of one module
-    has no head. patterns: choose by name instead; each must match one.
+    has no head. patterns: choose by name instead; each must match one.  with_constants: sites that hold
+    numbers of the model's weights, which would no longer be theirs.
     """
     available = [
         (index, name)
         for index, program in enumerate(programs)
         for name, tensor in program.graph.state_dict().items()
-        if tensor.is_floating_point()
+        if tensor.is_floating_point() and name not in _held(program.graph, with_constants)
     ]
     labels = {pair: label_of(programs[pair[0]], pair[1]) for pair in available}
     if patterns:
@@ -118,6 +120,16 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
                     names.add(str(fitted.target))
         names_of_calls.append(names)
     return names_of_calls
+
+
+def _held(graph: GraphModule, sites: Collection[str]) -> set[str]:
+    """The tensors of these sites, except those that were fitted."""
+    calls = zip(operator_calls(graph), coefficients(graph), strict=True)
+    return {
+        str(node.target) for operands, fitted in calls if operands.site in sites
+        for node in operands.call.all_input_nodes
+        if node.op == "get_attr" and str(node.target).startswith(OWN) and node.target not in fitted
+    }  # fmt: skip
 
 
 Constants = dict[Node, frozenset[str] | None]

@@ -100,7 +100,8 @@ def train(
         trained = freed_parameters(programs, model, parameters_of(programs))
         trained = trainer.with_gradient(compiled, rows(training[0], range(len(example))), trained)
     else:
-        names = choose_parameters(programs, leaf, settings.parameters or ())
+        constant = {site["name"] for site in artifact.manifest["sites"] if site["constants"]}
+        names = choose_parameters(programs, leaf, settings.parameters or (), constant)
         trained = freed_parameters(programs, model, names)
     progress.note(f"training {len(trained)} tensors on {sum(map(len, training))} examples")
     graphs = [program.graph for program in programs]
