@@ -63,6 +63,18 @@ class Lifting:
             return self.nodes[unmerged]
         return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
 
+    def operands(self, *canonicals: Canonical, q: Node | None = None) -> list[Node]:
+        """[B, H, X, Y] of each, in the batch of q or of one another: learnt points have none."""
+        nodes = [self.operand(canonical) for canonical in canonicals]
+        single = [_is_single(canonical, self.heads) for canonical in canonicals]
+        if not any(single) or (q is None and all(single)):
+            return nodes
+        batch = self.call(aten.sym_size.int, nodes[single.index(False)] if q is None else q, 0)
+        return [
+            self.call(aten.expand.default, node, [batch, -1, -1, -1]) if alone else node
+            for node, alone in zip(nodes, single, strict=True)
+        ]
+
     def turned(self, node: Node, order: tuple[int, ...] | None) -> Node:
         """With its axes in canonical order."""
         return node if order is None else self.call(aten.permute.default, node, [*order])
@@ -96,7 +108,7 @@ class Lifting:
         attention, product = self.nodes[value.left], self.nodes[value.node]
         others = [user for user in attention.users if user is not product]
         dense = self._is_dense(value)
-        call = self.put(operator, q, k, None if dense else self.operand(value.values), rest)
+        call = self.put(operator, q, k, None if dense else self.operands(value.values, q=q)[0], rest)
         result = call if shown is None else self.call(aten.mul.Tensor, call, shown)
         if dense:
             return [(attention, self.laid_out(result, value.map), lambda user: user is not call)]
@@ -188,6 +200,12 @@ class Lifting:
                 size = self.call(aten.sym_size.int, tensor, 2)
                 number = self.call(operator.mul if power > 0 else operator.truediv, number, size)
         return number
+
+
+def _is_single(canonical: Canonical, heads: int) -> bool:
+    """Whether it has one batch, of one example: every head's."""
+    size = canonical.node.meta["val"].shape[(canonical.order or (0,))[0]]
+    return isinstance(size, int) and size == (heads if rank_of(canonical.node) == 3 else 1)
 
 
 def _unmerged(canonical: Canonical, heads: int) -> Node | None:

@@ -345,7 +345,7 @@ class _Beyond:
             scores = scores.masked_fill(~shown, -math.inf)
         for scale in SHARPER:
             bias = 0.0 if t.bias is None else t.bias.detach()
-            share = float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean())
+            share = float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean().detach())
             yield scale, share >= ONE_HOT
             if share >= ONE_HOT:
                 return

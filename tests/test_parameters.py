@@ -406,6 +406,20 @@ def test_transforms_that_torch_compiles_are_the_originals_or_an_error(outs, tran
         torch.testing.assert_close(found, original(tokens()))
 
 
+@pytest.mark.parametrize("learnt", [True, False], ids=["learnt values", "given values"])
+def test_learnt_keys_are_every_examples(learnt):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        v = self.z if learnt else self.z + q.mean(2, keepdim=True)
+        return (plan_of(q @ self.z.mT) @ v).transpose(1, 2).flatten(2)
+
+    z = nn.Parameter(torch.randn(HEADS, 4, DIM // HEADS))
+    model = module(forward, q=nn.Linear(DIM, DIM), z=z)
+    _, lifted, (site,) = lossless(model)
+    assert isinstance(site, Site)
+    torch.testing.assert_close(lifted.graph(tokens(5)), model(tokens(5)), rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_site_holds_of_weights_is_not_trained_apart_from_them():
     def forward(self: Any, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)

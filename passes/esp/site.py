@@ -55,7 +55,7 @@ class EspSite(Site):
     def lift(self, lifting: Lifting) -> list[Swap]:
         c = self.convention
         with lifting.before_map(self.value):
-            q, k = lifting.operand(Canonical(self.q)), lifting.operand(Canonical(self.k))
+            q, k = lifting.operands(Canonical(self.q), Canonical(self.k))
             keep = lifting.keep(self.mask, q)
             each_other = same(*(x.meta["val"].shape[-2] for x in (self.q, self.k)))
             theta = None if self.slices is None else lifting.tensor("slices", self.slices)

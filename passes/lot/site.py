@@ -70,7 +70,7 @@ class LotSite(Site):
     def lift(self, lifting: Lifting) -> list[Swap]:
         c = self.convention
         with lifting.before(min(node for node in (self.outer.node, self.row_sums) if node is not None)):
-            q, k = lifting.operand(self.q), lifting.operand(self.k)
+            q, k = lifting.operands(self.q, self.k)
             keep, query_keep = lifting.keep(self.mask, q), lifting.keep(self.query_mask, q)
             rest = {
                 "keep": keep, "query_keep": query_keep, "key_bias": None,
@@ -84,7 +84,7 @@ class LotSite(Site):
                     "pivot_weight", self.weight.float()
                 ),
             }  # fmt: skip
-            values = lifting.operand(self.inner.values)
+            (values,) = lifting.operands(self.inner.values, q=q)
             product = lifting.nodes[self.outer.node]
             if self.row_sums is None:
                 call = lifting.put(OPERATORS["lot"], q, k, values, rest)

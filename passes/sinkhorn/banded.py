@@ -75,7 +75,7 @@ class BandedSite(LoopSite):
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
-            q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
+            q, k = lifting.operands(self.score.map, self.score.keys)
             rest = {"keep": lifting.keep(self.mask, q), **settings_of(self.convention)}
             return lifting.put_map(OPERATORS["banded_sinkhorn"], q, k, rest, self.value)
 

@@ -113,7 +113,7 @@ class AttentionSite(LoopSite):
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
-            q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
+            q, k = lifting.operands(self.score.map, self.score.keys)
             keep = lifting.keep(self.mask, q, k)
             bias = None if self.bias is None else _bias(lifting, self.bias)
             share = lifting.share(self.mask, keep, q, k)
