@@ -343,17 +343,11 @@ class Forward:
 
 
 class Part(nn.Module):
-    """A module of a rebuilt model, whose compiled forward has all code: it calls no module that is put in
-    here, but may read its weights."""
+    """A module of a rebuilt model: one that is put into it would not be called."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            is_weights = issubclass(value, Part)
-        elif isinstance(value, nn.Module):  # parametrised weights are read as before
-            is_weights = name == "parametrizations" or type(value) is type(self._modules.get(name))
-        else:
-            is_weights = self._takes(name, value)
-        if not is_weights:
+        is_put = isinstance(value, nn.Module) and name != "parametrizations"
+        if not self._takes(name, value) or (is_put and type(value) is not type(self._modules.get(name))):
             raise InputError(
                 "a layer of a rebuilt model is weights alone: all else is a constant of its code",
                 got=f"{name} is set", help="load it with model=, or compile the changed model",
@@ -361,7 +355,7 @@ class Part(nn.Module):
         super().__setattr__(name, value)
 
     def _takes(self, name: str, value: Any) -> bool:
-        return True
+        return name != "__class__" or issubclass(value, Part)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         setattr(self, name, module)
@@ -372,7 +366,8 @@ class Layer(Part):
     other attributes."""
 
     def _takes(self, name: str, value: Any) -> bool:
-        return name == "training" or name.startswith("_") or value is None or isinstance(value, Tensor)
+        of_torch = name == "training" or name.startswith("_") or isinstance(value, (Tensor, nn.Module))
+        return super()._takes(name, value) and (of_torch or value is None)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> Any:
         raise InputError(

@@ -42,9 +42,8 @@ class Trained:
 
 
 def choose_parameters(
-    programs: Sequence[Program], leaf: int, patterns: Sequence[str] = (),
-    with_constants: Collection[str] = (),
-) -> list[tuple[int, str]]:  # fmt: skip
+    programs: Sequence[Program], leaf: int, patterns: Sequence[str], with_constants: Collection[str]
+) -> list[tuple[int, str]]:
     """(program, name) of what is trained, in the order of the state dicts.
 
     leaf: where the class scores are among the outputs of a whole-model program; a program of one module
@@ -124,12 +123,8 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
 
 def _held(graph: GraphModule, sites: Collection[str]) -> set[str]:
     """The tensors of these sites, except those that were fitted."""
-    calls = zip(operator_calls(graph), coefficients(graph), strict=True)
-    return {
-        str(node.target) for operands, fitted in calls if operands.site in sites
-        for node in operands.call.all_input_nodes
-        if node.op == "get_attr" and str(node.target).startswith(OWN) and node.target not in fitted
-    }  # fmt: skip
+    read = {n.target for x in operator_calls(graph) if x.site in sites for n in x.call.all_input_nodes}
+    return {str(x) for x in read.difference(*coefficients(graph)) if str(x).startswith(OWN)}
 
 
 Constants = dict[Node, frozenset[str] | None]
