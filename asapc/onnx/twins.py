@@ -40,7 +40,7 @@ from asapc.operators.catalogue import reference_named
 from asapc.operators.esp import with_lengths
 from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
-from asapc.operators.masks import FINE, beside_empty, largest_products
+from asapc.operators.masks import FINE, largest_products, opened_empty
 from asapc.operators.sinkhorn import (
     alternate,
     clean_values,
@@ -397,10 +397,8 @@ def rows_kept(bias: Tensor, small: bool) -> Tensor:
 def keys_of_empty(
     keep: Tensor, mask: Tensor, q: Tensor, k: Tensor, reach: float, is_bias: bool
 ) -> Tensor:
-    empty = ~keep.any(-1)
-    size = largest_products(q, k, empty)
-    fine, clear = beside_empty(empty, mask, size, torch.finfo(q.dtype).eps, reach, is_bias)
-    return _checked(keep | (empty & fine)[:, None], clear)
+    size = largest_products(q, k, ~keep.any(-1))
+    return _checked(*opened_empty(keep, mask, size, torch.finfo(q.dtype).eps, reach, is_bias))
 
 
 def some_keys(keep: Tensor) -> Tensor:

@@ -74,28 +74,28 @@ def keys_of_empty(
     if keep.numel() * q.numel() == 0 or (on_cpu and not bool(empty.any())):
         return keep.clone()
     size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
-    fine, clear = beside_empty(empty, mask, size, torch.finfo(q.dtype).eps, reach, is_bias)
+    opened, clear = opened_empty(keep, mask, size, torch.finfo(q.dtype).eps, reach, is_bias)
 
     def got() -> str:
         number = float(mask.amax(-1).expand(len(keep))[~clear][0])
         return f"{number:g} beside scores that are neither larger nor smaller than its last place"
 
     _require(clear, RULE_OF_EMPTY, got, HELP_OF_EMPTY)
-    return keep | (empty & fine)[:, None]
+    return opened
 
 
-def beside_empty(
-    empty: Tensor, mask: Tensor, size: Tensor, eps: float, reach: float, is_bias: bool
+def opened_empty(
+    keep: Tensor, mask: Tensor, size: Tensor, eps: float, reach: float, is_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """([B or 1], whether scores stay what they are beside the mask; [B], whether an example has keys, or
-    one of the two is known of it).  size: [B], no |q k| is larger."""
-    highest = mask.amax(-1)
+    """(keys_of_empty, [B] where that is known).  size: [B], no |q k| is larger."""
+    empty, highest = ~keep.any(-1), mask.amax(-1)
     exponent = highest.double().abs().log2().floor()  # of its unit in the last place
     unit = torch.where(highest.isfinite(), eps * 2.0**exponent, math.inf)
     alike = (mask == highest[:, None]).all(-1)
     fine = unit <= FINE
     lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
-    return fine, ~empty | lost | (fine if is_bias else fine & alike)
+    clear = ~empty | lost | (fine if is_bias else fine & alike)
+    return keep | (empty & fine)[:, None], clear
 
 
 def is_one(mask: Tensor) -> Tensor:

@@ -50,12 +50,9 @@ def choose_parameters(
     has no head. patterns: choose by name instead; each must match one.  with_constants: sites that hold
     numbers of the model's weights, which would no longer be theirs.
     """
-    available = [
-        (index, name)
-        for index, program in enumerate(programs)
-        for name, tensor in program.graph.state_dict().items()
-        if tensor.is_floating_point() and name not in _held(program.graph, with_constants)
-    ]
+    held = [_held(program.graph, with_constants) for program in programs]
+    every = parameters_of(programs, buffers=True)
+    available = [(index, name) for index, name in every if name not in held[index]]
     labels = {pair: label_of(programs[pair[0]], pair[1]) for pair in available}
     if patterns:
         for pattern in patterns:
@@ -227,11 +224,13 @@ def freed_parameters(
     return trained
 
 
-def parameters_of(programs: Sequence[Program]) -> list[tuple[int, str]]:
+def parameters_of(programs: Sequence[Program], buffers: bool = False) -> list[tuple[int, str]]:
     """(program, name) of every floating-point parameter; buffers and a site's constants are none."""
     return [
         (index, name)
         for index, program in enumerate(programs)
-        for name, tensor in program.graph.named_parameters()
+        for name, tensor in (
+            program.graph.state_dict().items() if buffers else program.graph.named_parameters()
+        )
         if tensor.is_floating_point()
     ]
