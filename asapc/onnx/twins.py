@@ -40,7 +40,7 @@ from asapc.operators.catalogue import reference_named
 from asapc.operators.esp import with_lengths
 from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
-from asapc.operators.masks import FINE, largest_products, opened_empty
+from asapc.operators.masks import is_one, kept_keys, keys_of_empty, rows_kept, some_keys  # noqa: F401
 from asapc.operators.sinkhorn import (
     alternate,
     clean_values,
@@ -372,37 +372,6 @@ def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budg
 _DUALS = Backend({"gaussian": _gaussian, "lse": _c_transforms}, _coarse)
 dual = _DUALS.dual
 dual_and_row_mass = _DUALS.dual_and_row_mass
-
-
-def _checked(x: Tensor, fine: Tensor) -> Tensor:
-    """x where all is fine, elsewhere an error of the runtime, which is asked for entry 1 of 1."""
-    return x[None].index_select(0, (~fine.all()).long()[None])[0]
-
-
-def kept_keys(mask: Tensor, hides: float) -> Tensor:
-    return _checked(mask > hides, (mask <= hides) | (mask == 0))
-
-
-def is_one(mask: Tensor) -> Tensor:
-    return _checked(mask == 1, (mask == 1) | (mask == 0))
-
-
-def rows_kept(bias: Tensor, small: bool) -> Tensor:
-    kept = bias.amax(-1, keepdim=True) > -math.inf
-    if small:
-        return _checked(kept, bias.abs() < 2.0 * FINE / torch.finfo(torch.float32).eps)
-    return kept
-
-
-def keys_of_empty(
-    keep: Tensor, mask: Tensor, q: Tensor, k: Tensor, reach: float, is_bias: bool
-) -> Tensor:
-    size = largest_products(q, k, ~keep.any(-1))
-    return _checked(*opened_empty(keep, mask, size, torch.finfo(q.dtype).eps, reach, is_bias))
-
-
-def some_keys(keep: Tensor) -> Tensor:
-    return _checked(keep, keep.any(-1))
 
 
 def _named(name: str) -> Callable[..., Tensor]:

@@ -29,13 +29,18 @@ FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in fl
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
 
-def _require(fine: Tensor, rule: str, got: Callable[[], str], help: str | None = None) -> None:
-    """Raises InputError where not all is fine; on a GPU, where nothing waits for a number, it is a
-    device-side assertion."""
+def _where_fine(
+    x: Tensor, fine: Tensor, rule: str, got: Callable[[], str], help: str | None = None
+) -> Tensor:
+    """x.  Raises InputError if not all is fine; on a GPU, where nothing waits for a number, it is a
+    device-side assertion, and in an ONNX file the runtime is asked for entry 1 of 1."""
+    if torch.compiler.is_exporting():
+        return x[None].index_select(0, (~fine.all()).long()[None])[0]
     if fine.device.type != "cpu":
         torch._assert_async(fine.all(), rule)
     elif not bool(fine.all()):
         raise InputError(rule, got=got(), help=help)
+    return x
 
 
 def hidden_queries(keep: Tensor) -> Tensor:
@@ -49,8 +54,7 @@ def kept_keys(mask: Tensor, hides: float) -> Tensor:
     Raises InputError on a number between 0 and `hides`, above 0, or NaN.
     """
     hard = (mask <= hides) | (mask == 0)
-    _require(hard, RULE, lambda: _others(mask[~hard]), HELP)
-    return mask > hides
+    return _where_fine(mask > hides, hard, RULE, lambda: _others(mask[~hard]), HELP)
 
 
 def _others(numbers: Tensor) -> str:
@@ -69,33 +73,24 @@ def keys_of_empty(
     as they are.
     Raises InputError where they do neither.
     """
-    empty = ~keep.any(-1)
-    on_cpu = mask.device.type == "cpu"
-    if keep.numel() * q.numel() == 0 or (on_cpu and not bool(empty.any())):
-        return keep.clone()
-    size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
-    opened, clear = opened_empty(keep, mask, size, torch.finfo(q.dtype).eps, reach, is_bias)
-
-    def got() -> str:
-        number = float(mask.amax(-1).expand(len(keep))[~clear][0])
-        return f"{number:g} beside scores that are neither larger nor smaller than its last place"
-
-    _require(clear, RULE_OF_EMPTY, got, HELP_OF_EMPTY)
-    return opened
-
-
-def opened_empty(
-    keep: Tensor, mask: Tensor, size: Tensor, eps: float, reach: float, is_bias: bool
-) -> tuple[Tensor, Tensor]:
-    """(keys_of_empty, [B] where that is known).  size: [B], no |q k| is larger."""
     empty, highest = ~keep.any(-1), mask.amax(-1)
+    on_cpu = mask.device.type == "cpu"
+    waits = on_cpu and not torch.compiler.is_exporting()
+    if keep.numel() * q.numel() == 0 or (waits and not bool(empty.any())):
+        return keep.clone()
     exponent = highest.double().abs().log2().floor()  # of its unit in the last place
-    unit = torch.where(highest.isfinite(), eps * 2.0**exponent, math.inf)
+    unit = torch.where(highest.isfinite(), torch.finfo(q.dtype).eps * 2.0**exponent, math.inf)
     alike = (mask == highest[:, None]).all(-1)
     fine = unit <= FINE
+    size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
     lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
     clear = ~empty | lost | (fine if is_bias else fine & alike)
-    return keep | (empty & fine)[:, None], clear
+
+    def got() -> str:
+        number = float(highest.expand(len(keep))[~clear][0])
+        return f"{number:g} beside scores that are neither larger nor smaller than its last place"
+
+    return _where_fine(keep | (empty & fine)[:, None], clear, RULE_OF_EMPTY, got, HELP_OF_EMPTY)
 
 
 def is_one(mask: Tensor) -> Tensor:
@@ -104,16 +99,15 @@ def is_one(mask: Tensor) -> Tensor:
     Raises InputError on another number.
     """
     known = (mask == 1) | (mask == 0)
-    _require(known, RULE_OF_NUMBERS, lambda: _others(mask[~known]))
-    return mask == 1
+    return _where_fine(mask == 1, known, RULE_OF_NUMBERS, lambda: _others(mask[~known]))
 
 
 def some_keys(keep: Tensor) -> Tensor:
     """keep [B, M] of examples that all have an active key.  Raises InputError where one has none."""
     some = keep.any(-1) | (keep.device.type == "cpu" and keep.numel() == 0)
     first = (~some).nonzero
-    _require(some, RULE_OF_NONE, lambda: f"none in example {int(first()[0])} of the batch", HELP_OF_EMPTY)
-    return keep.clone()
+    got = lambda: f"none in example {int(first()[0])} of the batch"  # noqa: E731
+    return _where_fine(keep.clone(), some, RULE_OF_NONE, got, HELP_OF_EMPTY)
 
 
 def rows_kept(bias: Tensor, small: bool) -> Tensor:
@@ -122,11 +116,13 @@ def rows_kept(bias: Tensor, small: bool) -> Tensor:
     small: whether all its numbers must be such that scores are kept beside them.
     Raises InputError where they are not.
     """
-    if small:
-        dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
-        kept = bias.abs() < 2.0 * FINE / torch.finfo(dtype).eps
-        _require(kept, RULE_OF_BIAS, lambda: f"{float(bias.flatten()[bias.abs().argmax()]):g}", HELP)
-    return ~all_hidden(bias, -1, keepdim=True)
+    shown = ~all_hidden(bias, -1, keepdim=True)
+    if not small:
+        return shown
+    dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
+    kept = bias.abs() < 2.0 * FINE / torch.finfo(dtype).eps
+    got = lambda: f"{float(bias.flatten()[bias.abs().argmax()]):g}"  # noqa: E731
+    return _where_fine(shown, kept, RULE_OF_BIAS, got, HELP)
 
 
 def all_hidden(scores: Tensor, axis: int, keepdim: bool = False) -> Tensor:
