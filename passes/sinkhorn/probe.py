@@ -566,7 +566,7 @@ def _stabilised(
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
     best: tuple[Budget, Stabiliser] | None = None
     for stabiliser in guesses.stabilisers():
-        if not _budget(mildest, sides, most, stabiliser).error <= HELD:
+        if not _budget(mildest, sides, most, stabiliser).error <= STABILISED:
             continue
         budget = _budget(groups, sides, most, stabiliser)
         if best is None or budget.error < best[0].error:
