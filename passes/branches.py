@@ -400,7 +400,6 @@ def own_lines() -> contextlib.AbstractContextManager[Any]:
     """Have torch keep, of each node's stack, the line that `spoken` reads: to word all frames, its own
     too, is a seventh of a trace. What calls the function that asks for this is not the model's."""
     caller = sys._getframe(1)
-
     def summary() -> traceback.StackSummary:
         frame: Any = sys._getframe(1)
         while frame not in (None, caller) and frame.f_code.co_filename.startswith(_HIDDEN):

@@ -469,10 +469,9 @@ def search_budget(
     errors: dict[tuple[Side, int], float] = {}
     for first in BOTH:
         running = [make(first) for make in plans]
-        for half_steps in itertools.count(1):
+        for half_steps, ours in enumerate(zip(*running, strict=True), 1):
             if half_steps > most:
                 break
-            ours = [next(plan) for plan in running]
             if Convention(half_steps, first, 1.0).last_side not in sides:
                 continue
             error = errors[first, half_steps] = max(map(_up_to_scale, ours, targets))
